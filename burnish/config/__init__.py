@@ -1,0 +1,26 @@
+"""The typed config tree. Start with ``jobs.py``; ``load.py`` turns a recipe file into one of its classes."""
+
+from burnish.config.arithmetic import BatchError, BatchPlan
+from burnish.config.jobs import (
+    JOBS,
+    EvaluateConfig,
+    JobConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
+from burnish.config.load import ConfigError, dump_yaml, load_config
+
+__all__ = [
+    "JOBS",
+    "BatchError",
+    "BatchPlan",
+    "ConfigError",
+    "EvaluateConfig",
+    "JobConfig",
+    "RLConfig",
+    "RewardModelConfig",
+    "SFTConfig",
+    "dump_yaml",
+    "load_config",
+]

@@ -1,0 +1,180 @@
+"""Batch arithmetic: derive, validate and print how samples become optimizer steps.
+
+B = ``train_batch_size`` (samples per optimizer step), b = ``micro_train_batch_size``, D = data-parallel ranks,
+accumulation = B / (b x D); P = ``rollout_batch_size`` (prompts), n = ``n_samples_per_prompt``: the rollout
+buffer holds P x n samples and each pass over it takes P x n / B optimizer steps. Pure functions of numbers;
+nothing here knows a config class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class BatchError(ValueError):
+    """Batch sizes that contradict each other. The message names the nearest values that work."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Batch sizes after derivation. ``micro_train_batch_size`` is None under a token budget."""
+
+    train_batch_size: int
+    micro_train_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    data_parallel_size: int = 1
+    rollout_batch_size: int | None = None
+    n_samples_per_prompt: int = 1
+    epochs_per_rollout: int = 1
+
+    @property
+    def samples_per_rollout(self) -> int | None:
+        return None if self.rollout_batch_size is None else self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def optimizer_steps_per_rollout(self) -> int | None:
+        if self.samples_per_rollout is None:
+            return None
+        return self.epochs_per_rollout * (self.samples_per_rollout // self.train_batch_size)
+
+
+def nearest_divisors(total: int, wanted: int) -> list[int]:
+    """The largest divisor of ``total`` not above ``wanted`` and the smallest not below it.
+
+    >>> nearest_divisors(64, 24)
+    [16, 32]
+    """
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = max((d for d in divisors if d <= wanted), default=divisors[0])
+    above = min((d for d in divisors if d >= wanted), default=divisors[-1])
+    return sorted({below, above})
+
+
+def nearest_multiples(unit: int, wanted: int) -> list[int]:
+    """The multiples of ``unit`` on both sides of ``wanted`` (at least ``unit`` itself).
+
+    >>> nearest_multiples(8, 20)
+    [16, 24]
+    """
+    below = max(unit, wanted // unit * unit)
+    above = -(-wanted // unit) * unit
+    return sorted({below, above})
+
+
+def derive_batch(
+    *,
+    train_batch_size: int | None,
+    micro_train_batch_size: int | None,
+    gradient_accumulation_steps: int | None,
+    data_parallel_size: int = 1,
+    token_budget: bool = False,
+) -> BatchPlan:
+    """Derive the third of {B, b, accumulation} from the other two; all three must agree.
+
+    With only B given, b = B / D (one backward pass) unless a token budget builds the micro-batches.
+    Raises BatchError with the nearest values that work.
+    """
+    big, micro, accum, ranks = (
+        train_batch_size,
+        micro_train_batch_size,
+        gradient_accumulation_steps,
+        data_parallel_size,
+    )
+    if big is None and (micro is None or accum is None):
+        raise BatchError(
+            "the size of an optimizer step is not known: set train_batch_size, or both "
+            "micro_train_batch_size and gradient_accumulation_steps"
+        )
+    if big is None:
+        assert micro is not None and accum is not None
+        big = micro * accum * ranks
+    if big % ranks:
+        raise BatchError(
+            f"train_batch_size={big} is not a multiple of the {ranks} data-parallel ranks; "
+            f"nearest that are: {_join(nearest_multiples(ranks, big))}"
+        )
+    if token_budget:
+        return BatchPlan(big, None, None, ranks)
+    per_rank = big // ranks
+    if micro is None:
+        micro = per_rank if accum is None else _divide(per_rank, accum, "gradient_accumulation_steps", big, ranks)
+    elif per_rank % micro:
+        raise BatchError(
+            f"micro_train_batch_size={micro} does not divide train_batch_size={big} / {ranks} rank(s) = "
+            f"{per_rank}; nearest micro_train_batch_size that does: {_join(nearest_divisors(per_rank, micro))}, "
+            f"or train_batch_size: {_join(nearest_multiples(micro * ranks, big))}"
+        )
+    derived = per_rank // micro
+    if accum is not None and accum != derived:
+        raise BatchError(
+            f"train_batch_size={big}, micro_train_batch_size={micro} and gradient_accumulation_steps={accum} "
+            f"disagree over {ranks} rank(s): {big} / ({micro} x {ranks}) = {derived}; drop one of the three, or set "
+            f"gradient_accumulation_steps={derived} or train_batch_size={micro * accum * ranks}"
+        )
+    return BatchPlan(big, micro, derived, ranks)
+
+
+def _divide(per_rank: int, accum: int, name: str, big: int, ranks: int) -> int:
+    if per_rank % accum:
+        raise BatchError(
+            f"{name}={accum} does not divide train_batch_size={big} / {ranks} rank(s) = {per_rank}; "
+            f"nearest that do: {_join(nearest_divisors(per_rank, accum))}"
+        )
+    return per_rank // accum
+
+
+def check_rollout(plan: BatchPlan) -> BatchPlan:
+    """Check that the rollout buffer P x n is cut into whole optimizer steps; returns the plan.
+
+    Raises BatchError with the nearest train_batch_size and rollout_batch_size that work.
+    """
+    samples = plan.samples_per_rollout
+    if samples is None or samples % plan.train_batch_size == 0:
+        return plan
+    n, prompts = plan.n_samples_per_prompt, plan.rollout_batch_size
+    assert prompts is not None
+    fitting = [p for p in range(1, 2 * prompts + plan.train_batch_size + 1) if p * n % plan.train_batch_size == 0]
+    below = [p for p in fitting if p <= prompts][-1:]
+    above = [p for p in fitting if p >= prompts][:1]
+    raise BatchError(
+        f"the rollout buffer holds rollout_batch_size={prompts} prompts x n_samples_per_prompt={n} = {samples} "
+        f"samples, which train_batch_size={plan.train_batch_size} does not divide; nearest train_batch_size: "
+        f"{_join(nearest_divisors(samples, plan.train_batch_size))}, nearest rollout_batch_size: "
+        f"{_join(below + above)}"
+    )
+
+
+def batch_table(plan: BatchPlan) -> list[tuple[str, str, str]]:
+    """Rows (name, value, how it comes about) of the table printed at start."""
+    by_tokens = plan.micro_train_batch_size is None
+    rows = [
+        ("train_batch_size (B)", str(plan.train_batch_size), "samples per optimizer step"),
+        ("data-parallel ranks (D)", str(plan.data_parallel_size), ""),
+        (
+            "micro_train_batch_size (b)",
+            "by tokens" if by_tokens else str(plan.micro_train_batch_size),
+            "samples per backward pass and rank",
+        ),
+        (
+            "gradient_accumulation_steps",
+            "by tokens" if by_tokens else str(plan.gradient_accumulation_steps),
+            "B / (b x D)",
+        ),
+    ]
+    if plan.rollout_batch_size is not None:
+        rows += [
+            ("rollout_batch_size (P)", str(plan.rollout_batch_size), "prompts per rollout"),
+            ("n_samples_per_prompt (n)", str(plan.n_samples_per_prompt), ""),
+            ("samples per rollout", str(plan.samples_per_rollout), "P x n"),
+            ("epochs_per_rollout", str(plan.epochs_per_rollout), "passes over the buffer"),
+            (
+                "optimizer steps per rollout",
+                str(plan.optimizer_steps_per_rollout),
+                "epochs x P x n / B",
+            ),
+        ]
+    return rows
+
+
+def _join(values: list[int]) -> str:
+    return " or ".join(str(v) for v in values)

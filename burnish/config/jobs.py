@@ -1,0 +1,213 @@
+"""The roots of the config tree: one class per job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from burnish.config.algorithm import AlgorithmConfig, GaeAdvantage, GroupAdvantage
+from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout, derive_batch
+from burnish.config.base import Node
+from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
+from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
+from burnish.config.rollout import EvalConfig, LocalEngine, RolloutConfig
+from burnish.config.train import CheckpointConfig, ObserveConfig, RLTrainConfig, TrainConfig
+
+
+class JobConfig(Node):
+    """Fields that every job has."""
+
+    job: str
+    """Which job the recipe is for."""
+    run_dir: str = "runs/{job}"
+    """Run folder; ``{job}`` and ``{time}`` are filled in. Must be new or empty unless a run is resumed."""
+    seed: int = 0
+    """Seed of everything random: data order, sampling, initial heads, dropout."""
+    model: ModelConfig
+    """The model that is trained (for rl: the policy)."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats."""
+
+    @model_validator(mode="after")
+    def _report_all_broken_rules(self) -> JobConfig:
+        problems = self.broken_rules()
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class TrainingJob(JobConfig):
+    """Fields that every job with gradient steps has."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept."""
+    observe: ObserveConfig = ObserveConfig()
+    """What is written and printed."""
+
+
+class _SupervisedJob(TrainingJob):
+    train: TrainConfig
+    """Batches, optimizer, schedule."""
+    max_epochs: int = Field(1, ge=1)
+    """Passes over the data."""
+    max_steps: int | None = Field(None, ge=1)
+    """Stop after this many optimizer steps even if epochs are left. None: by epochs."""
+    eval_every_n_steps: int = Field(0, ge=0)
+    """Measure on ``eval_data`` every this many steps, beside the end. 0: only at the end."""
+
+    def batch_plan(self) -> BatchPlan:
+        """The batch sizes after derivation. Raises BatchError."""
+        return _derive(self.train)
+
+    def rules(self) -> Iterator[str]:
+        yield from _batch_rules(self)
+
+
+class SFTConfig(_SupervisedJob):
+    """``burnish sft``: supervised fine-tuning on demonstrations."""
+
+    job: Literal["sft"] = "sft"
+    """Which job the recipe is for."""
+    data: SFTDataConfig
+    """Demonstrations."""
+    eval_data: SFTDataConfig | None = None
+    """Held-out demonstrations. None: no evaluation."""
+
+
+class RewardModelConfig(_SupervisedJob):
+    """``burnish rm``: a reward model from preference pairs (Bradley-Terry)."""
+
+    job: Literal["rm"] = "rm"
+    """Which job the recipe is for."""
+    data: PreferenceDataConfig
+    """Pairs."""
+    eval_data: PreferenceDataConfig | None = None
+    """Held-out pairs. None: no evaluation."""
+
+
+class RLConfig(TrainingJob):
+    """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family)."""
+
+    job: Literal["rl"] = "rl"
+    """Which job the recipe is for."""
+    max_steps: int = Field(ge=1)
+    """RL steps; each is one rollout and the updates on it."""
+    data: PromptDataConfig
+    """Training prompts."""
+    rollout: RolloutConfig
+    """How responses are sampled."""
+    rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
+    """What scores them; the total is the weighted sum."""
+    on_reward_failure: FailurePolicy = FailurePolicy()
+    """What happens when a reward fails."""
+    shaping: ShapingConfig = ShapingConfig()
+    """Changes to the reward after the weighted sum."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantage, loss, KL."""
+    critic: CriticConfig | None = None
+    """Value model, for ``advantage: gae`` only. None with gae: defaults."""
+    reference: ReferenceConfig | None = None
+    """Reference model of the KL term. None with a KL term: the policy at the start."""
+    train: RLTrainConfig
+    """Batches, optimizer, schedule."""
+    eval: EvalConfig | None = None
+    """Held-out evaluation. None: none."""
+
+    def batch_plan(self) -> BatchPlan:
+        """The batch sizes after derivation. Raises BatchError."""
+        plan = replace(
+            _derive(self.train),
+            rollout_batch_size=self.rollout.rollout_batch_size,
+            n_samples_per_prompt=self.rollout.n_samples_per_prompt,
+            epochs_per_rollout=self.train.epochs_per_rollout,
+        )
+        return check_rollout(plan)
+
+    def rules(self) -> Iterator[str]:
+        yield from _batch_rules(self)
+        advantage, algorithm = self.algorithm.advantage, self.algorithm
+        uses_gae = isinstance(advantage, GaeAdvantage)
+        if self.critic is not None and not uses_gae:
+            yield f"critic is set, and algorithm.advantage={advantage.kind} uses none; remove critic or use gae"
+        needs_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
+        if needs_group and self.rollout.n_samples_per_prompt < 2:
+            yield (
+                f"algorithm.advantage={advantage.kind} compares samples of one prompt, and "
+                "rollout.n_samples_per_prompt=1 leaves nothing to compare; use 2 or more (8 is usual)"
+            )
+        if advantage.kind == "reinforce_pp_baseline" and advantage.gamma != 1.0:
+            yield (
+                f"algorithm.advantage.gamma={advantage.gamma} with a group baseline: the baseline is not "
+                "discounted; use gamma=1"
+            )
+        if isinstance(advantage, GroupAdvantage) and algorithm.kl.init_kl_coef and algorithm.kl.placement == "reward":
+            yield (
+                f"algorithm.kl.placement=reward puts KL on every token's reward, and advantage={advantage.kind} sees "
+                "one reward per response; use placement=loss (estimator k3 is usual)"
+            )
+        if self.reference is not None and not algorithm.kl.init_kl_coef:
+            yield "reference is set and algorithm.kl.init_kl_coef=0 never reads it; remove it or set a KL weight"
+        if algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
+            yield (
+                "algorithm.policy_loss=reinforce has no ratio, so it is right for one optimizer step per rollout only; "
+                "use ppo, or train_batch_size = rollout_batch_size x n_samples_per_prompt with epochs_per_rollout=1"
+            )
+        if self.checkpoint.best_metric and self.checkpoint.best_metric.startswith("eval/") and self.eval is None:
+            yield f"checkpoint.best_metric={self.checkpoint.best_metric} is measured by eval, which is not set"
+        if self.shaping.overlong_buffer_len >= self.rollout.generate_max_len:
+            yield (
+                f"shaping.overlong_buffer_len={self.shaping.overlong_buffer_len} must be below "
+                f"rollout.generate_max_len={self.rollout.generate_max_len}"
+            )
+
+
+class EvaluateConfig(JobConfig):
+    """``burnish evaluate``: pass@1 and pass@k of a model on held-out prompts."""
+
+    job: Literal["evaluate"] = "evaluate"
+    """Which job the recipe is for."""
+    eval: EvalConfig
+    """Prompts, samples and thresholds."""
+    rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
+    """What scores the responses."""
+    engine: LocalEngine = LocalEngine()
+    """Which engine samples."""
+
+    def rules(self) -> Iterator[str]:
+        if self.eval.generate_max_len is None:
+            yield "eval.generate_max_len is not set, and this job has no rollout to take it from"
+
+
+JOBS: dict[str, type[JobConfig]] = {
+    "sft": SFTConfig,
+    "rm": RewardModelConfig,
+    "rl": RLConfig,
+    "evaluate": EvaluateConfig,
+}
+
+
+def _derive(train: TrainConfig) -> BatchPlan:
+    return derive_batch(
+        train_batch_size=train.train_batch_size,
+        micro_train_batch_size=train.micro_train_batch_size,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        token_budget=train.max_tokens_per_micro_batch is not None,
+    )
+
+
+def _batch_rules(config: Any) -> Iterator[str]:
+    try:
+        config.batch_plan()
+    except BatchError as error:
+        yield str(error)
+
+
+def _several_updates(config: RLConfig) -> bool:
+    try:
+        return (config.batch_plan().optimizer_steps_per_rollout or 1) > 1
+    except BatchError:
+        return False

@@ -1,0 +1,107 @@
+"""Which model, and how it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from burnish.config.base import Node
+
+
+class ScratchConfig(Node):
+    """A small Llama-style model with random weights and a character tokenizer, made on the spot."""
+
+    alphabet: str = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz?:.,\n"
+    """Characters the tokenizer knows; any other character becomes the unknown token."""
+    hidden_size: int = Field(64, ge=8)
+    """Width of the residual stream."""
+    num_layers: int = Field(2, ge=1)
+    """Number of decoder layers."""
+    num_heads: int = Field(4, ge=1)
+    """Attention heads; must divide ``hidden_size``."""
+    num_kv_heads: int = Field(2, ge=1)
+    """Key/value heads (grouped-query attention); must divide ``num_heads``."""
+    max_position_embeddings: int = Field(512, ge=8)
+    """Longest sequence in tokens."""
+    tie_word_embeddings: bool = True
+    """Whether the output projection is the input embedding."""
+    seed: int = 0
+    """Seed of the random weights."""
+
+    def rules(self) -> Iterator[str]:
+        if self.hidden_size % self.num_heads:
+            yield f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}"
+        if self.num_heads % self.num_kv_heads:
+            yield f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
+
+
+class LoraConfig(Node):
+    """Low-rank adapters (arXiv 2106.09685) through peft. The base weights stay frozen."""
+
+    lora_rank: int = Field(16, ge=1)
+    """Rank r of the adapters."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """Scale: the adapter's output is multiplied by alpha / rank."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter's input. 0 keeps the policy ratio exactly 1 at the first update."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Module names that get an adapter, or ``all-linear`` for every linear layer but the output head."""
+
+
+class ModelConfig(Node):
+    """A causal language model: from a folder, a hub name, a GGUF file, or from scratch."""
+
+    path: str | None = None
+    """Folder or HuggingFace hub name. Set this or ``scratch``."""
+    gguf_file: str | None = None
+    """Name of a .gguf file inside ``path``; its weights are de-quantised at load."""
+    scratch: ScratchConfig | None = None
+    """Make a small random model instead of loading one."""
+    tokenizer_path: str | None = None
+    """Folder or hub name of the tokenizer. None: the model's own."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit). None: the default branch."""
+    trust_remote_code: bool = False
+    """Allow Python code shipped with the model to run. Off: such a model is refused."""
+    chat_template: str | None = None
+    """Jinja chat template, or a path to one. None: the tokenizer's own."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights. None: full fine-tuning."""
+
+    def rules(self) -> Iterator[str]:
+        if (self.path is None) == (self.scratch is None):
+            yield "set exactly one of path (a folder or hub name) and scratch (a small random model)"
+        if self.gguf_file and not self.path:
+            yield "gguf_file names a file inside path, and path is not set"
+
+
+class CriticConfig(Node):
+    """The value model of PPO."""
+
+    model: ModelConfig | None = None
+    """Where the critic's body starts from. None: the policy's own model (with a new value head)."""
+    lr: float | None = Field(None, gt=0)
+    """Learning rate of the critic. None: ``train.lr``."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """Clip range of the value around its old value (arXiv 1707.06347 implementations). None: no clipping."""
+
+
+class ReferenceConfig(Node):
+    """The frozen model that the KL term measures the distance from."""
+
+    model: ModelConfig | None = None
+    """None: the policy as it was at the start of the run."""
+
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class PrecisionConfig(Node):
+    """Number formats of the trainer and of the rollout engine."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Compute format of the trainer. With bf16, master weights, moments and gradient sums stay fp32."""
+    rollout_dtype: Dtype | None = None
+    """Compute format of the rollout engine. None: same as ``dtype``, and then weights are shared, not copied."""

@@ -1,0 +1,84 @@
+"""How responses are sampled, and how the policy is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from burnish.config.base import Node
+from burnish.config.data import PromptDataConfig
+
+
+class SamplingConfig(Node):
+    """How one response is sampled."""
+
+    generate_max_len: int = Field(256, ge=1)
+    """Most new tokens per response."""
+    temperature: float = Field(1.0, ge=0)
+    """Softmax temperature. 0: greedy (evaluation only)."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens whose probability reaches this. 1: all."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k most probable tokens. 0: all."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response (the string stays in it)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, beside the tokenizer's end token."""
+
+
+class LocalEngine(Node):
+    """Burnish's own engine: in the trainer's process, on CPU or one GPU."""
+
+    kind: Literal["local"] = "local"
+    max_batch_size: int = Field(128, ge=1)
+    """Most responses decoded at the same time; the rest wait and take free places."""
+    max_prefill_tokens: int = Field(8192, ge=1)
+    """Most prompt tokens in one prefill pass."""
+    cuda_graphs: bool = True
+    """On CUDA, replay decode steps as graphs."""
+
+
+
+class RolloutConfig(SamplingConfig):
+    """One rollout: P prompts with n samples each fill the buffer that one RL step trains on."""
+
+    rollout_batch_size: int = Field(ge=1)
+    """PROMPTS per rollout (P)."""
+    n_samples_per_prompt: int = Field(1, ge=1)
+    """Samples per prompt (n); the buffer holds P x n."""
+    engine: LocalEngine = LocalEngine()
+    """Which engine samples."""
+
+    def rules(self) -> Iterator[str]:
+        if self.temperature == 0:
+            yield "temperature=0 gives the same response n times and no exploration; use a value above 0 (1.0 is usual)"
+
+
+class EvalConfig(Node):
+    """Held-out evaluation: pass@1 and pass@k."""
+
+    data: PromptDataConfig
+    """Held-out prompts. Read once, in order, without shuffling."""
+    num_prompts: int | None = Field(None, ge=1)
+    """Take only the first this many. None: all."""
+    every_n_steps: int = Field(0, ge=0)
+    """Evaluate every this many steps, beside step 0 and the end. 0: only those two."""
+    n_samples_per_prompt: int = Field(1, ge=1)
+    """Samples per prompt."""
+    pass_k: tuple[int, ...] = (1,)
+    """For which k pass@k is reported (unbiased estimator of arXiv 2107.03374); each at most n_samples_per_prompt."""
+    pass_threshold: float = 1.0
+    """A response passes if its reward is at least this."""
+    temperature: float = Field(0.0, ge=0)
+    """0: greedy."""
+    generate_max_len: int | None = Field(None, ge=1)
+    """Most new tokens. None: as in rollout."""
+
+    def rules(self) -> Iterator[str]:
+        for k in self.pass_k:
+            if not 1 <= k <= self.n_samples_per_prompt:
+                yield f"pass_k has {k}, and k must lie in 1..n_samples_per_prompt={self.n_samples_per_prompt}"
+        if self.temperature == 0 and self.n_samples_per_prompt > 1:
+            yield "temperature=0 gives the same response every time; use n_samples_per_prompt=1 or a temperature above 0"

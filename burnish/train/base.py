@@ -1,0 +1,86 @@
+"""What a train engine is: a model that gives log-probs, takes gradients and steps. One contract, every backend.
+
+Engines never import algorithms: the loss arrives as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from burnish.types import Batch, Stats
+
+Role = Literal["policy", "critic", "reference", "reward"]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the model says about a micro-batch, in line with its tokens; entries outside the mask are 0."""
+
+    logprobs: Tensor | None = None
+    """[M] fp32: log p(token t | tokens before it) at the engine's temperature, for action tokens"""
+    entropy: Tensor | None = None
+    """[M] fp32: entropy in nats of the distribution token t was drawn from"""
+    values: Tensor | None = None
+    """[M] fp32. critic: value of the state in which action token t is chosen. reward: the score, on the
+    last token of each row"""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """L2 norm of the whole gradient before clipping"""
+    lr: float
+    skipped: bool = False
+    """True where the gradient was not finite and nothing moved"""
+
+
+class Loss(Protocol):
+    """(outputs of a micro-batch, the micro-batch) -> (scalar, stats).
+
+    The scalar divides by the batch's GLOBAL counts, so micro-batch losses add up to the loss of the step.
+    """
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]: ...
+
+
+class TrainEngine(Protocol):
+    """One model in one role."""
+
+    role: Role
+    version: int
+    """Optimizer steps taken."""
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens, without gradient, at the sampling temperature."""
+        ...
+
+    def values(self, batch: Batch) -> Tensor:
+        """[M] fp32 values (critic) or scores on the last token of each row (reward), without gradient."""
+        ...
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+        """Add the gradient of ``loss`` over ``batch`` (split into micro-batches) to what is accumulated."""
+        ...
+
+    def optim_step(self) -> StepStats:
+        """Check, clip, step, schedule; clears the gradient."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) in HuggingFace naming, LoRA merged on the way out."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write everything :meth:`load` needs to go on bit by bit (safetensors and JSON, no pickle)."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take back what :meth:`save` wrote."""
+        ...

@@ -1,0 +1,269 @@
+"""The data that moves through a run: Prompt -> Sample -> Group -> Batch, and Stats beside them.
+
+Read this file first; every other module consumes or produces these types. All are frozen: a stage returns
+a new value (``dataclasses.replace``) instead of writing into one it was given.
+
+Shapes: N rows (one row = one prompt with one response), M tokens in all rows together. Token arrays are
+*ragged*: rows stand one after another in one flat array and ``offsets`` says where each begins. Nothing is
+padded at rest or in transit; padding and packing are choices of ``train/batching.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One thing to be answered.
+
+    Example: ``Prompt(id="train:17@0", token_ids=(5, 9, 2), text="1+1=", label="2", source="train")``.
+    """
+
+    id: str
+    """Unique within a run and stable over resumes: ``source:row@epoch``."""
+    token_ids: tuple[int, ...]
+    """Exactly the tokens the model reads. Never made again from ``text``."""
+    text: str
+    """The same prompt as text, for rewards and for people."""
+    label: Any = None
+    """The reference answer (or whatever the reward needs), untouched from the data row."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the data row, for rewards and environments."""
+    source: str = ""
+    """Name of the data source the row came from."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one prompt, with what is known about each of its tokens.
+
+    ``response_ids``, ``sampler_logprobs``, ``action_mask`` and ``versions`` have one entry per response token [T].
+
+    Example: prompt ``1+1=``, response ``2`` and an end token, sampled by the weights of step 3::
+
+        Sample(sample_id="train:17@0/0", prompt_id="train:17@0", group_id=17, prompt_ids=(5, 9, 2),
+               response_ids=(7, 1), sampler_logprobs=(-0.2, -0.01), action_mask=(True, True),
+               versions=(3, 3), text="2", finish_reason="stop", reward=1.0, reward_parts={"exact": 1.0})
+    """
+
+    sample_id: str
+    prompt_id: str
+    group_id: int
+    """Samples with the same id are compared with each other. By id, never by position."""
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    """What follows the prompt, end token included."""
+    sampler_logprobs: tuple[float, ...]
+    """log p(token) as the rollout engine computed it, at the sampling temperature, in nats."""
+    action_mask: tuple[bool, ...]
+    """True where the policy chose the token; False where an environment or tool wrote it."""
+    versions: tuple[int, ...]
+    """Optimizer steps the weights had taken when each token was sampled."""
+    text: str
+    finish_reason: FinishReason
+    reward: float = float("nan")
+    """Weighted sum of ``reward_parts`` after shaping. NaN until scored."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one prompt."""
+
+    group_id: int
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows for a train engine: flat token arrays [M], per-row arrays [N], and the GLOBAL denominators.
+
+    Two rows ``[5 9 2 | 7 1]`` and ``[5 9 2 | 8]`` (prompt | response) are::
+
+        tokens      = [5 9 2 7 1  5 9 2 8]        offsets     = [0 5 9]
+        action_mask = [0 0 0 1 1  0 0 0 1]        prompt_lens = [3 3]       group_ids = [4 4]
+
+    Every per-token array stands in line with ``tokens``: entry t belongs to token t (its log-probability is
+    computed from the tokens before it). Entries outside ``action_mask`` are 0 and mean nothing.
+    ``num_tokens`` and ``num_sequences`` are counts over the whole optimizer step, all micro-batches and all
+    ranks, and survive every split, so a loss that divides by them does not depend on how the step was split.
+    """
+
+    tokens: Tensor
+    """[M] int64"""
+    offsets: Tensor
+    """[N + 1] int64, on the CPU; row i is ``tokens[offsets[i]:offsets[i + 1]]``"""
+    prompt_lens: Tensor
+    """[N] int64, on the CPU; leading tokens of the row that rows of the same group share"""
+    action_mask: Tensor
+    """[M] bool: tokens that are trained on"""
+    group_ids: Tensor
+    """[N] int64, on the CPU"""
+    num_tokens: int
+    """Action tokens in the whole optimizer step."""
+    num_sequences: int
+    """Rows in the whole optimizer step."""
+    sampler_logprobs: Tensor | None = None
+    """[M] fp32"""
+    old_logprobs: Tensor | None = None
+    """[M] fp32"""
+    ref_logprobs: Tensor | None = None
+    """[M] fp32"""
+    advantages: Tensor | None = None
+    """[M] fp32"""
+    values: Tensor | None = None
+    """[M] fp32, the critic's at the start of the update"""
+    returns: Tensor | None = None
+    """[M] fp32"""
+    rewards: Tensor | None = None
+    """[N] fp32, one scalar per row"""
+    margins: Tensor | None = None
+    """[N] fp32, preference margins (only reward models use them)"""
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.offsets.numel()) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] int64: tokens in each row."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def row_ids(self) -> Tensor:
+        """[M] int64: the row each token belongs to."""
+        rows = torch.repeat_interleave(torch.arange(self.num_rows), self.lengths)
+        return rows.to(self.tokens.device)
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The given rows, in the given order, as a batch that keeps this batch's global denominators."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        starts, lengths = self.offsets[index], self.lengths[index]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
+        token_index = (torch.arange(int(offsets[-1])) + shift).to(self.tokens.device)
+        changed: dict[str, Any] = {"offsets": offsets}
+        for name, value in self._arrays():
+            if name == "offsets":
+                continue
+            per_row = name in _PER_ROW
+            changed[name] = value[index.to(value.device)] if per_row else value[token_index]
+        return replace(self, **changed)
+
+    def with_global_counts(self) -> Batch:
+        """This batch taken as a whole optimizer step: its own counts become the denominators."""
+        return replace(
+            self, num_tokens=int(self.action_mask.sum()), num_sequences=self.num_rows
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Token arrays on ``device``; offsets and ids stay on the CPU, where indices are made."""
+        moved = {
+            name: value.to(device)
+            for name, value in self._arrays()
+            if name not in ("offsets", "prompt_lens", "group_ids")
+        }
+        return replace(self, **moved)
+
+    def _arrays(self) -> Iterable[tuple[str, Tensor]]:
+        for f in fields(self):
+            value = getattr(self, f.name)  # house: ok reads its own dataclass fields by name
+            if isinstance(value, Tensor):
+                yield f.name, value
+
+
+_PER_ROW = frozenset({"prompt_lens", "group_ids", "rewards", "margins"})
+
+
+Number = float | int | Tensor
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Measurements that add up exactly over micro-batches and ranks.
+
+    A mean is kept as (numerator, denominator), so the mean over any split of the data is the mean over the
+    data: ``Stats(means={"clip_frac": (3, 40)}) + Stats(means={"clip_frac": (1, 10)})`` has clip_frac 4/50.
+    Values may be detached tensors; nothing waits for the device until :meth:`floats`.
+    """
+
+    means: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
+    maxima: Mapping[str, Number] = field(default_factory=dict)
+    sums: Mapping[str, Number] = field(default_factory=dict)
+
+    def __add__(self, other: Stats) -> Stats:
+        means = dict(self.means)
+        for name, (num, den) in other.means.items():
+            have_num, have_den = means.get(name, (0.0, 0.0))
+            means[name] = (have_num + num, have_den + den)
+        maxima = dict(self.maxima)
+        for name, value in other.maxima.items():
+            maxima[name] = max(float(maxima[name]), float(value)) if name in maxima else value
+        sums = dict(self.sums)
+        for name, value in other.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        return Stats(means, maxima, sums)
+
+    def floats(self, prefix: str = "") -> dict[str, float]:
+        """Plain numbers. A mean over nothing is NaN."""
+        out: dict[str, float] = {}
+        for name, (num, den) in self.means.items():
+            out[prefix + name] = float(num) / float(den) if float(den) else float("nan")
+        for source in (self.maxima, self.sums):
+            for name, value in source.items():
+                out[prefix + name] = float(value)
+        return out
+
+
+def rows_to_batch(
+    rows: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[bool]],
+    *,
+    prompt_lens: Sequence[int],
+    group_ids: Sequence[int] | None = None,
+) -> Batch:
+    """Lists of token ids and masks as a :class:`Batch` whose denominators are its own counts.
+
+    ``group_ids`` default to one group per row. Raises ValueError where a mask is not as long as its row.
+    """
+    for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        if len(row) != len(mask):
+            raise ValueError(f"row {i} has {len(row)} tokens and a mask of {len(mask)}")
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids = list(range(len(rows))) if group_ids is None else list(group_ids)
+    return Batch(
+        tokens=torch.tensor([t for row in rows for t in row], dtype=torch.int64),
+        offsets=offsets,
+        prompt_lens=torch.tensor(list(prompt_lens), dtype=torch.int64),
+        action_mask=torch.tensor([m for mask in masks for m in mask], dtype=torch.bool),
+        group_ids=torch.tensor(ids, dtype=torch.int64),
+        num_tokens=int(sum(sum(mask) for mask in masks)),
+        num_sequences=len(rows),
+    )
+
+
+def groups_to_batch(groups: Sequence[Group]) -> Batch:
+    """Scored groups as one :class:`Batch`, rows in group order, with sampler log-probs and rewards."""
+    samples = [sample for group in groups for sample in group.samples]
+    batch = rows_to_batch(
+        [s.prompt_ids + s.response_ids for s in samples],
+        [(False,) * len(s.prompt_ids) + s.action_mask for s in samples],
+        prompt_lens=[len(s.prompt_ids) for s in samples],
+        group_ids=[s.group_id for s in samples],
+    )
+    logprobs = [(0.0,) * len(s.prompt_ids) + s.sampler_logprobs for s in samples]
+    return replace(
+        batch,
+        sampler_logprobs=torch.tensor([x for row in logprobs for x in row], dtype=torch.float32),
+        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
+    )

@@ -112,6 +112,8 @@ class Batch:
     """Action tokens in the whole optimizer step."""
     num_sequences: int
     """Rows in the whole optimizer step."""
+    rows_per_unit: int = 1
+    """Rows that must stay in one micro-batch (2 for preference pairs: row 2i chosen, 2i + 1 rejected)."""
     sampler_logprobs: Tensor | None = None
     """[M] fp32"""
     old_logprobs: Tensor | None = None

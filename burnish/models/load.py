@@ -1,0 +1,198 @@
+"""Models and tokenizers from a folder, a hub name, a GGUF file, or from scratch.
+
+Everything comes back as an ordinary HuggingFace model with the ``burnish`` attention, its weights in the
+dtype asked for, LoRA adapters injected if the config says so. Scalar models (critics, reward models) are
+in ``value_head.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import burnish.models.attention as attention
+from burnish.config.model import Dtype, ModelConfig
+from burnish.models.lora import inject_lora
+from burnish.models.scratch import scratch_model, scratch_tokenizer
+
+log = logging.getLogger("burnish")
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class ModelError(ValueError):
+    """A model or tokenizer that cannot be loaded or trained. Says which, why, and what to do."""
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is one, else the CPU. Raises ModelError for an absent device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            f"train.engine.device={name!r} asks for CUDA, and this PyTorch ({torch.__version__}) sees no CUDA device; "
+            "use train.engine.device=cpu, or install a CUDA build of torch"
+        )
+    return device
+
+
+def load_causal_lm(
+    config: ModelConfig, *, dtype: Dtype = "fp32", device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """A causal LM in training layout: ``dtype`` weights on ``device``, LoRA injected if asked for.
+
+    Raises ModelError where the folder, file or hub name cannot be loaded.
+    """
+    if config.scratch is not None:
+        model = scratch_model(config.scratch, torch.float32)
+    else:
+        model = _from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
+    model = model.to(device=device, dtype=DTYPES[dtype])
+    use_burnish_attention(model)
+    if config.lora is not None:
+        inject_lora(model, config.lora)
+    return model
+
+
+def use_burnish_attention(model: PreTrainedModel) -> None:
+    """Switch a loaded model to the attention of ``attention.py`` (plain SDPA where no plan is given)."""
+    model.set_attn_implementation(attention.ATTENTION_NAME)
+    model.config.use_cache = False
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with its chat template replaced if the config names one.
+
+    Raises ModelError where there is none, or where it has no end-of-sequence token. A tokenizer without a
+    pad token gets its end token as one (rows here are never padded; only exports would ask).
+    """
+    if config.scratch is not None and config.tokenizer_path is None:
+        tokenizer = scratch_tokenizer(config.scratch.alphabet)
+    else:
+        tokenizer = _tokenizer_from_pretrained(config)
+    if config.chat_template is not None:
+        template = Path(config.chat_template)
+        is_file = len(config.chat_template) < 256 and template.is_file()
+        tokenizer.chat_template = template.read_text() if is_file else config.chat_template
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {describe(config)} has no end-of-sequence token, so responses could not end; set "
+            "model.tokenizer_path to a tokenizer that has one, or add eos_token to its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def describe(config: ModelConfig) -> str:
+    """A short name of the model for messages."""
+    if config.scratch is not None:
+        return "the model made from scratch"
+    return f"{config.path}/{config.gguf_file}" if config.gguf_file else str(config.path)
+
+
+def _from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    _check_path(config)
+    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    if not config.gguf_file:
+        options["use_safetensors"] = True
+    try:
+        model = auto_class.from_pretrained(
+            config.path,
+            dtype=dtype,
+            revision=config.revision or "main",
+            trust_remote_code=config.trust_remote_code,
+            **options,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load the model {describe(config)}: {_why(error)}") from error
+    if config.gguf_file:
+        _forget_quantization(model)
+    return model
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """De-quantised GGUF weights are plain weights; transformers' marks would refuse to save them."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if "quantization_config" in model.config.__dict__:
+        del model.config.quantization_config
+
+
+def _check_path(config: ModelConfig) -> None:
+    assert config.path is not None
+    path = Path(config.path)
+    local = path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1
+    if local and not path.is_dir():
+        hint = " (it is a file; give the folder, and model.gguf_file for a GGUF)" if path.is_file() else ""
+        raise ModelError(f"the model folder {config.path} does not exist{hint}; check model.path")
+    if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():
+        have = sorted(p.name for p in path.glob("*.gguf"))
+        raise ModelError(
+            f"model.gguf_file={config.gguf_file!r} is not in {path}; GGUF files there: {', '.join(have) or 'none'}"
+        )
+    only_pickle = path.is_dir() and not config.gguf_file and not list(path.glob("*.safetensors"))
+    if only_pickle and (list(path.glob("*.bin")) or list(path.glob("*.pt"))):
+        raise ModelError(
+            f"{path} has weights as pickle files only, which can run code when read; convert them to safetensors "
+            "(transformers: AutoModel.from_pretrained(...).save_pretrained(...)) on a machine you can lose"
+        )
+
+
+def _why(error: BaseException) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if "trust_remote_code" in text:
+        return f"{first} (model.trust_remote_code=true would run that code)"
+    if "offline" in text or "connect" in text.lower() or "not a local folder" in text:
+        return f"{first} (it is no local folder, and the hub did not have it or could not be reached)"
+    return first
+
+
+def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
+    source = config.tokenizer_path or config.path
+    gguf = config.gguf_file if config.tokenizer_path is None else None
+    if config.tokenizer_path is None:
+        _check_path(config)
+    options = {"gguf_file": gguf} if gguf else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code, **options
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load the tokenizer {source}: {_why(error)}") from error
+    if gguf:
+        _restore_digit_splitting(tokenizer, Path(str(config.path)) / gguf)
+    return tokenizer
+
+
+# Pre-tokenizers (GGUF key tokenizer.ggml.pre) that split every digit; the rebuilt tokenizer forgets it.
+_SPLIT_DIGITS = frozenset({"smollm"})
+
+
+def _restore_digit_splitting(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    if not file.is_file():
+        return
+    entry = GGUFReader(str(file)).get_field("tokenizer.ggml.pre")
+    if entry is None or entry.contents() not in _SPLIT_DIGITS:
+        return
+    backend = tokenizer.backend_tokenizer
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])

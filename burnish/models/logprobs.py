@@ -1,0 +1,118 @@
+"""Log-probabilities and entropies over a large vocabulary without ever holding all logits.
+
+Logits are made ``chunk_tokens`` at a time, reduced in fp32, thrown away and made again in backward:
+the peak is two ``[chunk, vocab]`` fp32 buffers instead of ``[tokens, vocab]``, for one more output
+projection in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output projection of a language model: logits = (hidden @ weight.T + bias) / temperature."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None = None  # [V]
+    temperature: float = 1.0
+    chunk_tokens: int = 512
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[K, V] fp32 logits of hidden [K, H]."""
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+
+def token_logprobs(
+    hidden: Tensor, targets: Tensor, head: Head, *, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits)[target] and, on request, the entropy of each distribution.
+
+    ``hidden`` [K, H] in the compute dtype, ``targets`` [K] int64. Returns ``logprobs`` [K] fp32 in nats and
+    ``entropy`` [K] fp32 or None. Both have gradients to hidden and to the head.
+    """
+    logprobs, entropy = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
+    return logprobs, entropy if with_entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # house: ok autograd's signature: tensors are separate arguments
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        logprobs = hidden.new_empty(count, dtype=torch.float32)
+        log_norm = torch.empty_like(logprobs)
+        entropy = torch.zeros_like(logprobs)
+        for begin in range(0, count, head.chunk_tokens):
+            rows = slice(begin, begin + head.chunk_tokens)
+            logits = head.logits(hidden[rows])
+            norm = logits.logsumexp(-1)
+            log_norm[rows] = norm
+            logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - norm
+            if with_entropy:
+                shifted = logits.sub_(norm[:, None])  # log p
+                entropy[rows] = -(shifted.exp() * shifted).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
+        ctx.head, ctx.with_entropy = head, with_entropy
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropy = grads
+        hidden, weight, bias, targets, log_norm, entropy = ctx.saved_tensors
+        head: Head = ctx.head
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
+        for begin in range(0, hidden.shape[0], head.chunk_tokens):
+            rows = slice(begin, begin + head.chunk_tokens)
+            log_p = head.logits(hidden[rows]).sub_(log_norm[rows, None])
+            grad = _grad_logits(log_p, targets[rows], grad_logprobs[rows])
+            if ctx.with_entropy:
+                # dH/dz = -p (log p + H)
+                p = log_p.exp()
+                grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
+            grad /= head.temperature
+            low = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(low, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                _add_matmul(grad_weight, low, hidden[rows])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _grad_logits(log_p: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:
+    """d(sum upstream x logprob)/d logits = upstream (onehot - p), [K, V] fp32."""
+    grad = log_p.exp().mul_(-upstream[:, None])
+    return grad.scatter_add_(-1, targets[:, None], upstream[:, None].to(grad.dtype))
+
+
+def _add_matmul(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """total += grad.T @ hidden, in fp32 also where the operands are half precision."""
+    if grad.dtype == torch.float32:
+        total.addmm_(grad.T, hidden)
+    else:
+        total += grad.T @ hidden

@@ -1,0 +1,71 @@
+"""LoRA adapters: injected through peft, switched off for the reference, merged on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from burnish.config.model import LoraConfig
+
+ADAPTER = "default"
+
+
+def peft_config(config: LoraConfig) -> PeftLoraConfig:
+    """The peft form of our config, as it is written beside an exported adapter."""
+    targets = config.target_modules
+    return PeftLoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
+        lora_dropout=config.lora_dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+
+
+def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Put adapters into ``model`` in place; only they require gradients afterwards."""
+    inject_adapter_in_model(peft_config(config), model, adapter_name=ADAPTER)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes with its base weights alone."""
+    layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter in trainable:  # peft's switch also touches requires_grad
+            parameter.requires_grad_(True)
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(HuggingFace name, tensor) of every parameter, adapters added to their base weights in fp32."""
+    deltas = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        owner, _, leaf = name.rpartition(".base_layer.")
+        if not owner:
+            yield name, parameter.detach()
+        elif leaf == "weight":
+            with torch.no_grad():
+                delta = deltas[owner].get_delta_weight(ADAPTER).float()
+                yield f"{owner}.weight", (parameter.float() + delta).to(parameter.dtype)
+        else:
+            yield f"{owner}.{leaf}", parameter.detach()

@@ -1,0 +1,80 @@
+"""Scalar models: a language model's body with one linear output, for critics and reward models.
+
+The names of the parameters are those of HuggingFace's ``*ForSequenceClassification`` with one label, so
+an export loads there as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from burnish.config.model import Dtype, ModelConfig
+from burnish.models.load import (
+    DTYPES,
+    ModelError,
+    _from_pretrained,
+    describe,
+    load_causal_lm,
+    use_burnish_attention,
+)
+
+
+class ScalarModel(nn.Module):
+    """``score(body(tokens))``: one number per token."""
+
+    def __init__(self, body: PreTrainedModel, score: nn.Linear) -> None:
+        super().__init__()
+        self.model = body
+        self.score = score
+        self.config = body.config
+
+
+def load_scalar_model(
+    config: ModelConfig,
+    *,
+    dtype: Dtype = "fp32",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    new_head: bool = False,
+) -> ScalarModel:
+    """A scalar model from a sequence classifier with one output, or from a causal LM with ``new_head``.
+
+    A new head starts at N(0, 1/(H+1)) from ``seed``. Raises ModelError where the model has no head and
+    ``new_head`` is False (scores would be noise), or has more than one output.
+    """
+    if _is_classifier(config):
+        model = _from_pretrained(AutoModelForSequenceClassification, config, DTYPES[dtype])
+        model = model.to(device=device, dtype=DTYPES[dtype])
+        if model.config.num_labels != 1:
+            raise ModelError(
+                f"{describe(config)} has {model.config.num_labels} outputs, and a reward model has 1; "
+                "use a classifier trained with num_labels=1"
+            )
+        use_burnish_attention(model)
+        return ScalarModel(model.base_model, model.score)
+    if not new_head:
+        raise ModelError(
+            f"{describe(config)} is a language model without a reward head, so its scores would be noise; "
+            "train one first (burnish rm), or give a sequence classifier with one output"
+        )
+    body = load_causal_lm(config, dtype=dtype, device=device).get_decoder()
+    width = body.config.hidden_size
+    score = nn.Linear(width, 1, bias=False)
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.normal_(score.weight, std=(width + 1) ** -0.5, generator=generator)
+    return ScalarModel(body, score.to(device=device, dtype=DTYPES[dtype]))
+
+
+def _is_classifier(config: ModelConfig) -> bool:
+    if config.path is None or config.gguf_file is not None:
+        return False
+    file = Path(config.path) / "config.json"
+    if not file.is_file():
+        return False
+    names = json.loads(file.read_text()).get("architectures") or []
+    return any(name.endswith("ForSequenceClassification") for name in names)

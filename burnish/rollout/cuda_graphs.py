@@ -1,0 +1,83 @@
+"""Decode steps recorded as CUDA graphs: one launch per token instead of hundreds of small kernels.
+
+A graph is recorded per (batch bucket, length bucket), both powers of two, over a cache whose tensors never move.
+Rows beyond the active ones decode garbage into free slots that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from burnish.models.attention import DecodePlan, KVCache
+
+
+@dataclass
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor  # [B]
+    positions: Tensor  # [B]
+    mask: Tensor  # [B, 1, 1, length]
+    logits: Tensor  # [B, V]
+
+
+class DecodeGraphs:
+    """Records and replays ``logits = head(body(tokens))`` for decode plans over one cache."""
+
+    def __init__(
+        self,
+        body: Callable[[Tensor, Tensor, DecodePlan], Tensor],
+        head: Callable[[Tensor], Tensor],
+        cache: KVCache,
+        device: torch.device,
+    ) -> None:
+        self.body, self.head, self.cache, self.device = body, head, cache, device
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._pool: tuple[int, int] | None = None
+
+    @staticmethod
+    def padded(count: int) -> int:
+        """The bucket of a count: the next power of two."""
+        return 1 << max(0, count - 1).bit_length()
+
+    def step(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
+        """[B, V] fp32 logits for one new token per active sequence; valid until the next step."""
+        count = tokens.numel()
+        batch = self.padded(count)
+        reach = min(self.padded(max(length, 64)), self.cache.capacity)
+        if (batch, reach) not in self._recorded:
+            self._recorded[batch, reach] = self._record(batch, reach)
+        recorded = self._recorded[batch, reach]
+        recorded.tokens[:count].copy_(tokens)
+        recorded.positions.zero_()
+        recorded.positions[:count].copy_(positions)
+        keys = torch.arange(reach, device=self.device)
+        recorded.mask.copy_((keys[None] <= recorded.positions[:, None])[:, None, None])
+        recorded.graph.replay()
+        return recorded.logits[:count].clone()
+
+    def _record(self, batch: int, reach: int) -> _Recorded:
+        tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        # Warm-up and recording write at the last position, which no active sequence has reached yet.
+        positions = torch.full_like(tokens, self.cache.capacity - 1)
+        mask = torch.ones(batch, 1, 1, reach, dtype=torch.bool, device=self.device)
+        slots = torch.arange(batch, device=self.device)
+        plan = DecodePlan(self.cache, slots, positions, reach, mask)
+
+        def forward() -> Tensor:
+            return self.head(self.body(tokens[:, None], positions[:, None], plan)[:, 0])
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                forward()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = forward()
+        self._pool = graph.pool()
+        return _Recorded(graph, tokens, positions, mask, logits)

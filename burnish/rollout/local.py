@@ -1,0 +1,311 @@
+"""The rollout engine in the trainer's process: continuous batching over the policy's own weights.
+
+How a request runs: its prompt is computed once (packed with other prompts) and its keys and values go to n
+cache slots; the n samples then decode together with everyone else's. A finished sample leaves the batch at
+once: the last active one moves into its slot, so active slots are always ``0 .. B-1`` and nothing is
+computed for the dead. Freed slots admit waiting requests.
+
+Reading order: ``generate`` -> ``_admit`` (prefill) -> ``_decode`` -> ``_retire``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from burnish.config.rollout import LocalEngine
+from burnish.models.attention import NO_MASK, KVCache, Segment, decode_plan, plan_segments
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.cuda_graphs import DecodeGraphs
+from burnish.rollout.sampling import sample_tokens, uniforms_for
+from burnish.types import FinishReason
+
+
+@dataclass
+class _Sequence:
+    """One sample being decoded."""
+
+    request: Request
+    index: int
+    uniforms: Tensor  # [max_tokens]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class LocalRolloutEngine:
+    """Samples from a HuggingFace causal LM in this process. Implements ``rollout.base.RolloutEngine``.
+
+    ``model`` may be the trainer's own module: then new weights are seen without a copy.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: LocalEngine
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.version = 0
+        self.device = next(model.parameters()).device
+        self._body = model.get_decoder()
+        self._end_tokens = _end_tokens(model, tokenizer)
+        self._cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    # ---- the interface ---------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Completions as they finish. Raises ValueError for an empty prompt or one that cannot fit."""
+        self._check(requests, sampling)
+        self.model.eval()
+        run = _Run(self, sampling, deque(self._split(requests)))
+        with torch.no_grad():
+            while run.waiting or run.active:
+                run.admit() if run.can_admit() else run.decode()
+                yield from run.retire()
+        if self._graphs is None:
+            self._cache = None
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights in by name (a LoRA model takes merged weights into its base only if it has no adapter).
+
+        Raises ValueError where a name is unknown, a shape differs, or a parameter was not given.
+        """
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name not in own:
+                    raise ValueError(f"weight {name} is not a parameter of the rollout model")
+                target = own.pop(name)
+                if target.shape != tensor.shape:
+                    raise ValueError(
+                        f"weight {name} is {list(tensor.shape)}, the rollout model has {list(target.shape)}"
+                    )
+                target.copy_(tensor)
+        if own:
+            raise ValueError(f"{len(own)} weights were not given, e.g. {sorted(own)[0]}: they would be stale")
+        self.version = version
+
+    def sleep(self) -> None:
+        """Free the cache (and recorded graphs) until the next generate."""
+        self._cache = self._graphs = None
+
+    def wake(self) -> None:
+        """Nothing to do: memory is taken again when needed."""
+
+    # ---- parts -----------------------------------------------------------------------------
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        limit = self.model.config.max_position_embeddings
+        for request in requests:
+            if not request.prompt_ids:
+                raise ValueError(f"request {request.request_id} has an empty prompt; give at least one token")
+            need = len(request.prompt_ids) + sampling.max_tokens
+            if need > limit:
+                raise ValueError(
+                    f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + generate_max_len "
+                    f"{sampling.max_tokens} = {need}, and the model has positions for {limit}; shorten one of them"
+                )
+
+    def _split(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
+        """(request, sample index) lists that fit into the slots, each sharing one prefill."""
+        size = self.config.max_batch_size
+        for request in requests:
+            indices = range(request.n)
+            for begin in range(0, request.n, size):
+                yield [(request, i) for i in indices[begin : begin + size]]
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """[B, V] fp32 logits of last hidden states [B, H]."""
+        return self.model.get_output_embeddings()(hidden).float()
+
+    def body(self, input_ids: Tensor, position_ids: Tensor, plan: object) -> Tensor:
+        """[R, T, H] last hidden states under a plan."""
+        out = self._body(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=NO_MASK.to(self.device),
+            plan=plan,
+            use_cache=False,
+        )
+        return out.last_hidden_state
+
+    def cache_for(self, num_slots: int, capacity: int) -> KVCache:
+        """The cache, with at least this many slots and positions."""
+        have = self._cache
+        if have is None or have.num_slots < num_slots or have.capacity < capacity:
+            self._cache, self._graphs = KVCache(num_slots, capacity), None
+        assert self._cache is not None
+        return self._cache
+
+    def graphs_for(self, cache: KVCache) -> DecodeGraphs | None:
+        """Recorded decode steps over ``cache`` on CUDA; None elsewhere or when switched off."""
+        if self.device.type != "cuda" or not self.config.cuda_graphs:
+            return None
+        if self._graphs is None or self._graphs.cache is not cache:
+            self._graphs = DecodeGraphs(self.body, self.head_logits, cache, self.device)
+        return self._graphs
+
+
+class _Run:
+    """One call of generate: the active sequences, in slot order, and those that wait."""
+
+    def __init__(
+        self,
+        engine: LocalRolloutEngine,
+        sampling: Sampling,
+        waiting: deque[list[tuple[Request, int]]],
+    ) -> None:
+        self.engine, self.sampling, self.waiting = engine, sampling, waiting
+        self.active: list[_Sequence] = []
+        self.max_slots = engine.config.max_batch_size
+        total = sum(len(unit) for unit in waiting)
+        longest = max((len(unit[0][0].prompt_ids) for unit in waiting), default=1)
+        slots = min(self.max_slots, max(total, 1))
+        graphs = engine.device.type == "cuda" and engine.config.cuda_graphs
+        # Recorded graphs need fixed addresses: all positions at once. Else start small and grow.
+        room = sampling.max_tokens if graphs else min(sampling.max_tokens, 64)
+        slots = DecodeGraphs.padded(slots) if graphs else slots
+        self.cache = engine.cache_for(slots, longest + room)
+        self.graphs = engine.graphs_for(self.cache)
+        self.tokens = torch.zeros(0, dtype=torch.int64, device=engine.device)  # [B] last token
+        self.positions = torch.zeros(0, dtype=torch.int64, device=engine.device)  # [B] where it goes
+        self.stop_tokens = engine._end_tokens | set(sampling.stop_token_ids)
+        # No token is shorter than one byte, so a stop string spans at most this many tokens.
+        self.stop_window = max((len(s.encode()) for s in sampling.stop), default=0) + 4
+
+    def can_admit(self) -> bool:
+        """Whether the next waiting prompt and all its samples find free slots."""
+        return bool(self.waiting) and len(self.active) + len(self.waiting[0]) <= self.max_slots
+
+    def admit(self) -> None:
+        """Prefill as many waiting prompts as fit, packed, and draw the first token of each sample."""
+        units: list[list[tuple[Request, int]]] = []
+        free, budget = self.max_slots - len(self.active), self.engine.config.max_prefill_tokens
+        while self.waiting and len(self.waiting[0]) <= free:
+            cost = len(self.waiting[0][0][0].prompt_ids)
+            if units and cost > budget:
+                break
+            units.append(self.waiting.popleft())
+            free, budget = free - len(units[-1]), budget - cost
+        prompts = [unit[0][0].prompt_ids for unit in units]
+        last_hidden = self._prefill(prompts, [len(unit) for unit in units])
+        logits = self.engine.head_logits(last_hidden)
+        counts = torch.tensor([len(unit) for unit in units], device=logits.device)
+        lengths = torch.tensor([len(p) for p in prompts], device=logits.device)
+        new = [
+            _Sequence(request, i, uniforms_for(request.seed, i, self.sampling.max_tokens))
+            for unit in units
+            for request, i in unit
+        ]
+        first = len(self.active)
+        self.active += new
+        self.positions = torch.cat([self.positions, lengths.repeat_interleave(counts) - 1])
+        self.tokens = torch.cat([self.tokens, torch.zeros(len(new), dtype=torch.int64, device=logits.device)])
+        self._draw(logits.repeat_interleave(counts, dim=0), first)
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Tensor:
+        """[P, H] hidden state after each prompt; keys and values go to the next free slots."""
+        device = self.engine.device
+        starts, used = [], 0
+        for prompt in prompts:
+            starts.append(used)
+            used += len(prompt)
+        flat = torch.tensor([t for p in prompts for t in p], device=device)
+        position = torch.cat([torch.arange(len(p)) for p in prompts])
+        slot = len(self.active)
+        source, slots = [], []
+        for start, prompt, count in zip(starts, prompts, counts, strict=True):
+            source.append(torch.arange(start, start + len(prompt)).repeat(count))
+            slots.append(torch.arange(slot, slot + count).repeat_interleave(len(prompt)))
+            slot += count
+        index = torch.cat(source)
+        segments = [Segment(s, len(p)) for s, p in zip(starts, prompts, strict=True)]
+        plan = replace(
+            plan_segments(segments, position.to(device)),
+            cache=self.cache,
+            cache_source=index.to(device),
+            cache_slot=torch.cat(slots).to(device),
+            cache_position=position[index].to(device),
+        )
+        hidden = self.engine.body(flat[None], position[None].to(device), plan)[0]
+        ends = torch.tensor([s + len(p) - 1 for s, p in zip(starts, prompts, strict=True)], device=device)
+        return hidden[ends]
+
+    def decode(self) -> None:
+        """One token for every active sequence."""
+        length = int(self.positions.max()) + 1
+        if self.graphs is not None:
+            logits = self.graphs.step(self.tokens, self.positions, length)
+        else:
+            if length > self.cache.capacity:
+                self.cache.grow(length + length // 2)
+            plan = decode_plan(self.cache, self.positions, length)
+            hidden = self.engine.body(self.tokens[:, None], self.positions[:, None], plan)[:, 0]
+            logits = self.engine.head_logits(hidden)
+        self._draw(logits, 0)
+
+    def _draw(self, logits: Tensor, first: int) -> None:
+        """Sample for the sequences from slot ``first`` on; logits [B - first, V]."""
+        rows = self.active[first:]
+        uniforms = torch.stack([s.uniforms[len(s.tokens)] for s in rows]).to(logits.device)
+        tokens, logprobs = sample_tokens(logits, uniforms, self.sampling)
+        self.tokens[first:] = tokens
+        self.positions[first:] += 1
+        for sequence, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+
+    def retire(self) -> Iterator[Completion]:
+        """Take finished sequences out and close the gaps they leave."""
+        reasons = [self._finished(sequence) for sequence in self.active]
+        gone = [i for i, reason in enumerate(reasons) if reason is not None]
+        if not gone:
+            return
+        for i in gone:
+            yield self._completion(self.active[i], reasons[i])
+        stay = len(self.active) - len(gone)
+        holes = [i for i in gone if i < stay]
+        movers = [i for i in range(stay, len(self.active)) if reasons[i] is None]
+        order = list(range(stay))
+        for hole, mover in zip(holes, movers, strict=True):
+            order[hole] = mover
+        if movers:
+            source, target = torch.tensor(movers), torch.tensor(holes)
+            length = int(self.positions[source.to(self.positions.device)].max())
+            device = self.engine.device
+            self.cache.move(source.to(device), target.to(device), length)
+        index = torch.tensor(order, dtype=torch.int64, device=self.tokens.device)
+        self.active = [self.active[i] for i in order]
+        self.tokens, self.positions = self.tokens[index], self.positions[index]
+
+    def _finished(self, sequence: _Sequence) -> FinishReason | None:
+        if sequence.tokens[-1] in self.stop_tokens:
+            return "stop"
+        if self.sampling.stop:
+            tail = self.engine.tokenizer.decode(sequence.tokens[-self.stop_window :])
+            if any(stop in tail for stop in self.sampling.stop):
+                return "stop"
+        return "length" if len(sequence.tokens) >= self.sampling.max_tokens else None
+
+    def _completion(self, sequence: _Sequence, reason: FinishReason | None) -> Completion:
+        assert reason is not None
+        return Completion(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=tuple(sequence.tokens),
+            logprobs=tuple(sequence.logprobs),
+            finish_reason=reason,
+            text=self.engine.tokenizer.decode(sequence.tokens, skip_special_tokens=True),
+            version=self.engine.version,
+        )
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Token ids that end a response: the tokenizer's and those of the generation config."""
+    ends = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
+    config = model.generation_config
+    more = config.eos_token_id if config is not None else None
+    return ends | set([more] if isinstance(more, int) else more or [])

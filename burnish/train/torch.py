@@ -1,0 +1,222 @@
+"""The train engine on one device: plain PyTorch, and the oracle for every other engine.
+
+Reading order: ``forward_backward`` -> ``_outputs`` -> ``train/batching.py`` -> ``models/logprobs.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.model import ModelConfig
+from burnish.config.train import TrainConfig
+from burnish.models.attention import NO_MASK
+from burnish.models.logprobs import Head, token_logprobs
+from burnish.models.lora import adapters_off, merged_weights
+from burnish.train.base import Loss, Outputs, Role, StepStats
+from burnish.train.batching import Arranged, arrange, read_and_target, split_rows
+from burnish.train.optim import Optimizer
+from burnish.types import Batch, Stats
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine needs to know beside its model."""
+
+    role: Role
+    train: TrainConfig
+    model: ModelConfig
+    """Where the model came from; written into checkpoints so that exports can find the base of a LoRA."""
+    micro_batch_size: int | None = None
+    """Rows (units) per pass; None with a token budget, or to take all at once."""
+    total_steps: int = 1
+    """Optimizer steps of the whole run, for the schedule."""
+    lr: float | None = None
+    """Peak learning rate. None: ``train.lr``."""
+    temperature: float = 1.0
+    """Sampling temperature at which log-probs are computed."""
+    with_entropy: bool = True
+    """Compute the entropy in forward_backward."""
+    trainable: bool = True
+    """False: no optimizer (reference and reward models)."""
+
+
+class TorchTrainEngine:
+    """One model in one role on one device. Implements :class:`burnish.train.base.TrainEngine`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: EngineSpec,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.model, self.spec, self.role = model, spec, spec.role
+        self.tokenizer = tokenizer
+        self.version = 0
+        self.device = next(model.parameters()).device
+        self.scalar = spec.role in ("critic", "reward")
+        self.body = model.model if self.scalar else model.get_decoder()  # type: ignore[operator]
+        self.optimizer: Optimizer | None = None
+        if spec.trainable:
+            lr = spec.lr or spec.train.lr
+            self.optimizer = Optimizer(model, spec.train, lr=lr, total_steps=spec.total_steps)
+            if spec.train.gradient_checkpointing:
+                self.body.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.requires_grad_(False)
+        model.eval()
+
+    # ---- computing -------------------------------------------------------------------------
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens, without gradient."""
+        return self._no_grad_pass(batch, "logprobs")
+
+    def values(self, batch: Batch) -> Tensor:
+        """[M] fp32: values of action states (critic) or scores on last tokens (reward), without gradient."""
+        return self._no_grad_pass(batch, "values")
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, a LoRA policy computes with its frozen base: its own reference model at no memory."""
+        return adapters_off(self.model) if self.spec.model.lora is not None else nullcontext()
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+        """Add the gradient of ``loss`` over ``batch``; returns the sum of the micro-batches' stats."""
+        stats = Stats()
+        self.model.train()
+        for rows in self._split(batch):
+            micro = batch.select(rows).to(self.device)
+            scalar, micro_stats = loss(self._outputs(micro, with_entropy=self.spec.with_entropy), micro)
+            scalar.backward()
+            stats = stats + micro_stats
+        self.model.eval()
+        return stats
+
+    @torch.no_grad()
+    def _no_grad_pass(self, batch: Batch, name: str) -> Tensor:
+        out = torch.zeros(batch.tokens.numel(), dtype=torch.float32)
+        for rows in self._split(batch):
+            micro = batch.select(rows).to(self.device)
+            outputs = self._outputs(micro, with_entropy=False)
+            result = outputs.logprobs if name == "logprobs" else outputs.values
+            assert result is not None
+            index = [torch.arange(batch.offsets[r], batch.offsets[r + 1]) for r in rows]
+            out[torch.cat(index)] = result.cpu()
+        return out
+
+    def _split(self, batch: Batch) -> Iterator[list[int]]:
+        train = self.spec.train
+        return split_rows(
+            batch,
+            micro_batch_size=self.spec.micro_batch_size,
+            max_tokens=train.max_tokens_per_micro_batch,
+            layout=train.layout,
+        )
+
+    def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
+        arranged = arrange(batch, self.spec.train.layout)
+        hidden = self._hidden(arranged)
+        if self.scalar:
+            return Outputs(values=self._scalar_outputs(batch, arranged, hidden))
+        read, target = read_and_target(batch)
+        logprobs, entropy = token_logprobs(
+            hidden[arranged.place[read]], batch.tokens[target], self._head(), with_entropy=with_entropy
+        )
+        return Outputs(
+            logprobs=_in_line(logprobs, target, batch),
+            entropy=None if entropy is None else _in_line(entropy, target, batch),
+        )
+
+    def _scalar_outputs(self, batch: Batch, arranged: Arranged, hidden: Tensor) -> Tensor:
+        if self.role == "critic":
+            read, target = read_and_target(batch)
+        else:
+            read = target = batch.offsets[1:].to(self.device) - 1
+        score = self.model.score(hidden[arranged.place[read]])  # type: ignore[operator]
+        return _in_line(score[:, 0].float(), target, batch)
+
+    def _hidden(self, arranged: Arranged) -> Tensor:
+        """[R * T, H] last hidden states."""
+        extra: dict[str, Any] = {}
+        if arranged.plan is not None:
+            extra = {"plan": arranged.plan, "attention_mask": NO_MASK.to(self.device)}
+        out = self.body(
+            input_ids=arranged.input_ids, position_ids=arranged.position_ids, use_cache=False, **extra
+        )
+        return out.last_hidden_state.flatten(0, 1)
+
+    def _head(self) -> Head:
+        projection = self.model.get_output_embeddings()  # type: ignore[operator]
+        return Head(
+            projection.weight,
+            projection.bias,
+            temperature=self.spec.temperature,
+            chunk_tokens=self.spec.train.logprob_chunk_tokens,
+        )
+
+    # ---- stepping --------------------------------------------------------------------------
+
+    def optim_step(self) -> StepStats:
+        """Clip, step, schedule. With a gradient that is not finite nothing moves and ``skipped`` is set."""
+        assert self.optimizer is not None, f"the {self.role} engine is frozen"
+        stats = self.optimizer.step(self.version)
+        if not stats.skipped:
+            self.version += 1
+        return stats
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HuggingFace name, full tensor) in the compute dtype, LoRA merged."""
+        return merged_weights(self.model)
+
+    # ---- state -----------------------------------------------------------------------------
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of what :meth:`save` writes."""
+        assert self.optimizer is not None
+        return sum(t.nbytes for kind in self.optimizer.tensors().values() for t in kind.values())
+
+    def save(self, folder: Path) -> None:
+        """Weights (fp32 masters), moments, EMA and version; config and tokenizer for exports."""
+        assert self.optimizer is not None, f"the {self.role} engine is frozen"
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind, tensors in self.optimizer.tensors().items():
+            plain = {name: t.contiguous() for name, t in tensors.items()}
+            save_file(plain, folder / f"{kind}.safetensors")
+        state = {
+            "role": self.role,
+            "version": self.version,
+            "model": self.spec.model.model_dump(mode="json"),
+        }
+        (folder / "engine.json").write_text(json.dumps(state, indent=1))
+        hf = folder / "hf"
+        self.body.config.save_pretrained(hf)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(hf)
+
+    def load(self, folder: Path) -> None:
+        """Take back what :meth:`save` wrote. Raises ValueError for a checkpoint of another model or role."""
+        assert self.optimizer is not None, f"the {self.role} engine is frozen"
+        state = json.loads((folder / "engine.json").read_text())
+        if state["role"] != self.role:
+            raise ValueError(f"{folder} is the checkpoint of a {state['role']}, not of a {self.role}")
+        kinds: dict[str, Mapping[str, Tensor]] = {
+            file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))
+        }
+        self.optimizer.load_tensors(kinds)
+        self.version = int(state["version"])
+
+
+def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:
+    """[M] with ``values`` [K] at ``index``, 0 elsewhere; differentiable."""
+    return values.new_zeros(batch.tokens.numel()).index_put((index,), values)

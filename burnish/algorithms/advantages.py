@@ -1,0 +1,213 @@
+"""From rewards to advantages: how much better a sample, or a token, was than expected.
+
+*Outcome advantages* see one reward per sample and the groups, nothing else, and all have the
+signature ``f(rewards [N], group_ids [N], *, eps, lengths [N]) -> [N]``. What each name needs around
+it:
+
+====================== ============================================================================
+grpo, dr_grpo, opo     give every action token the sample's value
+rloo                   the same (it is the return-to-go at gamma = 1)
+reinforce_pp           ``token_rewards`` (KL in the reward), ``return_to_go``, ``tensors.whiten``
+reinforce_pp_baseline  the same; only the shaped reward has the group's mean taken off
+gae                    ``token_rewards``, values of a critic, :func:`gae`, ``tensors.whiten``
+====================== ============================================================================
+
+Groups are by id, of any size and in any order. A group of one, and a group of equal rewards, give
+exactly 0.
+
+*Token advantages* (:func:`gae`, :func:`return_to_go`) work on rectangles [N, T] with a mask of
+action tokens. Tokens outside it (padding, or what a tool wrote between two turns) are skipped, as
+if they had been cut out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from burnish.tensors import at_least_fp32
+
+
+def grpo(
+    rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, lengths: Tensor | None = None
+) -> Tensor:
+    """Group-relative advantage [N]: A_i = (R_i - mean) / (std + eps), std with n - 1.
+
+    ``rewards`` [N], ``group_ids`` [N] int; ``lengths`` is not used. Source: arXiv 2402.03300,
+    section 4.1.2.
+    """
+    deviation, groups = _deviation(rewards, group_ids)
+    count = groups.total(torch.ones_like(deviation))
+    std = (groups.total(deviation.square()) / (count - 1).clamp(min=1)).sqrt()
+    return deviation / (std + eps)
+
+
+def dr_grpo(
+    rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, lengths: Tensor | None = None
+) -> Tensor:
+    """GRPO without its difficulty bias [N]: A_i = R_i - mean. ``eps`` and ``lengths`` are not used.
+
+    ``rewards`` [N], ``group_ids`` [N] int. The other half of Dr. GRPO, the constant length in the
+    denominator, is the aggregation ``sequence_sum_constant``. Source: arXiv 2503.20783.
+    """
+    return _deviation(rewards, group_ids)[0]
+
+
+def rloo(
+    rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, lengths: Tensor | None = None
+) -> Tensor:
+    """Leave-one-out [N]: A_i = R_i - mean of the others = (R_i - mean) n / (n - 1).
+
+    ``rewards`` [N], ``group_ids`` [N] int; ``eps`` and ``lengths`` are not used. Source: arXiv
+    2402.14740.
+    """
+    deviation, groups = _deviation(rewards, group_ids)
+    count = groups.total(torch.ones_like(deviation))
+    return deviation * count / (count - 1).clamp(min=1)
+
+
+def opo(
+    rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, lengths: Tensor | None = None
+) -> Tensor:
+    """Optimal baseline [N]: A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), l = response tokens.
+
+    ``rewards`` [N], ``group_ids`` [N] int, ``lengths`` [N] int; ``eps`` is not used. Raises
+    ValueError without lengths. Source: arXiv 2505.23585.
+    """
+    if lengths is None:
+        raise ValueError(
+            "opo got lengths=None: its baseline is a mean weighted by response lengths; pass "
+            "lengths [N], the number of response tokens of each sample"
+        )
+    return _deviation(rewards, group_ids, lengths)[0]
+
+
+def reinforce_pp(
+    rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, lengths: Tensor | None = None
+) -> Tensor:
+    """The shaped reward of REINFORCE++ [N]: the reward itself, in fp32 at least.
+
+    ``rewards`` [N]; nothing else is used. The baseline is the whitening over the whole batch that
+    follows ``return_to_go``. Source: arXiv 2501.03262.
+    """
+    return at_least_fp32(rewards)
+
+
+def group_mean_baseline(
+    rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, lengths: Tensor | None = None
+) -> Tensor:
+    """The shaped reward of REINFORCE++-baseline [N]: R_i - mean of the group.
+
+    The same number as :func:`dr_grpo`, used differently: as a reward, before return-to-go and
+    whitening. ``rewards`` [N], ``group_ids`` [N] int; ``eps`` and ``lengths`` are not used. Source:
+    arXiv 2501.03262.
+    """
+    return dr_grpo(rewards, group_ids)
+
+
+def token_rewards(
+    rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
+    """Rewards per token [N, T]: the scalar on the last action token, minus kl_coef kl_t on each.
+
+    ``rewards`` [N], ``mask`` [N, T] bool, ``kl`` [N, T] (k1, so that the sum is an unbiased
+    penalty). A row without action tokens gets nothing. Source: arXiv 1909.08593, equation 2.
+    """
+    actions_left = mask.flip(1).cumsum(1).flip(1)
+    scalar = at_least_fp32(rewards).unsqueeze(1)
+    out = torch.where(mask & (actions_left == 1), scalar, 0.0)
+    return out if kl is None else out - kl_coef * torch.where(mask, at_least_fp32(kl), 0.0)
+
+
+def return_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Rewards from here on [N, T]: G_t = r_t + gamma G_(t+1) over action tokens, 0 elsewhere.
+
+    ``rewards`` [N, T], ``mask`` [N, T] bool. Rewards outside the mask are not counted.
+    """
+    order = _actions_first(mask)
+    actions = torch.where(mask, at_least_fp32(rewards), 0.0).gather(1, order)
+    return torch.zeros_like(actions).scatter(1, order, _discounted_sum(actions, gamma))
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: (advantages, returns) [N, T], both 0 outside the mask.
+
+    delta_t = r_t + gamma V_(t+1) - V_t;  A_t = delta_t + gamma lam A_(t+1);  return_t = A_t + V_t,
+    where t + 1 is the row's next *action* token: a gap in the mask carries value and advantage
+    across, and costs no discount. After the last action token the value is 0. ``rewards``,
+    ``values`` [N, T], ``mask`` [N, T] bool. Source: arXiv 1506.02438, equation 16.
+    """
+    order = _actions_first(mask)
+    r, v = (torch.where(mask, at_least_fp32(x), 0.0).gather(1, order) for x in (rewards, values))
+    delta = r + gamma * pad(v[:, 1:], (0, 1)) - v
+    found = _discounted_sum(delta, gamma * lam)
+    advantages = torch.zeros_like(found).scatter(1, order, found)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+ADVANTAGES: dict[str, Callable[..., Any]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "gae": gae,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": group_mean_baseline,
+}
+"""By the name in ``algorithm.advantage``. All but ``gae`` have the outcome signature."""
+
+
+class _Groups:
+    """Sums over the samples that share an id."""
+
+    def __init__(self, group_ids: Tensor, device: torch.device) -> None:
+        self.index = torch.unique(group_ids, return_inverse=True)[1].to(device)
+
+    def total(self, x: Tensor) -> Tensor:
+        """[N]: the sum of ``x`` [N] over each sample's group, itself included."""
+        return torch.zeros_like(x).index_add(0, self.index, x)[self.index]
+
+    def lowest(self, x: Tensor) -> Tensor:
+        """[N]: the smallest ``x`` [N] in each sample's group."""
+        start = torch.full_like(x, torch.inf)
+        return start.scatter_reduce(0, self.index, x, "amin")[self.index]
+
+
+def _deviation(
+    rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, _Groups]:
+    """R - (weighted) mean of the group [N], and the groups.
+
+    Rewards are measured from the group's lowest first, because the mean of equal numbers need not
+    be that number (seven times 0.1 in fp32), but the mean of zeros is 0.
+    """
+    rewards = at_least_fp32(rewards)
+    groups = _Groups(group_ids, rewards.device)
+    weights = torch.ones_like(rewards) if weights is None else weights.to(rewards)
+    above = rewards - groups.lowest(rewards)
+    total_weight = groups.total(weights).clamp(min=torch.finfo(rewards.dtype).tiny)
+    return above - groups.total(weights * above) / total_weight, groups
+
+
+def _actions_first(mask: Tensor) -> Tensor:
+    """[N, T] indices that bring each row's action tokens to the left, in order."""
+    return torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
+
+
+def _discounted_sum(x: Tensor, discount: float) -> Tensor:
+    """y_t = x_t + discount y_(t+1) along the last dimension [..., T], in log2(T) steps.
+
+    After k doublings y_t holds the first 2^k terms; y_t + discount^(2^k) y_(t + 2^k) holds twice as
+    many.
+    """
+    step = 1
+    while step < x.shape[-1]:
+        x = x + discount**step * pad(x[..., step:], (0, step))
+        step *= 2
+    return x

@@ -1,0 +1,109 @@
+"""Distance of the policy from the reference: estimators per token, controllers of its weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from burnish.tensors import at_least_fp32
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """d = logprobs - ref_logprobs per token: unbiased, may be negative. Any one shape.
+
+    Source of all three: http://joschu.net/blog/kl-approx.html. Tokens must have been drawn from the
+    policy.
+    """
+    return at_least_fp32(logprobs) - at_least_fp32(ref_logprobs)
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """d^2 / 2 per token: biased as a number, but its gradient is that of the KL. Any one shape."""
+    return 0.5 * k1(logprobs, ref_logprobs).square()
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """exp(-d) - 1 + d per token: unbiased and never negative. Any one shape.
+
+    ``expm1`` keeps its digits where d is small. Entries outside a mask must be finite if a gradient
+    is taken (engines give 0 there).
+    """
+    d = k1(logprobs, ref_logprobs)
+    return torch.expm1(-d) + d
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""By the name in ``algorithm.kl.estimator``: f(logprobs, ref_logprobs) -> per token."""
+
+
+class KlController(Protocol):
+    """Owns the weight of the KL term over a run. Its state belongs in the checkpoint."""
+
+    coef: float
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Take note of a rollout: its mean KL, and how many samples it had."""
+        ...
+
+    def state_dict(self) -> dict[str, float]:
+        """What :meth:`load_state_dict` needs to go on."""
+        ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        ...
+
+
+class FixedKl:
+    """A weight that stays as it is."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, float]:
+        """The weight."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self.coef = state["coef"]
+
+
+class AdaptiveKl(FixedKl):
+    """A weight that steers the mean KL to ``target``: up where it is above, down where below.
+
+    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon).
+    Source: Ziegler 2019, arXiv 1909.08593, section 2.2.
+    """
+
+    MAX_ERROR = 0.2
+
+    def __init__(self, coef: float, *, target: float, horizon: int) -> None:
+        super().__init__(coef)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Move the weight by a rollout of ``num_samples`` samples with mean KL ``kl``.
+
+        A KL that is not finite (every step of a rollout was skipped) says nothing and moves
+        nothing. Raises ValueError where a rollout is so large beside the horizon that the weight
+        could drop to 0 or below.
+        """
+        if self.MAX_ERROR * num_samples >= self.horizon:
+            raise ValueError(
+                f"kl_horizon={self.horizon} is too short for rollouts of {num_samples} samples: "
+                "one update could bring the KL weight to 0 or below; set kl_horizon above "
+                f"{math.ceil(self.MAX_ERROR * num_samples)} ({10 * num_samples} is smooth)"
+            )
+        if not math.isfinite(kl):
+            return
+        error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
+        self.coef *= 1.0 + error * num_samples / self.horizon

@@ -1,0 +1,93 @@
+"""Per-token policy losses: [N, T] or packed [M] in, the same shape out, 0 outside the mask.
+
+No denominators. Everything is element by element, in fp32 at least. What stands outside the mask
+may be NaN or infinite. ``old_logprobs`` and ``advantages`` are constants: no gradient flows into
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms.kl import k3
+from burnish.tensors import at_least_fp32, masked_max, masked_sum
+from burnish.types import Stats
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) = 4.9e8: beyond it a ratio is noise, and without a bound an infinite ratio times an
+advantage of 0 is NaN. The gradient is 0 there."""
+
+
+def ppo(  # house: ok the terms of the equation
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Stats]:
+    """The clipped surrogate, with bounds of its own on either side and an optional dual clip.
+
+    r = exp(logprobs - old_logprobs);  L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A);
+    with dual clip c > 1, where A < 0:  L = min(L, -c A).
+
+    All tensors have one shape, [N, T] or [M]; ``mask`` is bool. Stats: means ``clip_frac`` (tokens
+    for which the clipped term is the one that counts), ``ratio``, ``approx_kl`` (k3, old to new),
+    with a dual clip ``dual_clip_frac``; maxima ``ratio_max``. Sources: arXiv 1707.06347 (equation
+    7), 2503.14476 (clip-higher), 1912.09729 (dual clip).
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    ratio = log_ratio.exp()
+    adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
+    plain = -ratio * adv
+    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * adv
+    loss = torch.maximum(plain, clipped)
+    means = {"clip_frac": (masked_sum(clipped > plain, mask), mask.sum())}
+    if dual_clip is not None:
+        bound = -dual_clip * adv
+        over = (adv < 0) & (loss > bound)
+        loss = torch.where(over, bound, loss)
+        means["dual_clip_frac"] = (masked_sum(over, mask), mask.sum())
+    return torch.where(mask, loss, 0.0), Stats(means=means) + _ratio_stats(log_ratio, mask)
+
+
+def reinforce(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Stats]:
+    """The score function, L = -A logprobs, no ratio: right only while the policy is the sampler.
+
+    All tensors have one shape, [N, T] or [M]; ``mask`` is bool. ``old_logprobs`` only serves the
+    stats (means ``ratio``, ``approx_kl``; maxima ``ratio_max``), which say how far that still
+    holds. Source: Williams 1992, doi 10.1007/BF00992696.
+    """
+    adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
+    loss = -adv * torch.where(mask, at_least_fp32(logprobs), 0.0)
+    return loss, _ratio_stats(_log_ratio(logprobs, old_logprobs, mask), mask)
+
+
+POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {"ppo": ppo, "reinforce": reinforce}
+"""By the name in ``algorithm.policy_loss``; the keywords are the fields of that config node."""
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log of new / old probability, 0 outside the mask, at most MAX_LOG_RATIO."""
+    difference = at_least_fp32(logprobs) - at_least_fp32(old_logprobs.detach())
+    return torch.where(mask, difference, 0.0).clamp(max=MAX_LOG_RATIO)
+
+
+def _ratio_stats(log_ratio: Tensor, mask: Tensor) -> Stats:
+    log_ratio = log_ratio.detach()
+    ratio, count = log_ratio.exp(), mask.sum()
+    approx_kl = k3(torch.zeros_like(log_ratio), log_ratio)
+    return Stats(
+        means={
+            "ratio": (masked_sum(ratio, mask), count),
+            "approx_kl": (masked_sum(approx_kl, mask), count),
+        },
+        maxima={"ratio_max": masked_max(ratio, mask)},
+    )

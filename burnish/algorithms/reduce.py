@@ -1,0 +1,75 @@
+"""From per-token losses to one scalar. This file owns every denominator.
+
+Counts are GLOBAL, over all micro-batches and ranks of the optimizer step, so the scalars of the
+parts add up to the scalar of the whole, however the rows were split. A row is never split.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from burnish.tensors import at_least_fp32
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_constant"]
+
+
+def reduce(  # house: ok the counts of every aggregation
+    per_token_loss: Tensor,
+    mask: Tensor,
+    *,
+    aggregation: Aggregation,
+    num_tokens: int,
+    num_sequences: int,
+    max_len: int | None = None,
+    row_ids: Tensor | None = None,
+) -> Tensor:
+    """The scalar loss of a micro-batch: its share of the loss of the optimizer step.
+
+    token_mean:             sum over tokens / num_tokens               (DAPO, arXiv 2503.14476)
+    sequence_mean:          sum over rows of (the row's token mean) / num_sequences
+                                                                       (GRPO, arXiv 2402.03300)
+    sequence_sum_constant:  sum over tokens / (num_sequences max_len)  (Dr. GRPO,
+                                                                        arXiv 2503.20783)
+
+    ``per_token_loss`` and ``mask`` (bool) are padded [N, T], or packed [M] with ``row_ids`` [M]
+    (ids need be equal within a row and different between rows, no more). Rows without a true mask
+    add 0. Raises ValueError for a missing ``max_len`` or ``row_ids``, a count below 1 and an
+    unknown aggregation.
+    """
+    if num_tokens < 1 or num_sequences < 1:
+        raise ValueError(
+            f"num_tokens={num_tokens} and num_sequences={num_sequences} are the counts of the "
+            "whole optimizer step and must be at least 1; leave out a step with nothing to train on"
+        )
+    loss = torch.where(mask, at_least_fp32(per_token_loss), 0.0)
+    if aggregation == "token_mean":
+        return loss.sum() / num_tokens
+    if aggregation == "sequence_mean":
+        return (loss / _tokens_in_row(mask, row_ids).clamp(min=1)).sum() / num_sequences
+    if aggregation == "sequence_sum_constant":
+        if max_len is None:
+            raise ValueError(
+                "sequence_sum_constant got max_len=None: it divides by a constant length; "
+                "pass max_len (generate_max_len is meant)"
+            )
+        return loss.sum() / (num_sequences * max_len)
+    raise ValueError(
+        f"unknown aggregation {aggregation!r}; "
+        "use token_mean, sequence_mean or sequence_sum_constant"
+    )
+
+
+def _tokens_in_row(mask: Tensor, row_ids: Tensor | None) -> Tensor:
+    """True entries of the mask in each token's row: [N, 1] for padded rows, [M] for packed ones."""
+    if row_ids is None:
+        if mask.dim() != 2:
+            raise ValueError(
+                f"sequence_mean got packed tokens [{mask.numel()}] and row_ids=None, so "
+                "it cannot tell the rows apart; pass row_ids [M]"
+            )
+        return mask.sum(1, keepdim=True)
+    index = torch.unique(row_ids, return_inverse=True)[1]
+    return mask.new_zeros(mask.shape, dtype=torch.int64).index_add(0, index, mask.long())[index]

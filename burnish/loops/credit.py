@@ -1,0 +1,63 @@
+"""From rewards to advantages on every action token of a rollout batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms import ADVANTAGES
+from burnish.algorithms.advantages import gae, return_to_go, token_rewards
+from burnish.algorithms.kl import k1
+from burnish.config.algorithm import AlgorithmConfig, GaeAdvantage, GroupAdvantage
+from burnish.tensors import pad_rows, unpad_rows, whiten
+from burnish.types import Batch
+
+
+def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) -> Batch:
+    """The batch with ``advantages`` [M] (and ``returns`` [M] for a critic).
+
+    Takes ``rewards`` [N], and what the kind needs: ``values`` (gae), ``old_logprobs`` and ``ref_logprobs``
+    (KL in the reward). Whitening is over all action tokens of the batch given, which is the whole rollout.
+    """
+    assert batch.rewards is not None
+    advantage = config.advantage
+    lengths = _action_counts(batch)
+    if isinstance(advantage, GroupAdvantage):
+        outcome = ADVANTAGES[advantage.kind](
+            batch.rewards, batch.group_ids, eps=advantage.eps, lengths=lengths
+        )
+        spread = outcome[batch.row_ids] * batch.action_mask
+        return replace(batch, advantages=spread)
+    mask = pad_rows(batch.action_mask.float(), batch.offsets).bool()
+    shaped = batch.rewards
+    if not isinstance(advantage, GaeAdvantage):
+        shaped = ADVANTAGES[advantage.kind](batch.rewards, batch.group_ids)
+    rewards = token_rewards(shaped, mask, *_kl_in_reward(batch, config, kl_coef))
+    returns = None
+    if isinstance(advantage, GaeAdvantage):
+        assert batch.values is not None
+        values = pad_rows(batch.values, batch.offsets)
+        advantages, padded = gae(rewards, values, mask, gamma=advantage.gamma, lam=advantage.lam)
+        returns = unpad_rows(padded, batch.offsets)
+    else:
+        advantages = return_to_go(rewards, mask, gamma=advantage.gamma)
+    if advantage.whiten:
+        advantages = whiten(advantages, mask)
+    return replace(batch, advantages=unpad_rows(advantages, batch.offsets), returns=returns)
+
+
+def _kl_in_reward(
+    batch: Batch, config: AlgorithmConfig, kl_coef: float
+) -> tuple[Tensor | None, float]:
+    if config.kl.placement != "reward" or batch.ref_logprobs is None:
+        return None, 0.0
+    assert batch.old_logprobs is not None
+    return pad_rows(k1(batch.old_logprobs, batch.ref_logprobs), batch.offsets), kl_coef
+
+
+def _action_counts(batch: Batch) -> Tensor:
+    """[N] action tokens per row."""
+    counts = torch.zeros(batch.num_rows, dtype=torch.float32)
+    return counts.index_add_(0, batch.row_ids, batch.action_mask.float())

@@ -1,0 +1,134 @@
+"""Losses as the engines take them: (outputs, batch) -> (scalar, stats), made once from the recipe.
+
+The mathematics is in ``algorithms``; here it is put together with the recipe's options and the batch's
+global denominators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, reduce
+from burnish.algorithms.correction import mismatch_stats
+from burnish.algorithms.value_losses import clipped_value_loss
+from burnish.config.algorithm import AlgorithmConfig
+from burnish.tensors import masked_sum
+from burnish.train.base import Loss, Outputs
+from burnish.types import Batch, Stats
+
+
+def policy_objective(config: AlgorithmConfig, *, max_len: int, kl_coef: Callable[[], float]) -> Loss:
+    """The RL loss: policy loss, minus the entropy bonus, plus the KL term where it is placed in the loss.
+
+    Where the batch has no ``old_logprobs`` (one update per rollout) the policy now is the policy at the start
+    of the update, and its own detached log-probs stand in.
+    """
+    options = config.policy_loss.model_dump(exclude={"kind"})
+    per_token_loss = POLICY_LOSSES[config.policy_loss.kind]
+    estimator = KL_ESTIMATORS[config.kl.estimator]
+    kl_in_loss = config.kl.placement == "loss"
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        assert outputs.logprobs is not None and batch.advantages is not None
+        mask = batch.action_mask
+
+        def total(per_token: Tensor) -> Tensor:
+            return _reduce(per_token, batch, config.loss_aggregation, max_len)
+
+        old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        per_token, stats = per_token_loss(outputs.logprobs, old, batch.advantages, mask, **options)
+        loss = total(per_token)
+        stats += Stats(sums={"policy_loss": loss.detach()})
+        if batch.sampler_logprobs is not None:
+            stats += mismatch_stats(old, batch.sampler_logprobs, mask)
+        if outputs.entropy is not None:
+            stats += _mean("entropy", outputs.entropy, mask)
+            if config.entropy_coef:
+                loss = loss - config.entropy_coef * total(outputs.entropy)
+        if batch.ref_logprobs is not None:
+            kl = torch.where(mask, estimator(outputs.logprobs, batch.ref_logprobs), 0.0)
+            stats += _mean("kl", kl, mask)
+            if kl_in_loss:
+                loss = loss + kl_coef() * total(kl)
+        return loss, stats + Stats(sums={"loss": loss.detach()})
+
+    return objective
+
+
+def value_objective(*, value_clip: float | None) -> Loss:
+    """The critic's clipped squared error, mean over all action tokens of the step."""
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        assert outputs.values is not None and batch.values is not None and batch.returns is not None
+        per_token, stats = clipped_value_loss(
+            outputs.values, batch.values, batch.returns, batch.action_mask, value_clip=value_clip
+        )
+        loss = _reduce(per_token, batch, "token_mean", None)
+        return loss, stats + Stats(sums={"value_loss": loss.detach()})
+
+    return objective
+
+
+def sft_objective() -> Loss:
+    """Cross-entropy of the action tokens, mean over all of the step."""
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        assert outputs.logprobs is not None
+        loss = _reduce(-outputs.logprobs, batch, "token_mean", None)
+        stats = _mean("nll", -outputs.logprobs, batch.action_mask)
+        return loss, stats + Stats(sums={"loss": loss.detach()})
+
+    return objective
+
+
+def reward_model_objective() -> Loss:
+    """Bradley-Terry on pairs (row 2i chosen, 2i + 1 rejected), mean over all pairs of the step."""
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        chosen, rejected = pair_scores(outputs, batch)
+        margins = None if batch.margins is None else batch.margins[0::2]
+        losses = PREFERENCE_LOSSES["bradley_terry"](chosen, rejected, margins=margins)
+        loss = losses.sum() / (batch.num_sequences / batch.rows_per_unit)
+        gap, count = (chosen - rejected).detach(), chosen.numel()
+        stats = Stats(
+            means={
+                "accuracy": ((gap > 0).float().sum(), count),
+                "score_margin": (gap.sum(), count),
+                "score_chosen": (chosen.detach().sum(), count),
+                "score_rejected": (rejected.detach().sum(), count),
+                "nll": (losses.detach().sum(), count),
+            },
+            sums={"loss": loss.detach()},
+        )
+        return loss, stats
+
+    return objective
+
+
+def pair_scores(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(chosen [N/2], rejected [N/2]) scores of a batch of pairs."""
+    assert outputs.values is not None
+    last = (batch.offsets[1:] - 1).to(outputs.values.device)
+    scores = outputs.values[last]
+    return scores[0::2], scores[1::2]
+
+
+def _reduce(per_token: Tensor, batch: Batch, aggregation: str, max_len: int | None) -> Tensor:
+    options: dict[str, Any] = {"max_len": max_len} if aggregation == "sequence_sum_constant" else {}
+    return reduce(
+        per_token,
+        batch.action_mask,
+        aggregation=aggregation,
+        num_tokens=batch.num_tokens,
+        num_sequences=batch.num_sequences,
+        row_ids=batch.row_ids,
+        **options,
+    )
+
+
+def _mean(name: str, values: Tensor, mask: Tensor) -> Stats:
+    return Stats(means={name: (masked_sum(values.detach(), mask), mask.sum())})

@@ -1,0 +1,206 @@
+"""Reinforcement learning, one synchronous step at a time. Start here: :func:`rl_step` is the algorithm.
+
+The formulas are in ``algorithms``, put together by ``objectives.py`` (losses) and ``credit.py`` (advantages);
+``runtime/inline.py`` builds the parts; ``session.py`` surrounds each step with metrics and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from burnish.algorithms.kl import KlController
+from burnish.checkpoint.state import load_state, save_state
+from burnish.config import RLConfig
+from burnish.data.prompts import PromptStream
+from burnish.loops.credit import assign_advantages
+from burnish.rollout.runner import Runner
+from burnish.sync.inproc import InprocSync
+from burnish.train.base import Loss, StepStats, TrainEngine
+from burnish.types import Batch, Group, Stats, groups_to_batch
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The frozen model of the KL term, and the context in which the engine is that model (a LoRA policy
+    is its own reference while its adapters are off)."""
+
+    engine: TrainEngine
+    context: Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class RL:
+    """The parts of an RL run."""
+
+    config: RLConfig
+    prompts: PromptStream
+    runner: Runner
+    policy: TrainEngine
+    policy_loss: Loss
+    kl: KlController
+    sync: InprocSync
+    keep_samples: Callable[[int, Sequence[Group], dict[str, float]], None]
+    """(step, groups, sample id -> advantage): where samples are written for people to see."""
+    reference: Reference | None = None
+    critic: TrainEngine | None = None
+    value_loss: Loss | None = None
+
+
+def rl_step(run: RL, step: int) -> Metrics:
+    """Sample, score, compare with the reference, assign credit, update, hand the weights over."""
+    rollout = run.runner.fill(run.prompts.next, run.config.rollout.rollout_batch_size)
+    batch = groups_to_batch(rollout.groups)
+    batch = with_reference(batch, run.reference)
+    batch = with_old_policy(batch, run)
+    batch = assign_advantages(batch, run.config.algorithm, kl_coef=run.kl.coef)
+    run.keep_samples(step, rollout.groups, advantage_by_sample(rollout.groups, batch))
+
+    updates = Updates()
+    for minibatch in minibatches(batch, run.config, step):
+        if run.critic is not None and run.value_loss is not None:
+            updates.add("critic", run.critic.forward_backward(minibatch, run.value_loss))
+            updates.add_step("critic", run.critic.optim_step())
+        updates.add("train", run.policy.forward_backward(minibatch, run.policy_loss))
+        updates.add_step("train", run.policy.optim_step())
+    run.sync.push()
+
+    metrics = rollout.stats.floats() | batch_metrics(batch) | updates.metrics()
+    run.kl.update(metrics.get("train/kl", 0.0), batch.num_rows)
+    return metrics | prompt_metrics(run.prompts) | {"train/kl_coef": run.kl.coef}
+
+
+def with_reference(batch: Batch, reference: Reference | None) -> Batch:
+    """The batch with the reference model's log-probs, if there is a reference."""
+    if reference is None:
+        return batch
+    with reference.context():
+        return replace(batch, ref_logprobs=reference.engine.logprobs(batch))
+
+
+def with_old_policy(batch: Batch, run: RL) -> Batch:
+    """The batch with what the models say before the update.
+
+    ``old_logprobs`` are computed only where they differ from the log-probs of the update itself (several
+    updates on one rollout) or are needed before it (KL in the reward); ``values`` where there is a critic.
+    """
+    algorithm = run.config.algorithm
+    several = (run.config.batch_plan().optimizer_steps_per_rollout or 1) > 1
+    kl_in_reward = run.reference is not None and algorithm.kl.placement == "reward"
+    if several or kl_in_reward:
+        batch = replace(batch, old_logprobs=run.policy.logprobs(batch))
+    if run.critic is not None:
+        batch = replace(batch, values=run.critic.values(batch))
+    return batch
+
+
+def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
+    """The rollout cut into optimizer steps of ``train_batch_size`` rows, ``epochs_per_rollout`` times.
+
+    Groups stay together and keep their order where the whole rollout is one step; otherwise their order is
+    drawn anew for every epoch, from the seed and the step alone.
+    """
+    size = config.batch_plan().train_batch_size
+    for epoch in range(config.train.epochs_per_rollout):
+        rows = list(range(batch.num_rows))
+        if size < batch.num_rows:
+            rows = _shuffled_by_group(batch, seed=[config.seed, step, epoch])
+        for begin in range(0, len(rows), size):
+            yield batch.select(rows[begin : begin + size]).with_global_counts()
+
+
+def _shuffled_by_group(batch: Batch, *, seed: Sequence[int]) -> list[int]:
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(batch.group_ids.tolist()):
+        groups.setdefault(group, []).append(row)
+    generator = torch.Generator().manual_seed(hash(tuple(seed)) % (1 << 63))
+    order = torch.randperm(len(groups), generator=generator).tolist()
+    members = list(groups.values())
+    return [row for g in order for row in members[g]]
+
+
+def advantage_by_sample(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
+    """sample id -> mean advantage of its action tokens, for people to read."""
+    assert batch.advantages is not None
+    rows, mask = batch.row_ids, batch.action_mask
+    sums = torch.zeros(batch.num_rows).index_add_(0, rows, batch.advantages * mask)
+    counts = torch.zeros(batch.num_rows).index_add_(0, rows, mask.float()).clamp(min=1)
+    samples = [s.sample_id for g in groups for s in g.samples]
+    return dict(zip(samples, (sums / counts).tolist(), strict=True))
+
+
+@dataclass
+class Updates:
+    """Stats of all updates of one step, by role."""
+
+    stats: dict[str, Stats] = field(default_factory=dict)
+    steps: dict[str, list[StepStats]] = field(default_factory=dict)
+
+    def add(self, role: str, stats: Stats) -> None:
+        """Add what one forward_backward measured."""
+        self.stats[role] = self.stats.get(role, Stats()) + stats
+
+    def add_step(self, role: str, step: StepStats) -> None:
+        """Add what one optim_step did."""
+        self.steps.setdefault(role, []).append(step)
+
+    def metrics(self) -> Metrics:
+        """Plain numbers; losses (sums over one update) become means over the updates."""
+        out: Metrics = {}
+        for role, stats in self.stats.items():
+            steps = self.steps[role]
+            mean_sums = {name: (value, len(steps)) for name, value in stats.sums.items()}
+            out |= Stats({**stats.means, **mean_sums}, stats.maxima).floats(f"{role}/")
+            out[f"{role}/grad_norm"] = sum(s.grad_norm for s in steps) / len(steps)
+            out[f"{role}/lr"] = steps[-1].lr
+            out[f"{role}/skipped_steps"] = float(sum(s.skipped for s in steps))
+        return out
+
+
+def batch_metrics(batch: Batch) -> Metrics:
+    """Mean and spread of the rewards of one rollout."""
+    assert batch.rewards is not None
+    spread = float(batch.rewards.std()) if batch.num_rows > 1 else 0.0
+    return {"reward/mean": float(batch.rewards.mean()), "reward/std": spread}
+
+
+def prompt_metrics(prompts: PromptStream) -> Metrics:
+    """Position and losses of the prompt stream."""
+    return {f"data/{name}": float(value) for name, value in prompts.counts.items()}
+
+
+class RLState:
+    """What a checkpoint of an RL run holds beside the session's own. Implements ``session.State``."""
+
+    def __init__(self, run: RL) -> None:
+        self.run = run
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes a checkpoint takes."""
+        engines = [e for e in (self.run.policy, self.run.critic) if e is not None]
+        return int(1.02 * sum(e.state_bytes for e in engines)) + (16 << 20)
+
+    def save(self, folder: Path) -> None:
+        """Write policy, critic, prompt position and KL controller."""
+        self.run.policy.save(folder / "policy")
+        if self.run.critic is not None:
+            self.run.critic.save(folder / "critic")
+        state = {"prompts": self.run.prompts.state_dict(), "kl": self.run.kl.state_dict()}
+        save_state(folder, "rl", state)
+
+    def load(self, folder: Path) -> None:
+        """Take back what :meth:`save` wrote, and hand the weights to the rollout engine."""
+        self.run.policy.load(folder / "policy")
+        if self.run.critic is not None:
+            self.run.critic.load(folder / "critic")
+        state = load_state(folder, "rl")
+        self.run.prompts.load_state_dict(state["prompts"])
+        self.run.kl.load_state_dict(state["kl"])
+        self.run.sync.push()

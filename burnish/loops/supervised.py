@@ -1,0 +1,67 @@
+"""The loop of jobs that learn from a stream of rows: one batch, one update. sft.py and reward_model.py differ
+in the data and in the loss only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from burnish.checkpoint.state import load_state, save_state
+from burnish.data.preference import PreferenceStream
+from burnish.data.sft import SFTStream
+from burnish.loops.rl import Metrics, Updates
+from burnish.train.base import Loss, TrainEngine
+from burnish.types import Batch, Stats
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """The parts of a supervised run."""
+
+    stream: SFTStream | PreferenceStream
+    engine: TrainEngine
+    loss: Loss
+    batch_size: int
+    """Rows (or pairs) per optimizer step."""
+    measure: Callable[[TrainEngine, Batch], Stats]
+    """What evaluation measures on held-out rows, without gradient."""
+    eval_batch: Batch | None = None
+
+
+def supervised_step(run: Supervised, step: int) -> Metrics:
+    """One batch, one update."""
+    batch = run.stream.next(run.batch_size).with_global_counts()
+    updates = Updates()
+    updates.add("train", run.engine.forward_backward(batch, run.loss))
+    updates.add_step("train", run.engine.optim_step())
+    counts = {f"data/{name}": float(value) for name, value in run.stream.counts.items()}
+    return updates.metrics() | counts | {"train/tokens": float(batch.tokens.numel())}
+
+
+def supervised_eval(run: Supervised, step: int) -> Metrics:
+    """The measures of the held-out rows."""
+    assert run.eval_batch is not None
+    return run.measure(run.engine, run.eval_batch).floats("eval/")
+
+
+class SupervisedState:
+    """What a checkpoint of a supervised run holds. Implements ``session.State``."""
+
+    def __init__(self, run: Supervised, role: str) -> None:
+        self.run, self.role = run, role
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes a checkpoint takes."""
+        return int(1.02 * self.run.engine.state_bytes) + (16 << 20)
+
+    def save(self, folder: Path) -> None:
+        """Write the model and the position in the data."""
+        self.run.engine.save(folder / self.role)
+        save_state(folder, "data", self.run.stream.state_dict())
+
+    def load(self, folder: Path) -> None:
+        """Take back what :meth:`save` wrote."""
+        self.run.engine.load(folder / self.role)
+        self.run.stream.load_state_dict(load_state(folder, "data"))

@@ -1,0 +1,4 @@
+"""From responses to one number each.
+
+Reading order: base (the interface and its checks), shaping, function, math, environment, build.
+"""

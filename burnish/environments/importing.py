@@ -1,0 +1,95 @@
+"""A user's function or class, named in a recipe as ``file.py:name`` or ``package.module:name``.
+
+Used for environments and for function rewards. Not for our own modules, which are imported by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from burnish.config.explain import nearest
+
+
+class LoadError(ValueError):
+    """A ``file.py:name`` or ``module:name`` that cannot be loaded, with the nearest that can."""
+
+
+def load_object(spec: str) -> Any:
+    """The object that ``spec`` names.
+
+    ``path/to/file.py:name``: the file (relative to the working directory) is run as a module of its
+    own, once for each state of the file. ``package.module:name``: an ordinary import.
+
+    Raises LoadError: wrong form, no such file, module or name (each with the nearest that exists),
+    or an error while the module runs (the original is the cause).
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name:
+        raise LoadError(f"{spec!r} is not of the form path/to/file.py:name or package.module:name")
+    module = _from_file(Path(where), spec) if where.endswith(".py") else _from_name(where, spec)
+    members = vars(module)
+    if name not in members:
+        public = [member for member in members if not member.startswith("_")]
+        raise LoadError(f"{spec!r}: {where} has no {name!r}{nearest(name, public)}")
+    return members[name]
+
+
+def _from_file(path: Path, spec: str) -> ModuleType:
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise LoadError(
+            f"{spec!r}: there is no file {path.absolute()}{nearest(path.name, siblings)}; "
+            "relative paths are taken from the working directory"
+        )
+    state = abs(hash((path.resolve(), path.stat().st_mtime_ns)))
+    module_name = f"burnish_file_{path.stem}_{state:x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    found = importlib.util.spec_from_file_location(module_name, path)
+    if found is None or found.loader is None:
+        raise LoadError(f"{spec!r}: Python cannot load {path} as a module")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[module_name] = module  # dataclasses look their module up while it runs
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise LoadError(f"{spec!r}: {path} raised {_short(error)} when it was loaded") from error
+    return module
+
+
+def _from_name(name: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing != name and not name.startswith(missing + "."):
+            raise LoadError(
+                f"{spec!r}: module {name} imports {missing!r}, which is missing"
+            ) from error
+        raise LoadError(
+            f"{spec!r}: there is no module {missing!r}{nearest(missing, _siblings(missing))}; "
+            "for a file that is not installed write its path: path/to/file.py:name"
+        ) from error
+    except Exception as error:
+        raise LoadError(f"{spec!r}: module {name} raised {_short(error)} when imported") from error
+
+
+def _siblings(missing: str) -> list[str]:
+    """Full names of the modules beside ``missing``: of its package, or of ``sys.path``."""
+    package, _, _ = missing.rpartition(".")
+    if not package:
+        return [found.name for found in pkgutil.iter_modules()]
+    parent = sys.modules.get(package)
+    paths = vars(parent).get("__path__") if parent is not None else None
+    return [f"{package}.{found.name}" for found in pkgutil.iter_modules(paths)] if paths else []
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

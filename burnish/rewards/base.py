@@ -1,0 +1,312 @@
+"""What a reward is, and :class:`RewardSet`: groups in, scored and checked groups out.
+
+A reward answers with one number per response. It may also be slow, raise, or answer nonsense; what
+then happens is the failure policy's choice (``config.rewards.FailurePolicy``) and never a silent 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from numbers import Real
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+
+from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.rewards.shaping import shaped
+from burnish.types import Group, Number, Prompt, Sample, Stats
+
+RESERVED_NAMES = ("total", "shaping", "truncated_frac", "groups_dropped")
+"""Names that metrics and samples use beside those of the rewards."""
+
+_RETURN_A_NUMBER = "return one finite number for each response (0.0 for a wrong answer)"
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One response with its prompt: what a reward sees."""
+
+    prompt: Prompt
+    sample: Sample
+
+
+class RewardError(RuntimeError):
+    """A reward that failed or cannot be made: which one, where, what came back, what to do."""
+
+
+class SampleError(RewardError):
+    """Raised by a reward that knows which sample it failed on."""
+
+    def __init__(
+        self, reward: Reward, item: RewardInput, what: str, *, advice: str = _RETURN_A_NUMBER
+    ) -> None:
+        super().__init__(f"{_named(reward)} {what}\n{describe(item)}\n  {_what_to_do(advice)}")
+
+
+class Reward(Protocol):
+    """Scores responses."""
+
+    name: str
+
+    def score(self, items: Sequence[RewardInput]) -> list[float]:
+        """One finite number per item, in order. May raise; :class:`RewardSet` checks the answer."""
+        ...
+
+    def close(self) -> None:
+        """Give back processes, threads and memory. Called once."""
+        ...
+
+
+@runtime_checkable
+class HasLocation(Protocol):
+    """A reward that knows where its code stands, for error messages."""
+
+    location: str
+    """Such as ``function f at rewards.py:12``."""
+
+
+@runtime_checkable
+class HasCounts(Protocol):
+    """A reward that counts events of its own (timeouts); they become sums in the stats."""
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Counts since the last call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What :meth:`RewardSet.score` gives back."""
+
+    groups: tuple[Group, ...]
+    """Every sample with ``reward`` and ``reward_parts``."""
+    dropped: tuple[str, ...]
+    """Prompt ids of the groups left out, in order."""
+    stats: Stats
+    """Means ``reward/<name>`` (before weights), ``reward/total`` (after shaping),
+    ``reward/truncated_frac`` and, where shaping is on, ``reward/shaping``; sums
+    ``reward/groups_dropped`` and ``reward/<name>/<event>``.
+    """
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a sample has no reward."""
+
+    message: str
+    cause: Exception | None = None
+
+    def error(self) -> RewardError:
+        if isinstance(self.cause, RewardError):
+            return self.cause
+        error = RewardError(self.message)
+        error.__cause__ = self.cause
+        return error
+
+
+_Column = list[float | _Failure]
+"""One reward's answer for every item."""
+
+
+class RewardSet:
+    """Several weighted rewards, their failure policy and the shaping of their sum.
+
+    Raises RewardError: no reward, two of one name, or a name that metrics use (RESERVED_NAMES).
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[tuple[Reward, float]],
+        *,
+        on_failure: FailurePolicy,
+        shaping: ShapingConfig,
+        generate_max_len: int,
+    ) -> None:
+        if not rewards:
+            raise RewardError("there is no reward; a recipe needs at least one entry in 'rewards'")
+        names = [reward.name for reward, _ in rewards]
+        for i, name in enumerate(names):
+            if name in RESERVED_NAMES or name in names[:i]:
+                why = "is used by the metrics" if name in RESERVED_NAMES else "is there twice"
+                raise RewardError(f"reward name {name!r} {why}; give the reward another name")
+        self._rewards = tuple(rewards)
+        self._on_failure = on_failure
+        self._shaping = shaping
+        self._generate_max_len = generate_max_len
+
+    def score(self, groups: Sequence[Group]) -> Scored:
+        """Score every sample of ``groups``; each reward is called once with all of them.
+
+        Raises RewardError where a reward fails and the policy is ``fail``, or where no group is
+        left.
+        """
+        items = [RewardInput(group.prompt, sample) for group in groups for sample in group.samples]
+        if not items:
+            raise RewardError(
+                "there is no sample to score: no groups, or only groups without samples"
+            )
+        ends = list(accumulate(len(group.samples) for group in groups))
+        spans = [slice(end - len(g.samples), end) for g, end in zip(groups, ends, strict=True)]
+        columns = {reward.name: self._column(reward, items, spans) for reward, _ in self._rewards}
+        kept: list[Group] = []
+        dropped: list[str] = []
+        failures: list[_Failure] = []
+        for group, span in zip(groups, spans, strict=True):
+            parts = {name: column[span] for name, column in columns.items()}
+            failed = [v for values in parts.values() for v in values if isinstance(v, _Failure)]
+            if failed:
+                dropped.append(group.prompt.id)
+                failures.append(failed[0])
+            else:
+                kept.append(self._with_rewards(group, cast("dict[str, list[float]]", parts)))
+        if failures and not any(group.samples for group in kept):
+            first = failures[0].error()
+            raise RewardError(
+                f"no group is left to train on: a reward failed in all {len(failures)} groups, and "
+                f"on_reward_failure.then=drop_group dropped them. The first failure:\n{first}"
+            ) from first
+        return Scored(tuple(kept), tuple(dropped), self._stats(kept, len(dropped)))
+
+    def close(self) -> None:
+        """Close every reward."""
+        for reward, _ in self._rewards:
+            reward.close()
+
+    def _column(
+        self, reward: Reward, items: Sequence[RewardInput], spans: Sequence[slice]
+    ) -> _Column:
+        """What ``reward`` says about every item; a failure where it says nothing usable."""
+        answer = self._ask(reward, items)
+        if isinstance(answer, list):
+            column = answer
+        elif self._on_failure.then == "fail" or len(spans) == 1:
+            column = [answer] * len(items)
+        else:  # some group made the whole call fail: find out which, so that only that one is lost
+            column = []
+            for part in (items[span] for span in spans):
+                found = self._ask(reward, part) if part else []
+                column += found if isinstance(found, list) else [found] * len(part)
+        if self._on_failure.then == "fail":
+            for value in column:
+                if isinstance(value, _Failure):
+                    raise value.error()
+        return column
+
+    def _ask(self, reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
+        """One checked call, made again up to ``retries`` times while anything in it fails."""
+        answer = _call(reward, items)
+        for _ in range(self._on_failure.retries):
+            if isinstance(answer, list) and not any(isinstance(v, _Failure) for v in answer):
+                break
+            answer = _call(reward, items)
+        return answer
+
+    def _with_rewards(self, group: Group, parts: Mapping[str, Sequence[float]]) -> Group:
+        samples = []
+        for i, sample in enumerate(group.samples):
+            own = {name: values[i] for name, values in parts.items()}
+            total = sum(weight * own[reward.name] for reward, weight in self._rewards)
+            reward = shaped(
+                total, sample, config=self._shaping, generate_max_len=self._generate_max_len
+            )
+            if reward != total:
+                own["shaping"] = reward - total
+            samples.append(replace(sample, reward=reward, reward_parts=own))
+        return replace(group, samples=tuple(samples))
+
+    def _stats(self, groups: Sequence[Group], num_dropped: int) -> Stats:
+        samples = [sample for group in groups for sample in group.samples]
+        totals = {reward.name: _sum_of_part(samples, reward.name) for reward, _ in self._rewards}
+        if self._shaping != ShapingConfig():
+            totals["shaping"] = _sum_of_part(samples, "shaping")
+        totals["total"] = sum(sample.reward for sample in samples)
+        totals["truncated_frac"] = sum(sample.finish_reason == "length" for sample in samples)
+        sums: dict[str, Number] = {"reward/groups_dropped": num_dropped}
+        for reward, _ in self._rewards:
+            counts = reward.take_counts() if isinstance(reward, HasCounts) else {}
+            sums.update({f"reward/{reward.name}/{event}": n for event, n in counts.items()})
+        return Stats(
+            means={f"reward/{name}": (total, len(samples)) for name, total in totals.items()},
+            sums=sums,
+        )
+
+
+def describe(item: RewardInput) -> str:
+    """Which sample, with excerpts of its prompt, response and label, for an error message."""
+    return (
+        f"  at sample {item.sample.sample_id!r} of prompt {item.prompt.id!r}\n"
+        f"  prompt: {_excerpt(item.prompt.text)}\n"
+        f"  response: {_excerpt(item.sample.text)}\n"
+        f"  label: {_excerpt(item.prompt.label)}"
+    )
+
+
+def _sum_of_part(samples: Sequence[Sample], name: str) -> float:
+    return sum(sample.reward_parts.get(name, 0.0) for sample in samples)
+
+
+def _call(reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
+    """Call ``reward`` and check what comes back: a failure for the call, or for each bad entry."""
+    try:
+        answer = _as_list(reward.score(items), len(items))
+    except Exception as error:  # becomes data: the policy decides
+        if isinstance(error, SampleError):
+            return _Failure(str(error), error)
+        bad = isinstance(error, _BadAnswer)
+        what = str(error) if bad else f"raised {type(error).__name__}: {error}"
+        many = f" in a call with {len(items)} responses, of which the first is" if items[1:] else ""
+        message = f"{_named(reward)} {what}{many}\n{describe(items[0])}\n  {_what_to_do()}"
+        return _Failure(message, None if bad else error)
+    return [_number(reward, item, value) for item, value in zip(items, answer, strict=True)]
+
+
+class _BadAnswer(Exception):
+    """The whole answer is of the wrong kind or length."""
+
+
+def _as_list(answer: Any, count: int) -> list[Any]:
+    if isinstance(answer, (torch.Tensor, np.ndarray)):
+        if answer.ndim != 1:
+            shape = f"{type(answer).__name__} of shape {tuple(answer.shape)}"
+            raise _BadAnswer(f"returned a {shape} where shape ({count},) is needed")
+        answer = answer.tolist()
+    if isinstance(answer, (str, bytes)) or not isinstance(answer, Sequence):
+        raise _BadAnswer(f"returned {_excerpt(answer)} where a list of {count} numbers is needed")
+    if len(answer) != count:
+        raise _BadAnswer(f"returned {len(answer)} values for {count} responses")
+    return list(answer)
+
+
+def _number(reward: Reward, item: RewardInput, value: Any) -> float | _Failure:
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, (Real, np.bool_)):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    what = f"returned {_excerpt(value)} where a finite number is needed"
+    return _Failure(f"{_named(reward)} {what}\n{describe(item)}\n  {_what_to_do()}")
+
+
+def _what_to_do(advice: str = _RETURN_A_NUMBER) -> str:
+    return (
+        f"What to do: {advice}; or set on_reward_failure.then=drop_group to leave such groups out, "
+        "or on_reward_failure.retries to ask again"
+    )
+
+
+def _named(reward: Reward) -> str:
+    place = f" ({reward.location})" if isinstance(reward, HasLocation) else ""
+    return f"reward {reward.name!r}{place}"
+
+
+def _excerpt(value: Any, longest: int = 160) -> str:
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"

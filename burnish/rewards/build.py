@@ -1,0 +1,117 @@
+"""From the recipe's ``rewards`` to reward objects with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from burnish.config import rewards as config
+from burnish.config.explain import nearest
+from burnish.config.rewards import RewardConfig
+from burnish.environments.importing import LoadError, load_object
+from burnish.rewards.base import RESERVED_NAMES, Reward, RewardError
+from burnish.rewards.environment import EnvironmentReward
+from burnish.rewards.function import FunctionReward
+from burnish.rewards.math import MathReward
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def build_rewards(
+    configs: Sequence[RewardConfig],
+    *,
+    functions: Functions | None = None,
+    model_reward: Callable[[config.ModelReward], Reward] | None = None,
+) -> list[tuple[Reward, float]]:
+    """(reward, weight) for each entry of a recipe's ``rewards``, in order, names made unique.
+
+    ``functions``: callables for the entries without a ``function``, by the entry's name; a single
+    one fits the only such entry whatever its name. ``model_reward`` makes rewards of kind
+    ``model``; it gets the config with the name filled in.
+
+    Raises RewardError: nothing to call, nothing that can be loaded, a callable no entry takes.
+    """
+    given = functions or {}
+    chosen = _match(configs, given)
+    names = _unique_names(configs)
+    return [
+        (_build(c, name, given=chosen.get(i), model_reward=model_reward), c.weight)
+        for i, (c, name) in enumerate(zip(configs, names, strict=True))
+    ]
+
+
+def _build(
+    entry: RewardConfig,
+    name: str,
+    *,
+    given: Callable[..., Any] | None,
+    model_reward: Callable[[config.ModelReward], Reward] | None,
+) -> Reward:
+    if isinstance(entry, config.FunctionReward):
+        function = _load(entry.function, name) if given is None else given
+        return FunctionReward(function, name=name)
+    if isinstance(entry, config.MathReward):
+        return MathReward(name=name, timeout_s=entry.timeout_s, num_workers=entry.num_workers)
+    if isinstance(entry, config.EnvironmentReward):
+        return EnvironmentReward(name=name)
+    if model_reward is None:
+        raise RewardError(
+            f"reward {name!r} is of kind model, and this job was started without a way to make "
+            "one (model_reward)"
+        )
+    return model_reward(entry.model_copy(update={"name": name}))
+
+
+def _load(spec: str | None, name: str) -> Callable[..., Any]:
+    try:
+        return load_object(spec or "")  # type: ignore[no-any-return]  # FunctionReward checks it
+    except LoadError as error:
+        raise RewardError(f"reward {name!r}: function {error}") from error
+
+
+def _match(configs: Sequence[RewardConfig], given: Functions) -> dict[int, Callable[..., Any]]:
+    """Which given callable belongs to which entry (by its place)."""
+    open_entries = [
+        i
+        for i, c in enumerate(configs)
+        if isinstance(c, config.FunctionReward) and c.function is None
+    ]
+    keys = {i: configs[i].name or "" for i in open_entries}
+    if len(open_entries) == 1 and len(given) == 1:
+        keys = {open_entries[0]: next(iter(given))}
+    for i, key in keys.items():
+        if key not in given:
+            raise RewardError(_nothing_to_call(i, key, given))
+    unused = [key for key in given if key not in keys.values()]
+    if unused:
+        raise RewardError(
+            f"no reward of the recipe takes the given function {unused[0]!r}; add "
+            f"{{kind: function, name: {unused[0]}}} to 'rewards', or do not give it"
+        )
+    return {i: given[key] for i, key in keys.items()}
+
+
+def _nothing_to_call(i: int, key: str, given: Functions) -> str:
+    what = f"rewards.{i}" + (f" ({key!r})" if key else "")
+    have = f"{', '.join(given)} were given{nearest(key, given)}" if given else "none was given"
+    return (
+        f"{what} is of kind function and names none, and {have}. "
+        f"Set rewards.{i}.function=path/to/file.py:name (or package.module:name), "
+        "or give burnish.run a callable under the entry's name"
+    )
+
+
+def _unique_names(configs: Sequence[RewardConfig]) -> list[str]:
+    names: list[str] = []
+    for entry in configs:
+        wanted = entry.name or entry.kind
+        if wanted in RESERVED_NAMES:
+            raise RewardError(
+                f"reward name {wanted!r} is used by the metrics; give the reward another name"
+            )
+        name, n = wanted, 1
+        while name in names:
+            n += 1
+            name = f"{wanted}_{n}"
+        names.append(name)
+    return names

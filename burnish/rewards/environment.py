@@ -1,0 +1,57 @@
+"""The score that a prompt's own environment gives; the prompt's metadata says which and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from burnish.environments.base import StepResult, make_environment
+from burnish.rewards.base import RewardInput, SampleError
+
+
+class EnvironmentReward:
+    """Scores each response with the environment that made its prompt.
+
+    ``prompt.metadata["environment"]`` is ``{"name", "options", "size", "seed", "index"}``, written
+    by data sources of kind ``environment``. Environments of one turn only.
+    """
+
+    def __init__(self, *, name: str = "environment") -> None:
+        self.name = name
+
+    def score(self, items: Sequence[RewardInput]) -> list[float]:
+        """One score per item. SampleError: no environment, or one that wants another turn."""
+        return [self._score_one(item) for item in items]
+
+    def close(self) -> None:
+        """Nothing to give back: environments are shared with the data sources."""
+
+    def _score_one(self, item: RewardInput) -> float:
+        origin = item.prompt.metadata.get("environment")
+        if origin is None:
+            raise SampleError(
+                self,
+                item,
+                "found no key 'environment' in the prompt's metadata (source "
+                f"{item.prompt.source!r}); only data sources of kind environment write it",
+                advice="use a data source of kind environment, or another kind of reward",
+            )
+        try:
+            environment = make_environment(
+                origin["name"], origin["options"], size=origin["size"], seed=origin["seed"]
+            )
+            result = environment.step(origin["index"], item.sample.text)
+        except Exception as error:
+            what = f"raised {type(error).__name__}: {error} (environment {origin})"
+            raise SampleError(self, item, what) from error
+        if not isinstance(result, StepResult):
+            what = f"got {result!r} from environment {origin['name']}, where a StepResult is needed"
+            raise SampleError(self, item, what)
+        if not result.done:
+            raise SampleError(
+                self,
+                item,
+                f"got done=False from environment {origin['name']}: it wants another turn, and "
+                "only environments of one turn can be scored",
+                advice="let step() return done=True",
+            )
+        return result.reward

@@ -1,0 +1,157 @@
+"""A user's Python function as a reward: one response or a batch, sync or async."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from burnish.rewards.base import RewardError, RewardInput, SampleError
+
+_SINGLE: dict[str, Callable[[RewardInput], Any]] = {
+    "prompt": lambda item: item.prompt.text,
+    "response": lambda item: item.sample.text,
+    "label": lambda item: item.prompt.label,
+    "metadata": lambda item: item.prompt.metadata,
+}
+_BATCH = {
+    "prompts": _SINGLE["prompt"],
+    "responses": _SINGLE["response"],
+    "labels": _SINGLE["label"],
+    "metadatas": _SINGLE["metadata"],
+}
+_ACCEPTED = (
+    f"accepted are, for one response, {', '.join(_SINGLE)} (returns a number), or, for a batch, "
+    f"{', '.join(_BATCH)} (returns a list of numbers); take any of either kind, with response(s) "
+    "among them"
+)
+
+
+class FunctionReward:
+    """``f(prompt, response, label)`` gives one number, ``f(prompts, responses, labels)`` a list;
+    the parameter names decide.
+
+    Either kind takes any subset of its names that includes ``response`` or ``responses``;
+    ``metadata`` (``metadatas``) gets the data row's other columns. Arguments are passed by name.
+    Coroutine functions run on one event loop in a thread of its own, all responses at once, so they
+    work inside a notebook, and a client object that belongs to a loop can be kept from call to
+    call.
+
+    Raises RewardError for a parameter that has another name, or for a mix of the two kinds.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, name: str) -> None:
+        self.name = name
+        self.location = _location(function)
+        self._function = function
+        self._parameters = _parameters(function, f"reward {name!r} ({self.location})")
+        self._loop: _Loop | None = None
+
+    def score(self, items: Sequence[RewardInput]) -> list[float]:
+        """What the function returned, unchecked; SampleError where it raised on one response."""
+        if "responses" in self._parameters:
+            columns = {n: [_BATCH[n](item) for item in items] for n in self._parameters}
+            (answer,) = self._finish([self._function(**columns)])
+            if isinstance(answer, Exception):
+                raise answer
+            if isinstance(answer, BaseException):  # cancelled
+                raise RewardError(
+                    f"reward {self.name!r} ({self.location}) was cancelled"
+                ) from answer
+            return answer  # type: ignore[no-any-return]  # RewardSet checks it
+        answers = self._finish([self._start(item) for item in items])
+        for item, answer in zip(items, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise self._failed(item, answer) from answer
+        return answers
+
+    def close(self) -> None:
+        """End the event loop's thread, where there is one."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+    def _start(self, item: RewardInput) -> Any:
+        try:
+            return self._function(**{n: _SINGLE[n](item) for n in self._parameters})
+        except Exception as error:
+            raise self._failed(item, error) from error
+
+    def _failed(self, item: RewardInput, error: BaseException) -> SampleError:
+        return SampleError(self, item, f"raised {type(error).__name__}: {error}")
+
+    def _finish(self, answers: list[Any]) -> list[Any]:
+        """``answers`` with awaitables replaced by what they come to, or by what they raised."""
+        waiting = [i for i, answer in enumerate(answers) if inspect.isawaitable(answer)]
+        if not waiting:
+            return answers
+        self._loop = self._loop or _Loop(f"reward-{self.name}")
+        results = self._loop.run(_gather([answers[i] for i in waiting]))
+        finished = dict(zip(waiting, results, strict=True))
+        return [finished.get(i, answer) for i, answer in enumerate(answers)]
+
+
+async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*awaitables, return_exceptions=True)
+
+
+class _Loop:
+    """An event loop in a thread of its own, because the caller's thread may already run one."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _parameters(function: Callable[..., Any], named: str) -> tuple[str, ...]:
+    if not callable(function):
+        raise RewardError(f"{named}: a function is needed, and this is a {type(function).__name__}")
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"{named}: Python cannot tell its parameters ({error}); wrap it in a def"
+        ) from error
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    free = [p for p in found if p.name not in bound]
+    for p in free:
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
+            raise RewardError(f"{named}: parameter {p} cannot be given by name; {_ACCEPTED}")
+        if p.name not in _SINGLE and p.name not in _BATCH:
+            raise RewardError(
+                f"{named}: parameter {p.name!r} is not known; {_ACCEPTED}. "
+                "Bind settings of your own with functools.partial(f, setting=value)"
+            )
+    names = tuple(p.name for p in free)
+    if not any(set(names) <= set(kind) for kind in (_SINGLE, _BATCH)):
+        raise RewardError(
+            f"{named}: parameters {', '.join(names)} mix one response and a batch; {_ACCEPTED}"
+        )
+    if "response" not in names and "responses" not in names:
+        raise RewardError(f"{named}: it does not take the response; {_ACCEPTED}")
+    return names
+
+
+def _location(function: Any) -> str:
+    """``function f at rewards.py:12``, or the name alone where there is no source."""
+    target = function.func if isinstance(function, functools.partial) else function
+    target = inspect.unwrap(target)
+    if not (inspect.isroutine(target) or inspect.isclass(target)):
+        target = type(target)
+    label = f"function {target.__qualname__}"
+    try:
+        return f"{label} at {inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (TypeError, OSError):
+        return f"{label} of {target.__module__}"

@@ -1,0 +1,152 @@
+"""Mathematical equality (math-verify) in worker processes.
+
+Why processes: a comparison can hang inside sympy, and one huge integer power can be stopped only by
+ending its process. Why not multiprocessing: its workers import the user's main module, and with it
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, cast
+
+from burnish.rewards.base import RewardError, RewardInput, SampleError
+
+_WORKER = Path(__file__).with_name("math_worker.py")
+
+
+class MathReward:
+    """1.0 if the last answer in the response equals the label as mathematics, else 0.0.
+
+    A label is an answer, not a sentence: ``1/2``, ``$\\frac{1}{2}$``, ``x^2+1``, a number, or what
+    follows ``####``. A label that is missing or cannot be parsed is a failure of the data
+    (SampleError). A response on which the comparison takes longer than ``timeout_s`` CPU seconds,
+    or math-verify raises, scores 0: it is the response's doing. Both are counted: ``timeouts`` and
+    ``errors``.
+
+    Processes start with the first call. ``num_workers`` comparisons run at a time.
+    """
+
+    def __init__(self, *, name: str = "math", timeout_s: float = 5.0, num_workers: int = 1) -> None:
+        self.name = name
+        self._timeout_s = timeout_s
+        self._num_workers = num_workers
+        self._idle: queue.SimpleQueue[_Worker] | None = None
+        self._counts: Counter[str] = Counter()
+
+    def score(self, items: Sequence[RewardInput]) -> list[float]:
+        """One score per item. SampleError: a label is missing or cannot be parsed."""
+        requests = [self._request(item) for item in items]
+        if self._idle is None:
+            self._idle = queue.SimpleQueue()
+            for _ in range(self._num_workers):
+                self._idle.put(_Worker(self._timeout_s))
+        with ThreadPoolExecutor(self._num_workers, thread_name_prefix="math") as threads:
+            answers = list(threads.map(self._compare, requests))
+        self._counts.update(timeouts=sum("timeout" in a for a in answers))
+        self._counts.update(errors=sum("error" in a for a in answers))
+        for item, answer in zip(items, answers, strict=True):
+            if "bad_label" in answer:
+                what = "cannot parse the label as mathematics"
+                raise SampleError(self, item, what, advice="correct the label in the data")
+        return [float(answer.get("score", 0)) for answer in answers]
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Timeouts and errors since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return {"timeouts": counts["timeouts"], "errors": counts["errors"]}
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._idle is not None:
+            while not self._idle.empty():
+                self._idle.get().close()
+            self._idle = None
+
+    def _request(self, item: RewardInput) -> dict[str, str]:
+        label = item.prompt.label
+        if label is None:
+            advice = "set data.label_key to the column with the answers"
+            raise SampleError(self, item, "found no label to compare with", advice=advice)
+        if isinstance(label, float):  # 1e-05 would be read as 1
+            label = format(Decimal(repr(label)), "f")
+        return {"label": str(label), "response": item.sample.text}
+
+    def _compare(self, request: Mapping[str, str]) -> dict[str, Any]:
+        assert self._idle is not None
+        worker = self._idle.get()
+        try:
+            return worker.ask(request)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process of ``math_worker.py``, replaced when it ends."""
+
+    def __init__(self, timeout_s: float) -> None:
+        # -P: the script's own folder must not come first on the path, it has a math.py
+        self._command = [sys.executable, "-P", str(_WORKER), str(timeout_s)]
+        self._process = self._start()
+        self._ready = False
+
+    def ask(self, request: Mapping[str, str]) -> dict[str, Any]:
+        """The worker's answer; ``{"timeout": True}`` or ``{"error": ...}`` where it ended."""
+        self._wait_until_ready()
+        answer = self._exchange(json.dumps(request))
+        if answer is not None:
+            return answer
+        code = self._process.wait()
+        self._process = self._start()
+        self._ready = False
+        if code == -signal.SIGPROF:
+            return {"timeout": True}
+        return {"error": f"worker ended with {code}"}
+
+    def close(self) -> None:
+        """Close its stdin, at which it ends; kill it if it does not."""
+        self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()  # type: ignore[union-attr]
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+
+    def _wait_until_ready(self) -> None:
+        if not self._ready and self._read() is None:
+            raise RewardError(
+                f"a math worker ended with code {self._process.wait()} before its first answer; "
+                "its own message stands above. Is math-verify installed? Try: "
+                f"{sys.executable} -c 'import math_verify'"
+            )
+        self._ready = True
+
+    def _exchange(self, line: str) -> dict[str, Any] | None:
+        try:
+            print(line, file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            return None
+        return self._read()
+
+    def _read(self) -> dict[str, Any] | None:
+        line = self._process.stdout.readline()  # type: ignore[union-attr]
+        return cast("dict[str, Any]", json.loads(line)) if line else None

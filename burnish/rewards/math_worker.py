@@ -1,0 +1,73 @@
+"""The worker process of ``math.py``: one JSON object a line in, one out. Run by path, not imported.
+
+Keep it light: it imports math_verify and nothing of this package, so a worker costs neither torch
+nor the user's main module (which multiprocessing would import again).
+
+In: ``{"label": str, "response": str}``. Out, first: ``{"ready": true}``; then for each line
+``{"score": 0 or 1}``, ``{"error": str}`` where math-verify raised, or ``{"bad_label": true}`` where
+the label cannot be parsed.
+
+A comparison that takes more than the CPU seconds in argv[1] is ended by the
+system (signal SIGPROF, default action), also inside one huge integer power, where no Python handler
+would run. CPU time, so that a busy machine does not turn right answers into wrong ones.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from math_verify import parse, verify
+
+
+def compare(label: str, response: str) -> dict[str, Any]:
+    """1 if the last answer in ``response`` equals ``label``."""
+    gold = _parse_label(label)
+    if not gold:
+        return {"bad_label": True}
+    found = parse(response, parsing_timeout=None, raise_on_error=True)
+    return {"score": int(bool(verify(gold, found, timeout_seconds=None)))}
+
+
+def _parse_label(label: str) -> list[Any]:
+    """A bare label (``x^2+1``) is LaTeX only between dollars; GSM8K's stands after ``####``."""
+    answer = label.rpartition("####")[2].strip()
+    wrapped = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
+    forms = [answer] if wrapped else [f"${answer}$", answer]
+    for form in forms:
+        if gold := parse(form, parsing_timeout=None) if answer else []:
+            return list(gold)
+    return []
+
+
+def _timed(label: str, response: str, timeout_s: float) -> dict[str, Any]:
+    signal.setitimer(signal.ITIMER_PROF, timeout_s)
+    try:
+        return compare(label, response)
+    except Exception as error:  # becomes data: counted, and the response scores 0
+        return {"error": type(error).__name__}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    """Serve until stdin ends, which it also does when the parent dies."""
+    logging.disable(logging.CRITICAL)  # math-verify warns that its own timeouts are off
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    timeout_s = float(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+    print(json.dumps({"ready": True}), file=out, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = _timed(request["label"], request["response"], timeout_s)
+        print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""FunctionReward: the parameter names decide what a function gets."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from burnish.rewards.base import RewardError, RewardInput
+from burnish.rewards.function import FunctionReward
+from burnish.types import Group
+
+MakeGroup = Callable[..., Group]
+
+
+@pytest.fixture
+def items(make_group: MakeGroup) -> list[RewardInput]:
+    group = make_group(0, ["a", "bb"], label="L", metadata={"level": 3})
+    return [RewardInput(group.prompt, sample) for sample in group.samples]
+
+
+def _score(function: Callable[..., Any], items: list[RewardInput]) -> Any:
+    reward = FunctionReward(function, name="f")
+    try:
+        return reward.score(items)
+    finally:
+        reward.close()
+
+
+def test_a_single_function_gets_one_response_at_a_time(items: list[RewardInput]) -> None:
+    def f(prompt: str, response: str, label: Any, metadata: Any) -> float:
+        assert (prompt, label, metadata) == ("question 0", "L", {"level": 3})
+        return len(response)
+
+    assert _score(f, items) == [1, 2]
+
+
+def test_a_batch_function_gets_all_in_one_call(items: list[RewardInput]) -> None:
+    def f(prompts: Any, responses: Any, labels: Any, metadatas: Any) -> list[float]:
+        assert (prompts, labels) == (["question 0"] * 2, ["L"] * 2)
+        assert metadatas == [{"level": 3}] * 2
+        return [len(response) for response in responses]
+
+    assert _score(f, items) == [1, 2]
+
+
+def test_async_single_calls_wait_for_each_other_so_they_run_together(
+    items: list[RewardInput],
+) -> None:
+    """Both calls must be inside at once before either may go on; one after the other would hang."""
+    inside: list[str] = []
+
+    async def f(response: str) -> float:
+        inside.append(response)
+        while len(inside) < 2:
+            await asyncio.sleep(0)
+        return len(response)
+
+    assert _score(f, items) == [1, 2]
+
+
+def test_an_async_batch_function_is_awaited(items: list[RewardInput]) -> None:
+    async def f(responses: list[str]) -> list[int]:
+        await asyncio.sleep(0)
+        return [len(response) for response in responses]
+
+    assert _score(f, items) == [1, 2]
+
+
+def test_async_works_where_a_loop_already_runs(items: list[RewardInput]) -> None:
+    async def f(response: str) -> float:
+        return len(response)
+
+    async def notebook() -> Any:
+        return _score(f, items)
+
+    assert asyncio.run(notebook()) == [1, 2]
+
+
+def test_every_call_meets_the_same_loop_and_close_ends_its_thread(items: list[RewardInput]) -> None:
+    loops: list[Any] = []
+
+    async def f(response: str) -> float:
+        loops.append(asyncio.get_running_loop())
+        return 1.0
+
+    reward = FunctionReward(f, name="looped")
+    reward.score(items)
+    reward.score(items)
+    assert len(set(map(id, loops))) == 1
+    reward.close()
+    assert "reward-looped" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_an_async_failure_names_its_sample(items: list[RewardInput]) -> None:
+    async def f(response: str) -> float:
+        return 1 / (len(response) - 2)
+
+    with pytest.raises(RewardError, match="q:0/1") as caught:
+        _score(f, items)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def _kwargs(response: str, **rest: Any) -> float:
+    return 0.0
+
+
+def _misspelt(response: str, lable: str) -> float:
+    return 0.0
+
+
+def _mixed(prompts: Any, response: Any) -> float:
+    return 0.0
+
+
+def _blind(prompt: str) -> float:
+    return 0.0
+
+
+def _positional(response: str, /) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_kwargs, "rest"),
+        (_misspelt, "'lable' is not known"),
+        (_mixed, "mix one response and a batch"),
+        (_blind, "does not take the response"),
+        (_positional, "cannot be given by name"),
+    ],
+)
+def test_wrong_parameters_are_refused_with_the_accepted_names(
+    function: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(RewardError) as caught:
+        FunctionReward(function, name="f")
+    assert message in str(caught.value) and "prompts, responses, labels" in str(caught.value)
+    assert "test_function_reward.py:" in str(caught.value)
+
+
+def test_what_is_not_callable_is_refused() -> None:
+    with pytest.raises(RewardError, match="a function is needed"):
+        FunctionReward(3, name="f")  # type: ignore[arg-type]
+
+
+def test_settings_bound_by_partial_are_no_parameters(items: list[RewardInput]) -> None:
+    def f(response: str, scale: float) -> float:
+        return scale * len(response)
+
+    assert _score(functools.partial(f, scale=3), items) == [3, 6]
+
+
+def test_an_object_with_an_async_call_works(items: list[RewardInput]) -> None:
+    class Judge:
+        async def __call__(self, response: str) -> float:
+            return len(response)
+
+    assert _score(Judge(), items) == [1, 2]

@@ -1,0 +1,134 @@
+"""MathReward: equality as mathematics, in processes that can be lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.rewards import math as math_reward
+from burnish.rewards.base import RewardError, RewardInput, RewardSet
+from burnish.rewards.math import MathReward
+from burnish.types import Group
+
+MakeGroup = Callable[..., Group]
+HANGS = r"\boxed{9^{9^{9^9}}}"
+"""Comparing it with a number makes sympy raise integers to powers that no machine holds."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
+    """Every worker process started in this test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def popen(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
+        processes.append(subprocess.Popen(*args, **kwargs))
+        return processes[-1]
+
+    class Spy:
+        PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
+        Popen = staticmethod(popen)
+
+    monkeypatch.setattr(math_reward, "subprocess", Spy)
+    return processes
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[MathReward]:
+    reward = MathReward(timeout_s=30.0)  # CPU seconds; no comparison with it is meant to time out
+    yield reward
+    reward.close()
+
+
+def _items(group: Group) -> list[RewardInput]:
+    return [RewardInput(group.prompt, sample) for sample in group.samples]
+
+
+@pytest.mark.parametrize(
+    ("label", "right", "wrong"),
+    [
+        ("1/2", r"The answer is $\frac{1}{2}$", "so it's 3"),
+        ("1/2", r"\boxed{0.5}", ""),
+        ("x^2+1", r"\boxed{1+x^2}", r"\boxed{x^2}"),
+        ("so 48/2 = 24, and 48 + 24 = 72\n#### 72", "It is 72.", "It is 24."),
+        (42, "42", "41"),
+        (1e-05, "0.00001", "1"),
+        (r"\boxed{7}", "$7$", "$8$"),
+    ],
+)
+def test_equal_as_mathematics_is_1_and_anything_else_0(
+    label: Any, right: str, wrong: str, shared: MathReward, make_group: MakeGroup
+) -> None:
+    assert shared.score(_items(make_group(0, [right, wrong], label=label))) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("label", "message"), [(None, "data.label_key"), ("", "cannot parse")])
+def test_a_label_that_says_nothing_is_a_failure_and_not_0(
+    label: Any, message: str, shared: MathReward, make_group: MakeGroup
+) -> None:
+    with pytest.raises(RewardError, match=message) as caught:
+        shared.score(_items(make_group(0, ["3"], label=label)))
+    assert "'q:0/0'" in str(caught.value)
+
+
+def test_a_hung_comparison_is_0_counted_and_its_worker_replaced(
+    make_group: MakeGroup, started: list[subprocess.Popen[str]]
+) -> None:
+    reward = MathReward(timeout_s=0.5)
+    rewards = RewardSet(
+        [(reward, 1.0)],
+        on_failure=FailurePolicy(),
+        shaping=ShapingConfig(),
+        generate_max_len=4,
+    )
+    try:
+        scored = rewards.score([make_group(0, [HANGS, "1/2"], label="1/2")])
+    finally:
+        rewards.close()
+    assert [sample.reward for sample in scored.groups[0].samples] == [0.0, 1.0]
+    stats = scored.stats.floats()
+    assert (stats["reward/math/timeouts"], stats["reward/math/errors"]) == (1, 0)
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
+def test_a_worker_that_is_killed_is_counted_as_an_error_and_replaced(
+    make_group: MakeGroup, started: list[subprocess.Popen[str]]
+) -> None:
+    reward = MathReward(timeout_s=30.0)
+    try:
+        assert reward.score(_items(make_group(0, ["1"], label="1"))) == [1.0]
+        started[0].kill()
+        started[0].wait()
+        assert reward.score(_items(make_group(0, ["1", "1"], label="1"))) == [0.0, 1.0]
+        assert reward.take_counts() == {"timeouts": 0, "errors": 1}
+    finally:
+        reward.close()
+
+
+def test_close_ends_every_process_and_scoring_again_starts_new_ones(
+    make_group: MakeGroup, started: list[subprocess.Popen[str]]
+) -> None:
+    reward = MathReward(num_workers=2, timeout_s=30.0)
+    items = _items(make_group(0, ["1", "2", "1"], label="1"))
+    assert reward.score(items) == [1.0, 0.0, 1.0]
+    assert len(started) == 2 and all(process.poll() is None for process in started)
+    reward.close()
+    assert all(process.poll() == 0 for process in started)
+    assert reward.score(items) == [1.0, 0.0, 1.0]
+    reward.close()
+    assert all(process.poll() == 0 for process in started)
+
+
+def test_a_worker_imports_neither_torch_nor_this_package() -> None:
+    code = (
+        f"import runpy, sys; runpy.run_path({str(math_reward._WORKER)!r}); "
+        "print(sorted({'torch', 'transformers', 'burnish'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,224 @@
+"""RewardSet: checks, failure policies, weighted sums and stats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.rewards.base import Reward, RewardError, RewardSet
+from burnish.rewards.function import FunctionReward
+from burnish.types import Group
+
+MakeGroup = Callable[..., Group]
+FAIL, DROP = FailurePolicy(then="fail"), FailurePolicy(then="drop_group")
+
+
+def _set(
+    *rewards: tuple[Reward, float],
+    policy: FailurePolicy = FAIL,
+    shaping: ShapingConfig | None = None,
+) -> RewardSet:
+    return RewardSet(
+        rewards, on_failure=policy, shaping=shaping or ShapingConfig(), generate_max_len=4
+    )
+
+
+def _reward(function: Callable[..., Any], name: str = "r") -> FunctionReward:
+    return FunctionReward(function, name=name)
+
+
+def _raise() -> Any:
+    raise ZeroDivisionError("no such luck")
+
+
+BAD_VALUES: dict[str, tuple[Callable[[], Any], str]] = {
+    "raises": (_raise, "raised ZeroDivisionError: no such luck"),
+    "nan": (lambda: float("nan"), "returned nan where a finite number is needed"),
+    "inf": (lambda: float("inf"), "returned inf where a finite number is needed"),
+    "string": (lambda: "1.0", "returned '1.0' where a finite number is needed"),
+    "none": (lambda: None, "returned None where a finite number is needed"),
+    "list": (lambda: [1.0], "returned [1.0] where a finite number is needed"),
+    "huge": (lambda: 10**400, "where a finite number is needed"),
+}
+BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "too few": (lambda: [1.0], "returned 1 values for 2 responses"),
+    "too many": (lambda: [1.0] * 3, "returned 3 values for 2 responses"),
+    "string": (lambda: "ab", "returned 'ab' where a list of 2 numbers is needed"),
+    "none": (lambda: None, "returned None where a list of 2 numbers is needed"),
+    "number": (lambda: 1.0, "returned 1.0 where a list of 2 numbers is needed"),
+    "matrix": (lambda: torch.zeros(2, 1), "Tensor of shape (2, 1) where shape (2,) is needed"),
+    "raises": (_raise, "raised ZeroDivisionError: no such luck"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES)
+def test_a_bad_value_stops_the_run_and_says_where(bad: str, make_group: MakeGroup) -> None:
+    make, message = BAD_VALUES[bad]
+
+    def score(response: str) -> Any:
+        return make() if response == "bad" else 1.0
+
+    with pytest.raises(RewardError) as caught:
+        _set((_reward(score), 1.0)).score([make_group(0, ["a"]), make_group(1, ["b", "bad"])])
+    text = str(caught.value)
+    for part in (message, "reward 'r'", "test_reward_set.py:", "'q:1/1'", "'q:1'", "'bad'"):
+        assert part in text
+    assert "question 1" in text and "What to do" in text and "drop_group" in text
+
+
+def test_the_original_exception_is_the_cause(make_group: MakeGroup) -> None:
+    def score(responses: list[str]) -> Any:
+        return _raise()
+
+    with pytest.raises(RewardError) as caught:
+        _set((_reward(score), 1.0)).score([make_group(0, ["a"])])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES)
+def test_a_bad_value_drops_its_whole_group_and_no_other(bad: str, make_group: MakeGroup) -> None:
+    make, _ = BAD_VALUES[bad]
+
+    def score(response: str) -> Any:
+        return make() if response == "bad" else 1.0
+
+    groups = [make_group(0, ["a"]), make_group(1, ["b", "bad"]), make_group(2, ["c"])]
+    scored = _set((_reward(score), 1.0), policy=DROP).score(groups)
+    assert [group.group_id for group in scored.groups] == [0, 2]
+    assert scored.dropped == ("q:1",)
+    assert scored.stats.floats()["reward/groups_dropped"] == 1
+    assert all(s.reward == 1.0 for group in scored.groups for s in group.samples)
+
+
+@pytest.mark.parametrize("bad", BAD_ANSWERS)
+def test_a_bad_answer_to_a_batch_stops_the_run(bad: str, make_group: MakeGroup) -> None:
+    make, message = BAD_ANSWERS[bad]
+
+    def score(responses: list[str]) -> Any:
+        return make()
+
+    with pytest.raises(RewardError) as caught:
+        _set((_reward(score), 1.0)).score([make_group(0, ["a", "b"])])
+    assert message in str(caught.value) and "'q:0/0'" in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", BAD_ANSWERS)
+def test_a_failed_batch_call_costs_only_the_guilty_group(bad: str, make_group: MakeGroup) -> None:
+    """Called with all, then group by group: only calls that hold the response ``bad`` fail."""
+    make, _ = BAD_ANSWERS[bad]
+
+    def score(responses: list[str]) -> Any:
+        return make() if "bad" in responses else [1.0] * len(responses)
+
+    groups = [make_group(0, ["a", "b", "c"]), make_group(1, ["b", "bad"]), make_group(2, ["c"] * 3)]
+    scored = _set((_reward(score), 1.0), policy=DROP).score(groups)
+    assert [group.group_id for group in scored.groups] == [0, 2]
+    assert scored.dropped == ("q:1",)
+
+
+def test_losing_every_group_is_an_error_with_the_first_failure(make_group: MakeGroup) -> None:
+    def score(response: str) -> Any:
+        return None
+
+    with pytest.raises(RewardError, match="all 2 groups") as caught:
+        _set((_reward(score), 1.0), policy=DROP).score([make_group(0, ["a"]), make_group(1, ["b"])])
+    assert "returned None" in str(caught.value)
+
+
+@pytest.mark.parametrize(("retries", "survives"), [(1, False), (2, True)])
+def test_a_failed_call_is_made_again_retries_times(
+    retries: int, survives: bool, make_group: MakeGroup
+) -> None:
+    """The third call is the first good one: 1 + 2 calls reach it, 1 + 1 do not."""
+    calls: list[int] = []
+
+    def score(responses: list[str]) -> Any:
+        calls.append(1)
+        return [1.0] if len(calls) == 3 else _raise()
+
+    rewards = _set((_reward(score), 1.0), policy=FailurePolicy(retries=retries))
+    if survives:
+        assert rewards.score([make_group(0, ["a"])]).groups[0].samples[0].reward == 1.0
+    else:
+        with pytest.raises(RewardError):
+            rewards.score([make_group(0, ["a"])])
+    assert len(calls) == 1 + retries
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [True, 0],
+        (1.0, 0.0),
+        torch.tensor([1.0, 0.0], requires_grad=True),
+        torch.tensor([True, False]),
+        np.array([1.0, 0.0], dtype=np.float32),
+        [np.float32(1), np.bool_(False)],
+        [torch.tensor(1.0), torch.tensor(0)],
+    ],
+    ids=lambda answer: type(answer).__name__,
+)
+def test_numbers_of_every_usual_kind_are_taken(answer: Any, make_group: MakeGroup) -> None:
+    def score(responses: list[str]) -> Any:
+        return answer
+
+    (group,) = _set((_reward(score), 1.0)).score([make_group(0, ["a", "b"])]).groups
+    rewards = [sample.reward for sample in group.samples]
+    assert rewards == [1.0, 0.0] and all(type(reward) is float for reward in rewards)
+
+
+def test_the_total_is_the_weighted_sum_and_parts_stay_raw(make_group: MakeGroup) -> None:
+    """Sample a: 2 * 1 + 0.5 * 4 = 4; sample bb: 2 * 2 + 0.5 * 4 = 6; mean total 5, mean len 1.5."""
+
+    def length(response: str) -> float:
+        return len(response)
+
+    def four(response: str) -> float:
+        return 4.0
+
+    rewards = _set((_reward(length, "len"), 2.0), (_reward(four, "four"), 0.5))
+    scored = rewards.score([make_group(0, ["a", "bb"])])
+    first, second = scored.groups[0].samples
+    assert (first.reward, second.reward) == (4.0, 6.0)
+    assert first.reward_parts == {"len": 1.0, "four": 4.0}
+    stats = scored.stats.floats()
+    assert (stats["reward/len"], stats["reward/four"], stats["reward/total"]) == (1.5, 4.0, 5.0)
+    assert (stats["reward/truncated_frac"], stats["reward/groups_dropped"]) == (0.0, 0.0)
+
+
+def test_shaping_is_a_part_of_its_own(make_group: MakeGroup) -> None:
+    """Reward 1, truncated: 1 - 0.25 = 0.75. Untouched sample: 1, no shaping part. Mean -0.125."""
+
+    def one(response: str) -> float:
+        return 1.0
+
+    rewards = _set((_reward(one), 1.0), shaping=ShapingConfig(truncation_penalty=0.25))
+    scored = rewards.score([make_group(0, ["a"], finish="length"), make_group(1, ["b"])])
+    cut, whole = (group.samples[0] for group in scored.groups)
+    assert (cut.reward, cut.reward_parts) == (0.75, {"r": 1.0, "shaping": -0.25})
+    assert (whole.reward, whole.reward_parts) == (1.0, {"r": 1.0})
+    stats = scored.stats.floats()
+    assert (stats["reward/shaping"], stats["reward/truncated_frac"]) == (-0.125, 0.5)
+    assert (stats["reward/r"], stats["reward/total"]) == (1.0, 0.875)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("total",), ()])
+def test_names_that_cannot_be_told_apart_are_refused(names: tuple[str, ...]) -> None:
+    def one(response: str) -> float:
+        return 1.0
+
+    with pytest.raises(RewardError):
+        _set(*((_reward(one, name), 1.0) for name in names))
+
+
+def test_scoring_nothing_is_an_error() -> None:
+    def one(response: str) -> float:
+        return 1.0
+
+    with pytest.raises(RewardError, match="no sample to score"):
+        _set((_reward(one), 1.0)).score([])

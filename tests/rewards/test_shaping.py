@@ -1,0 +1,56 @@
+"""Shaping of the total reward, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from burnish.config.rewards import ShapingConfig
+from burnish.rewards.shaping import clip, overlong_penalty, shaped
+from burnish.types import Sample
+
+
+def _sample(num_tokens: int, finish_reason: str = "stop") -> Sample:
+    return Sample(
+        sample_id="p/0",
+        prompt_id="p",
+        group_id=0,
+        prompt_ids=(1,),
+        response_ids=(2,) * num_tokens,
+        sampler_logprobs=(0.0,) * num_tokens,
+        action_mask=(True,) * num_tokens,
+        versions=(0,) * num_tokens,
+        text="x",
+        finish_reason=finish_reason,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(0, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (10, 2.0), (12, 2.0)]
+)
+def test_overlong_penalty_rises_linearly_over_the_buffer(num_tokens: int, expected: float) -> None:
+    """max 10, buffer 4, penalty 2: free up to 6; 7 -> 2 * 1/4; 8 -> 2 * 2/4; 10 and beyond -> 2."""
+    assert overlong_penalty(num_tokens, max_len=10, buffer_len=4, penalty=2.0) == expected
+
+
+def test_a_buffer_of_zero_is_no_penalty() -> None:
+    assert overlong_penalty(99, max_len=10, buffer_len=0, penalty=1.0) == 0.0
+
+
+def test_clip_works_on_both_sides_and_none_means_none() -> None:
+    assert (clip(5.0, 2.0), clip(-5.0, 2.0), clip(1.5, 2.0), clip(5.0, None)) == (2, -2, 1.5, 5)
+
+
+def test_clip_comes_first_and_penalties_are_not_clipped_away() -> None:
+    """Total 5 clipped to 1; truncated: 1 - 0.5; 9 of 10 tokens, buffer 4: 0.5 - 1 * 3/4 = -0.25."""
+    config = ShapingConfig(reward_clip=1.0, truncation_penalty=0.5, overlong_buffer_len=4)
+    assert shaped(5.0, _sample(9, "length"), config=config, generate_max_len=10) == -0.25
+
+
+@pytest.mark.parametrize("reason", ["stop", "aborted"])
+def test_only_the_length_limit_is_a_truncation(reason: str) -> None:
+    config = ShapingConfig(truncation_penalty=0.5)
+    assert shaped(1.0, _sample(3, reason), config=config, generate_max_len=10) == 1.0
+
+
+def test_the_default_changes_nothing() -> None:
+    assert shaped(7.5, _sample(10, "length"), config=ShapingConfig(), generate_max_len=10) == 7.5

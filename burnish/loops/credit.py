@@ -59,5 +59,5 @@ def _kl_in_reward(
 
 def _action_counts(batch: Batch) -> Tensor:
     """[N] action tokens per row."""
-    counts = torch.zeros(batch.num_rows, dtype=torch.float32)
+    counts = torch.zeros(batch.num_rows, device=batch.tokens.device)
     return counts.index_add_(0, batch.row_ids, batch.action_mask.float())

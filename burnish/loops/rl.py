@@ -164,10 +164,9 @@ class Updates:
 
 
 def batch_metrics(batch: Batch) -> Metrics:
-    """Mean and spread of the rewards of one rollout."""
+    """Spread of the rewards of one rollout (their mean comes with the scores)."""
     assert batch.rewards is not None
-    spread = float(batch.rewards.std()) if batch.num_rows > 1 else 0.0
-    return {"reward/mean": float(batch.rewards.mean()), "reward/std": spread}
+    return {"reward/std": float(batch.rewards.std()) if batch.num_rows > 1 else 0.0}
 
 
 def prompt_metrics(prompts: PromptStream) -> Metrics:

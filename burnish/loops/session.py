@@ -74,9 +74,10 @@ def prepare_run_dir(config: TrainingJob, resume: Path | None) -> Path:
 class Session:
     """One run of a training job. Use as a context manager."""
 
-    def __init__(self, config: TrainingJob, run_dir: Path, *, total_steps: int, best_metric: str | None) -> None:
+    def __init__(self, config: TrainingJob, run_dir: Path, *, total_steps: int, best_metric: str) -> None:
         self.config, self.run_dir, self.total_steps = config, run_dir, total_steps
         self.best_metric = config.checkpoint.best_metric or best_metric
+        default_mode = "min" if self.best_metric.endswith("loss") else "max"
         self.step = 0
         """Steps done."""
         self.timeline = Timeline()
@@ -87,7 +88,7 @@ class Session:
         self.store = CheckpointStore(
             run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last,
-            best_mode=config.checkpoint.best_mode,
+            best_mode=config.checkpoint.best_mode or default_mode,
         )
         self._signal: int | None = None
         self._last: Metrics = {}
@@ -147,7 +148,11 @@ class Session:
         self.progress.step(number, metrics)
 
     def _record(self, step: int, metrics: Metrics) -> None:
-        metrics |= {f"time/{name}_s": seconds for name, seconds in self.timeline.collect().items()}
+        seconds = self.timeline.collect()
+        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+        for phase in ("rollout", "train"):
+            if f"{phase}/tokens" in metrics and seconds.get(phase):
+                metrics[f"{phase}/tokens_per_s"] = metrics[f"{phase}/tokens"] / seconds[phase]
         metrics |= memory_metrics()
         self.metrics.log(step, metrics)
         self._last |= metrics
@@ -170,7 +175,7 @@ class Session:
             path = self.store.save(
                 self.step,
                 write,
-                metric=self._last.get(self.best_metric) if self.best_metric else None,
+                metric=self._last.get(self.best_metric),
                 num_bytes=state.num_bytes,
             )
         self._saved_step = self.step
@@ -178,6 +183,11 @@ class Session:
 
     def _restore(self, state: State) -> None:
         newest = self.store.latest()
+        if newest is None and self.store.all():
+            raise RunError(
+                f"none of the checkpoints in {self.store.folder} is good (the warnings above say why); move that "
+                "folder away to start this run from step 0"
+            )
         if newest is None:
             self.metrics.rewind(-1)
             drop_samples_after(self.run_dir, -1)

@@ -1,0 +1,14 @@
+"""What a run writes about itself, and what a person sees of it. Nothing here decides anything.
+
+Reading order: metrics (numbers per step), timeline (where the time went), memory, progress (the
+terminal and ``run.log``), samples (what the model wrote), report (one HTML page made of all of it).
+A run folder holds::
+
+    config.yaml          the resolved recipe
+    metrics.jsonl        one JSON object per log call (tensorboard/ beside it on request)
+    samples/*.parquet    prompts and responses
+    timeline.json        Chrome trace; ui.perfetto.dev opens it
+    checkpoints/         see burnish.checkpoint
+    report.html          one page that needs no network
+    run.log              what was printed, with times
+"""

@@ -20,7 +20,7 @@ from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.rewards.shaping import shaped
 from burnish.types import Group, Number, Prompt, Sample, Stats
 
-RESERVED_NAMES = ("total", "shaping", "truncated_frac", "groups_dropped")
+RESERVED_NAMES = ("mean", "std", "shaping", "truncated_frac", "groups_dropped")
 """Names that metrics and samples use beside those of the rewards."""
 
 _RETURN_A_NUMBER = "return one finite number for each response (0.0 for a wrong answer)"
@@ -87,7 +87,7 @@ class Scored:
     dropped: tuple[str, ...]
     """Prompt ids of the groups left out, in order."""
     stats: Stats
-    """Means ``reward/<name>`` (before weights), ``reward/total`` (after shaping),
+    """Means ``reward/<name>`` (before weights), ``reward/mean`` (after shaping),
     ``reward/truncated_frac`` and, where shaping is on, ``reward/shaping``; sums
     ``reward/groups_dropped`` and ``reward/<name>/<event>``.
     """
@@ -223,7 +223,7 @@ class RewardSet:
         totals = {reward.name: _sum_of_part(samples, reward.name) for reward, _ in self._rewards}
         if self._shaping != ShapingConfig():
             totals["shaping"] = _sum_of_part(samples, "shaping")
-        totals["total"] = sum(sample.reward for sample in samples)
+        totals["mean"] = sum(sample.reward for sample in samples)
         totals["truncated_frac"] = sum(sample.finish_reason == "length" for sample in samples)
         sums: dict[str, Number] = {"reward/groups_dropped": num_dropped}
         for reward, _ in self._rewards:

@@ -77,6 +77,11 @@ class TrainEngine(Protocol):
         """(name, full tensor) in HuggingFace naming, LoRA merged on the way out."""
         ...
 
+    @property
+    def state_bytes(self) -> int:
+        """Size of what :meth:`save` writes."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write everything :meth:`load` needs to go on bit by bit (safetensors and JSON, no pickle)."""
         ...

@@ -187,7 +187,7 @@ def test_the_total_is_the_weighted_sum_and_parts_stay_raw(make_group: MakeGroup)
     assert (first.reward, second.reward) == (4.0, 6.0)
     assert first.reward_parts == {"len": 1.0, "four": 4.0}
     stats = scored.stats.floats()
-    assert (stats["reward/len"], stats["reward/four"], stats["reward/total"]) == (1.5, 4.0, 5.0)
+    assert (stats["reward/len"], stats["reward/four"], stats["reward/mean"]) == (1.5, 4.0, 5.0)
     assert (stats["reward/truncated_frac"], stats["reward/groups_dropped"]) == (0.0, 0.0)
 
 
@@ -204,10 +204,10 @@ def test_shaping_is_a_part_of_its_own(make_group: MakeGroup) -> None:
     assert (whole.reward, whole.reward_parts) == (1.0, {"r": 1.0})
     stats = scored.stats.floats()
     assert (stats["reward/shaping"], stats["reward/truncated_frac"]) == (-0.125, 0.5)
-    assert (stats["reward/r"], stats["reward/total"]) == (1.0, 0.875)
+    assert (stats["reward/r"], stats["reward/mean"]) == (1.0, 0.875)
 
 
-@pytest.mark.parametrize("names", [("a", "a"), ("total",), ()])
+@pytest.mark.parametrize("names", [("a", "a"), ("mean",), ()])
 def test_names_that_cannot_be_told_apart_are_refused(names: tuple[str, ...]) -> None:
     def one(response: str) -> float:
         return 1.0

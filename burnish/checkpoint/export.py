@@ -1,0 +1,144 @@
+"""Any checkpoint as a HuggingFace folder of one chosen model, made on the CPU without the training run.
+
+What comes out loads with plain ``AutoModelForCausalLM.from_pretrained`` (policies) or
+``AutoModelForSequenceClassification.from_pretrained`` (critics and reward models), same outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from burnish.checkpoint.errors import CheckpointError
+from burnish.checkpoint.manifest import verify
+from burnish.config.model import Dtype, ModelConfig
+from burnish.models.load import DTYPES, load_causal_lm
+from burnish.models.lora import merged_weights, peft_config
+from burnish.models.value_head import load_scalar_model
+
+LoraForm = Literal["merge", "adapter"]
+
+
+def export(
+    checkpoint: Path | str,
+    out: Path | str,
+    *,
+    model: str = "policy",
+    dtype: Dtype | None = None,
+    lora: LoraForm = "merge",
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write ``model`` of ``checkpoint`` as a HuggingFace folder ``out``; returns it.
+
+    ``checkpoint``: a checkpoint folder, or a run folder (its newest good checkpoint). ``model``: ``policy``,
+    ``critic`` or ``reward``, or ``policy-ema`` for the moving average. ``dtype`` None: fp32, as the masters
+    are. ``lora``: merged into the base, or the adapter alone (peft's format).
+
+    Raises CheckpointError: no such checkpoint or model in it, a damaged one, an ``out`` that is not empty.
+    """
+    folder, target = _checkpoint_folder(Path(checkpoint)), Path(out)
+    role, _, kind = model.partition("-")
+    source = _engine_folder(folder, role)
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"the export folder {target} is not empty; choose a new one")
+    weights_file = source / ("ema.safetensors" if kind == "ema" else "master.safetensors")
+    if not weights_file.is_file():
+        raise CheckpointError(f"{folder} has no {weights_file.stem} weights of {role}; was train.ema_decay set?")
+    state = json.loads((source / "engine.json").read_text(encoding="utf-8"))
+    config = ModelConfig.model_validate(state["model"])
+    scalar = state["role"] in ("critic", "reward")
+    network = (
+        load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
+    )
+    _load_weights(network, load_file(weights_file), source)
+    target.mkdir(parents=True, exist_ok=True)
+    wanted = DTYPES[dtype or "fp32"]
+    if lora == "adapter":
+        _save_adapter(network, config, target, wanted)
+    else:
+        weights = {n: t.to(wanted) for n, t in merged_weights(network)}
+        _save_merged(weights, (source, target), scalar=scalar, shard=max_shard_size)
+    _copy_tokenizer(source / "hf", target)
+    return target
+
+
+def _checkpoint_folder(path: Path) -> Path:
+    if (path / "checkpoints").is_dir():
+        from burnish.checkpoint.save import CheckpointStore
+
+        newest = CheckpointStore(path / "checkpoints", keep_last=1, best_mode="max").latest()
+        if newest is None:
+            raise CheckpointError(f"the run {path} has no good checkpoint")
+        return newest
+    if not path.is_dir():
+        raise CheckpointError(f"the checkpoint {path} does not exist")
+    problems = verify(path)
+    if problems:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {problems[0]}; use another one")
+    return path
+
+
+def _engine_folder(folder: Path, role: str) -> Path:
+    have = sorted(p.parent.name for p in folder.glob("*/engine.json"))
+    if role not in have:
+        raise CheckpointError(f"{folder} holds no {role!r}; models there: {', '.join(have) or 'none'}")
+    return folder / role
+
+
+def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
+    own = dict(network.named_parameters())
+    unknown = sorted(set(tensors) - set(own))
+    if unknown:
+        raise CheckpointError(f"{source} has weights the model does not know, e.g. {unknown[0]}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def _save_merged(
+    weights: dict[str, Tensor], folders: tuple[Path, Path], *, scalar: bool, shard: str
+) -> None:
+    source, target = folders
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(source / "hf")
+    config.use_cache = True
+    if scalar:
+        config.num_labels = 1
+    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    dtype = next(iter(weights.values())).dtype
+    shell: PreTrainedModel = auto.from_config(config, dtype=dtype)
+    missing, unexpected = shell.load_state_dict(weights, strict=False)
+    tied = set(shell.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    if unexpected or set(missing) - tied:
+        odd = (list(unexpected) + sorted(set(missing) - tied))[0]
+        raise CheckpointError(f"the weights of {source} do not fit {type(shell).__name__}: {odd}")
+    shell.save_pretrained(target, max_shard_size=shard)
+
+
+def _save_adapter(
+    network: torch.nn.Module, config: ModelConfig, target: Path, dtype: torch.dtype
+) -> None:
+    if config.lora is None:
+        raise CheckpointError("lora=adapter asks for an adapter, and this model was fully fine-tuned")
+    settings = peft_config(config.lora)
+    settings.base_model_name_or_path = config.path
+    settings.inference_mode = True
+    settings.save_pretrained(str(target))
+    state = get_peft_model_state_dict(network, adapter_name="default")
+    named = {f"base_model.model.{name}": t.to(dtype).contiguous() for name, t in state.items()}
+    save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _copy_tokenizer(hf: Path, target: Path) -> None:
+    for file in sorted(hf.iterdir()):
+        if file.name != "config.json" and not (target / file.name).exists():
+            shutil.copy2(file, target / file.name)

@@ -1,0 +1,189 @@
+"""The manifest of a folder: what must be in it, byte for byte. Written last, it makes it good.
+
+``manifest.json`` lists every file below the folder with its size and SHA-256, and carries a
+checksum of itself, so that any changed byte of a checkpoint is found.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from burnish.checkpoint.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+
+
+class FileRecord(BaseModel):
+    """Size and checksum of one file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_bytes: int
+    sha256: str
+    """64 hexadecimal digits"""
+
+
+class Manifest(BaseModel):
+    """The content of ``manifest.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int
+    """Version of this layout; another one is refused."""
+    burnish: str
+    """Version of burnish that wrote the folder, for people."""
+    created: str
+    """UTC time of writing, ISO 8601"""
+    step: int | None
+    """Training step, None for folders that belong to no step"""
+    extra: dict[str, Any]
+    """Whatever the writer adds, JSON values only (a checkpoint store puts ``metric`` here)"""
+    files: dict[str, FileRecord]
+    """By POSIX path relative to the folder, sorted"""
+    sha256: str = ""
+    """SHA-256 of all the above"""
+
+    def own_sha256(self) -> str:
+        """SHA-256 over sorted JSON of every other field. Raises ValueError for NaN, infinity."""
+        body = self.model_dump(exclude={"sha256"})
+        text = json.dumps(body, sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_manifest(folder: Path, *, extra: Mapping[str, Any], step: int | None = None) -> Manifest:
+    """Hash every file below ``folder`` and write its manifest, flushed to the disk. Call it last.
+
+    Raises OSError where a file cannot be read or written, ValueError or TypeError where ``extra``
+    holds something that JSON does not (NaN and infinity among them).
+    """
+    paths = _files_below(folder)
+    with ThreadPoolExecutor() as pool:
+        records = list(pool.map(_record, paths))
+    manifest = Manifest(
+        format=FORMAT_VERSION,
+        burnish=_burnish_version(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        step=step,
+        extra=json.loads(json.dumps(dict(extra), allow_nan=False)),
+        files={p.relative_to(folder).as_posix(): r for p, r in zip(paths, records, strict=True)},
+    )
+    body = manifest.model_dump() | {"sha256": manifest.own_sha256()}
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(body, file, indent=2, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    return Manifest.model_validate(body)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The folder's manifest, its own checksum checked. Raises CheckpointError if it is bad."""
+    path = folder / MANIFEST
+    try:
+        body = json.loads(path.read_bytes(), parse_constant=_no_constant)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: the folder was never finished") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    version = body.get("format") if isinstance(body, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version!r} and this burnish reads {FORMAT_VERSION}: "
+            "read it with the burnish that wrote it"
+        )
+    try:
+        manifest = Manifest.model_validate(body, strict=True)
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is corrupted ({error.errors()[0]['msg']})") from error
+    if manifest.sha256 != manifest.own_sha256():
+        raise CheckpointError(f"{path} is corrupted (its own checksum differs)")
+    return manifest
+
+
+def verify(folder: Path, *, checksums: bool = True) -> list[str]:
+    """What is wrong with ``folder``, one line a problem; an empty list means that it is good.
+
+    ``checksums=False`` compares names and sizes only, which reads nothing but the manifest. Files
+    that the manifest does not name are no problem. Never raises for a damaged folder.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+
+    def check(item: tuple[str, FileRecord]) -> str | None:
+        return _problem(folder / item[0], item[1], checksums=checksums)
+
+    with ThreadPoolExecutor() as pool:
+        return [problem for problem in pool.map(check, manifest.files.items()) if problem]
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder below ``folder``, and itself, to the disk. Raises OSError."""
+    for path in _files_below(folder):
+        fsync(path)
+    for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder, folder / MANIFEST):
+        fsync(path)
+
+
+def fsync(path: Path) -> None:
+    """Flush one file, or one folder's list of names, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some network file systems refuse to flush a folder; its names are safe there without it
+        if not (error.errno == errno.EINVAL and path.is_dir()):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Every file below ``folder`` but its manifest, sorted by path."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
+
+
+def _record(path: Path) -> FileRecord:
+    return FileRecord(num_bytes=path.stat().st_size, sha256=_sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _problem(path: Path, record: FileRecord, *, checksums: bool) -> str | None:
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != record.num_bytes:
+            return f"{path} has {num_bytes} bytes and the manifest says {record.num_bytes}"
+        if checksums and _sha256(path) != record.sha256:
+            return f"{path} is corrupted (its SHA-256 differs from the manifest's)"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read ({error})"
+    return None
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _burnish_version() -> str:
+    try:
+        return metadata.version("burnish")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"

@@ -1,0 +1,265 @@
+"""Nested state as JSON + safetensors, without pickle; and the state of the random generators.
+
+``<name>.json`` holds the structure; every tensor and array in it is a reference into
+``<name>.safetensors``. What JSON has no word for is an object with one key that begins with ``$``:
+
+    {"$tensor": key}                   a torch tensor under that key of the safetensors file
+    {"$ndarray": [key, dtype, shape]}  a numpy array, its bytes under that key
+    {"$numpy": [dtype, hex]}           a numpy scalar
+    {"$tuple": [item, ...]}            a tuple
+    {"$dict": [[key, value], ...]}     a dict with keys that are ints or begin with $
+    {"$int": hex}                      an int that does not fit into 64 bits
+    {"$float": hex}                    NaN or infinity, as the 8 bytes of the double
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from burnish.checkpoint.errors import CheckpointError
+
+FORMAT_VERSION = 1
+_NUMPY_KINDS = "biufcmMSU"
+logger = logging.getLogger("burnish")
+
+
+def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
+    """Write ``state`` as ``<name>.json`` and ``<name>.safetensors`` into ``folder``.
+
+    Values: None, bool, int, float, str, list, tuple, mapping (str or int keys), numpy array or
+    scalar, torch tensor. Subclasses of mapping come back as dict, named tuples as tuple, parameters
+    and tensors of any device as plain CPU tensors. Tensors that share memory are stored once each.
+    Raises CheckpointError naming the entry that cannot be stored or the file that cannot be
+    written.
+    """
+    writer = _Writer()
+    try:
+        text = json.dumps(
+            {"format": FORMAT_VERSION, "state": writer.encode(dict(state), "")}, allow_nan=False
+        )
+    except RecursionError as error:
+        raise CheckpointError(
+            f"state {name!r} cannot be stored: it is nested too deeply or holds itself"
+        ) from error
+    path = folder / f"{name}.safetensors"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(writer.tensors, path)
+        path = folder / f"{name}.json"
+        path.write_text(text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} could not be written ({error})") from error
+
+
+def load_state(folder: Path, name: str) -> dict[str, Any]:
+    """What :func:`save_state` was given, types included; tensors are on the CPU, each with its own
+    memory.
+
+    Reads JSON and safetensors only: a pickle in their place is refused, never run. Raises
+    CheckpointError naming the file that is missing or corrupted.
+    """
+    path = folder / f"{name}.safetensors"
+    try:
+        # copied out of the mapped file, which retention may delete while the tensors are in use
+        tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+        path = folder / f"{name}.json"
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: use another checkpoint") from error
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint") from error
+    version = document.get("format") if isinstance(document, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version!r} and this burnish reads {FORMAT_VERSION}: "
+            "read it with the burnish that wrote it"
+        )
+    try:
+        state = _decode(document["state"], tensors)
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{path} is corrupted ({error!r}): use another checkpoint") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__} where a dict is expected")
+    return state
+
+
+def capture_rng() -> dict[str, Any]:
+    """State of every global generator: Python's, numpy's legacy one, torch's on the CPU and on each
+    GPU.
+
+    The result goes through :func:`save_state`. Generators that a caller made itself are the
+    caller's.
+    """
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "torch_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put back what :func:`capture_rng` took, so that the next random numbers are the same.
+
+    With another number of GPUs those in both are restored, and a warning says what will differ.
+    """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    saved = state["torch_cuda"]
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, device_state in enumerate(saved[:present]):
+        torch.cuda.set_rng_state(device_state, device)
+    if len(saved) != present:
+        logger.warning(
+            "the random state was saved with %d GPUs and restored with %d: random numbers drawn on "
+            "a GPU will differ from the uninterrupted run's",
+            len(saved),
+            present,
+        )
+
+
+class _Writer:
+    """Turns a state into JSON values; the arrays it meets are collected in ``tensors``."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._storages: set[int] = set()
+
+    def encode(self, value: Any, path: str) -> Any:
+        """``value`` in JSON's words; ``path`` is its place in the state, like ``/optimizer/lr``."""
+        if isinstance(value, Mapping):
+            return self._encode_mapping(value, path)
+        if isinstance(value, list | tuple):
+            items = [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
+            return {"$tuple": items} if isinstance(value, tuple) else items
+        if isinstance(value, Tensor):
+            return {"$tensor": self._store(_plain(value, path), path)}
+        if isinstance(value, np.ndarray | np.generic):
+            return self._encode_numpy(value, path)
+        return _encode_scalar(value, path)
+
+    def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        for key in value:
+            if type(key) not in (str, int):
+                raise CheckpointError(
+                    f"state entry {path or '/'} has the key {key!r}, a {type(key).__name__}: "
+                    "keys must be str or int"
+                )
+        items = [(key, self.encode(item, f"{path}/{key}")) for key, item in value.items()]
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(items)
+        return {"$dict": [[_encode_scalar(key, path), item] for key, item in items]}
+
+    def _encode_numpy(self, value: np.ndarray | np.generic, path: str) -> Any:
+        if value.dtype.kind not in _NUMPY_KINDS or isinstance(value, np.ma.MaskedArray):
+            raise CheckpointError(
+                f"state entry {path} is a numpy {type(value).__name__} of {value.dtype}: only "
+                "plain arrays of numbers, bools, times and text can be stored"
+            )
+        if isinstance(value, np.generic):
+            return {"$numpy": [value.dtype.str, value.tobytes().hex()]}
+        data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
+        return {"$ndarray": [self._store(data, path), value.dtype.str, list(value.shape)]}
+
+    def _store(self, tensor: Tensor, path: str) -> str:
+        """Keep ``tensor`` under a key like its path. Safetensors wants each to own its memory."""
+        storage = tensor.untyped_storage()
+        shared = storage.data_ptr() in self._storages or storage.nbytes() != tensor.nbytes
+        if shared and tensor.numel():
+            tensor = tensor.clone()
+        self._storages.add(tensor.untyped_storage().data_ptr())
+        base = path.removeprefix("/").encode("ascii", "backslashreplace").decode()
+        key, n = base, 1
+        while key in self.tensors or key == "__metadata__":
+            n += 1
+            key = f"{base}#{n}"
+        self.tensors[key] = tensor
+        return key
+
+
+def _plain(value: Tensor, path: str) -> Tensor:
+    """``value`` as a dense contiguous CPU tensor. Raises CheckpointError where that cannot be."""
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.is_meta or value.is_quantized:
+        kind = "a meta tensor" if value.is_meta else f"a {type(value).__name__}"
+        raise CheckpointError(
+            f"state entry {path} is {kind}: gather or convert it to a plain torch.Tensor first"
+        )
+    if value.layout != torch.strided or value.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"state entry {path} is a {value.layout} tensor of {value.dtype}, which safetensors "
+            "cannot hold: convert it first"
+        )
+    return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+_DTYPES = frozenset(
+    {
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32,
+        torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+    }
+)  # fmt: skip
+
+
+def _encode_scalar(value: Any, path: str) -> Any:
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) is int:
+        return value if value.bit_length() < 64 else {"$int": hex(value)}
+    if type(value) is float:
+        finite = value - value == 0.0
+        return value if finite else {"$float": struct.pack(">d", value).hex()}
+    raise CheckpointError(
+        f"state entry {path} is a {type(value).__module__}.{type(value).__qualname__}, which "
+        "cannot be stored: make it numbers, text, lists, tuples, dicts, arrays or tensors first"
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of ``_Writer.encode``. Raises KeyError, TypeError, ValueError or struct.error."""
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    content = value[tag]
+    match tag:
+        case "$tensor":
+            return tensors[content]
+        case "$ndarray":
+            key, dtype, shape = content
+            return _array(tensors[key].numpy().tobytes(), dtype, shape).copy()
+        case "$numpy":
+            dtype, data = content
+            return _array(bytes.fromhex(data), dtype, ())[()]
+        case "$tuple":
+            return tuple(_decode(item, tensors) for item in content)
+        case "$dict":
+            return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
+        case "$int":
+            return int(content, 16)
+        case "$float":
+            return struct.unpack(">d", bytes.fromhex(content))[0]
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def _array(data: bytes, dtype: str, shape: Any) -> np.ndarray:
+    kind = np.dtype(dtype)
+    if kind.kind not in _NUMPY_KINDS:
+        raise ValueError(f"numpy dtype {dtype!r} is not allowed")
+    return np.ndarray(tuple(shape), kind, data)

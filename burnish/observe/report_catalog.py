@@ -1,0 +1,124 @@
+"""Which metrics stand in which figure of the report, under which words and units.
+
+A figure names its metrics exactly or by a pattern; exact names are taken first, and a metric is
+drawn once. Metrics that no figure names get one each under "More metrics", with the unit that their
+name ends in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+NOT_DRAWN = ("time/*",)  # the time split shows these
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure: ``names`` are metric names, or patterns before they are matched."""
+
+    section: str
+    title: str
+    unit: str
+    """In words, "" for a pure number. "fraction" is drawn in percent, "bytes" in GiB or MiB."""
+    names: tuple[str, ...]
+
+
+LEARNING, UPDATE, ROLLOUT, MACHINE = "Learning", "Update", "Rollout", "Machine"
+MORE = "More metrics"
+
+CHARTS = (
+    Chart(LEARNING, "Held-out pass rate", "fraction", ("eval/pass@*",)),
+    Chart(LEARNING, "Mean reward", "per response", ("reward/mean",)),
+    Chart(LEARNING, "Loss", "", ("train/loss", "eval/loss")),
+    Chart(LEARNING, "Pairs ranked right", "fraction", ("train/accuracy", "eval/accuracy")),
+    Chart(LEARNING, "Score margin", "chosen minus rejected", ("*/score_margin",)),
+    Chart(LEARNING, "Held-out reward", "per response", ("eval/reward",)),
+    Chart(LEARNING, "Spread of the reward", "standard deviation", ("reward/std",)),
+    Chart(LEARNING, "Reward parts", "mean per response", ("reward/*",)),
+    Chart(LEARNING, "Scores", "", ("*/score_chosen", "*/score_rejected")),
+    Chart(UPDATE, "KL to the reference", "nats per token", ("train/kl",)),
+    Chart(UPDATE, "KL coefficient", "", ("train/kl_coef",)),
+    Chart(UPDATE, "Entropy", "nats per token", ("*/entropy",)),
+    Chart(UPDATE, "Gradient norm", "L2, before clipping", ("*/grad_norm",)),
+    Chart(UPDATE, "Learning rate", "", ("*/lr",)),
+    Chart(UPDATE, "Clipped tokens", "fraction", ("*/clip_frac", "*/*_clip_frac")),
+    Chart(UPDATE, "KL to the old policy", "nats per token", ("*/approx_kl",)),
+    Chart(UPDATE, "Policy ratio, mean", "new / old probability", ("*/ratio",)),
+    Chart(UPDATE, "Policy ratio, largest", "new / old probability", ("*/ratio_max",)),
+    Chart(UPDATE, "Policy loss", "", ("train/policy_loss",)),
+    Chart(UPDATE, "Value loss", "", ("critic/value_loss",)),
+    Chart(UPDATE, "Trainer against sampler", "nats per token, mean", ("*/mismatch_abs",)),
+    Chart(ROLLOUT, "Response length", "tokens", ("rollout/response_len", "rollout/response_len_*")),
+    Chart(ROLLOUT, "Held-out response length", "tokens", ("eval/response_len",)),
+    Chart(
+        ROLLOUT,
+        "Responses cut at the length limit",
+        "fraction",
+        ("reward/truncated_frac", "rollout/truncated_frac"),
+    ),
+    Chart(ROLLOUT, "Groups with equal rewards", "fraction", ("reward/equal_groups_frac",)),
+    Chart(ROLLOUT, "Groups dropped", "per step", ("reward/groups_dropped",)),
+    Chart(ROLLOUT, "Staleness", "optimizer steps", ("rollout/staleness", "rollout/staleness_*")),
+    Chart(MACHINE, "Speed", "tokens per second", ("*/tokens_per_s",)),
+    Chart(MACHINE, "Memory", "bytes", ("memory/peak_rss_bytes", "memory/*_bytes")),
+)
+
+_UNITS = (
+    ("_tokens_per_s", "tokens per second"),
+    ("_per_s", "per second"),
+    ("_bytes", "bytes"),
+    ("_tokens", "tokens"),
+    ("_frac", "fraction"),
+    ("_s", "seconds"),
+)
+
+
+def arrange(names: Sequence[str], charts: Iterable[Chart] = CHARTS) -> list[Chart]:
+    """Charts of exactly the metrics in ``names``, in the catalogue's order, the unknown ones last.
+
+    >>> [(c.title, c.names) for c in arrange(["train/loss", "train/odd_frac", "time/train_s"])]
+    [('Loss', ('train/loss',)), ('Train: odd', ('train/odd_frac',))]
+    """
+    charts = list(charts)
+    left = [n for n in names if not any(_matches(n, p) for p in NOT_DRAWN)]
+    taken: dict[int, list[str]] = {}
+    by_name = {name: i for i, chart in enumerate(charts) for name in chart.names if "*" not in name}
+    for name in left:
+        if name in by_name:
+            taken.setdefault(by_name[name], []).append(name)
+    left = [name for name in left if name not in by_name]
+    for i, chart in enumerate(charts):
+        patterns = [p for p in chart.names if "*" in p]
+        found = [name for name in left if any(_matches(name, p) for p in patterns)]
+        taken.setdefault(i, []).extend(found)
+        left = [name for name in left if name not in found]
+    known = [
+        Chart(chart.section, chart.title, chart.unit, tuple(taken[i]))
+        for i, chart in enumerate(charts)
+        if taken.get(i)
+    ]
+    return known + [_unknown(name) for name in sorted(left)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a name fits a pattern whose ``*`` stays within one group."""
+    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+
+
+def words(name: str) -> str:
+    """A metric's name for people, without group and unit: ``memory/peak_rss_bytes`` -> ``peak
+    rss``.
+    """
+    last = name.rpartition("/")[2]
+    suffix = next((s for s, _ in _UNITS if last.endswith(s)), "")
+    return last.removesuffix(suffix).replace("_", " ").strip()
+
+
+def _unknown(name: str) -> Chart:
+    unit = next((u for s, u in _UNITS if name.endswith(s)), "")
+    group = name.partition("/")[0] if "/" in name else ""
+    title = words(name)
+    title = f"{group.replace('_', ' ')}: {title}" if group else title
+    return Chart(MORE, title[:1].upper() + title[1:], unit, (name,))

@@ -1,0 +1,316 @@
+"""The figures of the report: metric curves and the time split, as plotly HTML fragments.
+
+Colours of lines are set here and read well on light and dark; everything else (text, grid, hover)
+is coloured by the page's CSS, so one figure serves both.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import plotly.graph_objects as go
+
+from burnish.observe.progress import format_duration, time_phases
+from burnish.observe.report_catalog import Chart, words
+
+PALETTE = ("#c8652b", "#2b8a8f", "#5677d8", "#a65a9c", "#8c8b2f", "#c24a5a", "#6f7c8a", "#3f9b62")
+FONT = "Inter, ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+MAX_POINTS = 1000  # per curve; a laptop screen has fewer pixels across
+MAX_BARS = 80
+_SMOOTH_FROM = 40  # points; below this the eye needs no help
+_CONFIG = {"displayModeBar": False, "responsive": True, "showTips": False, "plotlyServerURL": ""}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric over the run, without the steps where it is missing or not a number."""
+
+    steps: list[int]
+    values: list[float]
+
+    @property
+    def first(self) -> float:
+        return self.values[0]
+
+    @property
+    def last(self) -> float:
+        return self.values[-1]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plotly fragment and the words around it."""
+
+    title: str
+    unit: str
+    note: str
+    html: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One row of the time table."""
+
+    name: str
+    total: str
+    per_step: str
+    percent: float
+    color: str
+
+
+def curves_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Metric name -> its curve; a metric that is never a finite number has none."""
+    found: dict[str, Curve] = {}
+    for line in metrics:
+        for name, value in line.items():
+            if (
+                name in ("step", "time")
+                or not isinstance(value, int | float)
+                or not math.isfinite(value)
+            ):
+                continue
+            curve = found.setdefault(name, Curve([], []))
+            curve.steps.append(int(line["step"]))
+            curve.values.append(float(value))
+    return found
+
+
+def thin(curve: Curve, limit: int = MAX_POINTS) -> tuple[Curve, int]:
+    """The curve in at most ``limit`` points and how many steps each one averages (1: unchanged).
+
+    >>> thin(Curve([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, 7.0, 10.0]), limit=3)
+    (Curve(steps=[2, 4, 5], values=[2.0, 6.0, 10.0]), 2)
+    """
+    size = -(-len(curve.steps) // limit)
+    if size <= 1:
+        return curve, 1
+    starts = range(0, len(curve.steps), size)
+    parts = [curve.values[i : i + size] for i in starts]
+    ends = [curve.steps[min(i + size, len(curve.steps)) - 1] for i in starts]
+    return Curve(ends, [math.fsum(part) / len(part) for part in parts]), size
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the values within ``window // 2`` places of each (fewer at the ends), so peaks stay
+    in place.
+
+    >>> smooth([2.0, 4.0, 9.0, 5.0], 3)
+    [3.0, 5.0, 6.0, 7.0]
+    """
+    sums = [0.0, *accumulate(values)]
+    half, count = window // 2, len(values)
+    spans = [(max(0, i - half), min(count, i + half + 1)) for i in range(count)]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
+
+
+def is_noisy(values: Sequence[float]) -> bool:
+    """Whether neighbours differ by more than 2% of the range on average, so that a mean helps the
+    eye.
+    """
+    jumps = [abs(b - a) for a, b in pairwise(values)]
+    return len(jumps) > 0 and sum(jumps) / len(jumps) > 0.02 * (max(values) - min(values))
+
+
+def curve_figure(chart: Chart, curves: Mapping[str, Curve]) -> Figure:
+    """One chart with its metrics as lines. A single long curve is drawn with its running mean."""
+    scale, unit = _scale(chart, curves)
+    figure = go.Figure(layout=_layout(220))
+    notes: list[str] = []
+    labels = _labels(chart.names)
+    for i, name in enumerate(chart.names):
+        curve, size = thin(curves[name])
+        values = [value * scale for value in curve.values]
+        label = html.escape(labels[i])
+        color = PALETTE[i % len(PALETTE)]
+        if size > 1:
+            notes.append(f"each point is the mean of {size} entries")
+        if len(chart.names) <= 2 and len(values) >= _SMOOTH_FROM and is_noisy(values):
+            window = len(values) // 40 * 2 + 1
+            figure.add_trace(_faint_line(curve.steps, values, color, hover=len(chart.names) == 1))
+            values, label = (
+                smooth(values, window),
+                "running mean" if len(chart.names) == 1 else label,
+            )
+            notes.append(f"strong line: running mean over {window * size} entries")
+        figure.add_trace(_line(curve.steps, values, label, color))
+    figure.update_layout(showlegend=len(chart.names) > 1)
+    figure.update_yaxes(**_y_axis(chart, curves, scale))
+    return Figure(chart.title, unit, "; ".join(dict.fromkeys(notes)), _fragment(figure))
+
+
+def time_figure(metrics: Sequence[Mapping[str, Any]]) -> tuple[Figure, list[Phase], float] | None:
+    """Seconds per step stacked by phase, the table beside it, and total seconds; None without
+    ``time/*_s``.
+    """
+    lines = [(int(line["step"]), _phases(line)) for line in metrics]
+    lines = [(step, phases) for step, phases in lines if phases]
+    if not lines:
+        return None
+    totals: dict[str, float] = {}
+    for _, phases in lines:
+        for name, seconds in phases.items():
+            totals[name] = totals.get(name, 0.0) + seconds
+    names = sorted(totals, key=lambda name: -totals[name])
+    steps = sorted({step for step, _ in lines})
+    figure, note = _stacked_bars(lines, names, steps)
+    everything = sum(totals.values())
+    table = [
+        Phase(
+            name=words(name),
+            total=format_duration(totals[name]),
+            per_step=f"{totals[name] / len(steps):,.3g} s",
+            percent=100 * totals[name] / everything if everything else 0.0,
+            color=PALETTE[i % len(PALETTE)],
+        )
+        for i, name in enumerate(names)
+    ]
+    return Figure("Time per step", "seconds", note, _fragment(figure)), table, everything
+
+
+def _phases(line: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of each phase, with what the whole step took beside them as ``other``."""
+    phases = {name: s for name, s in time_phases(line).items() if s > 0}  # NaN is not above 0
+    whole = line.get("time/step_s", 0.0)
+    rest = whole - sum(phases.values())
+    return {**phases, "other": rest} if rest > 0.005 * whole > 0 else phases
+
+
+def _stacked_bars(
+    lines: Sequence[tuple[int, Mapping[str, float]]], names: Sequence[str], steps: Sequence[int]
+) -> tuple[go.Figure, str]:
+    size = -(-len(steps) // MAX_BARS)
+    bar_of = {step: i // size for i, step in enumerate(steps)}
+    num_bars = bar_of[steps[-1]] + 1
+    starts = [steps[i * size] for i in range(num_bars)]
+    ends = [steps[min((i + 1) * size, len(steps)) - 1] for i in range(num_bars)]
+    counts = [min(size, len(steps) - i * size) for i in range(num_bars)]
+    figure = go.Figure(layout=_layout(280))
+    for i, name in enumerate(names):
+        heights = [0.0] * num_bars
+        for step, phases in lines:
+            heights[bar_of[step]] += phases.get(name, 0.0) / counts[bar_of[step]]
+        figure.add_trace(
+            go.Bar(
+                x=[(a + b) / 2 for a, b in zip(starts, ends, strict=True)],
+                y=heights,
+                name=html.escape(words(name)),
+                marker={"color": PALETTE[i % len(PALETTE)], "line": {"width": 0}},
+                hovertemplate="%{y:.3~g} s",
+            )
+        )
+    figure.update_layout(
+        barmode="stack", bargap=0.18, showlegend=False
+    )  # the table beside it is the legend
+    if size > 1:
+        figure.update_xaxes(unifiedhovertitle={"text": f"{size} steps around %{{x:.0f}}"})
+    figure.update_yaxes(rangemode="tozero")
+    return figure, f"each bar is the mean of {size} steps" if size > 1 else ""
+
+
+def _line(steps: Sequence[int], values: Sequence[float], name: str, color: str) -> go.Scatter:
+    return go.Scatter(
+        x=list(steps),
+        y=list(values),
+        name=name,
+        mode="lines+markers" if len(steps) <= 12 else "lines",
+        line={"color": color, "width": 2},
+        marker={"size": 6},
+    )
+
+
+def _faint_line(
+    steps: Sequence[int], values: Sequence[float], color: str, *, hover: bool
+) -> go.Scatter:
+    """The values themselves, behind their running mean."""
+    return go.Scatter(
+        x=list(steps),
+        y=list(values),
+        name="this step",
+        mode="lines",
+        line={"color": color, "width": 1},
+        opacity=0.32,
+        showlegend=False,
+        hoverinfo=None if hover else "skip",
+    )
+
+
+def _layout(height: int) -> dict[str, Any]:
+    axis = {
+        "gridcolor": "#e6e3df",
+        "zeroline": False,
+        "ticks": "",
+        "automargin": True,
+        "ticklabelstandoff": 6,
+        "tickfont": {"size": 11},
+        "fixedrange": True,
+    }
+    return {
+        "template": go.layout.Template(),
+        "height": height,
+        "margin": {"l": 8, "r": 12, "t": 6, "b": 4},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": FONT, "size": 12},
+        "hovermode": "x unified",
+        "hoverlabel": {"font": {"family": FONT, "size": 12}, "namelength": -1},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 1.02,
+            "yanchor": "bottom",
+            "font": {"size": 11},
+        },
+        "xaxis": {
+            **axis,
+            "showgrid": False,
+            "unifiedhovertitle": {"text": "step %{x}"},
+            "title": {"text": "step", "font": {"size": 11}, "standoff": 6},
+        },
+        "yaxis": {**axis, "nticks": 5},
+    }
+
+
+def _scale(chart: Chart, curves: Mapping[str, Curve]) -> tuple[float, str]:
+    """What values are multiplied by, and the unit they are then in."""
+    if chart.unit == "fraction":
+        return 1.0, "percent"
+    if chart.unit != "bytes":
+        return 1.0, chart.unit
+    gib = max(max(curves[name].values) for name in chart.names) >= 2**30
+    return (2.0**-30, "GiB") if gib else (2.0**-20, "MiB")
+
+
+def _y_axis(chart: Chart, curves: Mapping[str, Curve], scale: float) -> dict[str, Any]:
+    values = [value * scale for name in chart.names for value in curves[name].values]
+    top = max(values)
+    if chart.unit == "fraction":
+        return {
+            "tickformat": ".0%" if top > 0.05 else ".1~%",
+            "hoverformat": ".1%",
+            "rangemode": "tozero",
+        }
+    if chart.unit in ("bytes", "tokens", "tokens per second"):
+        return {"tickformat": ",.3~r", "hoverformat": ",.4~r", "rangemode": "tozero"}
+    small = 0 < top < 1e-2
+    ticks = {"exponentformat": "e", "minexponent": 2} if small else {"tickformat": "~g"}
+    return {**ticks, "hoverformat": ".4~g"}
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """The shortest words that tell the lines of one figure apart: last part, else group, else the
+    whole name.
+    """
+    for label in (words, lambda name: name.partition("/")[0]):
+        if len({label(name) for name in names}) == len(names):
+            return [label(name) for name in names]
+    return list(names)
+
+
+def _fragment(figure: go.Figure) -> str:
+    text: str = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG)
+    return text

@@ -1,0 +1,136 @@
+"""``samples/``: what the model wrote, one parquet file per step, whole groups, for people and for
+the report.
+
+Any parquet reader opens them: ``pandas.read_parquet("runs/rl/samples")``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from burnish.observe.files import replacing
+from burnish.types import Group, Sample
+
+SAMPLES_DIR = "samples"
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("split", pa.string()),
+        ("prompt_id", pa.string()),
+        ("group_id", pa.int64()),
+        ("sample_id", pa.string()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.string()),  # JSON object: part -> number or null
+        ("advantage", pa.float64()),  # null where none was computed
+        ("finish_reason", pa.string()),
+        ("response_tokens", pa.int64()),
+        ("label", pa.string()),
+        ("version", pa.int64()),  # optimizer steps of the newest weights that sampled a token
+    ]
+)
+
+_FILE_NAME = re.compile(r"(?P<split>.+)_(?P<step>\d+)\.parquet")
+
+
+def write_samples(
+    run_dir: Path,
+    step: int,
+    groups: Sequence[Group],
+    advantages: Mapping[str, float] | None,
+    *,
+    limit: int,
+    split: str = "train",
+) -> Path | None:
+    """Write the first groups of a step to ``samples/step_000012.parquet`` (``eval_000012`` for
+    split eval).
+
+    ``advantages`` maps sample_id -> advantage. At most ``limit`` samples are written, always whole
+    groups, and the first group even where it alone is larger; 0 writes nothing and returns None.
+    NaN and infinite numbers become null. The file appears complete or not at all.
+    """
+    kept: list[Group] = []
+    for group in groups if limit > 0 else ():
+        if kept and sum(len(g.samples) for g in kept) + len(group.samples) > limit:
+            break
+        kept.append(group)
+    if not kept:
+        return None
+    known = advantages or {}
+    rows = [
+        {"step": step, "split": split, **_row(group, sample, known.get(sample.sample_id))}
+        for group in kept
+        for sample in group.samples
+    ]
+    stem = "step" if split == "train" else split
+    path = Path(run_dir) / SAMPLES_DIR / f"{stem}_{step:06d}.parquet"
+    with replacing(path) as scratch:
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch, compression="zstd")
+    return path
+
+
+def sample_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """(step, file) of every sample file, oldest step first."""
+    folder = Path(run_dir) / SAMPLES_DIR
+    found = ((_FILE_NAME.fullmatch(path.name), path) for path in folder.glob("*.parquet"))
+    return sorted((int(match["step"]), path) for match, path in found if match)
+
+
+def read_samples(run_dir: Path) -> list[dict[str, Any]]:
+    """Every kept sample as a dict with the columns of :data:`SCHEMA`, oldest step first.
+
+    ``reward_parts`` stays JSON text. A run without samples gives an empty list.
+    """
+    return [row for _, path in sample_files(run_dir) for row in read_sample_file(path)]
+
+
+def read_sample_file(path: Path) -> list[dict[str, Any]]:
+    """The rows of one sample file."""
+    rows: list[dict[str, Any]] = pq.read_table(path, schema=SCHEMA).to_pylist()
+    return rows
+
+
+def drop_samples_after(run_dir: Path, step: int) -> None:
+    """Remove the samples of later steps (for resuming from the checkpoint of ``step``)."""
+    for at, path in sample_files(run_dir):
+        if at > step:
+            path.unlink()
+
+
+def _row(group: Group, sample: Sample, advantage: float | None) -> dict[str, Any]:
+    parts = {name: _finite(value) for name, value in sample.reward_parts.items()}
+    label = group.prompt.label
+    return {
+        "prompt_id": _text(sample.prompt_id),
+        "group_id": sample.group_id,
+        "sample_id": _text(sample.sample_id),
+        "prompt": _text(group.prompt.text),
+        "response": _text(sample.text),
+        "reward": _finite(sample.reward),
+        "reward_parts": json.dumps(parts, allow_nan=False),
+        "advantage": None if advantage is None else _finite(advantage),
+        "finish_reason": sample.finish_reason,
+        "response_tokens": len(sample.response_ids),
+        "label": None if label is None else _text(str(label)),
+        "version": max(sample.versions, default=None),
+    }
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _text(value: str) -> str:
+    """Half a surrogate pair is not text and no file format takes it; it becomes ``?``."""
+    return value.encode("utf-8", errors="replace").decode("utf-8")

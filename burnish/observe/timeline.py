@@ -1,0 +1,236 @@
+"""Where the time goes: named spans, their sums, and a Chrome trace. No loop needs to know.
+
+The instruments stand outside the loops: :func:`timed` wraps an engine where it is built, and the
+loop calls the wrapped engine as it would the bare one. Only the outermost span of a thread counts
+in the sums, so the sums of one thread never add up to more than the clock; inner spans are in the
+trace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from burnish.observe.files import write_text
+
+T = TypeVar("T")
+
+_JOIN_GAP_S = 1e-3  # pauses between two items of an iterator that the trace does not show
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    name: str
+    start: float
+    """perf_counter seconds"""
+    seconds: float
+    thread: int
+
+
+class _ThreadState(threading.local):
+    depth = 0
+
+
+class Timeline:
+    """Collects spans from any thread. Sums are exact; the trace keeps the newest ``max_events``
+    spans.
+    """
+
+    def __init__(self, *, max_events: int = 50_000) -> None:
+        self._events: deque[_Event] = deque(maxlen=max_events)
+        self._num_events = 0
+        self._since_collect: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
+        self._thread = _ThreadState()
+        self._lock = threading.Lock()
+        self._thread_names: dict[int, str] = {}
+        self._origin = time.perf_counter()
+        self._origin_unix = time.time()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time the block under ``name``, also when it raises. Spans nest."""
+        start = self._enter()
+        try:
+            yield
+        finally:
+            end = self._leave(name, start)
+            self._add_event(name, start, end)
+
+    def collect(self) -> dict[str, float]:
+        """Seconds per outermost span name since the last call (finished spans only)."""
+        with self._lock:
+            collected, self._since_collect = self._since_collect, {}
+        return collected
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Seconds per outermost span name since the timeline was made."""
+        with self._lock:
+            return dict(self._totals)
+
+    def save(self, path: Path) -> None:
+        """Write the trace as Chrome trace JSON (open in chrome://tracing or ui.perfetto.dev),
+        atomically.
+
+        ``otherData`` says how many spans were recorded and how many old ones are left out.
+        """
+        with self._lock:
+            events, recorded = list(self._events), self._num_events
+            threads = dict(self._thread_names)
+        pid = os.getpid()
+        named = [
+            {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+            for tid, name in threads.items()
+        ]
+        spans = [
+            {
+                "name": e.name,
+                "cat": "burnish",
+                "ph": "X",
+                "ts": round((e.start - self._origin) * 1e6, 1),
+                "dur": round(e.seconds * 1e6, 1),
+                "pid": pid,
+                "tid": e.thread,
+            }
+            for e in events
+        ]
+        left_out = recorded - len(events)
+        note = (
+            f"the oldest {left_out} spans are left out to bound memory"
+            if left_out
+            else "every span is here"
+        )
+        other = {
+            "recorded_spans": recorded,
+            "left_out_spans": left_out,
+            "note": note,
+            "start_unix_s": round(self._origin_unix, 3),
+            "totals_s": self.totals,
+        }
+        trace = {"traceEvents": named + spans, "displayTimeUnit": "ms", "otherData": other}
+        write_text(Path(path), json.dumps(trace, allow_nan=False))
+
+    def _enter(self) -> float:
+        self._thread.depth += 1
+        return time.perf_counter()
+
+    def _leave(self, name: str, start: float) -> float:
+        """Close the span in the sums; returns its end."""
+        end = time.perf_counter()
+        self._thread.depth -= 1
+        if self._thread.depth == 0:
+            with self._lock:
+                for sums in (self._since_collect, self._totals):
+                    sums[name] = sums.get(name, 0.0) + end - start
+        return end
+
+    def _add_event(self, name: str, start: float, end: float) -> None:
+        thread = threading.get_ident()
+        with self._lock:
+            self._events.append(_Event(name, start, end - start, thread))
+            self._num_events += 1
+            if thread not in self._thread_names:
+                self._thread_names[thread] = threading.current_thread().name
+
+    def _consume(self, name: str, items: Iterator[T]) -> Generator[T, None, None]:
+        """Pass ``items`` on, counting the time inside each ``next`` and none of the consumer's.
+
+        The sums count every item; the trace joins items that follow each other within a
+        millisecond.
+        """
+        first = last = None
+        try:
+            while True:
+                start = self._enter()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                finally:
+                    end = self._leave(name, start)
+                    if first is None or last is None or start - last > _JOIN_GAP_S:
+                        if first is not None and last is not None:
+                            self._add_event(name, first, last)
+                        first = start
+                    last = end
+                yield item
+        finally:
+            if first is not None and last is not None:
+                self._add_event(name, first, last)
+            if isinstance(items, Generator):
+                items.close()
+
+
+def timed(obj: T, timeline: Timeline, names: Mapping[str, str]) -> T:
+    """``obj`` behind a proxy that times some of its methods: ``names`` maps method name -> span
+    name.
+
+    ``timed(engine, timeline, {"generate": "rollout", "load_weights": "sync"})``. Everything else
+    (attributes read and set, isinstance) reaches ``obj`` itself. A method that returns an iterator
+    is timed while the iterator is consumed: time inside ``next`` counts, time between two ``next``
+    does not.
+
+    Python looks up special methods (``len()``, ``with``, calls) on the type, so those are not
+    forwarded. Raises ValueError where ``obj`` has no such method.
+    """
+    missing = [
+        m for m in names if not callable(getattr(obj, m, None))
+    ]  # house: ok proxy of any object
+    if missing:
+        raise ValueError(
+            f"cannot time {type(obj).__name__}.{missing[0]}: there is no such method; names maps "
+            f"method names to span names, and it has {dict(names)}"
+        )
+    return _Timed(obj, timeline, names)  # type: ignore[return-value]
+
+
+class _Timed:
+    """See :func:`timed`. Its own two slots have mangled names, so none of the object's are
+    hidden.
+    """
+
+    __slots__ = ("__methods", "__obj")
+
+    def __init__(self, obj: Any, timeline: Timeline, names: Mapping[str, str]) -> None:
+        methods = {m: _timed_method(obj, m, timeline, span) for m, span in names.items()}
+        object.__setattr__(self, "_Timed__obj", obj)
+        object.__setattr__(self, "_Timed__methods", methods)
+
+    def __getattr__(self, name: str) -> Any:
+        method = self.__methods.get(name)
+        return (
+            getattr(self.__obj, name) if method is None else method
+        )  # house: ok proxy of any object
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__obj, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__obj, name)
+
+    def __repr__(self) -> str:
+        return f"timed({self.__obj!r})"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__obj)
+
+
+def _timed_method(obj: Any, method: str, timeline: Timeline, span: str) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with timeline.span(span):
+            # Looked up at each call, so a method replaced on the object is the one that runs.
+            result = getattr(obj, method)(*args, **kwargs)  # house: ok proxy of any object
+        return timeline._consume(span, result) if isinstance(result, Iterator) else result
+
+    call.__name__ = method
+    return call

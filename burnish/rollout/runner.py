@@ -1,0 +1,113 @@
+"""prompt x engine x reward -> scored groups."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from burnish.rewards.base import RewardError, RewardSet
+from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
+from burnish.types import Group, Prompt, Sample, Stats
+
+_MAX_REFILLS = 10
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Scored groups and what was measured on the way."""
+
+    groups: tuple[Group, ...]
+    stats: Stats
+
+
+class Runner:
+    """Samples n responses to each prompt and scores them."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        rewards: RewardSet,
+        sampling: Sampling,
+        *,
+        num_samples: int,
+        seed: int,
+    ) -> None:
+        self.engine, self.rewards, self.sampling = engine, rewards, sampling
+        self.num_samples, self.seed = num_samples, seed
+
+    def fill(self, next_prompts: Callable[[int], Sequence[Prompt]], count: int) -> Rollout:
+        """``count`` scored groups. Groups that a failing reward drops are replaced by fresh prompts.
+
+        Raises RewardError where that many fresh prompts in a row do not help.
+        """
+        groups: list[Group] = []
+        stats = Stats()
+        for _ in range(_MAX_REFILLS):
+            rollout = self.run(next_prompts(count - len(groups)))
+            groups += [_numbered(g, len(groups) + i) for i, g in enumerate(rollout.groups)]
+            stats += rollout.stats
+            if len(groups) == count:
+                return Rollout(tuple(groups), stats)
+        raise RewardError(
+            f"after {_MAX_REFILLS} refills only {len(groups)} of {count} groups have a reward; the reward fails on "
+            "almost everything: see the warnings above, or use on_reward_failure.then=fail to see the first error"
+        )
+
+    def run(self, prompts: Sequence[Prompt]) -> Rollout:
+        """Sample and score all of ``prompts``, in their order."""
+        scored = self.rewards.score(self.sample(prompts))
+        return Rollout(scored.groups, scored.stats + _sample_stats(scored.groups))
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[Group]:
+        """Unscored groups of ``num_samples``, one per prompt, in the order of ``prompts``."""
+        requests = [
+            Request(p.id, p.token_ids, self.num_samples, _seed(self.seed, p.id)) for p in prompts
+        ]
+        found: dict[tuple[str, int], Completion] = {
+            (c.request_id, c.index): c for c in self.engine.generate(requests, self.sampling)
+        }
+        return [
+            Group(i, p, tuple(_sample(p, i, found[p.id, k]) for k in range(self.num_samples)))
+            for i, p in enumerate(prompts)
+        ]
+
+
+def _numbered(group: Group, group_id: int) -> Group:
+    samples = tuple(replace(s, group_id=group_id) for s in group.samples)
+    return Group(group_id, group.prompt, samples)
+
+
+def _seed(seed: int, prompt_id: str) -> int:
+    """A stable number for a prompt (its id names its epoch, so no epoch repeats another's samples)."""
+    return (seed << 32) + zlib.crc32(prompt_id.encode())
+
+
+def _sample(prompt: Prompt, group_id: int, completion: Completion) -> Sample:
+    length = len(completion.token_ids)
+    return Sample(
+        sample_id=f"{prompt.id}/{completion.index}",
+        prompt_id=prompt.id,
+        group_id=group_id,
+        prompt_ids=prompt.token_ids,
+        response_ids=completion.token_ids,
+        sampler_logprobs=completion.logprobs,
+        action_mask=(True,) * length,
+        versions=(completion.version,) * length,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+    )
+
+
+def _sample_stats(groups: Sequence[Group]) -> Stats:
+    samples = [s for g in groups for s in g.samples]
+    lengths = [len(s.response_ids) for s in samples]
+    equal = sum(len({s.reward for s in g.samples}) == 1 for g in groups)
+    return Stats(
+        means={
+            "rollout/response_len": (sum(lengths), len(lengths)),
+            "reward/equal_groups_frac": (equal, len(groups)),
+        },
+        maxima={"rollout/response_len_max": max(lengths, default=0)},
+        sums={"rollout/tokens": sum(lengths), "rollout/samples": len(lengths)},
+    )

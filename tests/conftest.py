@@ -1,0 +1,89 @@
+"""Fixtures shared by all tests: small models made on the spot, one thread, ragged batches."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.train import TrainConfig
+from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.train.base import Outputs
+from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.types import Batch, Stats, rows_to_batch
+
+torch.set_num_threads(1)
+
+TINY = ModelConfig(scratch=ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2))
+
+
+@pytest.fixture
+def tiny_config() -> ModelConfig:
+    return TINY
+
+
+@pytest.fixture
+def tiny_model() -> LlamaForCausalLM:
+    """Made anew for every test: tests may train it."""
+    return load_causal_lm(TINY)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(TINY)
+
+
+@pytest.fixture
+def ragged_batch() -> Batch:
+    """Three groups of 3, 1 and 4 rows with prompts of 5, 3 and 9 tokens and responses of 1 to 11."""
+    generator = torch.Generator().manual_seed(7)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(6, 50, (count,), generator=generator).tolist()
+
+    rows, masks, prompt_lens, group_ids = [], [], [], []
+    for group, (prompt_len, responses) in enumerate([(5, (3, 7, 1)), (3, (11,)), (9, (2, 2, 8, 5))]):
+        prompt = tokens(prompt_len)
+        for length in responses:
+            rows.append(prompt + tokens(length))
+            masks.append([False] * prompt_len + [True] * length)
+            prompt_lens.append(prompt_len)
+            group_ids.append(group)
+    return rows_to_batch(rows, masks, prompt_lens=prompt_lens, group_ids=group_ids)
+
+
+def mean_logprob(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
+    """A loss with a global denominator: minus the mean log-prob of the step's action tokens."""
+    assert outputs.logprobs is not None
+    return -outputs.logprobs.sum() / batch.num_tokens, Stats(sums={"tokens": int(batch.action_mask.sum())})
+
+
+@pytest.fixture
+def nll() -> Callable[[Outputs, Batch], tuple[torch.Tensor, Stats]]:
+    return mean_logprob
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., TorchTrainEngine]:
+    """``make_engine(role="policy", micro=None, dtype="fp32", config=TINY, **train)``."""
+
+    def make(
+        *, micro: int | None = None, dtype: str = "fp32", config: ModelConfig = TINY, total_steps: int = 10,
+        temperature: float = 1.0, **train: object,
+    ) -> TorchTrainEngine:
+        model = load_causal_lm(config, dtype=dtype)  # type: ignore[arg-type]
+        spec = EngineSpec(
+            role="policy", train=TrainConfig(**{"lr": 1e-3, **train}), model=config, micro_batch_size=micro,
+            total_steps=total_steps, temperature=temperature,
+        )
+        return TorchTrainEngine(model, spec, tokenizer=load_tokenizer(config))
+
+    return make

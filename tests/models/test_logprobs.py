@@ -1,0 +1,70 @@
+"""Chunked log-probs and entropy against plain float64 log-softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from burnish.models.logprobs import Head, token_logprobs
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_entropy_and_gradients_equal_float64(chunk: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(10, 16, generator=generator), torch.randn(30, 16, generator=generator)
+    bias, targets = torch.randn(30, generator=generator), torch.randint(0, 30, (10,), generator=generator)
+    upstream = torch.randn(2, 10, generator=generator)
+    exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    log_p = ((exact[0] @ exact[1].T + exact[2]) / temperature).log_softmax(-1)
+    expected = log_p[torch.arange(10), targets], -(log_p.exp() * log_p).sum(-1)
+    (upstream[0].double() * expected[0] + upstream[1].double() * expected[1]).sum().backward()
+
+    ours = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    head = Head(ours[1], ours[2], temperature=temperature, chunk_tokens=chunk)
+    logprobs, entropy = token_logprobs(ours[0], targets, head, with_entropy=True)
+    assert entropy is not None
+    (upstream[0] * logprobs + upstream[1] * entropy).sum().backward()
+
+    # fp32 with logits up to ~20: 20 x 1.2e-7 per operation, a few operations
+    torch.testing.assert_close(logprobs.double(), expected[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), expected[1], atol=2e-5, rtol=0)
+    for mine, theirs in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=5e-5, rtol=1e-5)
+
+
+def test_no_more_than_one_chunk_of_logits_exists_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = Head.logits
+
+    def counted(self: Head, hidden: torch.Tensor) -> torch.Tensor:
+        made.append(hidden.shape[0])
+        return original(self, hidden)
+
+    monkeypatch.setattr(Head, "logits", counted)
+    hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    logprobs, _ = token_logprobs(hidden, torch.zeros(10, dtype=torch.int64), Head(weight, chunk_tokens=4))
+    logprobs.sum().backward()
+    assert made == [4, 4, 2] * 2, "forward and backward, four rows at a time"
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(30, 8)
+    token_logprobs(hidden, torch.zeros(4, dtype=torch.int64), Head(weight))[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_reduces_in_fp32(dtype: torch.dtype) -> None:
+    """Logits are rounded to the dtype (8 or 11 bits of mantissa), the softmax over them is not: against the
+    float64 softmax of the same rounded logits the error stays at fp32's level."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 32, generator=generator).to(dtype)
+    weight = torch.randn(1000, 32, generator=generator).to(dtype)
+    targets = torch.arange(6)
+    logits = torch.nn.functional.linear(hidden, weight).double()
+    expected = logits.log_softmax(-1)[torch.arange(6), targets]
+    logprobs, _ = token_logprobs(hidden, targets, Head(weight))
+    assert logprobs.dtype == torch.float32
+    # a sum of 1000 exponentials in fp32: below 1000 x 6e-8 relative
+    torch.testing.assert_close(logprobs.double(), expected, atol=6e-5, rtol=0)

@@ -1,0 +1,127 @@
+"""Away from a terminal each step is one plain line, run.log has the same, and handlers close."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from burnish.observe.progress import (
+    Progress,
+    close_logging,
+    describe_step,
+    format_duration,
+    setup_logging,
+)
+
+METRICS = {
+    "reward/mean": 0.3124,
+    "rollout/tokens_per_s": 151.6,
+    "time/rollout_s": 4.1,
+    "time/train_s": 5.7,
+    "time/sync_s": 0.2,
+    "time/step_s": 10.0,
+    "train/loss": 0.01,
+}
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_closed() -> Iterator[None]:
+    yield
+    close_logging()
+
+
+def _plain() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=40), out
+
+
+def test_a_step_is_described_by_reward_speed_time_split_and_time_left() -> None:
+    """41% = 4.1 / (4.1 + 5.7 + 0.2); sync's 2% is below the 5% worth a glance."""
+    assert describe_step(METRICS, eta_s=80) == [
+        "reward 0.312",
+        "152 tok/s",
+        "rollout 41% train 57%",
+        "ETA 1m20s",
+    ]
+
+
+def test_without_a_reward_the_loss_is_shown_and_nan_does_not_break_the_line() -> None:
+    metrics = {"train/loss": math.nan, "train/tokens_per_s": math.nan, "time/train_s": math.nan}
+    assert describe_step(metrics, eta_s=None) == ["loss nan"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0s"), (59.4, "59s"), (59.6, "1m00s"), (3600, "1h00m"), (90_000, "1d01h")],
+)
+def test_durations_read_well_at_the_edges_of_their_units(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_away_from_a_terminal_each_due_step_is_one_unbroken_plain_line(tmp_path: Path) -> None:
+    setup_logging(tmp_path)
+    console, out = _plain()
+    progress = Progress(5, every=2, console=console)
+    for step in range(1, 6):
+        progress.step(step, METRICS)
+    progress.message("saved [bold]checkpoints/step_4[/bold]")
+    progress.close()
+    lines = out.getvalue().splitlines()
+    assert [line.split(" · ")[0] for line in lines[:-1]] == ["step 2/5", "step 4/5", "step 5/5"]
+    assert lines[0].startswith("step 2/5 · reward 0.312 · 152 tok/s · rollout 41% train 57% · ETA ")
+    assert "ETA" not in lines[2]  # the last step has no time left
+    assert lines[-1] == "saved [bold]checkpoints/step_4[/bold]"  # text is never read as markup
+    logged = (tmp_path / "run.log").read_text(encoding="utf-8").splitlines()
+    assert [line.split("INFO    ")[1] for line in logged] == lines
+
+
+def test_a_terminal_gets_a_bar_and_messages_above_it() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    progress = Progress(4, console=console)
+    progress.step(2, METRICS)
+    progress.message("half way")
+    progress.close()
+    progress.close()
+    assert "2/4" in out.getvalue() and "reward 0.312" in out.getvalue()
+    assert "half way" in out.getvalue()
+
+
+def test_a_table_is_printed_and_logged_with_its_cells_as_plain_text(tmp_path: Path) -> None:
+    setup_logging(tmp_path)
+    console, out = _plain()
+    Progress(1, console=console).table("Batch", ["name", "value"], [["B [samples]", "64"]])
+    for text in (out.getvalue(), (tmp_path / "run.log").read_text(encoding="utf-8")):
+        assert "Batch" in text and "B [samples]" in text and "64" in text
+
+
+def test_warnings_of_any_part_reach_the_log_and_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(tmp_path)
+    logging.getLogger("burnish.metrics").warning("dropped a line")
+    logging.getLogger("burnish").info("only in the file")
+    assert capsys.readouterr().err == "WARNING: dropped a line\n"
+    log = (tmp_path / "run.log").read_text()
+    assert "WARNING dropped a line" in log and "only in the file" in log
+
+
+def test_logging_moves_to_the_next_run_appends_on_resume_and_closes(tmp_path: Path) -> None:
+    logger = logging.getLogger("burnish")
+    before = list(logger.handlers)
+    for run, text in (("a", "one"), ("b", "two"), ("a", "three")):
+        setup_logging(tmp_path / run)
+        logger.info(text)
+    close_logging()
+    close_logging()
+    logger.info("nobody listens")
+    assert logger.handlers == before
+    read = {run: (tmp_path / run / "run.log").read_text() for run in "ab"}
+    assert [line.split()[-1] for line in read["a"].splitlines()] == ["one", "three"]
+    assert [line.split()[-1] for line in read["b"].splitlines()] == ["two"]

@@ -1,0 +1,286 @@
+"""The report is one safe page that needs no network, for every kind of run."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from plotly.offline import get_plotlyjs
+
+from burnish.observe.metrics import MetricsLog
+from burnish.observe.report import ReportError, build_report
+from burnish.observe.report_catalog import LEARNING, MORE, arrange
+from burnish.observe.report_figures import curves_of, is_noisy, smooth, thin, time_figure
+from burnish.observe.report_samples import embed_samples
+from burnish.observe.samples import write_samples
+from burnish.types import Group, Prompt, Sample
+
+HOSTILE = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028 'quoted' \"twice\""
+)
+
+
+class Page(HTMLParser):
+    """Tags, attributes, script bodies and visible text of a page, split as a browser does."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._inside = ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif self._inside != "style":
+            self.text += data + " "
+
+    def samples(self) -> dict[str, Any]:
+        number = [a.get("id") for t, a in self.tags if t == "script"].index("samples-data")
+        data: dict[str, Any] = json.loads(self.scripts[number])
+        return data
+
+
+def _config(run_dir: Path, **changes: Any) -> None:
+    config = {"job": "rl", "max_steps": 4, "model": {"path": "models/tiny-instruct"}, "seed": 0}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config | changes), encoding="utf-8")
+
+
+def _metrics(run_dir: Path, *lines: dict[str, float], first_step: int = 0) -> None:
+    log = MetricsLog(run_dir)
+    for step, line in enumerate(lines, start=first_step):
+        log.log(step, line)
+    log.close()
+
+
+def _rl_metrics(run_dir: Path, *, extra: str = "reward/exact") -> None:
+    lines: list[dict[str, float]] = [{"eval/pass@1": 0.125}]
+    for step in range(1, 5):
+        lines.append(
+            {
+                "reward/mean": 0.1 * step,
+                extra: 0.05 * step,
+                "train/grad_norm": 1.0 / step,
+                "train/kl": math.nan if step == 2 else 0.01 * step,
+                "time/rollout_s": 3.0,
+                "time/train_s": 1.0,
+                "memory/peak_rss_bytes": 3.0 * 2**30,
+            }
+        )
+    lines[-1]["eval/pass@1"] = 0.5
+    _metrics(run_dir, *lines)
+
+
+def _group(number: int, response: str = "2", size: int = 2) -> Group:
+    prompt = Prompt(f"p{number}", (1,), f"prompt {number} {response[:80]}", label=response[:80])
+    samples = tuple(
+        Sample(
+            f"p{number}/{i}",
+            prompt.id,
+            number,
+            (1,),
+            (2,),
+            (0.0,),
+            (True,),
+            (0,),
+            response,
+            "stop",
+            0.5,
+        )
+        for i in range(size)
+    )
+    return Group(number, prompt, samples)
+
+
+def test_the_page_asks_for_nothing_from_anywhere(tmp_path: Path) -> None:
+    _config(tmp_path)
+    _rl_metrics(tmp_path)
+    write_samples(tmp_path, 4, [_group(1)], None, limit=8)
+    page = Page(build_report(tmp_path))
+    assert not [a for _, a in page.tags if "src" in a]
+    assert all((a["href"] or "").startswith("#") for _, a in page.tags if "href" in a)
+    assert not {"link", "iframe", "object", "embed", "img"} & {tag for tag, _ in page.tags}
+    policy = [a["content"] or "" for t, a in page.tags if a.get("http-equiv")]
+    assert policy and policy[0].startswith("default-src 'none'") and "http" not in policy[0]
+    own = (tmp_path / "report.html").read_text(encoding="utf-8").replace(get_plotlyjs(), "")
+    assert "http://" not in own.replace("http://www.w3.org", "") and "https://" not in own
+    assert "@import" not in own and "url(" not in own
+
+
+def test_an_rl_report_shows_headlines_figures_time_config_and_samples(tmp_path: Path) -> None:
+    _config(tmp_path)
+    _rl_metrics(tmp_path)
+    write_samples(tmp_path, 4, [_group(1)], {"p1/0": 1.5}, limit=8)
+    write_samples(tmp_path, 4, [_group(2)], None, limit=8, split="eval")
+    path = build_report(tmp_path)
+    assert path == tmp_path / "report.html"
+    page = Page(path)
+    for words in (
+        "tiny-instruct",
+        "Reinforcement learning",
+        "50.0%",  # last pass@1
+        "+37.5 points from 12.5%",
+        "0.400",  # last reward
+        "from 0.100 at step 1",
+        "of 4 planned",
+        "16s",  # 4 steps x (3 + 1) s
+        "3.00 GiB",
+        "KL to the reference",
+        "path: models/tiny-instruct",
+    ):
+        assert words in page.text, words
+    rows = page.samples()["rows"]
+    assert {(r["split"], r["id"], r["advantage"]) for r in rows} == {
+        ("train", "p1/0", 1.5),
+        ("train", "p1/1", None),
+        ("eval", "p2/0", None),
+        ("eval", "p2/1", None),
+    }
+
+
+def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
+    _config(tmp_path, model={"path": f"models/{HOSTILE}"}, note=HOSTILE)
+    _rl_metrics(tmp_path, extra=f"reward/{HOSTILE}")
+    write_samples(tmp_path, 4, [_group(1, HOSTILE)], None, limit=8)
+    page = Page(build_report(tmp_path))
+    assert not [tag for tag, attrs in page.tags if tag == "img" or "onerror" in attrs]
+    assert not [script for script in page.scripts if script.startswith("alert")]
+    data = page.samples()
+    assert data["rows"][0]["response"] == HOSTILE
+    assert data["prompts"] == [f"prompt 1 {HOSTILE[:80]}"]
+    script = page.scripts[-1]
+    assert "textContent" in script and "innerHTML" not in script
+
+
+def test_metrics_alone_are_enough_and_what_is_missing_is_left_out(tmp_path: Path) -> None:
+    _metrics(tmp_path, {"train/loss": 2.0}, {"train/loss": 1.5})
+    page = Page(build_report(tmp_path))
+    anchors = {a["href"] for t, a in page.tags if t == "a"}
+    assert anchors == {"#learning"}
+    assert "1.500" in page.text and "from 2.000 at step 0" in page.text
+    assert "samples-data" not in {a.get("id") for _, a in page.tags}
+
+
+@pytest.mark.parametrize("job", ["sft", "rm", "evaluate", "something-new"])
+def test_every_job_gets_a_report(tmp_path: Path, job: str) -> None:
+    _config(tmp_path, job=job)
+    _metrics(tmp_path, {"eval/accuracy": 0.75, "train/loss": math.nan, "time/train_s": 0.0})
+    assert "75.0%" in Page(build_report(tmp_path)).text
+
+
+def test_a_run_that_has_not_logged_yet_says_so(tmp_path: Path) -> None:
+    _config(tmp_path, model={"scratch": {"num_layers": 2, "hidden_size": 64}})
+    text = Page(build_report(tmp_path)).text
+    assert "No step has been logged yet" in text
+    assert "From-scratch model, 2 layers of width 64" in text
+
+
+def test_a_folder_that_is_no_run_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"neither config\.yaml nor metrics\.jsonl"):
+        build_report(tmp_path)
+    with pytest.raises(ReportError, match="does not exist"):
+        build_report(tmp_path / "nowhere")
+    (tmp_path / "config.yaml").write_text("a: [", encoding="utf-8")
+    with pytest.raises(ReportError, match="is not YAML"):
+        build_report(tmp_path)
+
+
+def test_a_metrics_file_with_a_broken_line_is_refused_by_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('nonsense\n{"step": 1, "time": 1.0}\n')
+    with pytest.raises(ReportError, match="line 1"):
+        build_report(tmp_path)
+
+
+def test_past_the_cap_the_newest_and_oldest_steps_stay_and_the_page_says_so(
+    tmp_path: Path,
+) -> None:
+    """Seven steps of 2 samples and room for 8: steps 7, 1, 6, 2 in turn."""
+    for step in range(1, 8):
+        write_samples(tmp_path, step, [_group(step)], None, limit=8)
+    embedded = embed_samples(tmp_path, max_rows=8)
+    assert embedded is not None
+    steps = [row["step"] for row in json.loads(embedded.json)["rows"]]
+    assert steps == [1, 1, 2, 2, 6, 6, 7, 7]
+    assert embedded.num_rows == 8
+    assert "8 of 14 samples, from the newest and the oldest steps" in embedded.note
+
+
+def test_an_odd_number_of_files_loses_none_and_all_shown_needs_no_note(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_samples(tmp_path, step, [_group(step)], None, limit=8)
+    embedded = embed_samples(tmp_path)
+    assert embedded is not None
+    assert [row["step"] for row in json.loads(embedded.json)["rows"]] == [1, 1, 2, 2, 3, 3]
+    assert embedded.note == ""
+
+
+def test_a_very_long_text_is_cut_in_the_middle_and_the_page_says_so(tmp_path: Path) -> None:
+    write_samples(
+        tmp_path, 1, [_group(1, "a" * 3000 + "b" * 10_000 + "c" * 3000, 1)], None, limit=8
+    )
+    embedded = embed_samples(tmp_path)
+    assert embedded is not None
+    response = json.loads(embedded.json)["rows"][0]["response"]
+    assert response == "a" * 3000 + "\n[... 10,000 characters left out ...]\n" + "c" * 3000
+    assert "1 long texts are cut" in embedded.note
+
+
+def test_exact_names_win_over_patterns_and_unknown_metrics_come_last() -> None:
+    names = ["odd/thing_bytes", "reward/style", "reward/std", "reward/code/retries", "time/train_s"]
+    charts = {c.title: (c.section, c.unit, c.names) for c in arrange(names)}
+    assert charts == {
+        "Spread of the reward": (LEARNING, "standard deviation", ("reward/std",)),
+        "Reward parts": (LEARNING, "mean per response", ("reward/style",)),
+        "Odd: thing": (MORE, "bytes", ("odd/thing_bytes",)),
+        "Reward: retries": (MORE, "", ("reward/code/retries",)),
+    }
+
+
+def test_time_is_split_by_phase_with_what_no_phase_covers_as_other() -> None:
+    """Rollout 3 + 3, train 1 + 1, other (5 - 4) + 0 = 1; total 9, rollout 6 / 9."""
+    lines = [
+        {"step": 1, "time": 0.0, "time/rollout_s": 3.0, "time/train_s": 1.0, "time/step_s": 5.0},
+        {"step": 2, "time": 9.0, "time/rollout_s": 3.0, "time/train_s": 1.0, "time/step_s": 4.0},
+    ]
+    timing = time_figure(lines)
+    assert timing is not None
+    _, phases, total = timing
+    assert total == pytest.approx(9.0)  # sums of a few floats: default relative 1e-6
+    assert [(p.name, p.total, p.per_step) for p in phases] == [
+        ("rollout", "6s", "3 s"),
+        ("train", "2s", "1 s"),
+        ("other", "1s", "0.5 s"),
+    ]
+    assert phases[0].percent == pytest.approx(100 * 6 / 9)
+
+
+def test_a_long_run_is_drawn_in_few_points_that_keep_its_mean() -> None:
+    lines = [{"step": i, "time": 0.0, "a/b": float(i)} for i in range(10_000)]
+    curve, size = thin(curves_of(lines)["a/b"])
+    assert (len(curve.steps), size) == (1000, 10)
+    # Means of equal parts: exact integers and halves in binary, so no tolerance.
+    assert sum(curve.values) / len(curve.values) == 4999.5
+
+
+def test_the_running_mean_keeps_a_line_in_place_and_only_noise_gets_one() -> None:
+    line = [float(i) for i in range(100)]
+    assert smooth(line, 5)[10:90] == line[10:90]
+    assert not is_noisy(line)
+    assert is_noisy([0.0, 1.0] * 50)
+    assert not is_noisy([1.0])

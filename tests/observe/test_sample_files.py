@@ -1,0 +1,96 @@
+"""Samples come back as they were written, whole groups only, and go back to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from burnish.observe.samples import drop_samples_after, read_samples, write_samples
+from burnish.types import Group, Prompt, Sample
+
+
+def _group(number: int, size: int = 2, *, text: str = "2", reward: float = 1.0) -> Group:
+    prompt = Prompt(f"train:{number}@0", (5, 9), f"1+{number}=", label={"answer": number})
+    samples = tuple(
+        Sample(
+            sample_id=f"{prompt.id}/{i}",
+            prompt_id=prompt.id,
+            group_id=number,
+            prompt_ids=(5, 9),
+            response_ids=(7, 8, 1),
+            sampler_logprobs=(-0.1, -0.2, -0.3),
+            action_mask=(True, True, True),
+            versions=(3, 4, 4),
+            text=text,
+            finish_reason="stop",
+            reward=reward,
+            reward_parts={"exact": reward, "length": -0.25},
+        )
+        for i in range(size)
+    )
+    return Group(number, prompt, samples)
+
+
+def test_a_sample_comes_back_with_every_column(tmp_path: Path) -> None:
+    path = write_samples(tmp_path, 12, [_group(1, 1)], {"train:1@0/0": 0.5}, limit=8)
+    assert path == tmp_path / "samples" / "step_000012.parquet"
+    (row,) = read_samples(tmp_path)
+    assert json.loads(row.pop("reward_parts")) == {"exact": 1.0, "length": -0.25}
+    assert row == {
+        "step": 12,
+        "split": "train",
+        "prompt_id": "train:1@0",
+        "group_id": 1,
+        "sample_id": "train:1@0/0",
+        "prompt": "1+1=",
+        "response": "2",
+        "reward": 1.0,
+        "advantage": 0.5,
+        "finish_reason": "stop",
+        "response_tokens": 3,
+        "label": "{'answer': 1}",
+        "version": 4,
+    }
+
+
+def test_only_whole_groups_up_to_the_limit_are_kept_and_at_least_one(tmp_path: Path) -> None:
+    """Groups of 3, limit 8: two groups (6 samples) fit, a third would make 9."""
+    groups = [_group(i, 3) for i in range(5)]
+    write_samples(tmp_path, 1, groups, None, limit=8)
+    assert [row["group_id"] for row in read_samples(tmp_path)] == [0, 0, 0, 1, 1, 1]
+    write_samples(tmp_path, 1, groups, None, limit=2)
+    assert [row["group_id"] for row in read_samples(tmp_path)] == [0, 0, 0]
+
+
+def test_nothing_is_written_at_limit_zero_or_without_groups(tmp_path: Path) -> None:
+    assert write_samples(tmp_path, 1, [_group(1)], None, limit=0) is None
+    assert write_samples(tmp_path, 1, [], None, limit=8) is None
+    assert read_samples(tmp_path) == []
+
+
+def test_train_and_eval_of_one_step_stand_in_two_files_and_steps_in_order(tmp_path: Path) -> None:
+    for step in (1_000_000, 2):
+        write_samples(tmp_path, step, [_group(1, 1)], None, limit=8)
+    write_samples(tmp_path, 2, [_group(2, 1)], None, limit=8, split="eval")
+    assert (tmp_path / "samples" / "eval_000002.parquet").is_file()
+    rows = [(row["step"], row["split"]) for row in read_samples(tmp_path)]
+    assert rows == [(2, "eval"), (2, "train"), (1_000_000, "train")]
+
+
+def test_what_is_not_a_number_or_not_text_does_not_stop_the_run(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, [_group(1, 1, text="a\ud800b\x00é", reward=math.nan)], None, limit=8)
+    (row,) = read_samples(tmp_path)
+    assert row["response"] == "a?b\x00é"
+    assert row["reward"] is None and row["advantage"] is None
+    assert json.loads(row["reward_parts"])["exact"] is None
+
+
+def test_later_steps_are_dropped_on_resume_and_scratch_files_are_no_samples(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_samples(tmp_path, step, [_group(1, 1)], None, limit=8)
+        write_samples(tmp_path, step, [_group(1, 1)], None, limit=8, split="eval")
+    (tmp_path / "samples" / ".step_000009.parquet.77.tmp").write_bytes(b"half")
+    drop_samples_after(tmp_path, 2)
+    assert {row["step"] for row in read_samples(tmp_path)} == {1, 2}
+    drop_samples_after(tmp_path / "nowhere", 2)

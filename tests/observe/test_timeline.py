@@ -1,0 +1,179 @@
+"""Spans add up, nest and stay bounded; the timing proxy changes nothing but the clock's book.
+
+Time is replaced by a clock that the test moves, so every expected number is exact up to the
+rounding of binary floats (hence approx, at its default relative 1e-6).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from burnish.observe import timeline as timeline_module
+from burnish.observe.timeline import Timeline, timed
+
+
+class Clock:
+    """perf_counter that moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timeline_module.time, "perf_counter", clock)
+    return clock
+
+
+class Engine:
+    """Stands for a rollout engine: a lazy method, an eager one, state."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.version = 3
+        self.closed = False
+
+    def generate(self, count: int) -> Iterator[int]:
+        try:
+            for i in range(count):
+                self.clock.pass_(2.0)
+                yield i
+        finally:
+            self.closed = True
+
+    def load(self, seconds: float) -> str:
+        self.clock.pass_(seconds)
+        return "loaded"
+
+    def fail(self) -> None:
+        self.clock.pass_(1.0)
+        raise RuntimeError("broken engine")
+
+
+def test_collect_gives_the_seconds_since_the_last_collect_and_totals_give_all(clock: Clock) -> None:
+    line = Timeline()
+    with line.span("train"):
+        clock.pass_(3.0)
+    assert line.collect() == pytest.approx({"train": 3.0})
+    with line.span("train"):
+        clock.pass_(4.0)
+    assert line.collect() == pytest.approx({"train": 4.0})
+    assert line.collect() == {}
+    assert line.totals == pytest.approx({"train": 7.0})
+
+
+def test_only_the_outermost_span_counts_so_the_sum_is_never_above_the_clock(clock: Clock) -> None:
+    line = Timeline()
+    with line.span("step"):
+        clock.pass_(1.0)
+        with line.span("sync"):
+            clock.pass_(2.0)
+    assert line.collect() == pytest.approx({"step": 3.0})
+
+
+def test_a_span_that_raises_is_still_counted_and_leaves_no_depth_behind(clock: Clock) -> None:
+    line = Timeline()
+    with pytest.raises(KeyError), line.span("a"):
+        clock.pass_(1.0)
+        raise KeyError
+    with line.span("b"):
+        clock.pass_(1.0)
+    assert line.collect() == pytest.approx({"a": 1.0, "b": 1.0})
+
+
+def test_a_timed_iterator_counts_the_time_inside_next_and_none_of_the_consumers(
+    clock: Clock,
+) -> None:
+    """Three items at 2 s each, 10 s of the consumer after each: 6 s, not 36."""
+    line = Timeline()
+    engine = timed(Engine(clock), line, {"generate": "rollout"})
+    for _ in engine.generate(3):
+        with line.span("reward"):
+            clock.pass_(10.0)
+    assert line.collect() == pytest.approx({"rollout": 6.0, "reward": 30.0})
+
+
+def test_items_that_follow_each_other_at_once_are_one_span_in_the_trace(
+    clock: Clock, tmp_path: Path
+) -> None:
+    line = Timeline()
+    engine = timed(Engine(clock), line, {"generate": "rollout"})
+    list(engine.generate(50))
+    line.save(tmp_path / "timeline.json")
+    spans = _spans(tmp_path / "timeline.json")
+    # One for the call, which returns at once, and one for the 50 items together.
+    assert [(s["name"], s["dur"]) for s in spans] == [("rollout", 0.0), ("rollout", 100e6)]
+
+
+def test_leaving_a_timed_iterator_early_closes_the_one_inside(clock: Clock) -> None:
+    line = Timeline()
+    bare = Engine(clock)
+    items = timed(bare, line, {"generate": "rollout"}).generate(10)
+    next(items)
+    items.close()  # type: ignore[attr-defined]
+    assert bare.closed
+    assert line.collect() == pytest.approx({"rollout": 2.0})
+
+
+def test_the_proxy_forwards_reads_writes_results_errors_and_isinstance(clock: Clock) -> None:
+    line = Timeline()
+    bare = Engine(clock)
+    engine = timed(bare, line, {"load": "sync", "fail": "fail"})
+    assert engine.load(5.0) == "loaded"
+    with pytest.raises(RuntimeError, match="broken engine"):
+        engine.fail()
+    assert line.collect() == pytest.approx({"sync": 5.0, "fail": 1.0})
+    engine.version = 4
+    assert bare.version == 4 and engine.version == 4
+    assert isinstance(engine, Engine)
+    with pytest.raises(AttributeError, match="nothing"):
+        engine.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_method_that_is_not_there_is_refused_where_the_engine_is_built(clock: Clock) -> None:
+    with pytest.raises(ValueError, match=r"cannot time Engine\.genrate"):
+        timed(Engine(clock), Timeline(), {"genrate": "rollout"})
+
+
+def test_the_trace_is_bounded_says_so_and_the_sums_stay_exact(clock: Clock, tmp_path: Path) -> None:
+    line = Timeline(max_events=10)
+    for _ in range(25):
+        with line.span("train"):
+            clock.pass_(1.0)
+    line.save(tmp_path / "timeline.json")
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    spans = _spans(tmp_path / "timeline.json")
+    assert [s["ts"] for s in spans] == [i * 1e6 for i in range(15, 25)]
+    assert trace["otherData"]["recorded_spans"] == 25
+    assert "oldest 15 spans are left out" in trace["otherData"]["note"]
+    assert line.totals == pytest.approx({"train": 25.0})
+
+
+def test_spans_of_another_thread_do_not_nest_into_this_ones(clock: Clock) -> None:
+    line = Timeline()
+
+    def work() -> None:
+        with line.span("other"):
+            pass
+
+    with line.span("main"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert set(line.collect()) == {"main", "other"}
+
+
+def _spans(path: Path) -> list[dict[str, float]]:
+    return [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]

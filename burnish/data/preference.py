@@ -1,0 +1,124 @@
+"""Preference pairs as batches: row 2i is the chosen response, row 2i + 1 the rejected one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.data import PreferenceDataConfig
+from burnish.data.chat import check_tokenizer
+from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.rows import TokenRow, column, encode_exchange, prompt_column
+from burnish.data.sources import DataError, Row, open_sources
+from burnish.data.stream import RowRef
+from burnish.types import Batch, rows_to_batch
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two responses to one prompt; both rows begin with the same ``chosen.prompt_len`` tokens."""
+
+    chosen: TokenRow
+    rejected: TokenRow
+    margin: float | None = None
+    """By how much the chosen one is better. None: the data does not say."""
+
+
+class PreferenceStream(EncodedStream[Pair]):
+    """Pairs without end, each once per epoch of its source, resumable at the exact pair."""
+
+    def __init__(
+        self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    ) -> None:
+        """Raises DataError where a source or the tokenizer cannot be used."""
+        super().__init__(config, _PairEncoder(config, tokenizer), seed=seed)
+
+    def next(self, num_pairs: int) -> Batch:
+        """The next ``num_pairs`` pairs as 2 * num_pairs rows; each pair is a group of the run."""
+        first = self.counts["pairs_seen"]
+        return _batch(self.take(num_pairs), first_group=first)
+
+
+def load_pairs(
+    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> Batch:
+    """All pairs once, in file order; at most ``limit``. Raises DataError as the stream does."""
+    sources = open_sources(config.sources)
+    return _batch(load_all(sources, config, _PairEncoder(config, tokenizer), limit=limit))
+
+
+class _PairEncoder:
+    unit = "pair"
+    limit_name = "max_len"
+
+    def __init__(self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_tokenizer(tokenizer)
+        self.limit = config.max_len
+        self._config, self._tokenizer = config, tokenizer
+
+    def encode(self, row: Row, ref: RowRef) -> Pair:
+        config = self._config
+        prompt = prompt_column(row, config.prompt_key, config.prompt_template)
+        chosen, rejected = (
+            encode_exchange(self._tokenizer, prompt, column(row, key, field), config)
+            for key, field in (
+                (config.chosen_key, "chosen_key"),
+                (config.rejected_key, "rejected_key"),
+            )
+        )
+        if prompt in ("", []):
+            raise DataError(
+                "the prompt is empty, and a pair is compared on what both responses follow; give "
+                "a prompt"
+            )
+        return Pair(chosen, rejected, self._margin(row))
+
+    def length(self, item: Pair) -> int:
+        return max(len(item.chosen.ids), len(item.rejected.ids))
+
+    def cut(self, item: Pair) -> Pair | None:
+        """Both rows lose the same tokens of the prompt, so that it stays shared.
+
+        None where the longer response alone fills the limit: without a prompt there is no
+        comparison.
+        """
+        excess = self.length(item) - self.limit
+        if excess >= item.chosen.prompt_len:
+            return None
+        chosen, rejected = item.chosen.without_left(excess), item.rejected.without_left(excess)
+        if chosen is None or rejected is None:
+            return None
+        return replace(item, chosen=chosen, rejected=rejected)
+
+    def _margin(self, row: Row) -> float | None:
+        key = self._config.margin_key
+        if key is None:
+            return None
+        value = column(row, key, "margin_key")
+        try:
+            margin = float(value)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"column {key!r} (margin_key) holds {value!r}, not a number") from error
+        if not math.isfinite(margin):
+            raise DataError(f"column {key!r} (margin_key) holds {value!r}, not a finite number")
+        return margin
+
+
+def _batch(pairs: Sequence[Pair], *, first_group: int = 0) -> Batch:
+    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    batch = rows_to_batch(
+        [row.ids for row in rows],
+        [row.mask for row in rows],
+        prompt_lens=[row.prompt_len for row in rows],
+        group_ids=[first_group + i // 2 for i in range(len(rows))],
+    )
+    margins = [pair.margin for pair in pairs if pair.margin is not None for _ in range(2)]
+    return replace(
+        batch,
+        rows_per_unit=2,
+        margins=torch.tensor(margins, dtype=torch.float32) if margins else None,
+    )

@@ -1,0 +1,99 @@
+"""Prompts for rollouts (an endless stream) and for evaluation (all of them once)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.data import PromptDataConfig
+from burnish.data.chat import check_tokenizer, encode_prompt
+from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.rows import prompt_column
+from burnish.data.sources import DataError, Row, Source, nearest, open_sources
+from burnish.data.stream import RowRef
+from burnish.types import Prompt
+
+
+class PromptStream(EncodedStream[Prompt]):
+    """Prompts without end, each row once per epoch of its source, resumable at the exact prompt."""
+
+    def __init__(
+        self, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    ) -> None:
+        """Raises DataError where a source, the tokenizer or ``label_key`` cannot be used."""
+        super().__init__(config, _PromptEncoder(config, tokenizer), seed=seed)
+        _check_label_key(config, self.sources.values())
+
+    def next(self, num: int) -> list[Prompt]:
+        """The next ``num`` prompts; ids are ``source:row@epoch``."""
+        return self.take(num)
+
+
+def load_prompts(
+    config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None
+) -> list[Prompt]:
+    """All prompts once, in file order; at most ``limit``. Raises DataError as the stream does."""
+    sources = open_sources(config.sources)
+    _check_label_key(config, sources)
+    return load_all(sources, config, _PromptEncoder(config, tokenizer), limit=limit)
+
+
+class _PromptEncoder:
+    unit = "prompt"
+    limit_name = "prompt_max_len"
+
+    def __init__(self, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_tokenizer(tokenizer)
+        self.limit = config.prompt_max_len
+        self._config, self._tokenizer = config, tokenizer
+
+    def encode(self, row: Row, ref: RowRef) -> Prompt:
+        config = self._config
+        text, ids = encode_prompt(
+            self._tokenizer,
+            prompt_column(row, config.prompt_key, config.prompt_template),
+            system_prompt=config.system_prompt,
+            apply_chat_template=config.apply_chat_template,
+        )
+        if not ids:
+            raise DataError("the prompt has no tokens, so there is nothing to go on from")
+        return Prompt(
+            id=ref.id,
+            token_ids=tuple(ids),
+            text=text,
+            label=row.values.get(config.label_key),
+            metadata=self._metadata(row),
+            source=ref.source,
+        )
+
+    def length(self, item: Prompt) -> int:
+        return len(item.token_ids)
+
+    def cut(self, item: Prompt) -> Prompt | None:
+        ids = item.token_ids[-self.limit :]
+        return replace(item, token_ids=ids, text=str(self._tokenizer.decode(list(ids))))
+
+    def _metadata(self, row: Row) -> dict[str, Any]:
+        """Columns that are not the label and not, as they stand, the prompt."""
+        used = {self._config.label_key}
+        if self._config.prompt_template is None:
+            used.add(self._config.prompt_key)
+        rest = {key: value for key, value in row.values.items() if key not in used}
+        return rest if row.environment is None else {**rest, "environment": row.environment}
+
+
+def _check_label_key(config: PromptDataConfig, sources: Iterable[Source]) -> None:
+    """A label column that was asked for by name has to be in one of the sources."""
+    if "label_key" not in config.model_fields_set:
+        return
+    firsts = [source[0] for source in sources]
+    if not any(config.label_key in row.values for row in firsts):
+        columns = list(dict.fromkeys(key for row in firsts for key in row.values))
+        raise DataError(
+            f"{firsts[0].where}: there is no column {config.label_key!r} (label_key); the columns "
+            f"are {', '.join(columns)}{nearest(config.label_key, columns)}. Leave label_key out "
+            "where there are no labels"
+        )

@@ -1,0 +1,135 @@
+"""Which row comes next: a seeded, shuffled, endless mix of sources that can be resumed exactly.
+
+Nothing is drawn from a generator that lives on: every choice is a function of the seed and of
+counters, so the whole state is a few integers. Row order of epoch e of source s is
+``default_rng([seed, s, e]).permutation(n)``; the source of draw k is a draw by weight from
+``default_rng([seed, _DRAW, k])``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from burnish.data.sources import DataError
+
+_DRAW = 2**32 - 1  # stands where a source's number stands, and no source has this number
+
+
+@dataclass(frozen=True)
+class RowRef:
+    """Row ``row`` of the source called ``source`` in its epoch ``epoch``, both from 0."""
+
+    source: str
+    row: int
+    epoch: int
+
+    @property
+    def id(self) -> str:
+        """Unique within a run and stable over resumes, e.g. ``train:17@0``."""
+        return f"{self.source}:{self.row}@{self.epoch}"
+
+
+class IndexStream:
+    """An endless stream of row references: within a source, each row exactly once per epoch.
+
+    Example: ``IndexStream({"a": 10, "b": 3}, weights=[3.0, 1.0], seed=0, shuffle=True).next()``.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], *, weights: Sequence[float], seed: int, shuffle: bool
+    ) -> None:
+        """``sizes``: rows by source, above 0; ``weights``: relative, one per source."""
+        if len(weights) != len(sizes):
+            raise ValueError(f"{len(weights)} weights for {len(sizes)} sources")
+        self._names, self._sizes = list(sizes), list(sizes.values())
+        self._edges = np.cumsum(np.asarray(weights, dtype=np.float64) / float(sum(weights)))
+        self._seed = seed % 2**64  # numpy takes no negative seeds
+        self._shuffle = shuffle
+        self._draws = 0
+        self._epochs = [0] * len(sizes)
+        self._positions = [0] * len(sizes)
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # source -> (epoch, its permutation)
+
+    def __len__(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes over the source that is furthest behind."""
+        return min(self._epochs)
+
+    def next(self) -> RowRef:
+        """The next row."""
+        source = self._source_of(self._draws)
+        epoch, position = self._epochs[source], self._positions[source]
+        row = int(self._order(source, epoch)[position]) if self._shuffle else position
+        self._draws += 1
+        self._positions[source] += 1
+        if self._positions[source] == self._sizes[source]:
+            self._epochs[source], self._positions[source] = epoch + 1, 0
+        return RowRef(self._names[source], row, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; gives the rest of the stream to :meth:`load_state_dict` of one made alike."""
+        per_source = zip(self._sizes, self._epochs, self._positions, strict=True)
+        return {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "draws": self._draws,
+            "sources": {
+                name: {"size": size, "epoch": epoch, "position": position}
+                for name, (size, epoch, position) in zip(self._names, per_source, strict=True)
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``. Raises DataError where the sources, sizes, seed or shuffle differ.
+
+        Weights may change: draws from here on follow the new ones, and epochs stay whole.
+        """
+        self._check_same_data(state)
+        self._draws = int(state["draws"])
+        self._epochs = [int(state["sources"][name]["epoch"]) for name in self._names]
+        self._positions = [int(state["sources"][name]["position"]) for name in self._names]
+
+    def _source_of(self, draw: int) -> int:
+        if len(self._sizes) == 1:
+            return 0
+        point = np.random.default_rng([self._seed, _DRAW, draw]).random()
+        return min(int(np.searchsorted(self._edges, point, side="right")), len(self._sizes) - 1)
+
+    def _order(self, source: int, epoch: int) -> np.ndarray:
+        known = self._orders.get(source)
+        if known is not None and known[0] == epoch:
+            return known[1]
+        order = np.random.default_rng([self._seed, source, epoch]).permutation(self._sizes[source])
+        self._orders[source] = (epoch, order)
+        return order
+
+    def _check_same_data(self, state: Mapping[str, Any]) -> None:
+        then, now = list(state["sources"]), self._names
+        if then != now:
+            raise DataError(
+                f"the saved data position is of the sources {', '.join(then)}, and this run has "
+                f"{', '.join(now)}; resume with the same sources in the same order, or start a "
+                "new run"
+            )
+        for name, size in zip(self._names, self._sizes, strict=True):
+            saved = state["sources"][name]["size"]
+            if saved != size:
+                raise DataError(
+                    f"data source {name!r} had {saved} rows when the run was saved and has {size} "
+                    "now; the saved position would point at other rows. Restore the data, or "
+                    "start a new run"
+                )
+        for key, value in (("seed", self._seed), ("shuffle", self._shuffle)):
+            if state[key] != value:
+                raise DataError(
+                    f"the data position was saved with {key}={state[key]}, and this run has "
+                    f"{key}={value}; rows would come twice or never. Resume with "
+                    f"{key}={state[key]}"
+                )

@@ -1,0 +1,223 @@
+"""Ids are the pieces and nothing else, and the mask is on what the assistant writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from burnish.data.chat import (
+    as_messages,
+    check_tokenizer,
+    encode_completion,
+    encode_conversation,
+    encode_prompt,
+    pad_token_id,
+)
+from burnish.data.sources import DataError
+
+Tok = PreTrainedTokenizerFast
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def plain(tokenizer: Tok, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def trained_text(tokenizer: Tok, ids: list[int], mask: list[bool]) -> list[str]:
+    """Text of each run of trained tokens."""
+    runs: list[list[int]] = []
+    for i, (token, on) in enumerate(zip(ids, mask, strict=True)):
+        if on and (i == 0 or not mask[i - 1]):
+            runs.append([])
+        if on:
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs]
+
+
+def test_the_response_is_its_own_piece_where_bpe_would_merge_across_the_border(bpe: Tok) -> None:
+    """``ab`` is one token of this tokenizer. The model that reads ``a`` writes ``b`` next, not half
+    a token."""
+    assert len(plain(bpe, "ab")) == 1
+    _, prompt_ids = encode_prompt(bpe, "the cat a")
+    ids, mask = encode_completion(bpe, prompt_ids, "b")
+    assert ids == [*plain(bpe, "the cat a"), *plain(bpe, "b"), bpe.eos_token_id]
+    assert ids[:-1] != plain(bpe, "the cat ab")
+    assert mask == [False] * len(prompt_ids) + [True, True]
+
+
+def test_an_assistant_turn_is_its_own_piece_where_bpe_would_merge_across_the_border(
+    bpe: Tok,
+) -> None:
+    """``:b`` merges in this tokenizer, so the template's ``A:`` and an answer ``b`` would share a
+    token."""
+    bpe.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}Q:{{ m['content'] }}\n"
+        "{% else %}A:{{ m['content'] }}<|end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
+    messages = [user("x"), assistant("b")]
+    ids, mask = encode_conversation(bpe, messages)
+    pieces = [plain(bpe, text) for text in ("Q:x\nA:", "b<|end|>", "\n")]
+    assert ids == pieces[0] + pieces[1] + pieces[2]
+    assert ids != plain(bpe, "Q:x\nA:b<|end|>\n")
+    assert mask == [False] * len(pieces[0]) + [True, True] + [False]
+    assert ids[: len(pieces[0])] == encode_prompt(bpe, messages[:1])[1]
+
+
+def test_every_assistant_turn_is_trained_up_to_its_end_token_and_no_further(chars: Tok) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        user("1+1"),
+        assistant("2"),
+        user("2+2"),
+        assistant("4"),
+    ]
+    ids, mask = encode_conversation(chars, messages)
+    text = chars.apply_chat_template(messages, tokenize=False)
+    assert ids == plain(chars, text)
+    assert trained_text(chars, ids, mask) == ["2<|im_end|>", "4<|im_end|>"]
+
+
+def test_turns_before_the_first_trained_one_count_as_prompt(chars: Tok) -> None:
+    messages = [user("1+1"), assistant("2"), user("2+2"), assistant("4")]
+    ids, mask = encode_conversation(chars, messages, trained_from=3)
+    assert trained_text(chars, ids, mask) == ["4<|im_end|>"]
+    assert ids[: mask.index(True)] == encode_prompt(chars, messages[:3])[1]
+
+
+def test_a_turn_that_ends_with_another_special_token_is_trained_up_to_it(chars: Tok) -> None:
+    chars.chat_template = chars.chat_template.replace("<|im_end|>", "<|eot|>")
+    ids, mask = encode_conversation(chars, [user("1+1"), assistant("2")])
+    assert trained_text(chars, ids, mask) == ["2<|eot|>"]
+    assert not mask[-1] and chars.decode(ids[-1:]) == "\n"
+
+
+def test_a_piece_that_follows_others_gets_no_space_put_before_it(metaspace: Tok) -> None:
+    r"""This tokenizer reads ``a`` as ``▁a``; behind ``x:\n`` the answer ``abc`` begins with a bare
+    ``a``."""
+    _, prompt_ids = encode_prompt(metaspace, "x:\n")
+    ids, mask = encode_completion(metaspace, prompt_ids, "abc")
+    tokens = metaspace.convert_ids_to_tokens(ids)
+    assert tokens == ["\u2581x", ":", "\n", "a", "b", "c", "</s>"]
+    assert mask == [False] * 3 + [True] * 4
+    spaced, _ = encode_completion(metaspace, prompt_ids, " abc")
+    assert metaspace.convert_ids_to_tokens(spaced)[3:] == ["\u2581a", "b", "c", "</s>"]
+
+
+def test_a_plain_prompt_has_the_special_tokens_in_front_and_none_behind(chars: Tok) -> None:
+    text, ids = encode_prompt(chars, "1+1=")
+    assert (text, ids) == ("1+1=", [chars.bos_token_id, *plain(chars, "1+1=")])
+    chars.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <|im_end|>",
+        special_tokens=[("<s>", chars.bos_token_id), ("<|im_end|>", chars.eos_token_id)],
+    )
+    assert chars("1+1=")["input_ids"][-1] == chars.eos_token_id
+    assert encode_prompt(chars, "1+1=")[1] == ids
+
+
+def test_a_templated_prompt_ends_where_the_assistant_begins_and_has_no_second_bos(
+    chars: Tok,
+) -> None:
+    expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    expected += "<|im_start|>assistant\n"
+    for prompt in ("hi", [user("hi")]):
+        text, ids = encode_prompt(chars, prompt, system_prompt="be brief", apply_chat_template=True)
+        assert text == expected
+        assert ids == plain(chars, expected) and chars.bos_token_id not in ids
+
+
+def test_the_end_token_is_added_once_and_only_when_wanted(chars: Tok) -> None:
+    end = chars.eos_token_id
+    assert encode_completion(chars, [7], "2<|im_end|>")[0] == [7, *plain(chars, "2"), end]
+    assert encode_completion(chars, [7], "2")[0] == [7, *plain(chars, "2"), end]
+    assert encode_completion(chars, [7], "2", add_eos=False)[0] == [7, *plain(chars, "2")]
+
+
+def test_message_keys_without_a_value_are_left_out() -> None:
+    """Parquet gives every message every key; ``content: None`` is no content, and messages are
+    equal whether or not they list ``tool_calls: None``."""
+    assert as_messages([{**user("hi"), "tool_calls": None}]) == [user("hi")]
+    with pytest.raises(DataError, match="needs `content`"):
+        as_messages([{"role": "user", "content": None}])
+
+
+def test_without_a_pad_token_the_end_token_stands_in(bpe: Tok) -> None:
+    check_tokenizer(bpe)
+    assert bpe.pad_token is None and pad_token_id(bpe) == bpe.eos_token_id
+
+
+def test_a_pad_token_is_used_where_there_is_one(chars: Tok) -> None:
+    assert pad_token_id(chars) == chars.pad_token_id != chars.eos_token_id
+
+
+def test_a_tokenizer_without_end_token_is_refused_with_what_to_do(chars: Tok) -> None:
+    chars.eos_token = None
+    for use in (check_tokenizer, pad_token_id, lambda t: encode_completion(t, [7], "2")):
+        with pytest.raises(DataError, match=r"no end-of-sequence token.*model\.tokenizer_path"):
+            use(chars)
+
+
+def test_a_missing_chat_template_is_refused_with_what_to_do(bpe: Tok) -> None:
+    with pytest.raises(DataError, match=r"no chat template.*model\.chat_template"):
+        encode_prompt(bpe, [user("hi")])
+    with pytest.raises(DataError, match=r"no chat template.*apply_chat_template: false"):
+        encode_prompt(bpe, "hi", apply_chat_template=True)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(chars: Tok) -> None:
+    """Like templates that drop the reasoning of all but the last answer."""
+    chars.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{% if loop.last %}think {% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"renders the first 1 messages differently.*only appends"):
+        encode_conversation(chars, [user("1+1"), assistant("2")])
+
+
+def test_a_template_that_refuses_a_conversation_is_quoted(chars: Tok) -> None:
+    chars.chat_template = "{{ raise_exception('no system role here') }}"
+    with pytest.raises(DataError, match=r"refuses .*roles: user.*no system role here"):
+        encode_prompt(chars, [user("hi")])
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([user("hi")], r"no assistant message to train on \(roles: user\)"),
+        ([assistant("hi")], r"begins with an assistant message.*put a user message before"),
+        ([], r"list of chat messages with at least one, and got list \[\]"),
+        (["hi"], r"a chat message is an object.*this one is str 'hi'"),
+        ([{"content": "hi"}], r"a chat message is an object"),
+        ([{"role": "user"}], r"needs `content`"),
+        (3, r"expected a string or a list of chat messages.*got int 3"),
+    ],
+)
+def test_a_conversation_of_no_use_says_why(chars: Tok, messages: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        encode_conversation(chars, messages)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("hi", r"plain string, which has no place for it; set apply_chat_template: true"),
+        ([{"role": "system", "content": "x"}, user("hi")], r"already begins with a system"),
+        ([user("hi"), assistant("ho")], r"ends with an assistant message"),
+    ],
+)
+def test_a_prompt_that_cannot_take_the_system_prompt_says_why(
+    chars: Tok, prompt: Any, says: str
+) -> None:
+    with pytest.raises(DataError, match=says):
+        encode_prompt(chars, prompt, system_prompt="be brief")

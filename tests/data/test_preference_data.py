@@ -1,0 +1,159 @@
+"""Preference pairs: row order, shared prompts, margins, and the length limit on both rows at
+once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from burnish.config.data import PreferenceDataConfig
+from burnish.data.chat import encode_prompt
+from burnish.data.preference import PreferenceStream, load_pairs
+from burnish.data.sources import DataError
+from burnish.types import Batch
+
+Tok = PreTrainedTokenizerFast
+Jsonl = Callable[..., str]
+PAIRS = [
+    {"prompt": "1+1=", "chosen": "2", "rejected": "31", "by": 0.5},
+    {"prompt": "2+2=", "chosen": "4", "rejected": "5", "by": 2},
+]
+
+
+def config(path: str, **options: Any) -> PreferenceDataConfig:
+    return PreferenceDataConfig(sources=(path,), **options)
+
+
+def texts(tokenizer: Tok, batch: Batch) -> list[str]:
+    ends = batch.offsets.tolist()
+    return [tokenizer.decode(batch.tokens[a:b].tolist()) for a, b in pairwise(ends)]
+
+
+def test_pairs_stand_chosen_before_rejected_and_share_a_group(chars: Tok, jsonl: Jsonl) -> None:
+    batch = load_pairs(config(jsonl(PAIRS), margin_key="by"), chars)
+    assert texts(chars, batch) == [
+        "<s>1+1=2<|im_end|>",
+        "<s>1+1=31<|im_end|>",
+        "<s>2+2=4<|im_end|>",
+        "<s>2+2=5<|im_end|>",
+    ]
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert batch.prompt_lens.tolist() == [5, 5, 5, 5]
+    assert batch.rows_per_unit == 2 and batch.num_sequences == 4
+    assert batch.num_tokens == 2 + 3 + 2 + 2
+    assert batch.margins is not None and batch.margins.tolist() == [0.5, 0.5, 2.0, 2.0]
+
+
+def test_without_a_margin_column_there_are_no_margins(chars: Tok, jsonl: Jsonl) -> None:
+    assert load_pairs(config(jsonl(PAIRS)), chars).margins is None
+
+
+def test_the_mask_is_on_the_response_tokens(chars: Tok, jsonl: Jsonl) -> None:
+    batch = load_pairs(config(jsonl(PAIRS)), chars, limit=1)
+    assert batch.action_mask.tolist() == [False] * 5 + [True] * 2 + [False] * 5 + [True] * 3
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "prompt": [{"role": "user", "content": "1+1"}],
+            "chosen": [{"role": "assistant", "content": "2"}],
+            "rejected": "3",
+        },
+        {
+            "prompt": "1+1",
+            "chosen": [
+                {"role": "user", "content": "1+1"},
+                {"role": "assistant", "content": "2"},
+            ],
+            "rejected": [
+                {"role": "user", "content": "1+1"},
+                {"role": "assistant", "content": "3"},
+            ],
+        },
+    ],
+)
+def test_messages_go_through_the_template_and_keep_the_prompt_exact(
+    chars: Tok, jsonl: Jsonl, row: dict[str, Any]
+) -> None:
+    """Also where the responses repeat the prompt, as many published sets do."""
+    batch = load_pairs(config(jsonl([row]), system_prompt="brief"), chars)
+    before = "<|im_start|>system\nbrief<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n"
+    before += "<|im_start|>assistant\n"
+    assert texts(chars, batch) == [before + "2<|im_end|>\n", before + "3<|im_end|>\n"]
+    prompt = [{"role": "system", "content": "brief"}, {"role": "user", "content": "1+1"}]
+    ids = encode_prompt(chars, prompt)[1]
+    assert batch.prompt_lens.tolist() == [len(ids)] * 2
+    assert batch.tokens[: len(ids)].tolist() == ids
+    assert chars.decode(batch.tokens[batch.action_mask].tolist()) == "2<|im_end|>3<|im_end|>"
+
+
+def test_a_resumed_stream_gives_the_very_next_pairs(chars: Tok, jsonl: Jsonl) -> None:
+    path = jsonl([{**PAIRS[0], "prompt": f"{i}+1="} for i in range(5)])
+    whole = PreferenceStream(config(path), chars, seed=4)
+    whole.next(3)
+    resumed = PreferenceStream(config(path), chars, seed=4)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    expected, got = whole.next(4), resumed.next(4)
+    assert torch.equal(got.tokens, expected.tokens)
+    assert got.group_ids.tolist() == expected.group_ids.tolist() == [3, 3, 4, 4, 5, 5, 6, 6]
+    assert resumed.counts == whole.counts
+    assert whole.counts == {"pairs_seen": 7, "pairs_dropped": 0, "pairs_truncated": 0, "epoch": 1}
+
+
+def test_an_overlong_pair_loses_the_same_prompt_tokens_in_both_rows(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    """The rejected row is ``<s> 1 + 1 = 3 1 <|im_end|>``, 8 tokens; under 6, both lose ``<s>
+    1``."""
+    path = jsonl(PAIRS[:1])
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the pair has 8 tokens and max_len is 6"):
+        load_pairs(config(path, max_len=6), chars)
+    stream = PreferenceStream(config(path, max_len=6, overlong="truncate_left"), chars, seed=0)
+    batch = stream.next(1)
+    assert texts(chars, batch) == ["+1=2<|im_end|>", "+1=31<|im_end|>"]
+    assert batch.prompt_lens.tolist() == [3, 3]
+    assert stream.counts["pairs_truncated"] == 1
+
+
+def test_a_pair_whose_response_alone_fills_the_limit_is_left_out(chars: Tok, jsonl: Jsonl) -> None:
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "12345"}, PAIRS[1]]
+    data = config(jsonl(rows), max_len=6, shuffle=False, overlong="truncate_left")
+    stream = PreferenceStream(data, chars, seed=0)
+    assert texts(chars, stream.next(1)) == ["2+2=4<|im_end|>", "2+2=5<|im_end|>"]
+    assert stream.counts["pairs_dropped"] == 1 and stream.counts["pairs_truncated"] == 1
+
+
+def test_dropped_pairs_are_counted(chars: Tok, jsonl: Jsonl) -> None:
+    data = config(jsonl(PAIRS), max_len=7, shuffle=False, overlong="drop")
+    stream = PreferenceStream(data, chars, seed=0)
+    assert texts(chars, stream.next(1))[0] == "<s>2+2=4<|im_end|>"
+    assert stream.counts["pairs_dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"rejected": None}, r"rows\.jsonl:1: column 'rejected' \(rejected_key\) is empty here"),
+        ({"by": "much"}, r"rows\.jsonl:1: column 'by' \(margin_key\) holds 'much', not a number"),
+        ({"by": "nan"}, r"rows\.jsonl:1: column 'by' \(margin_key\).*not a finite number"),
+        ({"prompt": ""}, r"rows\.jsonl:1: the prompt is empty"),
+    ],
+)
+def test_a_pair_of_no_use_is_named_with_its_place(
+    chars: Tok, jsonl: Jsonl, changed: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(DataError, match=says):
+        load_pairs(config(jsonl([{**PAIRS[0], **changed}]), margin_key="by"), chars)
+
+
+def test_a_mistyped_column_is_named_with_the_nearest(chars: Tok, jsonl: Jsonl) -> None:
+    with pytest.raises(DataError, match=r"no column 'choosen' \(chosen_key\).*mean 'chosen'\?"):
+        load_pairs(config(jsonl(PAIRS), chosen_key="choosen"), chars)

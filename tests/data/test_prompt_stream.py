@@ -1,0 +1,265 @@
+"""Prompts: ids, metadata, the length limit and its counts, exact resuming, and what bad rows
+say."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from burnish.config.data import FileSource, PromptDataConfig
+from burnish.data import sources
+from burnish.data.prompts import PromptStream, load_prompts
+from burnish.data.sources import DataError, Row
+
+Tok = PreTrainedTokenizerFast
+Jsonl = Callable[..., str]
+
+
+def config(*paths: str, **options: Any) -> PromptDataConfig:
+    return PromptDataConfig(sources=paths, **options)
+
+
+def sums(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"{i}+1=", "label": str(i + 1), "level": "easy"} for i in range(count)]
+
+
+def test_a_prompt_carries_its_id_tokens_text_label_and_other_columns(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    stream = PromptStream(config(jsonl(sums(2)), shuffle=False), chars, seed=0)
+    first, second, again = stream.next(3)
+    assert (first.id, second.id, again.id) == ("rows:0@0", "rows:1@0", "rows:0@1")
+    assert (second.text, second.label, second.source) == ("1+1=", "2", "rows")
+    assert second.token_ids == tuple(chars("1+1=")["input_ids"])
+    assert second.metadata == {"level": "easy"}
+    assert len(stream) == 2
+
+
+def test_a_template_makes_the_prompt_and_the_raw_column_stays_in_the_metadata(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    data = config(jsonl(sums(1)), prompt_template="Question ({level}): {prompt}\nAnswer:")
+    (prompt,) = PromptStream(data, chars, seed=0).next(1)
+    assert prompt.text == "Question (easy): 0+1=\nAnswer:"
+    assert prompt.metadata == {"prompt": "0+1=", "level": "easy"}
+
+
+def test_a_column_of_messages_goes_through_the_chat_template(chars: Tok, jsonl: Jsonl) -> None:
+    path = jsonl([{"prompt": [{"role": "user", "content": "hi"}]}])
+    (prompt,) = PromptStream(config(path, system_prompt="brief"), chars, seed=0).next(1)
+    assert prompt.text.startswith("<|im_start|>system\nbrief<|im_end|>\n<|im_start|>user\nhi")
+    assert prompt.label is None and prompt.metadata == {}
+
+
+def test_an_environments_prompt_says_how_to_find_the_item_again(
+    chars: Tok, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = {"name": "gym", "options": {}, "size": 1, "seed": 0}
+
+    class OneItem:
+        name = "gym"
+
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, i: int) -> Row:
+            values = {"prompt": "1+1=", "label": "2", "level": 3}
+            return Row(values, "environment gym row 0", {**origin, "index": i})
+
+    monkeypatch.setattr(sources, "open_source", lambda _: OneItem())
+    data = PromptDataConfig(sources=({"kind": "environment", "environment": "gym", "size": 1},))
+    (prompt,) = PromptStream(data, chars, seed=0).next(1)
+    assert (prompt.id, prompt.label) == ("gym:0@0", "2")
+    assert prompt.metadata == {"level": 3, "environment": {**origin, "index": 0}}
+
+
+@given(stop=st.integers(0, 25), seed=st.integers(0, 100))
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_resumed_stream_gives_the_very_next_prompts_and_counts(
+    chars: Tok, jsonl: Jsonl, stop: int, seed: int
+) -> None:
+    """Rows of 5 to 13 tokens under a limit of 9: some are dropped on the way."""
+    rows = [{"prompt": "1+" * n + "="} for n in (2, 6, 3, 4, 5, 2)]
+    data = config(jsonl(rows, "long.jsonl"), jsonl(sums(4)), overlong="drop", prompt_max_len=9)
+    whole = PromptStream(data, chars, seed=seed)
+    expected = whole.next(stop + 12)
+    first = PromptStream(data, chars, seed=seed)
+    before = first.next(stop)
+    second = PromptStream(data, chars, seed=seed)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + second.next(12) == expected
+    assert second.counts == whole.counts
+    assert second.counts["prompts_seen"] == stop + 12
+
+
+LENGTHS = (3, 8, 5, 6)
+"""Tokens of each row: ``<s>`` and one per character."""
+
+
+def rows_of_lengths() -> list[dict[str, str]]:
+    return [{"prompt": "abcdefgh"[: n - 1], "label": str(n)} for n in LENGTHS]
+
+
+def test_overlong_error_stops_at_the_row_and_says_what_to_set(chars: Tok, jsonl: Jsonl) -> None:
+    stream = PromptStream(
+        config(jsonl(rows_of_lengths()), shuffle=False, prompt_max_len=5), chars, seed=0
+    )
+    assert stream.next(1)[0].label == "3"
+    with pytest.raises(DataError) as caught:
+        stream.next(1)
+    message = str(caught.value)
+    assert "rows.jsonl:2: the prompt has 8 tokens and prompt_max_len is 5" in message
+    assert "overlong: truncate_left or drop" in message
+
+
+def test_overlong_truncate_left_keeps_the_last_tokens_and_counts(chars: Tok, jsonl: Jsonl) -> None:
+    data = config(
+        jsonl(rows_of_lengths()), shuffle=False, prompt_max_len=5, overlong="truncate_left"
+    )
+    stream = PromptStream(data, chars, seed=0)
+    prompts = stream.next(4)
+    assert [len(p.token_ids) for p in prompts] == [3, 5, 5, 5]
+    assert (prompts[1].text, prompts[3].text) == ("cdefg", "abcde")
+    assert list(prompts[1].token_ids) == chars("cdefg", add_special_tokens=False)["input_ids"]
+    assert stream.counts == {
+        "prompts_seen": 4,
+        "prompts_dropped": 0,
+        "prompts_truncated": 2,
+        "epoch": 1,
+    }
+
+
+def test_overlong_drop_goes_on_with_the_next_row_and_counts(chars: Tok, jsonl: Jsonl) -> None:
+    """Rows 1 and 3 are too long; the third prompt is row 0 of the next epoch."""
+    data = config(jsonl(rows_of_lengths()), shuffle=False, prompt_max_len=5, overlong="drop")
+    stream = PromptStream(data, chars, seed=0)
+    assert [p.id for p in stream.next(3)] == ["rows:0@0", "rows:2@0", "rows:0@1"]
+    assert stream.counts == {
+        "prompts_seen": 3,
+        "prompts_dropped": 2,
+        "prompts_truncated": 0,
+        "epoch": 1,
+    }
+
+
+def test_dropping_every_row_is_an_error_and_not_an_endless_loop(chars: Tok, jsonl: Jsonl) -> None:
+    data = config(jsonl(rows_of_lengths()), prompt_max_len=2, overlong="drop")
+    says = r"every prompt of source 'rows' is over prompt_max_len=2 tokens"
+    with pytest.raises(DataError, match=says):
+        PromptStream(data, chars, seed=0).next(1)
+    with pytest.raises(DataError, match=r"every prompt of the data is over prompt_max_len=2"):
+        load_prompts(data, chars)
+
+
+def test_one_row_that_fits_keeps_the_stream_going(chars: Tok, jsonl: Jsonl) -> None:
+    """Of 10 rows one fits. Between two of its draws up to 18 others are dropped in a row: no
+    error."""
+    rows = [{"prompt": "1+1="}] + [{"prompt": "1+1+1+1="}] * 9
+    data = config(jsonl(rows), prompt_max_len=5, overlong="drop")
+    ids = [p.id for p in PromptStream(data, chars, seed=0).next(40)]
+    assert ids == [f"rows:0@{epoch}" for epoch in range(40)]
+
+
+def test_load_prompts_gives_all_rows_once_in_file_order(
+    chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = jsonl(sums(3), "a.jsonl"), jsonl(rows_of_lengths(), "b.jsonl")
+    everything = load_prompts(config(*paths), chars)
+    assert [p.id for p in everything] == [
+        *(f"a:{i}@0" for i in range(3)),
+        *(f"b:{i}@0" for i in range(4)),
+    ]
+    assert load_prompts(config(*paths), chars, limit=4) == everything[:4]
+    with caplog.at_level(logging.WARNING):
+        kept = load_prompts(config(*paths, prompt_max_len=5, overlong="drop"), chars)
+    assert [p.id for p in kept] == ["a:0@0", "a:1@0", "a:2@0", "b:0@0", "b:2@0"]
+    assert "2 prompts left out and 0 cut for being over prompt_max_len=5 (5 kept)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"prompt_key": "promt"},
+            r"rows\.jsonl:1: there is no column 'promt' \(prompt_key\); the columns are prompt, "
+            r"label, level; did you mean 'prompt'\?",
+        ),
+        (
+            {"label_key": "lable"},
+            r"rows\.jsonl:1: there is no column 'lable' \(label_key\).*did you mean 'label'\?",
+        ),
+        (
+            {"prompt_template": "{promt} ="},
+            r"rows\.jsonl:1: prompt_template wants 'promt'.*the columns are prompt, label, level; "
+            r"did you mean 'prompt'\?",
+        ),
+        ({"prompt_template": "{prompt"}, r"rows\.jsonl:1: prompt_template '\{prompt' cannot be"),
+        ({"prompt_template": "{}"}, r"rows\.jsonl:1: prompt_template '\{\}' cannot be filled"),
+        ({"system_prompt": "x"}, r"rows\.jsonl:1: system_prompt is set and the prompt is a plain"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_with_place_and_nearest_name(
+    chars: Tok, jsonl: Jsonl, options: dict[str, Any], says: str
+) -> None:
+    data = config(jsonl(sums(1)), **options)
+    with pytest.raises(DataError, match=says):
+        PromptStream(data, chars, seed=0).next(1)
+    with pytest.raises(DataError, match=says):
+        load_prompts(data, chars)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": None}, r"rows\.jsonl:2: column 'prompt' \(prompt_key\) is empty here"),
+        ({"prompt": 12}, r"rows\.jsonl:2: expected a string or a list of chat messages.*int 12"),
+        ({"prompt": []}, r"rows\.jsonl:2: expected a string or a list of chat messages"),
+    ],
+)
+def test_a_prompt_of_no_use_is_named_with_its_place(
+    chars: Tok, jsonl: Jsonl, row: dict[str, Any], says: str
+) -> None:
+    stream = PromptStream(config(jsonl([*sums(1), row]), shuffle=False), chars, seed=0)
+    with pytest.raises(DataError, match=says):
+        stream.next(2)
+
+
+def test_a_prompt_without_tokens_is_refused(bpe: Tok, jsonl: Jsonl) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the prompt has no tokens"):
+        PromptStream(config(jsonl([{"prompt": ""}])), bpe, seed=0).next(1)
+
+
+def test_a_tokenizer_without_end_token_is_refused_at_the_start(chars: Tok, jsonl: Jsonl) -> None:
+    chars.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        PromptStream(config(jsonl(sums(1))), chars, seed=0)
+
+
+def test_a_state_is_refused_when_a_source_has_grown(chars: Tok, jsonl: Jsonl) -> None:
+    state = PromptStream(config(jsonl(sums(3))), chars, seed=0).state_dict()
+    grown = PromptStream(config(jsonl(sums(4))), chars, seed=0)
+    with pytest.raises(DataError, match=r"'rows' had 3 rows when the run was saved and has 4 now"):
+        grown.load_state_dict(state)
+
+
+def test_weights_of_the_sources_decide_the_mix(chars: Tok, jsonl: Jsonl) -> None:
+    """Weights 3 : 1 over 400 prompts: standard deviation sqrt(400 * 3 / 16) = 8.7, bound five of
+    them."""
+    data = PromptDataConfig(
+        sources=(
+            FileSource(path=jsonl(sums(5), "a.jsonl"), weight=3.0),
+            FileSource(path=jsonl(sums(9), "b.jsonl"), name="other"),
+        )
+    )
+    drawn = [p.source for p in PromptStream(data, chars, seed=0).next(400)]
+    assert set(drawn) == {"a", "other"}
+    assert abs(drawn.count("a") - 300) < 5 * 8.7

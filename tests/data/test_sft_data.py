@@ -1,0 +1,210 @@
+"""Demonstrations: the three kinds of row, what is trained on in each, and batches that can be
+resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from burnish.config.data import SFTDataConfig
+from burnish.data.chat import encode_prompt
+from burnish.data.sft import SFTStream, load_rows
+from burnish.data.sources import DataError
+from burnish.types import Batch
+
+Tok = PreTrainedTokenizerFast
+Jsonl = Callable[..., str]
+CHAT = [
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def one_row(tokenizer: Tok, path: str, **options: Any) -> Batch:
+    return load_rows(SFTDataConfig(sources=(path,), **options), tokenizer)
+
+
+def trained(tokenizer: Tok, batch: Batch) -> str:
+    return tokenizer.decode(batch.tokens[batch.action_mask].tolist())
+
+
+def test_a_conversation_is_trained_on_every_assistant_turn(chars: Tok, jsonl: Jsonl) -> None:
+    batch = one_row(chars, jsonl([{"messages": CHAT}]), system_prompt="brief")
+    assert trained(chars, batch) == "2<|im_end|>4<|im_end|>"
+    text = chars.decode(batch.tokens.tolist())
+    assert text.startswith("<|im_start|>system\nbrief<|im_end|>\n<|im_start|>user\n1+1")
+    prompt = [{"role": "system", "content": "brief"}, CHAT[0]]
+    assert batch.prompt_lens.tolist() == [len(encode_prompt(chars, prompt)[1])]
+
+
+def test_a_prompt_and_a_response_are_trained_on_the_response_and_its_end(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    """Tokens: ``<s> 1 + 1 = | 2 <|im_end|>``: five of prompt, two of response."""
+    batch = one_row(chars, jsonl([{"prompt": "1+1=", "response": "2"}]))
+    assert chars.decode(batch.tokens.tolist()) == "<s>1+1=2<|im_end|>"
+    assert batch.action_mask.tolist() == [False] * 5 + [True] * 2
+    assert batch.prompt_lens.tolist() == [5]
+    assert (batch.num_tokens, batch.num_sequences, batch.rows_per_unit) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1", "response": "2"},
+        {"prompt": CHAT[:1], "response": "2"},
+        {"prompt": CHAT[:1], "response": CHAT[1:2]},
+        {"prompt": "1+1", "response": CHAT[:2]},
+        {"messages": CHAT[:2]},
+    ],
+)
+def test_strings_and_messages_of_the_same_exchange_give_the_same_tokens(
+    chars: Tok, jsonl: Jsonl, row: dict[str, Any]
+) -> None:
+    batch = one_row(chars, jsonl([row]), apply_chat_template=True)
+    expected = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    assert chars.decode(batch.tokens.tolist()) == expected
+    assert trained(chars, batch) == "2<|im_end|>"
+    prompt_ids = encode_prompt(chars, "1+1", apply_chat_template=True)[1]
+    assert batch.tokens.tolist()[: int(batch.prompt_lens[0])] == prompt_ids
+
+
+def test_only_the_response_is_trained_where_the_prompt_has_answers_of_its_own(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    batch = one_row(chars, jsonl([{"prompt": CHAT[:3], "response": "4"}]))
+    assert trained(chars, batch) == "4<|im_end|>"
+
+
+def test_plain_text_is_trained_on_all_but_its_first_token(
+    chars: Tok, bpe: Tok, jsonl: Jsonl
+) -> None:
+    """Nothing stands before the first token that could predict it, be it ``<s>`` or the text's
+    own."""
+    with_bos = one_row(chars, jsonl([{"text": "1+1=2"}]))
+    assert trained(chars, with_bos) == "1+1=2<|im_end|>"
+    without = one_row(bpe, jsonl([{"text": "the cat"}]))
+    assert without.action_mask.tolist() == [False] + [True] * (len(without.tokens) - 1)
+    assert without.prompt_lens.tolist() == [1] and without.tokens[-1] == bpe.eos_token_id
+
+
+def test_training_on_the_prompt_covers_all_up_to_the_last_answer(chars: Tok, jsonl: Jsonl) -> None:
+    batch = one_row(chars, jsonl([{"messages": CHAT}]), train_on_prompt=True)
+    newline = 1
+    assert batch.action_mask.tolist() == (
+        [False] + [True] * (len(batch.tokens) - 1 - newline) + [False]
+    )
+
+
+def test_messages_come_before_response_and_response_before_text(chars: Tok, jsonl: Jsonl) -> None:
+    row = {"messages": None, "prompt": "1+1=", "response": "2", "text": "no"}
+    assert trained(chars, one_row(chars, jsonl([row]))) == "2<|im_end|>"
+    row["messages"] = CHAT[:2]
+    assert trained(chars, one_row(chars, jsonl([row]))) == "2<|im_end|>"
+    assert trained(chars, one_row(chars, jsonl([{"text": "hi", "response": None}]))).startswith(
+        "hi"
+    )
+
+
+def stream(tokenizer: Tok, path: str, **options: Any) -> SFTStream:
+    return SFTStream(SFTDataConfig(sources=(path,), **options), tokenizer, seed=0)
+
+
+@given(stop=st.integers(0, 9))
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_resumed_stream_gives_the_very_next_batches(chars: Tok, jsonl: Jsonl, stop: int) -> None:
+    path = jsonl([{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(7)])
+    whole = stream(chars, path)
+    expected = [whole.next(2) for _ in range(stop + 3)]
+    first = stream(chars, path)
+    for _ in range(stop):
+        first.next(2)
+    second = stream(chars, path)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for batch in expected[stop:]:
+        mine = second.next(2)
+        assert torch.equal(mine.tokens, batch.tokens)
+        assert torch.equal(mine.group_ids, batch.group_ids)
+    assert second.counts == whole.counts
+
+
+def test_every_row_is_a_group_of_its_own_across_batches(chars: Tok, jsonl: Jsonl) -> None:
+    rows = stream(chars, jsonl([{"text": "ab"}, {"text": "cd"}, {"text": "ef"}]))
+    assert [rows.next(2).group_ids.tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert rows.counts == {"rows_seen": 6, "rows_dropped": 0, "rows_truncated": 0, "epoch": 2}
+    assert len(rows) == 3
+
+
+def test_the_three_ways_with_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None:
+    """The first row is ``<s> 1 + 1 = 2 <|im_end|>``, 7 tokens of which the last 5 are ``+1=2`` and
+    the end."""
+    path = jsonl([{"prompt": "1+1=", "response": "2"}, {"prompt": "1", "response": "2"}])
+    options = {"shuffle": False, "max_len": 5}
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has 7 tokens and max_len is 5"):
+        stream(chars, path, **options).next(1)
+    cut = stream(chars, path, overlong="truncate_left", **options)
+    batch = cut.next(2)
+    assert chars.decode(batch.tokens.tolist()) == "+1=2<|im_end|><s>12<|im_end|>"
+    assert batch.prompt_lens.tolist() == [3, 2] and cut.counts["rows_truncated"] == 1
+    rest = stream(chars, path, overlong="drop", **options)
+    assert chars.decode(rest.next(1).tokens.tolist()) == "<s>12<|im_end|>"
+    assert rest.counts["rows_dropped"] == 1
+
+
+def test_the_first_token_is_not_trained_on_after_a_cut_into_the_response(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    path = jsonl([{"prompt": "1", "response": "23456"}])
+    batch = one_row(chars, path, max_len=3, overlong="truncate_left")
+    assert chars.decode(batch.tokens.tolist()) == "56<|im_end|>"
+    assert batch.action_mask.tolist() == [False, True, True]
+    assert batch.prompt_lens.tolist() == [1]
+
+
+def test_a_limit_stops_the_loading_of_rows(chars: Tok, jsonl: Jsonl) -> None:
+    path = jsonl([{"text": "ab"}, {"text": "cd"}, {"text": "ef"}])
+    batch = load_rows(SFTDataConfig(sources=(path,)), chars, limit=2)
+    assert chars.decode(batch.tokens.tolist()) == "<s>ab<|im_end|><s>cd<|im_end|>"
+    assert batch.group_ids.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"prompt": "1", "respnse": "2"},
+            r"rows\.jsonl:1: nothing to learn from: none of the columns 'messages' \(messages_key\)"
+            r".*the columns are prompt, respnse; did you mean 'respnse'\?",
+        ),
+        ({"response": "2"}, r"rows\.jsonl:1: there is no column 'prompt' \(prompt_key\)"),
+        ({"messages": CHAT[:1]}, r"rows\.jsonl:1: the conversation has no assistant message"),
+        ({"messages": "hi"}, r"rows\.jsonl:1: column 'messages' \(messages_key\) holds a string"),
+        ({"text": 3}, r"rows\.jsonl:1: column 'text' \(text_key\) holds a int, not a string"),
+        ({"prompt": "1", "response": 2}, r"rows\.jsonl:1: expected a string or a list.*int 2"),
+        (
+            {"prompt": CHAT[:1], "response": [{"role": "user", "content": "no"}]},
+            r"rows\.jsonl:1: the response begins with a 'user' message",
+        ),
+    ],
+)
+def test_a_row_of_no_use_is_named_with_its_place(
+    chars: Tok, jsonl: Jsonl, row: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(DataError, match=says):
+        stream(chars, jsonl([row])).next(1)
+
+
+def test_a_text_without_tokens_has_nothing_to_train_on(bpe: Tok, jsonl: Jsonl) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has nothing to train on"):
+        stream(bpe, jsonl([{"text": ""}])).next(1)

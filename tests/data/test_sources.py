@@ -1,0 +1,238 @@
+"""Every kind of source gives its rows with their place, and says clearly what is wrong with bad
+input."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from burnish.config.data import EnvironmentSource, FileSource, HubSource
+from burnish.data.sources import DataError, Source, open_source, open_sources
+
+ROWS = [{"prompt": "1+1=", "label": "2"}, {"prompt": "2+2=", "label": "4"}]
+
+
+def open_file(path: Path) -> Source:
+    return open_source(FileSource(path=str(path)))
+
+
+def write_jsonl(path: Path) -> None:
+    path.write_text("\n".join(json.dumps(row) for row in ROWS))
+
+
+def write_json(path: Path) -> None:
+    path.write_text(json.dumps(ROWS))
+
+
+def write_csv(path: Path) -> None:
+    path.write_text("prompt,label\n1+1=,2\n2+2=,4\n")
+
+
+def write_parquet(path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+FORMATS = {
+    "rows.jsonl": write_jsonl,
+    "rows.ndjson": write_jsonl,
+    "rows.json": write_json,
+    "rows.csv": write_csv,
+    "rows.parquet": write_parquet,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_file_format_gives_the_same_rows_in_any_order(tmp_path: Path, name: str) -> None:
+    FORMATS[name](tmp_path / name)
+    source = open_file(tmp_path / name)
+    assert source.name == "rows" and len(source) == 2
+    assert [dict(source[i].values) for i in (1, 0, 1)] == [ROWS[1], ROWS[0], ROWS[1]]
+
+
+def test_rows_know_their_line_or_row(tmp_path: Path) -> None:
+    """Lines count from 1 and include blank ones and the header; rows count from 0, as in prompt
+    ids."""
+    for name, write in FORMATS.items():
+        write(tmp_path / name)
+    places = {name: open_file(tmp_path / name)[1].where for name in FORMATS}
+    assert places == {
+        "rows.jsonl": f"{tmp_path}/rows.jsonl:2",
+        "rows.ndjson": f"{tmp_path}/rows.ndjson:2",
+        "rows.json": f"{tmp_path}/rows.json row 1",
+        "rows.csv": f"{tmp_path}/rows.csv:3",
+        "rows.parquet": f"{tmp_path}/rows.parquet row 1",
+    }
+
+
+def test_blank_lines_of_a_jsonl_file_are_skipped_and_line_numbers_stay_true(tmp_path: Path) -> None:
+    path = tmp_path / "gaps.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": "\xc3\xa4"}\r\n\r\n  \n{"a": 2}\n\n')
+    source = open_file(path)
+    assert [(source[i].values, source[i].where) for i in range(len(source))] == [
+        ({"a": "ä"}, f"{path}:1"),
+        ({"a": 2}, f"{path}:4"),
+    ]
+
+
+def test_a_csv_cell_may_hold_line_breaks_and_be_longer_than_the_readers_own_limit(
+    tmp_path: Path,
+) -> None:
+    """csv refuses cells over 131072 characters unless told otherwise. Row 2 begins on line 4."""
+    path = tmp_path / "long.csv"
+    path.write_text('a,b\n"x\ny",1\n' + "z" * 200_000 + ",2\n")
+    source = open_file(path)
+    assert source[0].values == {"a": "x\ny", "b": "1"} and source[0].where == f"{path}:2"
+    assert len(source[1].values["a"]) == 200_000 and source[1].where == f"{path}:4"
+
+
+def test_a_folder_written_by_save_to_disk_is_a_source(tmp_path: Path) -> None:
+    train = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": train, "test": train.select([1])}).save_to_disk(
+        tmp_path / "both"
+    )
+    train.save_to_disk(tmp_path / "one")
+    test = open_source(HubSource(path=str(tmp_path / "both"), split="test"))
+    one = open_source(HubSource(path=str(tmp_path / "one"), name="mine"))
+    assert (test.name, len(test), test[0].values) == ("both", 1, ROWS[1])
+    assert test[0].where == f"{tmp_path}/both[test] row 0"
+    assert (one.name, len(one), one[0].values) == ("mine", 2, ROWS[0])
+    with pytest.raises(
+        DataError, match=r"no split 'tets'; it has train, test; did you mean 'test'"
+    ):
+        open_source(HubSource(path=str(tmp_path / "both"), split="tets"))
+
+
+def test_a_dataset_is_loaded_by_name_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(path: str, subset: str | None, *, split: str) -> datasets.Dataset:
+        asked.append((path, subset, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = open_source(HubSource(path="some/sums", subset="easy", split="test"))
+    assert asked == [("some/sums", "easy", "test")]
+    assert source.name == "sums" and source[1].values == ROWS[1]
+
+
+def test_a_dataset_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match=r"'some/sums' .*split 'train'.* no network"):
+        open_source(HubSource(path="some/sums"))
+
+
+class FakeEnvironment:
+    name = "sums"
+
+    def __len__(self) -> int:
+        return 3
+
+    def item(self, i: int) -> dict[str, object]:
+        return {"prompt": f"{i}+1=", "label": str(i + 1), "level": 1}
+
+
+def test_an_environment_row_says_how_to_find_the_item_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def make(name: str, options: dict[str, object], *, size: int, seed: int) -> FakeEnvironment:
+        asked.append((name, options, size, seed))
+        return FakeEnvironment()
+
+    module = types.ModuleType("burnish.environments.base")
+    module.make_environment = make  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "burnish.environments.base", module)
+    options = {"dataset": "chain_sum"}
+    source = open_source(EnvironmentSource(environment="gym", options=options, size=3, seed=7))
+    assert asked == [("gym", options, 3, 7)]
+    assert source.name == "sums" and len(source) == 3
+    assert source[2].values == {"prompt": "2+1=", "label": "3", "level": 1}
+    assert source[2].environment == {
+        "name": "gym",
+        "options": options,
+        "size": 3,
+        "seed": 7,
+        "index": 2,
+    }
+
+
+def test_a_missing_file_is_named_with_the_nearest_sibling(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl")
+    with pytest.raises(
+        DataError, match=r"trian\.jsonl does not exist.*did you mean 'train\.jsonl'"
+    ):
+        open_file(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=r"neither does its folder .*nowhere"):
+        open_file(tmp_path / "nowhere" / "train.jsonl")
+
+
+def test_an_unknown_file_type_lists_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "rows.xml").write_text("<rows/>")
+    with pytest.raises(DataError, match=r"'\.xml'; known are \.csv, \.json, \.jsonl"):
+        open_file(tmp_path / "rows.xml")
+
+
+def test_a_folder_given_as_a_file_points_to_the_right_kind(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is a folder.*kind: dataset"):
+        open_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("e.jsonl", "\n\n"), ("e.json", "[]"), ("e.csv", "a,b\n"), ("f.csv", "")]
+)
+def test_an_empty_data_set_is_named(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=rf"{name}: the data set is empty"):
+        open_file(tmp_path / name)
+
+
+def test_a_broken_line_is_named_when_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": \n[1]\n')
+    source = open_file(path)
+    assert source[0].values == {"a": 1}
+    with pytest.raises(DataError, match=r"broken\.jsonl:3: the line is not JSON .*begins.*\{"):
+        source[1]
+    with pytest.raises(DataError, match=r"broken\.jsonl:4: a row is an object .* is a list"):
+        source[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", '{"a": 1}', "holds one dict; a .json data set is a list"),
+        ("b.json", '{"a": 1}\n{"a": 2}', "Then call it .jsonl"),
+        ("c.csv", "a,b\n1,2\n1,2,3\n", "c.csv:3: 3 cells, and the header has 2 columns"),
+        ("d.csv", "a,a\n1,2\n", "names a column twice"),
+        ("e.parquet", "PAR?", "not readable as parquet"),
+    ],
+)
+def test_a_malformed_file_says_what_is_wrong(
+    tmp_path: Path, name: str, content: str, says: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        open_file(tmp_path / name)
+    assert name in str(caught.value) and says in str(caught.value)
+
+
+def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "train.jsonl")
+    paths = [FileSource(path=str(tmp_path / f / "train.jsonl")) for f in ("a", "b")]
+    with pytest.raises(DataError, match=r"2 data sources are called 'train'.*different `name`"):
+        open_sources(paths)
+    other = paths[1].model_copy(update={"name": "other"})
+    assert [s.name for s in open_sources([paths[0], other])] == ["train", "other"]

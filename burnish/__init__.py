@@ -1,0 +1,53 @@
+"""Burnish: reinforcement learning for language models. The Python API; everything loads when first
+used.
+
+``load_config`` reads a recipe, ``run`` runs it, ``export`` turns a checkpoint into a HuggingFace
+folder, ``build_report`` writes a run's page. Reading order of the code: ``types.py``,
+``loops/rl.py``, then what it calls."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from burnish.checkpoint.export import export
+    from burnish.config import load_config
+    from burnish.loops.session import Interrupted
+    from burnish.observe.report import build_report
+    from burnish.runtime.inline import RunResult, run
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Interrupted": "burnish.loops.session",
+    "RunResult": "burnish.runtime.inline",
+    "build_report": "burnish.observe.report",
+    "export": "burnish.checkpoint.export",
+    "load_config": "burnish.config",
+    "run": "burnish.runtime.inline",
+}
+
+__all__ = [
+    "Interrupted",
+    "RunResult",
+    "__version__",
+    "build_report",
+    "export",
+    "load_config",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module at first use (PEP 562), so that ``import burnish`` is
+    quick."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'burnish' has no attribute {name!r}")
+    value = vars(importlib.import_module(_HOMES[name]))[name]
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,16 +13,18 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.model import Dtype, ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
-from burnish.train.base import Outputs
+from burnish.models.value_head import load_scalar_model
+from burnish.train.base import Outputs, Role
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 torch.set_num_threads(1)
 
 TINY = ModelConfig(scratch=ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2))
+LIVELY = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))
 
 
 @pytest.fixture
@@ -76,14 +78,53 @@ def make_engine() -> Callable[..., TorchTrainEngine]:
     """``make_engine(role="policy", micro=None, dtype="fp32", config=TINY, **train)``."""
 
     def make(
-        *, micro: int | None = None, dtype: str = "fp32", config: ModelConfig = TINY, total_steps: int = 10,
-        temperature: float = 1.0, **train: object,
-    ) -> TorchTrainEngine:
-        model = load_causal_lm(config, dtype=dtype)  # type: ignore[arg-type]
-        spec = EngineSpec(
-            role="policy", train=TrainConfig(**{"lr": 1e-3, **train}), model=config, micro_batch_size=micro,
-            total_steps=total_steps, temperature=temperature,
+        *, role: Role = "policy", micro: int | None = None, dtype: Dtype = "fp32", config: ModelConfig = TINY,
+        total_steps: int = 10, temperature: float = 1.0, trainable: bool = True, **train: object,
+    ) -> TorchTrainEngine:  # fmt: skip
+        scalar = role in ("critic", "reward")
+        model = (
+            load_scalar_model(config, dtype=dtype, new_head=True)
+            if scalar
+            else load_causal_lm(config, dtype=dtype)
         )
+        spec = EngineSpec(
+            role=role, train=TrainConfig(**{"lr": 1e-3, **train}), model=config, micro_batch_size=micro,
+            total_steps=total_steps, temperature=temperature, trainable=trainable,
+        )  # fmt: skip
         return TorchTrainEngine(model, spec, tokenizer=load_tokenizer(config))
 
     return make
+
+
+def full_state(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
+    """Copies of all that training moves: weights, masters, moments, EMA and the version."""
+    assert engine.optimizer is not None
+    state = {f"weight/{n}": p.detach().clone() for n, p in engine.model.named_parameters()}
+    for kind, tensors in engine.optimizer.tensors().items():
+        state |= {f"{kind}/{n}": t.detach().clone() for n, t in tensors.items()}
+    return state | {"version": torch.tensor(engine.version)}
+
+
+@pytest.fixture
+def state_of() -> Callable[[TorchTrainEngine], dict[str, torch.Tensor]]:
+    return full_state
+
+
+@pytest.fixture
+def lively_model() -> LlamaForCausalLM:
+    """Untied and with large weights: its distributions are far from uniform and differ by position, so that a
+    wrong position, mask or row changes the argmax."""
+    return make_lively(load_causal_lm(LIVELY))
+
+
+@pytest.fixture
+def lively_config() -> ModelConfig:
+    return LIVELY
+
+
+def make_lively(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model

@@ -45,7 +45,9 @@ def export(
     Raises CheckpointError: no such checkpoint or model in it, a damaged one, an ``out`` that is not empty.
     """
     folder, target = _checkpoint_folder(Path(checkpoint)), Path(out)
-    role, _, kind = model.partition("-")
+    role, dash, kind = model.partition("-")
+    if dash and kind != "ema":
+        raise CheckpointError(f"model={model!r}: {role} and {role}-ema (its moving average) can be exported")
     source = _engine_folder(folder, role)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"the export folder {target} is not empty; choose a new one")

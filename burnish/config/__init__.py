@@ -1,4 +1,4 @@
-"""The typed config tree. Start with ``jobs.py``; ``load.py`` turns a recipe file into one of its classes."""
+"""The typed config tree. Start with ``jobs.py``; ``load.py`` reads a recipe file."""
 
 from burnish.config.arithmetic import BatchError, BatchPlan
 from burnish.config.jobs import (

@@ -11,11 +11,12 @@ from burnish.config.base import Node
 
 
 class GroupAdvantage(Node):
-    """Advantages from the rewards of one prompt's samples: needs n_samples_per_prompt > 1, no critic."""
+    """Advantages from the rewards of one prompt's samples: needs n_samples_per_prompt > 1, no
+    critic."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "opo"]
-    """grpo: (R - mean) / (std + eps), arXiv 2402.03300. dr_grpo: R - mean, arXiv 2503.20783.
-    rloo: R - mean of the others, arXiv 2402.14740. opo: R - length-weighted mean, arXiv 2505.23585."""
+    """grpo: (R - mean) / (std + eps), arXiv 2402.03300. dr_grpo: R - mean, arXiv 2503.20783. rloo:
+    R - mean of the others, arXiv 2402.14740. opo: R - length-weighted mean, arXiv 2505.23585."""
     eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (grpo)."""
 
@@ -54,7 +55,8 @@ AdvantageConfig = Annotated[
 
 
 class PpoLoss(Node):
-    """The clipped surrogate (arXiv 1707.06347) with separate bounds (DAPO's clip-higher) and dual clip."""
+    """The clipped surrogate (arXiv 1707.06347) with separate bounds (DAPO's clip-higher) and dual
+    clip."""
 
     kind: Literal["ppo"] = "ppo"
     clip_low: float = Field(0.2, gt=0, lt=1)
@@ -84,31 +86,43 @@ class KlConfig(Node):
     placement: Literal["reward", "loss"] = "loss"
     """Taken off every token's reward, or added to the loss."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """http://joschu.net/blog/kl-approx.html. In the reward k1 is meant; as a loss k2 or k3 (k1's gradient is 0 on average)."""
+    """http://joschu.net/blog/kl-approx.html. In the reward k1 is meant; as a loss k2 or k3 (k1's
+    gradient is 0 on average)."""
     kl_target: float | None = Field(None, gt=0)
-    """Adapt the weight to hold the mean KL per token at this value (Ziegler 2019). None: fixed weight."""
+    """Adapt the weight to hold the mean KL per token at this value (Ziegler 2019). None: fixed
+    weight."""
     kl_horizon: int = Field(10_000, ge=1)
     """Samples over which the adaptive weight moves."""
 
     def rules(self) -> Iterator[str]:
         if self.init_kl_coef and self.placement == "loss" and self.estimator == "k1":
-            yield "estimator=k1 as a loss has a gradient that is 0 on average; use k2 or k3, or placement=reward"
+            yield (
+                "estimator=k1 as a loss has a gradient that is 0 on average; use k2 or k3, or "
+                "placement=reward"
+            )
         if self.init_kl_coef and self.placement == "reward" and self.estimator != "k1":
-            yield f"estimator={self.estimator} in the reward biases the return; placement=reward takes k1"
+            yield (
+                f"estimator={self.estimator} in the reward biases the return; placement=reward "
+                "takes k1"
+            )
         if self.kl_target is not None and not self.init_kl_coef:
-            yield "kl_target adapts init_kl_coef, which is 0; set init_kl_coef (0.01 is a usual start)"
+            yield (
+                "kl_target adapts init_kl_coef, which is 0; set init_kl_coef (0.01 is a usual "
+                "start)"
+            )
 
 
 class AlgorithmConfig(Node):
     """One RL algorithm = an advantage + a policy loss + an aggregation + a KL term."""
 
     advantage: AdvantageConfig = GroupAdvantage(kind="grpo")
-    """``grpo | dr_grpo | rloo | opo | gae | reinforce_pp | reinforce_pp_baseline``, or a node with ``kind`` and its options."""
+    """``grpo | dr_grpo | rloo | opo | gae | reinforce_pp | reinforce_pp_baseline``, or a node with
+    ``kind`` and its options."""
     policy_loss: PolicyLossConfig = PpoLoss()
     """``ppo | reinforce``, or a node with ``kind`` and its options."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = "token_mean"
-    """token_mean: over all tokens of the step (DAPO). sequence_mean: mean of per-sequence means (the first GRPO).
-    sequence_sum_constant: sums over ``generate_max_len`` (Dr. GRPO)."""
+    """token_mean: over all tokens of the step (DAPO). sequence_mean: mean of per-sequence means
+    (the first GRPO). sequence_sum_constant: sums over ``generate_max_len`` (Dr. GRPO)."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0: none."""
     kl: KlConfig = KlConfig()

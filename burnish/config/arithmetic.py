@@ -1,13 +1,13 @@
 """Batch arithmetic: derive, validate and print how samples become optimizer steps.
 
-B = ``train_batch_size`` (samples per optimizer step), b = ``micro_train_batch_size``, D = data-parallel ranks,
-accumulation = B / (b x D); P = ``rollout_batch_size`` (prompts), n = ``n_samples_per_prompt``: the rollout
-buffer holds P x n samples and each pass over it takes P x n / B optimizer steps. Pure functions of numbers;
-nothing here knows a config class.
-"""
+B = ``train_batch_size`` (samples per optimizer step), b = ``micro_train_batch_size``, D =
+data-parallel ranks, accumulation = B / (b x D); P = ``rollout_batch_size`` (prompts), n =
+``n_samples_per_prompt``: the rollout buffer holds P x n samples and each pass over it takes P x n /
+B optimizer steps. Pure functions of numbers; nothing here knows a config class."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -29,7 +29,11 @@ class BatchPlan:
 
     @property
     def samples_per_rollout(self) -> int | None:
-        return None if self.rollout_batch_size is None else self.rollout_batch_size * self.n_samples_per_prompt
+        return (
+            None
+            if self.rollout_batch_size is None
+            else self.rollout_batch_size * self.n_samples_per_prompt
+        )
 
     @property
     def optimizer_steps_per_rollout(self) -> int | None:
@@ -38,7 +42,7 @@ class BatchPlan:
         return self.epochs_per_rollout * (self.samples_per_rollout // self.train_batch_size)
 
 
-def nearest_divisors(total: int, wanted: int) -> list[int]:
+def nearest_divisors(total: int, wanted: float) -> list[int]:
     """The largest divisor of ``total`` not above ``wanted`` and the smallest not below it.
 
     >>> nearest_divisors(64, 24)
@@ -88,59 +92,65 @@ def derive_batch(
     if big is None:
         assert micro is not None and accum is not None
         big = micro * accum * ranks
+    if token_budget:
+        micro = accum = None
+    if micro is not None and accum is not None and big != micro * accum * ranks:
+        raise BatchError(_disagreement(big, micro, accum=accum, ranks=ranks))
     if big % ranks:
+        works = nearest_multiples(ranks * (micro or accum or 1), big)
         raise BatchError(
-            f"train_batch_size={big} is not a multiple of the {ranks} data-parallel ranks; "
-            f"nearest that are: {_join(nearest_multiples(ranks, big))}"
+            f"train_batch_size={big} is not a multiple of the {ranks} data-parallel ranks; nearest "
+            f"that works: {_join(works)}"
         )
+    per_rank = big // ranks
+    for name, value in (
+        ("micro_train_batch_size", micro),
+        ("gradient_accumulation_steps", accum),
+    ):
+        if value is not None and per_rank % value:
+            raise BatchError(
+                f"{name}={value} does not divide train_batch_size={big} / {ranks} rank(s) = "
+                f"{per_rank}; nearest {name} that does: "
+                f"{_join(nearest_divisors(per_rank, value))}, or train_batch_size: "
+                f"{_join(nearest_multiples(value * ranks, big))}"
+            )
     if token_budget:
         return BatchPlan(big, None, None, ranks)
-    per_rank = big // ranks
-    if micro is None:
-        micro = per_rank if accum is None else _divide(per_rank, accum, "gradient_accumulation_steps", big, ranks)
-    elif per_rank % micro:
-        raise BatchError(
-            f"micro_train_batch_size={micro} does not divide train_batch_size={big} / {ranks} rank(s) = "
-            f"{per_rank}; nearest micro_train_batch_size that does: {_join(nearest_divisors(per_rank, micro))}, "
-            f"or train_batch_size: {_join(nearest_multiples(micro * ranks, big))}"
-        )
-    derived = per_rank // micro
-    if accum is not None and accum != derived:
-        raise BatchError(
-            f"train_batch_size={big}, micro_train_batch_size={micro} and gradient_accumulation_steps={accum} "
-            f"disagree over {ranks} rank(s): {big} / ({micro} x {ranks}) = {derived}; drop one of the three, or set "
-            f"gradient_accumulation_steps={derived} or train_batch_size={micro * accum * ranks}"
-        )
-    return BatchPlan(big, micro, derived, ranks)
+    micro = micro or per_rank // (accum or 1)
+    return BatchPlan(big, micro, per_rank // micro, ranks)
 
 
-def _divide(per_rank: int, accum: int, name: str, big: int, ranks: int) -> int:
-    if per_rank % accum:
-        raise BatchError(
-            f"{name}={accum} does not divide train_batch_size={big} / {ranks} rank(s) = {per_rank}; "
-            f"nearest that do: {_join(nearest_divisors(per_rank, accum))}"
-        )
-    return per_rank // accum
+def _disagreement(big: int, micro: int, *, accum: int, ranks: int) -> str:
+    fits = big % (micro * ranks) == 0
+    other = f"gradient_accumulation_steps={big // (micro * ranks)} or " if fits else ""
+    return (
+        f"train_batch_size={big}, micro_train_batch_size={micro} and gradient_accumulation_steps="
+        f"{accum} disagree over {ranks} rank(s): {micro} x {accum} x {ranks} = "
+        f"{micro * accum * ranks}; drop one of the three, or set {other}"
+        f"train_batch_size={micro * accum * ranks}"
+    )
 
 
-def check_rollout(plan: BatchPlan) -> BatchPlan:
+def check_rollout(plan: BatchPlan, *, unit: int = 1) -> BatchPlan:
     """Check that the rollout buffer P x n is cut into whole optimizer steps; returns the plan.
 
+    ``unit``: what train_batch_size must stay a multiple of, because b or accumulation is given.
     Raises BatchError with the nearest train_batch_size and rollout_batch_size that work.
     """
     samples = plan.samples_per_rollout
     if samples is None or samples % plan.train_batch_size == 0:
         return plan
-    n, prompts = plan.n_samples_per_prompt, plan.rollout_batch_size
+    n, prompts, big = plan.n_samples_per_prompt, plan.rollout_batch_size, plan.train_batch_size
     assert prompts is not None
-    fitting = [p for p in range(1, 2 * prompts + plan.train_batch_size + 1) if p * n % plan.train_batch_size == 0]
-    below = [p for p in fitting if p <= prompts][-1:]
-    above = [p for p in fitting if p >= prompts][:1]
+    ways = []
+    if samples % unit == 0:  # B = unit x k divides the samples where k divides samples / unit
+        steps = nearest_divisors(samples // unit, big / unit)
+        ways.append(f"nearest train_batch_size: {_join([unit * k for k in steps])}")
+    whole = big // math.gcd(big, n)  # prompts whose samples fill whole steps
+    ways.append(f"nearest rollout_batch_size: {_join(nearest_multiples(whole, prompts))}")
     raise BatchError(
-        f"the rollout buffer holds rollout_batch_size={prompts} prompts x n_samples_per_prompt={n} = {samples} "
-        f"samples, which train_batch_size={plan.train_batch_size} does not divide; nearest train_batch_size: "
-        f"{_join(nearest_divisors(samples, plan.train_batch_size))}, nearest rollout_batch_size: "
-        f"{_join(below + above)}"
+        f"the rollout buffer holds rollout_batch_size={prompts} prompts x n_samples_per_prompt={n} "
+        f"= {samples} samples, which train_batch_size={big} does not divide; {', '.join(ways)}"
     )
 
 

@@ -39,13 +39,15 @@ class HubSource(Node):
 
 
 class EnvironmentSource(Node):
-    """Prompts made by an environment, which also scores the answers (reward kind ``environment``)."""
+    """Prompts made by an environment, which also scores the answers (reward kind
+    ``environment``)."""
 
     kind: Literal["environment"] = "environment"
     environment: str = "reasoning_gym"
     """``reasoning_gym``, or ``module:Class`` of your own environment."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment: for reasoning_gym, ``dataset`` (the task's name) and its parameters."""
+    """Passed to the environment: for reasoning_gym, ``dataset`` (the task's name) and its
+    parameters."""
     size: int = Field(1000, ge=1)
     """Number of distinct items."""
     seed: int = 0
@@ -83,21 +85,24 @@ class DataConfig(Node):
     shuffle: bool = True
     """Shuffle each source anew in every epoch (by ``seed``). Off: file order."""
     overlong: Overlong = "error"
-    """What happens to a row over the length limit: stop, cut tokens off its left end, or leave it out
-    (both counted and reported)."""
+    """What happens to a row over the length limit: stop, cut tokens off its left end, or leave it
+    out (both counted and reported)."""
 
 
 class PromptDataConfig(DataConfig):
     """Prompts for rollouts and for evaluation."""
 
     prompt_key: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages. Environments fill ``prompt``."""
+    """Column with the prompt: a string, or a list of chat messages. Environments fill
+    ``prompt``."""
     label_key: str = "label"
     """Column with the reference answer; may be absent. Environments fill ``label``."""
     prompt_template: str | None = None
-    """Python format string over the row's columns, e.g. ``"Question: {prompt}\\nAnswer:"``. None: the column as it is."""
+    """Python format string over the row's columns, e.g. ``"Question: {prompt}\\nAnswer:"``. None:
+    the column as it is."""
     apply_chat_template: bool = False
-    """Wrap a string prompt as a user message in the chat template (lists of messages always are)."""
+    """Wrap a string prompt as a user message in the chat template (lists of messages always
+    are)."""
     prompt_max_len: int = Field(1024, ge=1)
     """Longest prompt in tokens; ``overlong`` says what happens beyond."""
 
@@ -114,7 +119,8 @@ class SFTDataConfig(DataConfig):
     text_key: str = "text"
     """Column with plain text (loss on all of it) where there is no response."""
     prompt_template: str | None = None
-    """Python format string over the row's columns that makes the prompt. None: the column as it is."""
+    """Python format string over the row's columns that makes the prompt. None: the column as it
+    is."""
     apply_chat_template: bool = False
     """Wrap prompt and response as a user and an assistant message (``messages`` always are)."""
     train_on_prompt: bool = False
@@ -135,7 +141,8 @@ class PreferenceDataConfig(DataConfig):
     margin_key: str | None = None
     """Column with a number that says by how much. None: no margins."""
     prompt_template: str | None = None
-    """Python format string over the row's columns that makes the prompt. None: the column as it is."""
+    """Python format string over the row's columns that makes the prompt. None: the column as it
+    is."""
     apply_chat_template: bool = False
     """Wrap prompt and responses as user and assistant messages."""
     max_len: int = Field(2048, ge=2)
@@ -143,4 +150,7 @@ class PreferenceDataConfig(DataConfig):
 
     def rules(self) -> Iterator[str]:
         if self.chosen_key == self.rejected_key:
-            yield f"chosen_key and rejected_key are both {self.chosen_key!r}; a pair needs two columns"
+            yield (
+                f"chosen_key and rejected_key are both {self.chosen_key!r}; a pair needs two "
+                "columns"
+            )

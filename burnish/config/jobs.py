@@ -24,7 +24,8 @@ class JobConfig(Node):
     job: str
     """Which job the recipe is for."""
     run_dir: str = "runs/{job}"
-    """Run folder; ``{job}`` and ``{time}`` are filled in. Must be new or empty unless a run is resumed."""
+    """Run folder; ``{job}`` and ``{time}`` are filled in. Must be new or empty unless a run is
+    resumed."""
     seed: int = 0
     """Seed of everything random: data order, sampling, initial heads, dropout."""
     model: ModelConfig
@@ -125,43 +126,73 @@ class RLConfig(TrainingJob):
             n_samples_per_prompt=self.rollout.n_samples_per_prompt,
             epochs_per_rollout=self.train.epochs_per_rollout,
         )
-        return check_rollout(plan)
+        train = self.train
+        given = 1 if train.max_tokens_per_micro_batch else None
+        part = given or train.micro_train_batch_size or train.gradient_accumulation_steps or 1
+        return check_rollout(plan, unit=part * plan.data_parallel_size)
 
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
-        advantage, algorithm = self.algorithm.advantage, self.algorithm
-        uses_gae = isinstance(advantage, GaeAdvantage)
-        if self.critic is not None and not uses_gae:
-            yield f"critic is set, and algorithm.advantage={advantage.kind} uses none; remove critic or use gae"
-        needs_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
-        if needs_group and self.rollout.n_samples_per_prompt < 2:
+        yield from self._advantage_rules()
+        yield from self._kl_rules()
+        if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
             yield (
-                f"algorithm.advantage={advantage.kind} compares samples of one prompt, and "
-                "rollout.n_samples_per_prompt=1 leaves nothing to compare; use 2 or more (8 is usual)"
+                "algorithm.policy_loss=reinforce has no ratio, so it is right for one optimizer "
+                "step per rollout only; use ppo, or train_batch_size = rollout_batch_size x "
+                "n_samples_per_prompt with epochs_per_rollout=1"
             )
-        if advantage.kind == "reinforce_pp_baseline" and advantage.gamma != 1.0:
-            yield (
-                f"algorithm.advantage.gamma={advantage.gamma} with a group baseline: the baseline is not "
-                "discounted; use gamma=1"
-            )
-        if isinstance(advantage, GroupAdvantage) and algorithm.kl.init_kl_coef and algorithm.kl.placement == "reward":
-            yield (
-                f"algorithm.kl.placement=reward puts KL on every token's reward, and advantage={advantage.kind} sees "
-                "one reward per response; use placement=loss (estimator k3 is usual)"
-            )
-        if self.reference is not None and not algorithm.kl.init_kl_coef:
-            yield "reference is set and algorithm.kl.init_kl_coef=0 never reads it; remove it or set a KL weight"
-        if algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
-            yield (
-                "algorithm.policy_loss=reinforce has no ratio, so it is right for one optimizer step per rollout only; "
-                "use ppo, or train_batch_size = rollout_batch_size x n_samples_per_prompt with epochs_per_rollout=1"
-            )
-        if self.checkpoint.best_metric and self.checkpoint.best_metric.startswith("eval/") and self.eval is None:
-            yield f"checkpoint.best_metric={self.checkpoint.best_metric} is measured by eval, which is not set"
+        best = self.checkpoint.best_metric
+        if best and best.startswith("eval/") and self.eval is None:
+            yield f"checkpoint.best_metric={best} is measured by eval, which is not set"
         if self.shaping.overlong_buffer_len >= self.rollout.generate_max_len:
             yield (
                 f"shaping.overlong_buffer_len={self.shaping.overlong_buffer_len} must be below "
                 f"rollout.generate_max_len={self.rollout.generate_max_len}"
+            )
+
+    def _advantage_rules(self) -> Iterator[str]:
+        advantage = self.algorithm.advantage
+        uses_gae = isinstance(advantage, GaeAdvantage)
+        if self.critic is not None and not uses_gae:
+            yield (
+                f"critic is set, and algorithm.advantage={advantage.kind} uses none; remove critic "
+                "or use gae"
+            )
+        needs_group = (
+            isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
+        )
+        if needs_group and self.rollout.n_samples_per_prompt < 2:
+            yield (
+                f"algorithm.advantage={advantage.kind} compares samples of one prompt, and "
+                "rollout.n_samples_per_prompt=1 leaves nothing to compare; use 2 or more (8 is "
+                "usual)"
+            )
+        if advantage.kind == "reinforce_pp_baseline" and advantage.gamma != 1.0:
+            yield (
+                f"algorithm.advantage.gamma={advantage.gamma} with a group baseline: the baseline "
+                "is not discounted; use gamma=1"
+            )
+
+    def _kl_rules(self) -> Iterator[str]:
+        advantage, kl = self.algorithm.advantage, self.algorithm.kl
+        by_group = isinstance(advantage, GroupAdvantage)
+        if by_group and kl.init_kl_coef and kl.placement == "reward":
+            yield (
+                "algorithm.kl.placement=reward puts KL on every token's reward, and "
+                f"advantage={advantage.kind} sees one reward per response; use placement=loss "
+                "(estimator k3 is usual)"
+            )
+        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        if kl.kl_target is not None and samples >= 5 * kl.kl_horizon:
+            yield (
+                f"algorithm.kl.kl_horizon={kl.kl_horizon} is too short for {samples} samples per "
+                "rollout: the weight could reach 0 in one step; use more than "
+                f"{samples // 5} (10000 is usual)"
+            )
+        if self.reference is not None and not kl.init_kl_coef:
+            yield (
+                "reference is set and algorithm.kl.init_kl_coef=0 never reads it; remove it or set "
+                "a KL weight"
             )
 
 

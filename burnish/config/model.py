@@ -47,7 +47,8 @@ class LoraConfig(Node):
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input. 0 keeps the policy ratio exactly 1 at the first update."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Module names that get an adapter, or ``all-linear`` for every linear layer but the output head."""
+    """Module names that get an adapter, or ``all-linear`` for every linear layer but the output
+    head."""
 
 
 class ModelConfig(Node):
@@ -72,7 +73,9 @@ class ModelConfig(Node):
 
     def rules(self) -> Iterator[str]:
         if (self.path is None) == (self.scratch is None):
-            yield "set exactly one of path (a folder or hub name) and scratch (a small random model)"
+            yield (
+                "set exactly one of path (a folder or hub name) and scratch (a small random model)"
+            )
         if self.gguf_file and not self.path:
             yield "gguf_file names a file inside path, and path is not set"
 
@@ -85,7 +88,8 @@ class CriticConfig(Node):
     lr: float | None = Field(None, gt=0)
     """Learning rate of the critic. None: ``train.lr``."""
     value_clip: float | None = Field(0.2, gt=0)
-    """Clip range of the value around its old value (arXiv 1707.06347 implementations). None: no clipping."""
+    """Clip range of the value around its old value (arXiv 1707.06347 implementations). None: no
+    clipping."""
 
 
 class ReferenceConfig(Node):
@@ -102,6 +106,8 @@ class PrecisionConfig(Node):
     """Number formats of the trainer and of the rollout engine."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Compute format of the trainer. With bf16, master weights, moments and gradient sums stay fp32."""
+    """Compute format of the trainer. With bf16, master weights, moments and gradient sums stay
+    fp32."""
     rollout_dtype: Dtype | None = None
-    """Compute format of the rollout engine. None: same as ``dtype``, and then weights are shared, not copied."""
+    """Compute format of the rollout engine. None: same as ``dtype``, and then weights are shared,
+    not copied."""

@@ -21,17 +21,19 @@ class _Reward(Node):
 class FunctionReward(_Reward):
     """A Python function, sync or async, for one response or for a batch.
 
-    One: ``def f(prompt, response, label) -> float``. Batch: ``def f(prompts, responses, labels) -> list[float]``.
-    A parameter ``metadata`` (batch: ``metadatas``) gets the row's other columns. The parameter names decide.
-    """
+    One: ``def f(prompt, response, label) -> float``. Batch: ``def f(prompts, responses, labels) ->
+    list[float]``. A parameter ``metadata`` (batch: ``metadatas``) gets the row's other columns. The
+    parameter names decide."""
 
     kind: Literal["function"] = "function"
     function: str | None = None
-    """``path/to/file.py:name`` or ``package.module:name``. None: a callable given to ``burnish.run``."""
+    """``path/to/file.py:name`` or ``package.module:name``. None: a callable given to
+    ``burnish.run``."""
 
 
 class ModelReward(_Reward):
-    """A reward model made by ``burnish rm``, or a HuggingFace sequence classifier with one output."""
+    """A reward model made by ``burnish rm``, or a HuggingFace sequence classifier with one
+    output."""
 
     kind: Literal["model"] = "model"
     model: ModelConfig
@@ -41,7 +43,8 @@ class ModelReward(_Reward):
 
 
 class MathReward(_Reward):
-    """1 if the last answer in the response equals the label as mathematics (math-verify), else 0."""
+    """1 if the last answer in the response equals the label as mathematics (math-verify), else
+    0."""
 
     kind: Literal["math"] = "math"
     timeout_s: float = Field(5.0, gt=0)
@@ -67,7 +70,8 @@ class FailurePolicy(Node):
     retries: int = Field(0, ge=0)
     """Times the failed call is made again first."""
     then: Literal["fail", "drop_group"] = "fail"
-    """``fail`` stops the run with the error; ``drop_group`` leaves the whole group out, counted in metrics."""
+    """``fail`` stops the run with the error; ``drop_group`` leaves the whole group out, counted in
+    metrics."""
 
 
 class ShapingConfig(Node):
@@ -78,11 +82,13 @@ class ShapingConfig(Node):
     truncation_penalty: float = Field(0.0, ge=0)
     """Taken off where the response hit the length limit."""
     overlong_buffer_len: int = Field(0, ge=0)
-    """DAPO's soft length penalty (arXiv 2503.14476): rises linearly from 0 to ``overlong_penalty`` over the
-    last this many tokens before ``generate_max_len``. 0: off."""
+    """DAPO's soft length penalty (arXiv 2503.14476): rises linearly from 0 to ``overlong_penalty``
+    over the last this many tokens before ``generate_max_len``. 0: off."""
     overlong_penalty: float = Field(1.0, ge=0)
     """The penalty at the limit."""
 
     def rules(self) -> Iterator[str]:
         if self.overlong_penalty != 1.0 and not self.overlong_buffer_len:
-            yield "overlong_penalty does nothing while overlong_buffer_len is 0; set both or neither"
+            yield (
+                "overlong_penalty does nothing while overlong_buffer_len is 0; set both or neither"
+            )

@@ -40,7 +40,6 @@ class LocalEngine(Node):
     """On CUDA, replay decode steps as graphs."""
 
 
-
 class RolloutConfig(SamplingConfig):
     """One rollout: P prompts with n samples each fill the buffer that one RL step trains on."""
 
@@ -53,7 +52,10 @@ class RolloutConfig(SamplingConfig):
 
     def rules(self) -> Iterator[str]:
         if self.temperature == 0:
-            yield "temperature=0 gives the same response n times and no exploration; use a value above 0 (1.0 is usual)"
+            yield (
+                "temperature=0 gives the same response n times and no exploration; use a value "
+                "above 0 (1.0 is usual)"
+            )
 
 
 class EvalConfig(Node):
@@ -68,17 +70,26 @@ class EvalConfig(Node):
     n_samples_per_prompt: int = Field(1, ge=1)
     """Samples per prompt."""
     pass_k: tuple[int, ...] = (1,)
-    """For which k pass@k is reported (unbiased estimator of arXiv 2107.03374); each at most n_samples_per_prompt."""
+    """For which k pass@k is reported (unbiased estimator of arXiv 2107.03374); each at most
+    n_samples_per_prompt."""
     pass_threshold: float = 1.0
     """A response passes if its reward is at least this."""
     temperature: float = Field(0.0, ge=0)
     """0: greedy."""
     generate_max_len: int | None = Field(None, ge=1)
     """Most new tokens. None: as in rollout."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end a response. None: as in rollout."""
 
     def rules(self) -> Iterator[str]:
         for k in self.pass_k:
             if not 1 <= k <= self.n_samples_per_prompt:
-                yield f"pass_k has {k}, and k must lie in 1..n_samples_per_prompt={self.n_samples_per_prompt}"
+                yield (
+                    f"pass_k has {k}, and k must lie in "
+                    f"1..n_samples_per_prompt={self.n_samples_per_prompt}"
+                )
         if self.temperature == 0 and self.n_samples_per_prompt > 1:
-            yield "temperature=0 gives the same response every time; use n_samples_per_prompt=1 or a temperature above 0"
+            yield (
+                "temperature=0 gives the same response every time; use n_samples_per_prompt=1 or a "
+                "temperature above 0"
+            )

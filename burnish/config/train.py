@@ -15,7 +15,8 @@ class TorchEngine(Node):
 
     kind: Literal["torch"] = "torch"
     device: str = "auto"
-    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or ``cuda:1``."""
+    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
+    ``cuda:1``."""
 
 
 class TrainConfig(Node):
@@ -24,16 +25,19 @@ class TrainConfig(Node):
     engine: TorchEngine = TorchEngine()
     """Which engine trains."""
     train_batch_size: int | None = Field(None, ge=1)
-    """B: samples per optimizer step, over all micro-batches and ranks. (Give any two of B, b and accumulation.)"""
+    """B: samples per optimizer step, over all micro-batches and ranks. (Give any two of B, b and
+    accumulation.)"""
     micro_train_batch_size: int | None = Field(None, ge=1)
     """b: samples per forward/backward pass on one rank."""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
     """Backward passes per optimizer step = B / (b x ranks)."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Build micro-batches up to this many tokens instead of b samples (dynamic batching). None: by b."""
+    """Build micro-batches up to this many tokens instead of b samples (dynamic batching). None: by
+    b."""
     layout: Literal["shared_prefix", "packed", "padded"] = "shared_prefix"
-    """How rows stand in a micro-batch. shared_prefix: packed, and a group's prompt is computed once.
-    packed: rows one after another, no padding. padded: a rectangle. The numbers are the same."""
+    """How rows stand in a micro-batch. shared_prefix: packed, and a group's prompt is computed
+    once. packed: rows one after another, no padding. padded: a rectangle. The numbers are the
+    same."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "constant"
@@ -55,14 +59,16 @@ class TrainConfig(Node):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay. None: none."""
     logprob_chunk_tokens: int = Field(512, ge=1)
-    """Log-probs are computed this many tokens at a time; [chunk, vocab] fp32 logits are the peak."""
+    """Log-probs are computed this many tokens at a time; [chunk, vocab] fp32 logits are the
+    peak."""
 
     def rules(self) -> Iterator[str]:
         if self.max_tokens_per_micro_batch and (
             self.micro_train_batch_size or self.gradient_accumulation_steps
         ):
             yield (
-                "max_tokens_per_micro_batch builds micro-batches by tokens, so micro_train_batch_size and "
+                "max_tokens_per_micro_batch builds micro-batches by tokens, so "
+                "micro_train_batch_size and "
                 "gradient_accumulation_steps cannot be set as well"
             )
 
@@ -82,9 +88,11 @@ class CheckpointConfig(Node):
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints kept."""
     best_metric: str | None = None
-    """Also keep the checkpoint that is best by this metric, e.g. ``eval/pass@1``. None: the job's default."""
-    best_mode: Literal["max", "min"] = "max"
-    """Whether more or less of ``best_metric`` is better."""
+    """Also keep the checkpoint that is best by this metric, e.g. ``eval/pass@1``. None: the job's
+    default."""
+    best_mode: Literal["max", "min"] | None = None
+    """Whether more or less of ``best_metric`` is better. None: less for losses, more for all
+    else."""
 
 
 class ObserveConfig(Node):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -111,15 +112,22 @@ def _from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) -
     if not config.gguf_file:
         options["use_safetensors"] = True
     try:
-        model = auto_class.from_pretrained(
+        model, info = auto_class.from_pretrained(
             config.path,
             dtype=dtype,
             revision=config.revision or "main",
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"cannot load the model {describe(config)}: {_why(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{describe(config)} has no weights for {len(missing)} parameters of a "
+            f"{type(model).__name__}, e.g. {missing[0]}: they would be random; check that model.path "
+            "is a model of this kind, and whole"
+        )
     if config.gguf_file:
         _forget_quantization(model)
     return model
@@ -169,6 +177,8 @@ def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.tokenizer_path is None:
         _check_path(config)
     options = {"gguf_file": gguf} if gguf else {}
+    if config.tokenizer_path is None and config.revision:
+        options["revision"] = config.revision
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source, trust_remote_code=config.trust_remote_code, **options

@@ -22,6 +22,7 @@ from burnish.models.load import (
     load_causal_lm,
     use_burnish_attention,
 )
+from burnish.models.lora import inject_lora
 
 
 class ScalarModel(nn.Module):
@@ -56,6 +57,8 @@ def load_scalar_model(
                 "use a classifier trained with num_labels=1"
             )
         use_burnish_attention(model)
+        if config.lora is not None:
+            inject_lora(model.base_model, config.lora)
         return ScalarModel(model.base_model, model.score)
     if not new_head:
         raise ModelError(

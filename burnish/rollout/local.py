@@ -57,14 +57,15 @@ class LocalRolloutEngine:
     # ---- the interface ---------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish. Raises ValueError for an empty prompt or one that cannot fit."""
+        """Completions as they finish. Raises ValueError, at the first one, for an empty prompt, one
+        that cannot fit and a ``max_tokens`` below 1."""
         self._check(requests, sampling)
         self.model.eval()
         run = _Run(self, sampling, deque(self._split(requests)))
-        with torch.no_grad():
-            while run.waiting or run.active:
+        while run.waiting or run.active:
+            with torch.no_grad():  # not around the yield: there the caller's own code runs
                 run.admit() if run.can_admit() else run.decode()
-                yield from run.retire()
+            yield from run.retire()
         if self._graphs is None:
             self._cache = None
 
@@ -99,6 +100,8 @@ class LocalRolloutEngine:
 
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         limit = self.model.config.max_position_embeddings
+        if sampling.max_tokens < 1:
+            raise ValueError(f"max_tokens={sampling.max_tokens}: a response has at least one token")
         for request in requests:
             if not request.prompt_ids:
                 raise ValueError(f"request {request.request_id} has an empty prompt; give at least one token")

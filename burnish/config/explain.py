@@ -1,0 +1,170 @@
+"""pydantic's errors as lines for people: what is wrong with which key, and what to write."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from burnish.config.base import Node
+from burnish.config.schema import is_list, item_of, kinds_of, nodes_in, type_words
+
+_ALIASES = {
+    "learning_rate": "lr",
+    "warmup_ratio": "lr_warmup_ratio",
+    "lr_scheduler_type": "lr_scheduler",
+    "batch_size": "train_batch_size",
+    "per_device_train_batch_size": "micro_train_batch_size",
+    "micro_batch_size": "micro_train_batch_size",
+    "num_generations": "n_samples_per_prompt",
+    "max_new_tokens": "generate_max_len",
+    "max_completion_length": "generate_max_len",
+    "beta": "init_kl_coef",
+    "model_name_or_path": "path",
+}
+"""What other trainers call our keys."""
+
+_BOUNDS = {
+    "greater_than": ("gt", "must be greater than {}"),
+    "greater_than_equal": ("ge", "must be at least {}"),
+    "less_than": ("lt", "must be less than {}"),
+    "less_than_equal": ("le", "must be at most {}"),
+}
+
+
+def explain(cls: type[Node], error: ValidationError) -> list[str]:
+    """Every problem of a failed validation of ``cls``, one line each, without knock-on errors."""
+    found = error.errors()
+    paths = [_Place(cls, e["loc"]).path for e in found]
+    lines: list[str] = []
+    for e, path in zip(found, paths, strict=True):
+        below = any(other.startswith((f"{path}[", f"{path}.")) for other in paths)
+        if e["type"] in ("too_short", "missing") and below:
+            continue  # the list is only short because an item in it failed, itself reported
+        lines += _explain_one(cls, e)
+    return list(dict.fromkeys(lines))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (nearest: x)`` for the closest of the known names, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (nearest: {close[0]})" if close else ""
+
+
+class _Place:
+    """Where in the tree an error is: ``loc`` without union tags, and the classes that own its last
+    key."""
+
+    def __init__(self, cls: type[Node], loc: tuple[int | str, ...]) -> None:
+        self.owners: list[type[Node]] = [cls]
+        self.key: str | None = None
+        self.below: list[type[Node]] = [cls]
+        self.annotation: Any = cls
+        self.path = ""
+        for part in loc:
+            if isinstance(part, int):
+                self.path += f"[{part}]" if is_list(self.annotation) else ""
+            elif len(self.below) > 1:  # pydantic puts the tag of a union after the union
+                self.below = [node for node in self.below if part in kinds_of(node)]
+            elif self.below:
+                self._enter(part)
+            # else: pydantic's name for one branch of a plain union, which is no key
+
+    def _enter(self, part: str) -> None:
+        self.owners, self.key = self.below, part
+        self.path += f".{part}" if self.path else part
+        field = self.below[0].model_fields.get(part)
+        self.annotation = None if field is None else field.annotation
+        self.below = nodes_in(self.annotation)
+
+    def help(self) -> str:
+        """The field's own text, in brackets."""
+        field = self.owners[0].model_fields.get(self.key or "")
+        text = (
+            field.description if field is not None and self.path.endswith(self.key or "") else None
+        )
+        return f" ({self.key}: {' '.join(text.split())})" if text else ""
+
+
+def _explain_one(cls: type[Node], error: Any) -> Iterator[str]:
+    kind, place = error["type"], _Place(cls, error["loc"])
+    if not error["loc"]:  # the root's rules, one a line
+        yield from str(error["ctx"]["error"]).split("\n") if "ctx" in error else [error["msg"]]
+    elif kind == "extra_forbidden":
+        yield _unknown_key(cls, place)
+    elif kind == "missing":
+        yield f"{place.path}: is required and not set{place.help()}"
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        yield _unknown_kind(place, error)
+    elif kind == "value_error":
+        yield f"{place.path}: {error['msg'].removeprefix('Value error, ')}"
+    else:
+        got = _as_yaml(error["input"])
+        yield f"{place.path}: {_complaint(place, error)}, got {got}{place.help()}"
+
+
+def _unknown_key(cls: type[Node], place: _Place) -> str:
+    key, owner = place.key or "", place.owners[0]
+    known = list(owner.model_fields)
+    close = difflib.get_close_matches(key, [*known, *_ALIASES], n=1, cutoff=0.6)
+    meant = _ALIASES.get(close[0], close[0]) if close else key
+    elsewhere = [p for p in _paths(cls) if p.rpartition(".")[2] == meant and p != place.path]
+    if meant in known:
+        hint = f" (nearest: {meant})"
+    elif elsewhere:
+        hint = f" (did you mean {' or '.join(dict.fromkeys(elsewhere[:2]))}?)"
+    else:
+        chosen = f" under kind {' | '.join(kinds_of(owner))}" if kinds_of(owner) else ""
+        hint = f"; known here{chosen}: {', '.join(sorted(known))}"
+    return f"{place.path}: unknown key {key!r}{hint}"
+
+
+def _paths(cls: type[Node], above: str = "") -> Iterator[str]:
+    for name, field in cls.model_fields.items():
+        yield above + name
+        for node in nodes_in(field.annotation):
+            yield from _paths(node, f"{above}{name}.")
+
+
+def _unknown_kind(place: _Place, error: Any) -> str:
+    kinds = [kind for node in place.below for kind in kinds_of(node)]
+    if error["type"] == "union_tag_invalid":
+        tag = error["ctx"]["tag"]
+        return f"{place.path}: unknown kind {tag!r}{nearest(tag, kinds)}; kinds: {', '.join(kinds)}"
+    options = ", ".join(k for k in error["input"] if k != "kind") if error["input"] else ""
+    why = f" ({options} can only be set together with it)" if options else ""
+    return f"{place.path}: kind is not set{why}; add kind, one of: {', '.join(kinds)}"
+
+
+def _complaint(place: _Place, error: Any) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "literal_error":
+        allowed = type_words(place.annotation).removesuffix(", or null").split(" | ")
+        return f"must be one of {', '.join(allowed)}{nearest(str(error['input']), allowed)}"
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return words.format(f"{context[bound]:g}")
+    if kind == "too_short":
+        return f"must have {context['min_length']} or more items"
+    if kind == "too_long":
+        return f"must have at most {context['max_length']} items"
+    if kind == "finite_number":
+        return "must be a finite number"
+    in_list = bool(error["loc"]) and isinstance(error["loc"][-1], int)
+    return f"must be {_with_article(item_of(place.annotation) if in_list else place.annotation)}"
+
+
+def _with_article(annotation: Any) -> str:
+    words = type_words(annotation)
+    below = nodes_in(annotation)
+    if len(below) == 1 and words.startswith("mapping"):
+        words += f" (keys: {', '.join(list(below[0].model_fields)[:4])} ...)"
+    return words if words.startswith(("true", "text", "anything")) else f"a {words}"
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)

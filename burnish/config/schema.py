@@ -1,0 +1,98 @@
+"""What the config classes say about themselves: the nodes a field may hold, and its type in words.
+
+Used by the error messages (``explain.py``), the overrides (``overrides.py``) and the docs
+(``docs.py``)."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+from burnish.config.base import Node
+
+_WORDS: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    dict: "mapping",
+    Any: "anything",
+}
+
+
+def nodes_in(annotation: Any) -> list[type[Node]]:
+    """Every node class inside an annotation, in the order written.
+
+    >>> from burnish.config.model import ModelConfig
+    >>> nodes_in(tuple[ModelConfig, ...] | None) == [ModelConfig]
+    True
+    """
+    annotation = _bare(annotation)
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return [annotation] if issubclass(annotation, Node) else []
+    return [node for arg in typing.get_args(annotation) for node in nodes_in(arg)]
+
+
+def kinds_of(node: type[Node]) -> tuple[str, ...]:
+    """The values of ``kind`` that choose this node; empty where it is no variant."""
+    field = node.model_fields.get("kind")
+    return () if field is None else tuple(typing.get_args(field.annotation))
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether a field is written as a YAML list (also one that may be null)."""
+    return typing.get_origin(_without_none(annotation)) in (tuple, list)
+
+
+def item_of(annotation: Any) -> Any:
+    """The annotation of the items of a list."""
+    return typing.get_args(_without_none(annotation))[0]
+
+
+def type_words(annotation: Any) -> str:
+    """An annotation in words.
+
+    >>> type_words(tuple[int, ...] | None)
+    'list (whole number each), or null'
+    """
+    bare = _without_none(annotation)
+    optional = ", or null" if _allows_none(annotation) else ""
+    return _words(bare) + optional
+
+
+def _words(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    nodes = nodes_in(annotation)
+    kinds = [kind for node in nodes for kind in kinds_of(node)]
+    if origin is typing.Literal:
+        return " | ".join(str(arg) for arg in args)
+    if origin in (tuple, list):
+        fixed = Ellipsis not in args and origin is tuple
+        inner = ", ".join(type_words(arg) for arg in args if arg is not Ellipsis)
+        return f"list of {len(args)} ({inner})" if fixed else f"list ({inner} each)"
+    if nodes:
+        return f"mapping with kind: {' | '.join(kinds)}" if kinds else "mapping"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_words(arg) for arg in args)
+    return _WORDS.get(origin or annotation, str(annotation))
+
+
+def _bare(annotation: Any) -> Any:
+    while typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    return annotation
+
+
+def _allows_none(annotation: Any) -> bool:
+    annotation = _bare(annotation)
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return is_union and type(None) in typing.get_args(annotation)
+
+
+def _without_none(annotation: Any) -> Any:
+    annotation = _bare(annotation)
+    if not _allows_none(annotation):
+        return annotation
+    rest = tuple(arg for arg in typing.get_args(annotation) if arg is not type(None))
+    return _bare(rest[0]) if len(rest) == 1 else typing.Union[rest]  # noqa: UP007 (built at run time)

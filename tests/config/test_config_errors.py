@@ -1,0 +1,224 @@
+"""What is wrong with a recipe is said in words: which key, what was given, what to write."""
+
+from pathlib import Path
+
+import pytest
+
+from burnish.config import ConfigError, RLConfig, load_config
+
+
+def problems(recipe, *overrides, job=None) -> list[str]:
+    """The lines of the error that loading must raise."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, overrides, job=job)
+    first, *lines = str(caught.value).split("\n")
+    assert first.endswith(f": {len(lines)} problem{'s' if len(lines) > 1 else ''}"), first
+    return [line.removeprefix("  - ") for line in lines]
+
+
+def only_problem(recipe, *overrides) -> str:
+    (line,) = problems(recipe, *overrides)
+    return line
+
+
+def test_the_recipes_that_the_tests_break_are_valid(recipes):
+    for job, recipe in recipes.items():
+        assert load_config(recipe).job == job
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trian.lr=1", "trian: unknown key 'trian' (nearest: train)"),
+        ("train.lrr=1", "train.lrr: unknown key 'lrr' (nearest: lr)"),
+        ("model.lora.rank=8", "model.lora.rank: unknown key 'rank' (nearest: lora_rank)"),
+        # what other trainers call it
+        ("train.learning_rate=1", "train.learning_rate: unknown key 'learning_rate' (nearest: lr)"),
+        (
+            "rollout.num_generations=4",
+            "unknown key 'num_generations' (nearest: n_samples_per_prompt)",
+        ),
+        # the right key in the wrong place
+        ("lr=1", "lr: unknown key 'lr' (did you mean critic.lr or train.lr?)"),
+        ("train.clip_high=1", "(did you mean algorithm.policy_loss.clip_high?)"),
+    ],
+)
+def test_an_unknown_key_is_an_error_with_the_nearest_name(rl_recipe, override, said):
+    assert said in "\n".join(problems(rl_recipe, override))
+
+
+def test_a_key_like_no_other_is_answered_with_the_keys_that_exist(rl_recipe):
+    said = only_problem(rl_recipe, "observe.zzz=1")
+    assert said.endswith("known here: log_every_n_steps, samples_per_step, tensorboard")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.lr=fast", "train.lr: must be a number, got 'fast' (lr: Peak learning rate.)"),
+        ("train.lr=", "train.lr: must be a number, got null"),
+        ("max_steps=1.5", "max_steps: must be a whole number, got 1.5"),
+        ("train.gradient_checkpointing=2", "must be true or false, got 2"),
+        ("rollout.stop=END", "rollout.stop: must be a list (text each), got 'END'"),
+        ("rollout=3", "rollout: must be a mapping (keys: generate_max_len, "),
+        ("model=gpt2", "model: must be a mapping (keys: path, gguf_file, "),
+        ("rewards=[math]", "rewards[0]: must be a mapping with kind: function | model | "),
+        ("train.max_grad_norm=-1", "train.max_grad_norm: must be greater than 0, got -1"),
+        ("rollout.top_p=1.5", "rollout.top_p: must be at most 1, got 1.5"),
+        ("train.lr=.inf", "train.lr: must be a finite number, got inf"),
+        ("precision.dtype=bf61", "precision.dtype: must be one of fp32, bf16 (nearest: bf16)"),
+        ("data.sources=[]", "data.sources: must have 1 or more items, got []"),
+        ("train.adam_betas=[0.9, 0.9, 0.9]", "train.adam_betas: must have at most 2 items"),
+        ("rollout.engine.kind=vlm", "rollout.engine.kind: must be one of local, got 'vlm'"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_the_key_takes(rl_recipe, override, said):
+    assert said in only_problem(rl_recipe, override)
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_true_is_not_read_as_the_number_1(rl_recipe, value):
+    assert only_problem(rl_recipe, f"train.lr={value}") == (
+        f"train: lr must be a number, and {value} is none"
+    )
+
+
+def test_an_unknown_kind_is_answered_with_the_nearest_and_all_kinds(rl_recipe):
+    assert only_problem(rl_recipe, "algorithm.advantage=grp") == (
+        "algorithm.advantage: unknown kind 'grp' (nearest: grpo); kinds: grpo, dr_grpo, rloo, opo, "
+        "gae, reinforce_pp, reinforce_pp_baseline"
+    )
+
+
+def test_options_of_a_variant_without_its_kind_ask_for_the_kind(rl_recipe):
+    said = only_problem(rl_recipe, "algorithm.advantage.eps=1")
+    assert said.startswith("algorithm.advantage: kind is not set (eps can only be set together")
+    assert "one of: grpo, dr_grpo" in said
+
+
+def test_options_of_a_variant_that_is_not_chosen_cannot_be_set(rl_recipe):
+    said = only_problem(rl_recipe, "algorithm.advantage=gae", "algorithm.advantage.eps=1")
+    assert said == (
+        "algorithm.advantage.eps: unknown key 'eps'; known here under kind gae: "
+        "gamma, kind, lam, whiten"
+    )
+
+
+def test_a_mistake_inside_a_list_item_brings_no_second_error_about_the_list(rl_recipe):
+    """pydantic also says that the list is too short, because the bad item does not count."""
+    assert only_problem(rl_recipe, "data.sources=[{kind: dataset, path: x, splt: y}]") == (
+        "data.sources[0].splt: unknown key 'splt' (nearest: split)"
+    )
+
+
+def test_a_key_named_like_a_kind_keeps_its_place_in_the_path(rl_recipe):
+    """``function`` is a kind of reward and also a key of it."""
+    said = only_problem(rl_recipe, "rewards=[{kind: function, function: 3}]")
+    assert said.startswith("rewards[0].function: must be text")
+
+
+def test_a_required_key_that_is_missing_is_explained(rl_recipe):
+    del rl_recipe["max_steps"]
+    assert only_problem(rl_recipe) == (
+        "max_steps: is required and not set (max_steps: RL steps; each is one rollout and the "
+        "updates on it.)"
+    )
+
+
+def test_all_problems_are_in_one_message(rl_recipe):
+    """A missing and an unknown key, a wrong type, and a broken rule in a part that is sound."""
+    del rl_recipe["max_steps"]
+    said = problems(rl_recipe, "trian.lr=1", "train.lr=fast", "rollout.temperature=0")
+    assert [line.split(":")[0] for line in said] == ["max_steps", "train.lr", "trian", "rollout"]
+
+
+def test_all_broken_rules_are_in_one_message(rl_recipe):
+    said = problems(rl_recipe, "train.train_batch_size=24", "rollout.temperature=0", "model.path=x")
+    assert [line.split(":")[0] for line in said] == ["recipe", "model", "rollout"]
+
+
+def test_batch_sizes_that_do_not_divide_name_the_nearest_that_do(rl_recipe):
+    """8 prompts x 8 samples = 64; B = 24 does not divide it: divisors beside 24 are 16 and 32;
+    24 / gcd(24, 8) = 3 prompts fill whole steps: 6 or 9."""
+    said = only_problem(rl_recipe, "train.train_batch_size=24")
+    assert "= 64 samples, which train_batch_size=24 does not divide" in said
+    assert "nearest train_batch_size: 16 or 32, nearest rollout_batch_size: 6 or 9" in said
+
+
+def test_the_nearest_train_batch_size_also_fits_the_micro_batches(rl_recipe):
+    """64 samples, b = 4: divisors of 64 beside 20 that 4 divides are 16 and 32."""
+    sizes = ("train.train_batch_size=20", "train.micro_train_batch_size=4")
+    assert "nearest train_batch_size: 16 or 32" in only_problem(rl_recipe, *sizes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("rollout.n_samples_per_prompt=1", "train.train_batch_size=8"),
+            "compares samples of one prompt",
+        ),
+        (("algorithm.kl.kl_target=0.1",), "set init_kl_coef"),
+        (("algorithm.kl={init_kl_coef: 0.1, estimator: k1}",), "use k2 or k3"),
+        (("critic={}",), "remove critic or use gae"),
+        (("reference={}",), "never reads it"),
+        (("checkpoint.best_metric=eval/pass@1",), "is measured by eval, which is not set"),
+        (("shaping.overlong_buffer_len=256",), "must be below rollout.generate_max_len=256"),
+        (
+            ("algorithm.policy_loss=reinforce", "train.train_batch_size=32"),
+            "one optimizer step per rollout",
+        ),
+        (
+            ("train.max_tokens_per_micro_batch=512", "train.micro_train_batch_size=8"),
+            "cannot be set as well",
+        ),
+    ],
+)
+def test_a_broken_rule_between_fields_says_what_to_do(rl_recipe, overrides, said):
+    assert said in " ".join(only_problem(rl_recipe, *overrides).split())
+
+
+def test_a_recipe_for_another_job_is_refused_with_the_command_that_fits(tmp_path, recipes):
+    path = tmp_path / "sft.yaml"
+    path.write_text("job: sft\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, job="rl")
+    assert "for the job 'sft', and 'rl' was asked for" in str(caught.value)
+    assert f"run 'burnish sft {path}'" in str(caught.value)
+
+
+def test_a_misspelt_job_is_answered_with_the_nearest(rl_recipe):
+    with pytest.raises(ConfigError, match=r"job 'evalute' is not known \(nearest: evaluate\)"):
+        load_config({**rl_recipe, "job": "evalute"})
+
+
+def test_a_recipe_without_a_job_asks_for_one(rl_recipe):
+    del rl_recipe["job"]
+    with pytest.raises(ConfigError, match="no job is named"):
+        load_config(rl_recipe)
+    assert isinstance(load_config(rl_recipe, job="rl"), RLConfig)
+
+
+def test_a_recipe_file_that_is_not_there_is_named_with_its_nearest_neighbour(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("job: rl\n")
+    with pytest.raises(ConfigError, match=r"does not exist \(nearest: .*/recipe.yaml\)"):
+        load_config(tmp_path / "recepi.yaml")
+    with pytest.raises(ConfigError, match="is a folder, not a file"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("job: [rl\n", "cannot be read as YAML"),
+        ("- rl\n", "must be a mapping of keys to values, and it is a list"),
+        ("", "and it is empty"),
+        ("job: rl\nseed: 1\nseed: 2\n", "the key 'seed' stands here twice"),
+        (b"job: \xff\n", "cannot be read as YAML"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text, said):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=said):
+        load_config(path)

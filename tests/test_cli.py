@@ -1,0 +1,206 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import burnish
+from burnish.cli import app
+from burnish.config import load_config
+from burnish.loops.session import Interrupted
+
+RECIPE = """
+job: rl
+model: {scratch: {}}
+max_steps: 3
+data: {sources: [prompts.jsonl]}
+rollout: {rollout_batch_size: 8, n_samples_per_prompt: 8}
+train: {train_batch_size: 64, micro_train_batch_size: 16}
+"""
+
+TABLE = """\
+# train_batch_size (B)                 64  samples per optimizer step
+# data-parallel ranks (D)               1
+# micro_train_batch_size (b)           16  samples per backward pass and rank
+# gradient_accumulation_steps           4  B / (b x D)
+# rollout_batch_size (P)                8  prompts per rollout
+# n_samples_per_prompt (n)              8
+# samples per rollout                  64  P x n
+# epochs_per_rollout                    1  passes over the buffer
+# optimizer steps per rollout           1  epochs x P x n / B
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Calls of ``burnish.run``, which is replaced."""
+    made: list[dict[str, Any]] = []
+
+    class Result:
+        run_dir = Path("runs/x")
+        metrics: dict[str, float] = {}
+
+    def run(config, *, resume=None, rewards=None):
+        made.append({"config": config, "resume": resume})
+        return Result()
+
+    monkeypatch.setitem(vars(burnish), "run", run)
+    return made
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(config, **_):
+        raise error
+
+    monkeypatch.setitem(vars(burnish), "run", run)
+
+
+def call(*arguments: object, env: dict[str, str] | None = None):
+    return CliRunner().invoke(app, [str(a) for a in arguments], env=env)
+
+
+def test_dry_run_prints_the_batch_table_and_a_recipe_that_loads_again(recipe, calls):
+    result = call("rl", recipe, "train.lr=1e-7", "--dry-run")
+    assert result.exit_code == 0 and calls == []
+    assert result.stdout.startswith(TABLE)
+    again = load_config(yaml.safe_load(result.stdout))
+    assert again == load_config(recipe, ["train.lr=1e-7"])
+
+
+def test_dry_run_of_a_job_without_batches_prints_the_recipe_alone(tmp_path):
+    path = tmp_path / "e.yaml"
+    path.write_text("model: {scratch: {}}\neval: {data: {sources: [a]}, generate_max_len: 4}\n")
+    result = call("evaluate", path, "--dry-run")
+    assert result.exit_code == 0 and result.stdout.startswith("job: evaluate\n")
+
+
+def test_a_job_runs_its_recipe_with_the_overrides(recipe, calls):
+    result = call("rl", recipe, "max_steps=7", "run_dir=runs/x")
+    assert result.exit_code == 0 and result.stdout == "run folder: runs/x\n"
+    (made,) = calls
+    assert made["config"].max_steps == 7 and made["resume"] is None
+
+
+def test_resume_takes_the_runs_own_recipe_and_the_overrides_on_top(tmp_path, recipe, calls):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(RECIPE)
+    result = call("rl", "--resume", run_dir, "max_steps=9")
+    assert result.exit_code == 0
+    (made,) = calls
+    assert made["config"].max_steps == 9 and made["resume"] == run_dir
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rl"], "no recipe is given"),
+        (["rl", "train.lr=1"], "no recipe is given"),
+        (["rl", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
+        (["rl", "a.yaml", "b.yaml"], "'b.yaml' is neither the recipe"),
+        (["rl", "--resume", "nowhere"], "there is no config.yaml, so this is not a run folder"),
+        (["config", "rll"], "job 'rll' is not known (nearest: rl)"),
+        (["config"], "say which job"),
+        (["report", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_plain_line_and_exit_code_2(arguments, said):
+    result = call(*arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_mistake_in_the_recipe_is_said_without_a_traceback(recipe, calls):
+    result = call("rl", recipe, "trian.lr=1", "train.lr=fast")
+    assert result.exit_code == 2 and calls == []
+    assert result.stderr == (
+        f"error: {recipe}: 2 problems\n"
+        "  - train.lr: must be a number, got 'fast' (lr: Peak learning rate.)\n"
+        "  - trian: unknown key 'trian' (nearest: train)\n"
+    )
+
+
+def test_a_recipe_for_another_job_names_the_command_that_fits(recipe):
+    result = call("sft", recipe)
+    assert result.exit_code == 2 and f"run 'burnish rl {recipe}'" in result.stderr
+
+
+@pytest.mark.parametrize("how", ["--debug", "BURNISH_DEBUG"])
+def test_debug_shows_where_an_error_came_from(recipe, how):
+    options, env = (["--debug"], {}) if how == "--debug" else ([], {how: "1"})
+    result = call(*options, "rl", recipe, "trian.lr=1", env=env)
+    assert type(result.exception).__name__ == "ConfigError"  # left to Python's traceback
+
+
+def test_an_error_that_is_not_ours_keeps_its_traceback(recipe, monkeypatch):
+    fail_with(monkeypatch, ZeroDivisionError("a bug"))
+    result = call("rl", recipe)
+    assert isinstance(result.exception, ZeroDivisionError) and result.exit_code == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_exits_with_128_and_the_signal_and_says_how_to_go_on(
+    recipe, monkeypatch, number
+):
+    fail_with(monkeypatch, Interrupted(Path("runs/x"), number))
+    result = call("rl", recipe)
+    assert result.exit_code == 128 + number
+    assert result.stderr == (
+        f"stopped by {number.name}; the run is saved. Go on with: burnish rl --resume runs/x\n"
+    )
+
+
+def test_ctrl_c_before_a_run_has_begun_exits_with_130(recipe, monkeypatch):
+    fail_with(monkeypatch, KeyboardInterrupt())
+    assert call("rl", recipe).exit_code == 130
+
+
+def test_config_lists_every_key_with_its_text_in_plain_lines():
+    result = call("config", "rl")
+    assert result.exit_code == 0
+    assert "\ntrain.lr  (number; 1e-06)\n    Peak learning rate.\n" in result.stdout
+    assert "\nmax_steps  (whole number; required)\n" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_config_all_as_markdown_is_the_reference_page():
+    from burnish.config.docs import config_markdown
+
+    assert call("config", "--all", "--markdown").stdout == config_markdown()
+    assert call("config", "rm", "--markdown").stdout.startswith("## rm\n")
+
+
+def test_export_and_demo_hand_their_options_over(monkeypatch, tmp_path):
+    import burnish.demo
+
+    made = []
+    monkeypatch.setitem(vars(burnish), "export", lambda *a, **k: made.append((a, k)) or a[1])
+    monkeypatch.setattr(burnish.demo, "run_demo", lambda *a: made.append(a))
+    assert call("export", "ck", "--out", "o", "--dtype", "bf16", "--lora", "adapter").exit_code == 0
+    assert call("demo", "--model", "m", "--steps", 3, "--seed", 1, "--out", "d").exit_code == 0
+    assert made == [
+        ((Path("ck"), Path("o")), {"model": "policy", "dtype": "bf16", "lora": "adapter"}),
+        ("m", 3, 1, Path("d")),
+    ]
+
+
+def test_an_unknown_option_value_is_refused():
+    assert call("export", "ck", "--out", "o", "--dtype", "int3").exit_code == 2
+    assert call("demo", "--steps", "0").exit_code == 2
+
+
+def test_version():
+    result = call("--version")
+    assert result.exit_code == 0 and result.stdout == f"burnish {burnish.__version__}\n"

@@ -1,0 +1,121 @@
+"""Imports go one way: the mathematics never learns of engines, and engines never of loops."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import burnish
+
+PACKAGE = Path(burnish.__file__).parent
+
+MATHS = {"types", "tensors"}
+BASE = MATHS | {"config"}
+LOOPS = BASE | {
+    *(
+        "algorithms",
+        "train",
+        "rollout",
+        "sync",
+        "data",
+        "rewards",
+        "models",
+        "checkpoint",
+        "observe",
+    ),
+    "environments",
+}
+
+ALLOWED: dict[str, set[str]] = {
+    "types": set(),
+    "tensors": {"types"},
+    "algorithms": MATHS,
+    "config": set(),
+    # engines and what feeds them; neighbours only where one is made of the other
+    "models": BASE,
+    "environments": BASE,
+    "observe": BASE,
+    "train": BASE | {"models"},
+    "data": BASE | {"environments"},
+    "checkpoint": BASE | {"models"},
+    "rewards": BASE | {"environments", "models", "train"},
+    "rollout": BASE | {"models", "rewards", "environments"},
+    "sync": BASE | {"train", "rollout"},
+    # loops see interfaces; runtime builds the engines behind them and starts the loop
+    "loops": LOOPS,
+    "runtime": LOOPS | {"loops"},
+    "demo": LOOPS | {"loops", "runtime"},
+}
+"""What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""
+
+TOP = {"cli", "__main__", "__init__"}
+
+ONLY_IN = {"ray": "runtime/ray.py", "deepspeed": "train/deepspeed.py", "vllm": "rollout/vllm.py"}
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            module = node.module or ""
+            if module == "burnish":
+                yield from ((node.lineno, f"burnish.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, module
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_part_of_the_package_has_its_place_in_the_order():
+    assert {part_of(path) for path in FILES} <= set(ALLOWED) | TOP
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_imports_only_from_the_layers_below(path):
+    part = part_of(path)
+    if part in TOP:
+        return
+    allowed = ALLOWED[part] | {part}
+    for line, module in imports_of(path):
+        if module.split(".")[0] == "burnish":
+            target = module.split(".")[1]
+            assert target in allowed, f"{path}:{line}: {part} may not import {target}"
+
+
+def test_the_order_has_no_circle():
+    done: set[str] = set()
+    while left := set(ALLOWED) - done:
+        ready = {part for part in left if ALLOWED[part] <= done}
+        assert ready, f"a circle among {sorted(left)}"
+        done |= ready
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_ray_deepspeed_and_vllm_are_imported_in_one_file_each(path):
+    for line, module in imports_of(path):
+        home = ONLY_IN.get(module.split(".")[0])
+        assert home in (None, path.relative_to(PACKAGE).as_posix()), f"{path}:{line}: {module}"
+
+
+def test_reading_a_recipe_loads_no_torch():
+    """What makes --help and --dry-run quick."""
+    code = "import sys, burnish.cli; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_the_python_api_has_what_it_names():
+    for name in burnish.__all__:
+        assert vars(burnish).get(name) or burnish.__getattr__(name)
+    with pytest.raises(AttributeError, match="has no attribute 'runn'"):
+        burnish.runn  # noqa: B018

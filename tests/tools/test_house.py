@@ -1,0 +1,175 @@
+"""The size script finds each broken rule, at its line, and nothing in tidy code."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("house", ROOT / "tools" / "house.py")
+assert _spec is not None and _spec.loader is not None
+house = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(house)
+
+TIDY = '''"""What it is for."""
+
+
+def double(x: int, *, times: int = 2) -> int:
+    """x doubled."""
+    return x * times
+
+
+class Box:
+    """Holds things."""
+
+    def take(self, thing: str) -> str:
+        return thing
+
+    def _hidden(self, thing):
+        return thing
+'''
+
+
+def findings(text: str, path: str = "burnish/part/file.py") -> list[tuple[int, str]]:
+    return house.check_file(Path(path), text)
+
+
+def only(text: str, path: str = "burnish/part/file.py") -> tuple[int, str]:
+    (finding,) = findings(text, path)
+    return finding
+
+
+def nested(depth: int, kind: str = "if x:") -> str:
+    lines = ['"""Doc."""', "def _f(x):"]
+    lines += ["    " * (i + 1) + kind for i in range(depth)]
+    return "\n".join([*lines, "    " * (depth + 1) + "pass"])
+
+
+def test_tidy_code_has_no_findings():
+    assert findings(TIDY) == []
+    assert findings("") == []  # an empty __init__.py
+
+
+def test_a_function_of_60_lines_passes_and_one_of_61_does_not():
+    for num_lines, expected in [(60, []), (61, [(2, "_f has 61 lines, over 60")])]:
+        body = "\n".join(["    pass"] * (num_lines - 1))
+        assert findings(f'"""Doc."""\ndef _f():\n{body}\n') == expected
+
+
+def test_a_file_of_500_lines_passes_and_one_of_501_does_not():
+    assert findings('"""Doc."""\n' + "\n" * 499) == []
+    assert only('"""Doc."""\n' + "\n" * 500) == (1, "file has 501 lines, over 500")
+
+
+@pytest.mark.parametrize("kind", ["if x:", "for y in x:", "while x:", "with x:"])
+def test_blocks_nest_three_deep_at_most(kind):
+    assert findings(nested(3, kind)) == []
+    assert only(nested(4, kind)) == (2, "_f nests 4 deep, over 3")
+
+
+def test_an_elif_is_no_deeper_than_its_if():
+    chain = "".join(f"    elif x == {i}:\n        pass\n" for i in range(5))
+    assert findings(f'"""Doc."""\ndef _f(x):\n    if x:\n        pass\n{chain}') == []
+
+
+def test_a_handler_and_an_else_are_as_deep_as_their_block():
+    inner = "            if x:\n                if x:\n                    pass\n"
+    block = "    for y in x:\n        try:\n            pass\n        except E:\n"
+    text = f'"""Doc."""\ndef _f(x):\n{block}{inner}'
+    assert only(text) == (2, "_f nests 4 deep, over 3")
+
+
+def test_six_parameters_pass_and_self_does_not_count():
+    names = ", ".join(f"a{i}" for i in range(5))
+    assert findings(f'"""Doc."""\ndef _f({names}, *, b): pass') == []
+    assert only(f'"""Doc."""\ndef _f({names}, *, b, c): pass')[1] == (
+        "_f takes 7 parameters, over 6"
+    )
+    method = f'"""Doc."""\nclass _C:\n    def f(self, {names}, b): pass'
+    assert findings(method) == []
+
+
+def test_public_functions_take_few_parameters_by_position():
+    names = ", ".join(f"a{i}: int" for i in range(5))
+    text = f'"""Doc."""\ndef f({names}) -> int:\n    """Doc."""\n'
+    assert only(text) == (2, "f takes 5 positional parameters; keyword-only after 4")
+
+
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        ("x = 1\n", (1, "the module says nothing about what it is for (docstring)")),
+        ('"""D."""\ndef f() -> int:\n    return 1\n', (2, "f is public and has no docstring")),
+        ('"""D."""\nclass C:\n    x = 1\n', (2, "C is public and has no docstring")),
+        (
+            '"""D."""\ndef f(x) -> int:\n    """D."""\n',
+            (2, "f is public and not typed: x"),
+        ),
+        (
+            '"""D."""\ndef f(x: int):\n    """D."""\n',
+            (2, "f is public and not typed: the return value"),
+        ),
+        (
+            '"""D."""\nclass C:\n    """D."""\n\n    def f(self, *args) -> int: ...\n',
+            (5, "f is public and not typed: args"),
+        ),
+        ('"""D."""\nx = getattr(y, "z")\n', (2, "getattr: our own objects have known attributes")),
+        ('"""D."""\nx = hasattr(y, "z")\n', (2, "hasattr: our own objects have known attributes")),
+    ],
+)
+def test_a_broken_rule_is_found_at_its_line(text, finding):
+    assert only(text) == finding
+
+
+def test_folders_go_one_deep():
+    assert only(TIDY, "burnish/a/b/c.py") == (1, "folders go one deep below the package")
+
+
+def test_tests_have_only_the_sizes():
+    text = "def test_x(a, b, c, d, e):\n    assert getattr(a, 'b')\n"
+    assert findings(text, "tests/test_x.py") == []
+    assert findings(nested(4), "tests/test_x.py") != []
+
+
+def test_an_exception_with_a_reason_holds_for_its_line():
+    text = (
+        '"""D."""\nx = getattr(y, name)  # house: ok a module of the user\'s\nz = hasattr(y, "z")\n'
+    )
+    assert only(text)[0] == 3
+    long_signature = (
+        "def _f(\n    a, b, c, d, e, f, g\n):  # house: ok the terms of the equation\n    pass\n"
+    )
+    assert findings(f'"""D."""\n{long_signature}') == []
+
+
+def test_an_exception_for_a_file_stands_on_its_first_line():
+    text = "# house: ok a table of cases\n" + '"""D."""\n' + "\n" * 500
+    assert findings(text) == []
+
+
+def test_an_exception_without_a_reason_is_an_error():
+    found = findings('"""D."""\nx = getattr(y, "z")  # house: ok\n')
+    assert (2, "a house exception needs a reason") in found
+    assert (2, "getattr: our own objects have known attributes") in found
+
+
+def test_a_text_that_looks_like_an_exception_is_none():
+    assert len(findings('"""D."""\nx = getattr(y, "# house: ok really")\n')) == 1
+
+
+def test_the_command_prints_where_and_exits_with_1(tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "burnish").mkdir()
+    script = tmp_path / "tools" / "house.py"
+    script.write_text((ROOT / "tools" / "house.py").read_text())
+    (tmp_path / "burnish" / "bad.py").write_text("x = 1\n")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == (
+        "burnish/bad.py:1: the module says nothing about what it is for (docstring)\n"
+    )
+    (tmp_path / "burnish" / "bad.py").write_text('"""Fine now."""\n')
+    assert subprocess.run(command, check=False).returncode == 0

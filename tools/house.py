@@ -1,0 +1,176 @@
+"""Check the house rules that a machine can check: sizes, documentation, types, no getattr, flat
+folders.
+
+``python tools/house.py [FILE ...]`` prints ``file:line: message`` for each break and exits with 1.
+Without files it reads burnish/, tools/, benchmarks/ and tests/. ``# house: ok <reason>`` at the end
+of the line concerned (for a function: anywhere in its signature; for a file: on its first line) is
+an exception. Reading order: main, check_file, then one function per rule."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 500
+MAX_NESTING = 3
+MAX_PARAMETERS = 6
+MAX_POSITIONAL = 4  # the published loss signature: logprobs, old_logprobs, advantages, mask
+ROOTS = ("burnish", "tools", "benchmarks", "tests")
+
+Finding = tuple[int, str]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_MARK = re.compile(r"#\s*house:\s*ok\b\s*(.*)")
+_BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
+
+
+def check_file(path: Path, text: str) -> list[Finding]:
+    """Every broken rule of one file as (line, message), sorted. ``path`` is relative to the
+    repository."""
+    tree = ast.parse(text, str(path))
+    marks = _exceptions(text)
+    findings = [
+        (line, "a house exception needs a reason") for line, why in marks.items() if not why
+    ]
+    is_test, in_package = path.parts[0] == "tests", path.parts[0] == "burnish"
+    num_lines = len(text.splitlines())
+    if num_lines > MAX_FILE_LINES and not marks.get(1):
+        findings.append((1, f"file has {num_lines} lines, over {MAX_FILE_LINES}"))
+    if in_package and len(path.parts) > 3:
+        findings.append((1, "folders go one deep below the package"))
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            signature = range(node.lineno, node.body[0].lineno + 1)
+            if not any(marks.get(line) for line in signature):
+                findings += _sizes(node)
+    if not is_test:
+        findings += _documentation(tree, marks)
+    if in_package:
+        findings += _getattr(tree, marks)
+    return sorted(set(findings))
+
+
+def _exceptions(text: str) -> dict[int, str]:
+    """Line -> reason of every exception comment (strings that look like one do not count)."""
+    found = {}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        match = _MARK.match(token.string) if token.type == tokenize.COMMENT else None
+        if match:
+            found[token.start[0]] = match[1].strip()
+    return found
+
+
+def _sizes(node: Function) -> Iterator[Finding]:
+    num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    if num_lines > MAX_FUNCTION_LINES:
+        yield node.lineno, f"{node.name} has {num_lines} lines, over {MAX_FUNCTION_LINES}"
+    depth = _depth(node.body)
+    if depth > MAX_NESTING:
+        yield node.lineno, f"{node.name} nests {depth} deep, over {MAX_NESTING}"
+    arguments = [a.arg for a in node.args.posonlyargs + node.args.args]
+    positional = len(arguments) - (arguments[:1] in (["self"], ["cls"]))
+    total = positional + len(node.args.kwonlyargs)
+    if total > MAX_PARAMETERS:
+        yield node.lineno, f"{node.name} takes {total} parameters, over {MAX_PARAMETERS}"
+
+
+def _depth(body: list[ast.stmt]) -> int:
+    """How deep blocks stand in each other. ``elif`` is no deeper than its ``if``; inner functions
+    start anew."""
+    deepest = 0
+    for node in body:
+        if isinstance(node, _BLOCKS):
+            deepest = max(deepest, _depth_of_block(node))
+    return deepest
+
+
+def _depth_of_block(node: ast.stmt) -> int:
+    deepest = 0
+    for name, value in ast.iter_fields(node):
+        if not isinstance(value, list):
+            continue
+        if name in ("handlers", "cases"):
+            deepest = max([deepest, *(_depth(part.body) for part in value)])
+        elif name == "orelse" and len(value) == 1 and isinstance(value[0], ast.If):
+            deepest = max(deepest, _depth_of_block(value[0]) - 1)
+        elif name in ("body", "orelse", "finalbody"):
+            deepest = max(deepest, _depth(value))
+    return deepest + 1
+
+
+def _documentation(tree: ast.Module, marks: dict[int, str]) -> Iterator[Finding]:
+    """Public modules, classes and module-level functions have docstrings; public functions are
+    typed."""
+    if tree.body and ast.get_docstring(tree) is None:
+        yield 1, "the module says nothing about what it is for (docstring)"
+    for node in tree.body:
+        if not isinstance(node, (Function, ast.ClassDef)) or node.name.startswith("_"):
+            continue
+        if any(marks.get(line) for line in range(node.lineno, node.body[0].lineno + 1)):
+            continue
+        if ast.get_docstring(node) is None:
+            yield node.lineno, f"{node.name} is public and has no docstring"
+        for function in _public_functions(node):
+            if not any(marks.get(n) for n in range(function.lineno, function.body[0].lineno + 1)):
+                yield from _typed_and_keyword_only(function)
+
+
+def _public_functions(node: Function | ast.ClassDef) -> list[Function]:
+    if isinstance(node, Function):
+        return [node]
+    methods = [m for m in node.body if isinstance(m, Function)]
+    return [m for m in methods if not m.name.startswith("_") or m.name in ("__init__", "__call__")]
+
+
+def _typed_and_keyword_only(node: Function) -> Iterator[Finding]:
+    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+    arguments = node.args.posonlyargs + node.args.args
+    if arguments and arguments[0].arg in ("self", "cls") and not static:
+        arguments = arguments[1:]
+    every = arguments + node.args.kwonlyargs
+    every += [a for a in (node.args.vararg, node.args.kwarg) if a is not None]
+    untyped = [a.arg for a in every if a.annotation is None]
+    if untyped or node.returns is None:
+        what = ", ".join(untyped) or "the return value"
+        yield node.lineno, f"{node.name} is public and not typed: {what}"
+    if len(arguments) > MAX_POSITIONAL:
+        yield (
+            node.lineno,
+            f"{node.name} takes {len(arguments)} positional parameters; keyword-only after "
+            f"{MAX_POSITIONAL}",
+        )
+
+
+def _getattr(tree: ast.Module, marks: dict[int, str]) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        called = (
+            node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        )
+        if isinstance(node, ast.Call) and called in ("getattr", "hasattr"):
+            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            if not any(marks.get(line) for line in lines):
+                yield node.lineno, f"{called}: our own objects have known attributes"
+
+
+def main(arguments: list[str]) -> int:
+    """Check the given files, or all; returns the exit code."""
+    root = Path(__file__).resolve().parent.parent
+    paths = [Path(a).resolve() for a in arguments if a.endswith(".py")]
+    if not arguments:
+        paths = sorted(p for folder in ROOTS for p in (root / folder).rglob("*.py"))
+    num_findings = 0
+    for path in paths:
+        name = path.relative_to(root)
+        for line, message in check_file(name, path.read_text(encoding="utf-8")):
+            print(f"{name}:{line}: {message}")
+            num_findings += 1
+    return 1 if num_findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,8 @@
 """Shared by the benchmarks: the model, the prompts, process CPU time, and workers that take turns.
 
-Two systems are compared by letting one process of each do one step, in turn, while the other sleeps on a pipe:
-what else the machine does falls on both. The figure reported is the ratio of medians of user-CPU seconds.
+Two systems are compared by letting one process of each do one step, in turn, while the other
+sleeps on a pipe: what else the machine does falls on both. The figure reported is the ratio of
+medians of user-CPU seconds.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ QUESTION = "Question: {prompt}\nAnswer:"
 
 
 def model_folder() -> Path:
-    """SmolLM2-135M-Instruct as an ordinary HuggingFace folder, converted once from the package's GGUF."""
-    folder = Path(os.environ.get("BURNISH_BENCH_CACHE", Path.home() / ".cache" / "burnish-bench")) / "smollm2-135m"
+    """SmolLM2-135M-Instruct as an ordinary HuggingFace folder, converted once from the package's
+    GGUF."""
+    folder = (
+        Path(os.environ.get("BURNISH_BENCH_CACHE", Path.home() / ".cache" / "burnish-bench"))
+        / "smollm2-135m"
+    )
     if not (folder / "tokenizer.json").is_file():
         from burnish.config.model import ModelConfig
         from burnish.demo import find_bundled_model
@@ -56,7 +61,8 @@ def peak_rss_mb() -> float:
 
 
 class Turns:
-    """In a worker: ``wait()`` until it is this worker's turn; ``done(...)`` reports and hands back."""
+    """In a worker: ``wait()`` until it is this worker's turn; ``done(...)`` reports and hands
+    back."""
 
     def __init__(self) -> None:
         # Results travel on the original stdout; whatever libraries print goes to stderr.
@@ -76,7 +82,11 @@ class Worker:
     def __init__(self, script: str, *args: str, threads: int) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         self.process = subprocess.Popen(
-            [sys.executable, script, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+            [sys.executable, script, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
         )
 
     def go(self) -> dict[str, Any]:
@@ -93,7 +103,9 @@ class Worker:
         self.process.wait()
 
 
-def interleave(workers: dict[str, Worker], *, warmup: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+def interleave(
+    workers: dict[str, Worker], *, warmup: int, steps: int
+) -> dict[str, list[dict[str, Any]]]:
     """``steps`` measured steps of each worker, in turn, after ``warmup`` unmeasured ones."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     for i in range(warmup + steps):
@@ -105,6 +117,7 @@ def interleave(workers: dict[str, Worker], *, warmup: int, steps: int) -> dict[s
 
 
 def median(results: list[dict[str, Any]], key: str) -> float:
+    """The median of one measured value."""
     return float(statistics.median(r[key] for r in results))
 
 

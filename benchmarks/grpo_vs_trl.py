@@ -2,10 +2,10 @@
 
     python benchmarks/grpo_vs_trl.py [--dtype fp32|bf16] [--steps 5] [--max-tokens 8] [--threads 2]
 
-Same model, same prompts (8 x 8 samples of two-term sums), same number of new tokens, temperature 1, no KL, AdamW at
-lr 1e-5, one optimizer step per rollout, no gradient checkpointing on either side. In bf16 TRL runs twice, as
-autocast over fp32 weights (its default) and with bf16 weights; the faster of the two is what the ratio is against.
-Needs the extra ``bench``.
+Same model, same prompts (8 x 8 samples of two-term sums), same number of new tokens, temperature
+1, no KL, AdamW at lr 1e-5, one optimizer step per rollout, no gradient checkpointing on either
+side. In bf16 TRL runs twice, as autocast over fp32 weights (its default) and with bf16 weights;
+the faster of the two is what the ratio is against. Needs the extra ``bench``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Turns, Worker, chain_sums, cpu_seconds, interleave, median, model_folder, peak_rss_mb, versions
+from common import (
+    Turns,
+    Worker,
+    chain_sums,
+    cpu_seconds,
+    interleave,
+    median,
+    model_folder,
+    peak_rss_mb,
+    versions,
+)
 
 PROMPTS, SAMPLES = 8, 8
 
 
 def reward(prompt: str, response: str, label: str) -> float:
+    """1 if the response begins with the right sum."""
     return float(response.strip().startswith(label))
 
 
@@ -33,9 +44,11 @@ def run_burnish(args: argparse.Namespace) -> None:
     import torch
 
     from burnish.config import RLConfig, load_config
+    from burnish.loops.build import build_rl
     from burnish.loops.rl import rl_step
-    from burnish.loops.session import Session
-    from burnish.runtime.inline import build_rl
+    from burnish.models.load import load_tokenizer
+    from burnish.observe.timeline import Timeline
+    from burnish.runtime.inline import InlineRuntime
 
     torch.set_num_threads(args.threads)
     folder = Path(tempfile.mkdtemp())
@@ -43,30 +56,40 @@ def run_burnish(args: argparse.Namespace) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
     config = load_config(
         {
-            "job": "rl", "run_dir": str(folder / "run"), "max_steps": 1000,
-            "model": {"path": str(model_folder())}, "precision": {"dtype": args.dtype},
+            "job": "rl",
+            "run_dir": str(folder / "run"),
+            "max_steps": 1000,
+            "model": {"path": str(model_folder())},
+            "precision": {"dtype": args.dtype},
             "data": {"sources": [str(folder / "prompts.jsonl")], "shuffle": False},
-            "rollout": {"rollout_batch_size": PROMPTS, "n_samples_per_prompt": SAMPLES, "generate_max_len": args.max_tokens},
+            "rollout": {
+                "rollout_batch_size": PROMPTS,
+                "n_samples_per_prompt": SAMPLES,
+                "generate_max_len": args.max_tokens,
+            },
             "train": {"train_batch_size": PROMPTS * SAMPLES, "lr": 1e-5},
             "observe": {"samples_per_step": 0},
         }
-    )  # fmt: skip
+    )
     assert isinstance(config, RLConfig)
-    (folder / "run").mkdir()
-    session = Session(config, folder / "run", total_steps=1000, best_metric="reward/mean")
-    parts, _ = build_rl(config, session, {"": reward})
+    runtime = InlineRuntime(
+        load_tokenizer(config.model), precision=config.precision, device="cpu", timeline=Timeline()
+    )
+    parts, _ = build_rl(config, runtime, {"": reward}, folder / "run")
     turns, step = Turns(), 0
     while turns.wait():
         step += 1
         cpu, wall = cpu_seconds(), time.perf_counter()
         metrics = rl_step(parts, step)
         turns.done(
-            cpu_s=cpu_seconds() - cpu, wall_s=time.perf_counter() - wall, rss_mb=peak_rss_mb(),
+            cpu_s=cpu_seconds() - cpu,
+            wall_s=time.perf_counter() - wall,
+            rss_mb=peak_rss_mb(),
             tokens=metrics["rollout/tokens"],
-        )  # fmt: skip
+        )
 
 
-def run_trl(args: argparse.Namespace) -> None:
+def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one long call
     """Worker: TRL's own training loop, held at each step's begin until it is its turn."""
     import torch
     from datasets import Dataset
@@ -77,7 +100,9 @@ def run_trl(args: argparse.Namespace) -> None:
     turns = Turns()
     tokens = 0
 
-    def score(prompts: list[str], completions: list[str], label: list[str], completion_ids: Any, **_: Any) -> list[float]:
+    def score(
+        prompts: list[str], completions: list[str], label: list[str], completion_ids: Any, **_: Any
+    ) -> list[float]:
         nonlocal tokens
         tokens = sum(len(ids) for ids in completion_ids)
         return [reward(p, c, a) for p, c, a in zip(prompts, completions, label, strict=True)]
@@ -90,18 +115,35 @@ def run_trl(args: argparse.Namespace) -> None:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             turns.done(
-                cpu_s=cpu_seconds() - self.cpu, wall_s=time.perf_counter() - self.wall, rss_mb=peak_rss_mb(), tokens=tokens
+                cpu_s=cpu_seconds() - self.cpu,
+                wall_s=time.perf_counter() - self.wall,
+                rss_mb=peak_rss_mb(),
+                tokens=tokens,
             )
 
     autocast = args.dtype == "bf16" and args.trl_bf16 == "autocast"
     dtype = torch.bfloat16 if args.dtype == "bf16" and not autocast else torch.float32
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
-        max_completion_length=args.max_tokens, temperature=1.0, beta=0.0, learning_rate=1e-5, max_steps=1000,
-        bf16=autocast, fp16=False, use_cpu=True, gradient_checkpointing=False, report_to=[], logging_strategy="no",
-        save_strategy="no", shuffle_dataset=False, disable_tqdm=True, dataloader_pin_memory=False,
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=args.max_tokens,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-5,
+        max_steps=1000,
+        bf16=autocast,
+        fp16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        report_to=[],
+        logging_strategy="no",
+        save_strategy="no",
+        shuffle_dataset=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
         lr_scheduler_type="constant",
-    )  # fmt: skip
+    )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_folder(), dtype=dtype),
         processing_class=AutoTokenizer.from_pretrained(model_folder()),
@@ -114,7 +156,10 @@ def run_trl(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse, run the workers in turn, print the table and the ratio."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=8)
@@ -125,22 +170,35 @@ def main() -> None:
     if args.worker:
         return {"burnish": run_burnish, "trl": run_trl}[args.worker](args)
     model_folder()
-    common = ["--dtype", args.dtype, "--max-tokens", str(args.max_tokens), "--threads", str(args.threads)]
+    common = [
+        "--dtype",
+        args.dtype,
+        "--max-tokens",
+        str(args.max_tokens),
+        "--threads",
+        str(args.threads),
+    ]
     rivals = ["autocast", "weights"] if args.dtype == "bf16" else ["fp32"]
     workers = {"burnish": Worker(__file__, "--worker", "burnish", *common, threads=args.threads)}
     for kind in rivals:
         extra = ["--trl-bf16", kind] if args.dtype == "bf16" else []
-        workers[f"trl ({kind})"] = Worker(__file__, "--worker", "trl", *common, *extra, threads=args.threads)
+        workers[f"trl ({kind})"] = Worker(
+            __file__, "--worker", "trl", *common, *extra, threads=args.threads
+        )
     try:
         results = interleave(workers, warmup=1, steps=args.steps)
     finally:
         for worker in workers.values():
             worker.close()
     print(versions("torch", "transformers", "trl"))
-    print(f"{args.dtype}, {PROMPTS} x {SAMPLES} samples, {args.max_tokens} new tokens, {args.threads} threads, medians of {args.steps} steps")
+    print(
+        f"{args.dtype}, {PROMPTS} x {SAMPLES} samples, {args.max_tokens} new tokens, "
+        f"{args.threads} threads, medians of {args.steps} steps"
+    )
     for name, rows in results.items():
         print(
-            f"  {name:16s} user-CPU {median(rows, 'cpu_s'):6.2f} s   wall {median(rows, 'wall_s'):6.2f} s   "
+            f"  {name:16s} user-CPU {median(rows, 'cpu_s'):6.2f} s   wall "
+            f"{median(rows, 'wall_s'):6.2f} s   "
             f"peak RSS {median(rows, 'rss_mb'):6.0f} MB   tokens {median(rows, 'tokens'):.0f}"
         )
     best = min((median(rows, "cpu_s"), name) for name, rows in results.items() if name != "burnish")

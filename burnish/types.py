@@ -1,11 +1,12 @@
 """The data that moves through a run: Prompt -> Sample -> Group -> Batch, and Stats beside them.
 
-Read this file first; every other module consumes or produces these types. All are frozen: a stage returns
-a new value (``dataclasses.replace``) instead of writing into one it was given.
+Read this file first; every other module consumes or produces these types. All are frozen: a stage
+returns a new value (``dataclasses.replace``) instead of writing into one it was given.
 
-Shapes: N rows (one row = one prompt with one response), M tokens in all rows together. Token arrays are
-*ragged*: rows stand one after another in one flat array and ``offsets`` says where each begins. Nothing is
-padded at rest or in transit; padding and packing are choices of ``train/batching.py``.
+Shapes: N rows (one row = one prompt with one response), M tokens in all rows together. Token
+arrays are
+*ragged*: rows stand one after another in one flat array and ``offsets`` says where each begins.
+Nothing is padded at rest or in transit; padding and packing are choices of ``train/batching.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ FinishReason = Literal["stop", "length", "aborted"]
 class Prompt:
     """One thing to be answered.
 
-    Example: ``Prompt(id="train:17@0", token_ids=(5, 9, 2), text="1+1=", label="2", source="train")``.
+    Example: ``Prompt(id="train:17@0", token_ids=(5, 9, 2), text="1+1=", label="2",
+    source="train")``.
     """
 
     id: str
@@ -45,13 +47,15 @@ class Prompt:
 class Sample:
     """One response to one prompt, with what is known about each of its tokens.
 
-    ``response_ids``, ``sampler_logprobs``, ``action_mask`` and ``versions`` have one entry per response token [T].
+    ``response_ids``, ``sampler_logprobs``, ``action_mask`` and ``versions`` have one entry per
+    response token [T].
 
     Example: prompt ``1+1=``, response ``2`` and an end token, sampled by the weights of step 3::
 
         Sample(sample_id="train:17@0/0", prompt_id="train:17@0", group_id=17, prompt_ids=(5, 9, 2),
                response_ids=(7, 1), sampler_logprobs=(-0.2, -0.01), action_mask=(True, True),
-               versions=(3, 3), text="2", finish_reason="stop", reward=1.0, reward_parts={"exact": 1.0})
+               versions=(3, 3), text="2", finish_reason="stop", reward=1.0, reward_parts={"exact":
+               1.0})
     """
 
     sample_id: str
@@ -85,17 +89,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for a train engine: flat token arrays [M], per-row arrays [N], and the GLOBAL denominators.
+    """Rows for a train engine: flat token arrays [M], per-row arrays [N], and the GLOBAL
+    denominators.
 
     Two rows ``[5 9 2 | 7 1]`` and ``[5 9 2 | 8]`` (prompt | response) are::
 
         tokens      = [5 9 2 7 1  5 9 2 8]        offsets     = [0 5 9]
         action_mask = [0 0 0 1 1  0 0 0 1]        prompt_lens = [3 3]       group_ids = [4 4]
 
-    Every per-token array stands in line with ``tokens``: entry t belongs to token t (its log-probability is
-    computed from the tokens before it). Entries outside ``action_mask`` are 0 and mean nothing.
-    ``num_tokens`` and ``num_sequences`` are counts over the whole optimizer step, all micro-batches and all
-    ranks, and survive every split, so a loss that divides by them does not depend on how the step was split.
+    Every per-token array stands in line with ``tokens``: entry t belongs to token t (its
+    log-probability is computed from the tokens before it). Entries outside ``action_mask`` are 0
+    and mean nothing. ``num_tokens`` and ``num_sequences`` are counts over the whole optimizer
+    step, all micro-batches and all ranks, and survive every split, so a loss that divides by them
+    does not depend on how the step was split.
     """
 
     tokens: Tensor
@@ -113,7 +119,8 @@ class Batch:
     num_sequences: int
     """Rows in the whole optimizer step."""
     rows_per_unit: int = 1
-    """Rows that must stay in one micro-batch (2 for preference pairs: row 2i chosen, 2i + 1 rejected)."""
+    """Rows that must stay in one micro-batch (2 for preference pairs: row 2i chosen, 2i + 1
+    rejected)."""
     sampler_logprobs: Tensor | None = None
     """[M] fp32"""
     old_logprobs: Tensor | None = None
@@ -147,7 +154,8 @@ class Batch:
         return rows.to(self.tokens.device)
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """The given rows, in the given order, as a batch that keeps this batch's global denominators."""
+        """The given rows, in the given order, as a batch that keeps this batch's global
+        denominators."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         starts, lengths = self.offsets[index], self.lengths[index]
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -163,13 +171,11 @@ class Batch:
 
     def with_global_counts(self) -> Batch:
         """This batch taken as a whole optimizer step: its own counts become the denominators."""
-        return replace(
-            self, num_tokens=int(self.action_mask.sum()), num_sequences=self.num_rows
-        )
+        return replace(self, num_tokens=int(self.action_mask.sum()), num_sequences=self.num_rows)
 
     def to(self, device: torch.device | str) -> Batch:
         """Token arrays on ``device``; offsets and ids stay on the CPU, where indices are made."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in self._arrays()
             if name not in ("offsets", "prompt_lens", "group_ids")
@@ -193,9 +199,10 @@ Number = float | int | Tensor
 class Stats:
     """Measurements that add up exactly over micro-batches and ranks.
 
-    A mean is kept as (numerator, denominator), so the mean over any split of the data is the mean over the
-    data: ``Stats(means={"clip_frac": (3, 40)}) + Stats(means={"clip_frac": (1, 10)})`` has clip_frac 4/50.
-    Values may be detached tensors; nothing waits for the device until :meth:`floats`.
+    A mean is kept as (numerator, denominator), so the mean over any split of the data is the mean
+    over the data: ``Stats(means={"clip_frac": (3, 40)}) + Stats(means={"clip_frac": (1, 10)})``
+    has clip_frac 4/50. Values may be detached tensors; nothing waits for the device until
+    :meth:`floats`.
     """
 
     means: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
@@ -235,7 +242,8 @@ def rows_to_batch(
 ) -> Batch:
     """Lists of token ids and masks as a :class:`Batch` whose denominators are its own counts.
 
-    ``group_ids`` default to one group per row. Raises ValueError where a mask is not as long as its row.
+    ``group_ids`` default to one group per row. Raises ValueError where a mask is not as long as
+    its row.
     """
     for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         if len(row) != len(mask):
@@ -255,7 +263,8 @@ def rows_to_batch(
 
 
 def groups_to_batch(groups: Sequence[Group]) -> Batch:
-    """Scored groups as one :class:`Batch`, rows in group order, with sampler log-probs and rewards."""
+    """Scored groups as one :class:`Batch`, rows in group order, with sampler log-probs and
+    rewards."""
     samples = [sample for group in groups for sample in group.samples]
     batch = rows_to_batch(
         [s.prompt_ids + s.response_ids for s in samples],

@@ -45,14 +45,17 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def ragged_batch() -> Batch:
-    """Three groups of 3, 1 and 4 rows with prompts of 5, 3 and 9 tokens and responses of 1 to 11."""
+    """Three groups of 3, 1 and 4 rows with prompts of 5, 3 and 9 tokens and responses of 1 to
+    11."""
     generator = torch.Generator().manual_seed(7)
 
     def tokens(count: int) -> list[int]:
         return torch.randint(6, 50, (count,), generator=generator).tolist()
 
     rows, masks, prompt_lens, group_ids = [], [], [], []
-    for group, (prompt_len, responses) in enumerate([(5, (3, 7, 1)), (3, (11,)), (9, (2, 2, 8, 5))]):
+    for group, (prompt_len, responses) in enumerate(
+        [(5, (3, 7, 1)), (3, (11,)), (9, (2, 2, 8, 5))]
+    ):
         prompt = tokens(prompt_len)
         for length in responses:
             rows.append(prompt + tokens(length))
@@ -65,7 +68,9 @@ def ragged_batch() -> Batch:
 def mean_logprob(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
     """A loss with a global denominator: minus the mean log-prob of the step's action tokens."""
     assert outputs.logprobs is not None
-    return -outputs.logprobs.sum() / batch.num_tokens, Stats(sums={"tokens": int(batch.action_mask.sum())})
+    return -outputs.logprobs.sum() / batch.num_tokens, Stats(
+        sums={"tokens": int(batch.action_mask.sum())}
+    )
 
 
 @pytest.fixture
@@ -112,8 +117,8 @@ def state_of() -> Callable[[TorchTrainEngine], dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def lively_model() -> LlamaForCausalLM:
-    """Untied and with large weights: its distributions are far from uniform and differ by position, so that a
-    wrong position, mask or row changes the argmax."""
+    """Untied and with large weights: its distributions are far from uniform and differ by
+    position, so that a wrong position, mask or row changes the argmax."""
     return make_lively(load_causal_lm(LIVELY))
 
 

@@ -44,9 +44,9 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": BASE | {"environments", "models", "train"},
     "rollout": BASE | {"models", "rewards", "environments"},
     "sync": BASE | {"train", "rollout"},
-    # loops see interfaces; runtime builds the engines behind them and starts the loop
-    "loops": LOOPS,
-    "runtime": LOOPS | {"loops"},
+    # runtime builds engines; loops ask it for them
+    "runtime": LOOPS,
+    "loops": LOOPS | {"runtime"},
     "demo": LOOPS | {"loops", "runtime"},
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""

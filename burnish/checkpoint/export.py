@@ -1,4 +1,5 @@
-"""Any checkpoint as a HuggingFace folder of one chosen model, made on the CPU without the training run.
+"""Any checkpoint as a HuggingFace folder of one chosen model, made on the CPU without the training
+run.
 
 What comes out loads with plain ``AutoModelForCausalLM.from_pretrained`` (policies) or
 ``AutoModelForSequenceClassification.from_pretrained`` (critics and reward models), same outputs.
@@ -38,28 +39,31 @@ def export(
 ) -> Path:
     """Write ``model`` of ``checkpoint`` as a HuggingFace folder ``out``; returns it.
 
-    ``checkpoint``: a checkpoint folder, or a run folder (its newest good checkpoint). ``model``: ``policy``,
-    ``critic`` or ``reward``, or ``policy-ema`` for the moving average. ``dtype`` None: fp32, as the masters
-    are. ``lora``: merged into the base, or the adapter alone (peft's format).
+    ``checkpoint``: a checkpoint folder, or a run folder (its newest good checkpoint). ``model``:
+    ``policy``, ``critic`` or ``reward``, or ``policy-ema`` for the moving average. ``dtype`` None:
+    fp32, as the masters are. ``lora``: merged into the base, or the adapter alone (peft's format).
 
-    Raises CheckpointError: no such checkpoint or model in it, a damaged one, an ``out`` that is not empty.
+    Raises CheckpointError: no such checkpoint or model in it, a damaged one, an ``out`` that is
+    not empty.
     """
     folder, target = _checkpoint_folder(Path(checkpoint)), Path(out)
     role, dash, kind = model.partition("-")
     if dash and kind != "ema":
-        raise CheckpointError(f"model={model!r}: {role} and {role}-ema (its moving average) can be exported")
+        raise CheckpointError(
+            f"model={model!r}: {role} and {role}-ema (its moving average) can be exported"
+        )
     source = _engine_folder(folder, role)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"the export folder {target} is not empty; choose a new one")
     weights_file = source / ("ema.safetensors" if kind == "ema" else "master.safetensors")
     if not weights_file.is_file():
-        raise CheckpointError(f"{folder} has no {weights_file.stem} weights of {role}; was train.ema_decay set?")
+        raise CheckpointError(
+            f"{folder} has no {weights_file.stem} weights of {role}; was train.ema_decay set?"
+        )
     state = json.loads((source / "engine.json").read_text(encoding="utf-8"))
     config = ModelConfig.model_validate(state["model"])
     scalar = state["role"] in ("critic", "reward")
-    network = (
-        load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
-    )
+    network = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
     _load_weights(network, load_file(weights_file), source)
     target.mkdir(parents=True, exist_ok=True)
     wanted = DTYPES[dtype or "fp32"]
@@ -91,7 +95,9 @@ def _checkpoint_folder(path: Path) -> Path:
 def _engine_folder(folder: Path, role: str) -> Path:
     have = sorted(p.parent.name for p in folder.glob("*/engine.json"))
     if role not in have:
-        raise CheckpointError(f"{folder} holds no {role!r}; models there: {', '.join(have) or 'none'}")
+        raise CheckpointError(
+            f"{folder} holds no {role!r}; models there: {', '.join(have) or 'none'}"
+        )
     return folder / role
 
 
@@ -130,7 +136,9 @@ def _save_adapter(
     network: torch.nn.Module, config: ModelConfig, target: Path, dtype: torch.dtype
 ) -> None:
     if config.lora is None:
-        raise CheckpointError("lora=adapter asks for an adapter, and this model was fully fine-tuned")
+        raise CheckpointError(
+            "lora=adapter asks for an adapter, and this model was fully fine-tuned"
+        )
     settings = peft_config(config.lora)
     settings.base_model_name_or_path = config.path
     settings.inference_mode = True

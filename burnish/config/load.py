@@ -55,7 +55,12 @@ def load_config(
 
 def dump_yaml(config: JobConfig) -> str:
     """The resolved config as YAML that :func:`load_config` reads back to an equal config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    tree = config.model_dump(mode="json")
+    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    # YAML folds some rare line breaks (U+0085, U+2028) even inside quotes: escape them then.
+    if yaml.safe_load(text) != tree:
+        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=False)
+    return text
 
 
 def _read(recipe: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

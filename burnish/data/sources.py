@@ -177,7 +177,7 @@ def _read_json(path: Path, name: str) -> Source:
     return _Rows(name, len(values), read)
 
 
-def _read_csv(path: Path, name: str) -> Source:
+def _read_csv(path: Path, name: str) -> Source:  # house: ok a loop over rows in a file in a try
     rows: list[Row] = []
     limit = csv.field_size_limit(_CSV_FIELD_LIMIT)
     try:

@@ -18,8 +18,9 @@ from burnish.types import Batch
 def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) -> Batch:
     """The batch with ``advantages`` [M] (and ``returns`` [M] for a critic).
 
-    Takes ``rewards`` [N], and what the kind needs: ``values`` (gae), ``old_logprobs`` and ``ref_logprobs``
-    (KL in the reward). Whitening is over all action tokens of the batch given, which is the whole rollout.
+    Takes ``rewards`` [N], and what the kind needs: ``values`` (gae), ``old_logprobs`` and
+    ``ref_logprobs`` (KL in the reward). Whitening is over all action tokens of the batch given,
+    which is the whole rollout.
     """
     assert batch.rewards is not None
     advantage = config.advantage

@@ -12,7 +12,8 @@ from burnish.types import Group, Prompt
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Probability that at least one of k samples drawn without replacement passes (arXiv 2107.03374, eq. 1).
+    """Probability that at least one of k samples drawn without replacement passes (arXiv
+    2107.03374, eq. 1).
 
     1 - C(n - c, k) / C(n, k). Example: n = 4, c = 1, k = 2: 1 - C(3, 2) / C(4, 2) = 1 - 3/6 = 0.5.
     """

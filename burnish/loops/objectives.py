@@ -1,7 +1,7 @@
 """Losses as the engines take them: (outputs, batch) -> (scalar, stats), made once from the recipe.
 
-The mathematics is in ``algorithms``; here it is put together with the recipe's options and the batch's
-global denominators.
+The mathematics is in ``algorithms``; here it is put together with the recipe's options and the
+batch's global denominators.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from burnish.algorithms import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, reduce
 from burnish.algorithms.correction import mismatch_stats
+from burnish.algorithms.reduce import Aggregation
 from burnish.algorithms.value_losses import clipped_value_loss
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.tensors import masked_sum
@@ -21,11 +22,14 @@ from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats
 
 
-def policy_objective(config: AlgorithmConfig, *, max_len: int, kl_coef: Callable[[], float]) -> Loss:
-    """The RL loss: policy loss, minus the entropy bonus, plus the KL term where it is placed in the loss.
+def policy_objective(
+    config: AlgorithmConfig, *, max_len: int, kl_coef: Callable[[], float]
+) -> Loss:
+    """The RL loss: policy loss, minus the entropy bonus, plus the KL term where it is placed in
+    the loss.
 
-    Where the batch has no ``old_logprobs`` (one update per rollout) the policy now is the policy at the start
-    of the update, and its own detached log-probs stand in.
+    Where the batch has no ``old_logprobs`` (one update per rollout) the policy now is the policy
+    at the start of the update, and its own detached log-probs stand in.
     """
     options = config.policy_loss.model_dump(exclude={"kind"})
     per_token_loss = POLICY_LOSSES[config.policy_loss.kind]
@@ -117,7 +121,9 @@ def pair_scores(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
     return scores[0::2], scores[1::2]
 
 
-def _reduce(per_token: Tensor, batch: Batch, aggregation: str, max_len: int | None) -> Tensor:
+def _reduce(
+    per_token: Tensor, batch: Batch, aggregation: Aggregation, max_len: int | None
+) -> Tensor:
     options: dict[str, Any] = {"max_len": max_len} if aggregation == "sequence_sum_constant" else {}
     return reduce(
         per_token,

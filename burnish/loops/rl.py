@@ -1,13 +1,14 @@
-"""Reinforcement learning, one synchronous step at a time. Start here: :func:`rl_step` is the algorithm.
+"""Reinforcement learning, one synchronous step at a time. Start here: :func:`rl_step` is the
+algorithm.
 
-The formulas are in ``algorithms``, put together by ``objectives.py`` (losses) and ``credit.py`` (advantages);
-``runtime/inline.py`` builds the parts; ``session.py`` surrounds each step with metrics and checkpoints.
+The formulas are in ``algorithms``, put together by ``objectives.py`` (losses) and ``credit.py``
+(advantages); ``build.py`` puts the parts together; ``session.py`` surrounds each step with metrics
+and checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,19 +21,10 @@ from burnish.data.prompts import PromptStream
 from burnish.loops.credit import assign_advantages
 from burnish.rollout.runner import Runner
 from burnish.sync.inproc import InprocSync
-from burnish.train.base import Loss, StepStats, TrainEngine
+from burnish.train.base import HasLogprobs, Loss, StepStats, TrainEngine
 from burnish.types import Batch, Group, Stats, groups_to_batch
 
 Metrics = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The frozen model of the KL term, and the context in which the engine is that model (a LoRA policy
-    is its own reference while its adapters are off)."""
-
-    engine: TrainEngine
-    context: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class RL:
     sync: InprocSync
     keep_samples: Callable[[int, Sequence[Group], dict[str, float]], None]
     """(step, groups, sample id -> advantage): where samples are written for people to see."""
-    reference: Reference | None = None
+    reference: HasLogprobs | None = None
     critic: TrainEngine | None = None
     value_loss: Loss | None = None
 
@@ -76,19 +68,19 @@ def rl_step(run: RL, step: int) -> Metrics:
     return metrics | prompt_metrics(run.prompts) | {"train/kl_coef": run.kl.coef}
 
 
-def with_reference(batch: Batch, reference: Reference | None) -> Batch:
+def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
     """The batch with the reference model's log-probs, if there is a reference."""
     if reference is None:
         return batch
-    with reference.context():
-        return replace(batch, ref_logprobs=reference.engine.logprobs(batch))
+    return replace(batch, ref_logprobs=reference.logprobs(batch))
 
 
 def with_old_policy(batch: Batch, run: RL) -> Batch:
     """The batch with what the models say before the update.
 
-    ``old_logprobs`` are computed only where they differ from the log-probs of the update itself (several
-    updates on one rollout) or are needed before it (KL in the reward); ``values`` where there is a critic.
+    ``old_logprobs`` are computed only where they differ from the log-probs of the update itself
+    (several updates on one rollout) or are needed before it (KL in the reward); ``values`` where
+    there is a critic.
     """
     algorithm = run.config.algorithm
     several = (run.config.batch_plan().optimizer_steps_per_rollout or 1) > 1
@@ -101,10 +93,11 @@ def with_old_policy(batch: Batch, run: RL) -> Batch:
 
 
 def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
-    """The rollout cut into optimizer steps of ``train_batch_size`` rows, ``epochs_per_rollout`` times.
+    """The rollout cut into optimizer steps of ``train_batch_size`` rows, ``epochs_per_rollout``
+    times.
 
-    Groups stay together and keep their order where the whole rollout is one step; otherwise their order is
-    drawn anew for every epoch, from the seed and the step alone.
+    Groups stay together and keep their order where the whole rollout is one step; otherwise their
+    order is drawn anew for every epoch, from the seed and the step alone.
     """
     size = config.batch_plan().train_batch_size
     for epoch in range(config.train.epochs_per_rollout):
@@ -175,7 +168,8 @@ def prompt_metrics(prompts: PromptStream) -> Metrics:
 
 
 class RLState:
-    """What a checkpoint of an RL run holds beside the session's own. Implements ``session.State``."""
+    """What a checkpoint of an RL run holds beside the session's own. Implements
+    ``session.State``."""
 
     def __init__(self, run: RL) -> None:
         self.run = run

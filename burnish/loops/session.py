@@ -1,8 +1,9 @@
-"""A run around its steps: the run folder, metrics, checkpoints, signals. The loops call it once per step.
+"""A run around its steps: the run folder, metrics, checkpoints, signals. The loops call it once
+per step.
 
-Every loop is ``session.run(state, step=..., evaluate=...)``: this file owns the order in which a step is
-measured, recorded, saved and interrupted, so that a run killed anywhere goes on from its last checkpoint
-and writes the same metrics as one that was never killed.
+Every loop is ``session.run(state, step=..., evaluate=...)``: this file owns the order in which a
+step is measured, recorded, saved and interrupted, so that a run killed anywhere goes on from its
+last checkpoint and writes the same metrics as one that was never killed.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+import yaml
 
 from burnish.checkpoint import CheckpointStore
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
-from burnish.config.jobs import TrainingJob
+from burnish.config.jobs import JobConfig, TrainingJob
+from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
-from burnish.observe.metrics import MetricsLog
+from burnish.observe.metrics import METRICS_FILE, MetricsLog
 from burnish.observe.progress import Progress, close_logging, setup_logging
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.timeline import Timeline
@@ -35,73 +39,112 @@ class RunError(RuntimeError):
     """A run that cannot start or go on. Says why and what to do."""
 
 
-class Interrupted(Exception):  # noqa: N818  (not an error: the user asked)
+class Interrupted(Exception):
     """A run that stopped on a signal, after saving. ``run_dir`` says where to resume."""
 
     def __init__(self, run_dir: Path, signal_number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}; resume with --resume {run_dir}")
+        super().__init__(
+            f"stopped by {signal.Signals(signal_number).name}; resume with --resume {run_dir}"
+        )
         self.run_dir, self.signal_number = run_dir, signal_number
 
 
 class State(Protocol):
     """Everything of a job that a checkpoint must hold."""
 
-    num_bytes: int
-    """About how many bytes :meth:`save` writes."""
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes :meth:`save` writes."""
+        ...
 
     def save(self, folder: Path) -> None: ...
 
     def load(self, folder: Path) -> None: ...
 
 
-def prepare_run_dir(config: TrainingJob, resume: Path | None) -> Path:
-    """The run folder, made if it is new. Raises RunError where it holds another run and nothing is resumed."""
+def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
+    """The run folder, made if it is new.
+
+    Raises RunError where it holds another run and nothing is resumed, and where what is to be
+    resumed is no run or a run of another job.
+    """
     if resume is not None:
-        if not (resume / "config.yaml").is_file():
-            raise RunError(f"--resume {resume}: there is no config.yaml, so this is not a run folder")
+        saved = resume / "config.yaml"
+        if not saved.is_file():
+            raise RunError(
+                f"--resume {resume}: there is no config.yaml, so this is not a run folder"
+            )
+        job = yaml.safe_load(saved.read_text(encoding="utf-8"))["job"]
+        if job != config.job:
+            raise RunError(
+                f"--resume {resume}: that is a run of the job {job!r}, and this recipe is for "
+                f"{config.job!r}; go on "
+                f"with it by 'burnish {job} --resume {resume}', or leave --resume out to start a "
+                "new run"
+            )
         return resume
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = Path(config.run_dir.replace("{job}", config.job).replace("{time}", stamp))
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    if run_dir.exists() and (not run_dir.is_dir() or _holds_something(run_dir)):
         raise RunError(
-            f"the run folder {run_dir} is not empty; go on with that run by --resume {run_dir}, or choose another "
+            f"the run folder {run_dir} is not empty; go on with that run by --resume {run_dir}, "
+            "or choose another "
             "folder with run_dir=... ({time} in it is filled in)"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     return run_dir
 
 
+def _holds_something(folder: Path) -> bool:
+    """Whether there is more in it than what a run leaves that failed before its first
+    measurement."""
+    names = {path.name for path in folder.iterdir()}
+    metrics = folder / METRICS_FILE
+    failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
+    left = {METRICS_FILE, "config.yaml", "run.log", "timeline.json"} if failed_at_start else set()
+    return bool(names - left)
+
+
 class Session:
     """One run of a training job. Use as a context manager."""
 
-    def __init__(self, config: TrainingJob, run_dir: Path, *, total_steps: int, best_metric: str) -> None:
-        self.config, self.run_dir, self.total_steps = config, run_dir, total_steps
+    def __init__(self, config: TrainingJob, run_dir: Path, *, best_metric: str) -> None:
+        self.config, self.run_dir = config, run_dir
         self.best_metric = config.checkpoint.best_metric or best_metric
-        default_mode = "min" if self.best_metric.endswith("loss") else "max"
-        self.step = 0
-        """Steps done."""
+        default_mode: Literal["min", "max"] = "min" if self.best_metric.endswith("loss") else "max"
+        self.step = self.total_steps = 0
+        """Steps done, and steps in the whole run."""
         self.timeline = Timeline()
-        (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        setup_logging(run_dir)
-        self.metrics = MetricsLog(run_dir, tensorboard=config.observe.tensorboard)
-        self.progress = Progress(total_steps, every=config.observe.log_every_n_steps)
         self.store = CheckpointStore(
             run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last,
             best_mode=config.checkpoint.best_mode or default_mode,
         )
+        self._opened = False
         self._signal: int | None = None
         self._last: Metrics = {}
+        self._measured_step = -1
+        """The step at which the best metric was last measured."""
         self._saved_step = -1
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.timeline.save(self.run_dir / "timeline.json")
-        self.progress.close()
-        self.metrics.close()
-        close_logging()
+        if self._opened:
+            self.timeline.save(self.run_dir / "timeline.json")
+            self.progress.close()
+            self.metrics.close()
+            close_logging()
+
+    def _open(self, total_steps: int) -> None:
+        """Log and metrics. Not before the parts are built: a recipe whose data or
+        model is missing leaves an empty folder, in which the mended recipe can start."""
+        self.total_steps = total_steps
+        setup_logging(self.run_dir)
+        self.metrics = MetricsLog(self.run_dir, tensorboard=self.config.observe.tensorboard)
+        self.progress = Progress(total_steps, every=self.config.observe.log_every_n_steps)
+        self._opened = True
 
     # ---- the order of a run ------------------------------------------------------------------
 
@@ -109,25 +152,29 @@ class Session:
         self,
         state: State,
         *,
+        total_steps: int,
         step: Callable[[int], Metrics],
         evaluate: Callable[[int], Metrics] | None = None,
         eval_every: int = 0,
     ) -> Metrics:
-        """Steps until ``total_steps``; evaluation at step 0, every ``eval_every`` and at the end; checkpoints.
+        """Steps until ``total_steps``; evaluation at step 0, every ``eval_every`` and at the end;
+        checkpoints.
 
-        Returns the last value of every metric. Raises Interrupted after a signal, once the step under way
-        is finished and saved; a second signal ends the process at once.
+        Returns the last value of every metric. Raises Interrupted after a signal, once the step
+        under way is finished and saved; a second signal ends the process at once.
         """
+        self._open(total_steps)
         self._restore(state)
+        # Only now is it sure that this recipe and the run in the folder belong together.
+        write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
         with self._signals():
-            if self.step == 0 and evaluate is not None:
+            if self._saved_step < 0 and evaluate is not None:  # else step 0 is in the log already
                 self._record(0, evaluate(0))
             while self.step < self.total_steps:
                 self._stop_if_asked(state)
                 self._one_step(self.step + 1, step, evaluate, eval_every)
                 if self._checkpoint_due():
                     self._save(state)
-            self._stop_if_asked(state)
         return self._last
 
     def _one_step(
@@ -156,6 +203,8 @@ class Session:
         metrics |= memory_metrics()
         self.metrics.log(step, metrics)
         self._last |= metrics
+        if self.best_metric in metrics:
+            self._measured_step = step
 
     # ---- checkpoints -------------------------------------------------------------------------
 
@@ -169,15 +218,15 @@ class Session:
 
         def write(folder: Path) -> None:
             state.save(folder)
-            save_state(folder, "session", {"step": self.step, "rng": capture_rng(), "last": self._last})
-
-        with self.timeline.span("checkpoint"):
-            path = self.store.save(
-                self.step,
-                write,
-                metric=self._last.get(self.best_metric),
-                num_bytes=state.num_bytes,
+            save_state(
+                folder, "session", {"step": self.step, "rng": capture_rng(), "last": self._last}
             )
+
+        # A value measured at an earlier step says nothing about these weights.
+        fresh = self._measured_step == self.step
+        metric = self._last[self.best_metric] if fresh else None
+        with self.timeline.span("checkpoint"):
+            path = self.store.save(self.step, write, metric=metric, num_bytes=state.num_bytes)
         self._saved_step = self.step
         log.info("checkpoint %s", path)
 
@@ -185,14 +234,18 @@ class Session:
         newest = self.store.latest()
         if newest is None and self.store.all():
             raise RunError(
-                f"none of the checkpoints in {self.store.folder} is good (the warnings above say why); move that "
+                f"none of the checkpoints in {self.store.folder} is good (the warnings above say "
+                "why); move that "
                 "folder away to start this run from step 0"
             )
         if newest is None:
             self.metrics.rewind(-1)
             drop_samples_after(self.run_dir, -1)
             return
-        state.load(newest)
+        try:
+            state.load(newest)
+        except ValueError as error:
+            raise RunError(f"{newest} does not fit this recipe: {error}") from error
         session = load_state(newest, "session")
         self.step = self._saved_step = session["step"]
         self._last = dict(session["last"])
@@ -222,15 +275,11 @@ class Session:
         self._signal = number
         name = signal.Signals(number).name
         self.progress.message(
-            f"{name}: finishing step {self.step + 1}, then saving; once more stops at once without saving"
+            f"{name}: finishing step {self.step + 1}, then saving; once more stops at once "
+            "without saving"
         )
 
     def _stop_if_asked(self, state: State) -> None:
         if self._signal is not None:
             self._save(state)
             raise Interrupted(self.run_dir, self._signal)
-
-
-def phase_totals(timeline: Timeline) -> Mapping[str, float]:
-    """Seconds per phase over the whole run, longest first."""
-    return dict(sorted(timeline.totals.items(), key=lambda item: -item[1]))

@@ -1,5 +1,5 @@
-"""The loop of jobs that learn from a stream of rows: one batch, one update. sft.py and reward_model.py differ
-in the data and in the loss only."""
+"""The loop of jobs that learn from a stream of rows: one batch, one update. sft.py and
+reward_model.py differ in the data and in the loss only."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def supervised_eval(run: Supervised, step: int) -> Metrics:
 class SupervisedState:
     """What a checkpoint of a supervised run holds. Implements ``session.State``."""
 
-    def __init__(self, run: Supervised, role: str) -> None:
-        self.run, self.role = run, role
+    def __init__(self, run: Supervised) -> None:
+        self.run, self.role = run, run.engine.role
 
     @property
     def num_bytes(self) -> int:

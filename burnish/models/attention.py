@@ -1,12 +1,15 @@
-"""Attention over ragged tokens: packed rows, shared prefixes, and decoding from a cache of key/value slots.
+"""Attention over ragged tokens: packed rows, shared prefixes, and decoding from a cache of
+key/value slots.
 
-HuggingFace models look their attention up by name. This module registers one function, ``burnish``, that
-takes its instructions from a plan passed as a keyword through the model's forward. Three plans:
+HuggingFace models look their attention up by name. This module registers one function,
+``burnish``, that takes its instructions from a plan passed as a keyword through the model's
+forward. Three plans:
 
 * no plan: torch's scaled-dot-product attention, exactly as the model would have done;
-* :class:`PackedPlan`: all tokens stand in one row ``[1, M]``; each query segment reads only its own keys
-  (its row, or the group's shared prompt followed by its own response). Nothing is computed on padding
-  outside the attention itself, and rows of like length are padded together inside it;
+* :class:`PackedPlan`: all tokens stand in one row ``[1, M]``; each query segment reads only its
+own keys
+  (its row, or the group's shared prompt followed by its own response). Nothing is computed on
+  padding outside the attention itself, and rows of like length are padded together inside it;
 * :class:`DecodePlan`: one new token per sequence reads the slots of a :class:`KVCache`.
 
 Not here: how rows become plans (``train/batching.py``, ``rollout/local.py``).
@@ -86,7 +89,8 @@ class PackedPlan:
 
 
 class KVCache:
-    """Keys and values of sequences being decoded: per layer ``[slots, kv_heads, capacity, head_dim]``.
+    """Keys and values of sequences being decoded: per layer ``[slots, kv_heads, capacity,
+    head_dim]``.
 
     Slots ``0 .. B-1`` hold the B active sequences, so a decode step reads a plain slice. Layers are
     allocated when first written, in the shape and dtype the model gives.
@@ -98,7 +102,9 @@ class KVCache:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def write(self, layer: int, slots: Tensor, positions: Tensor, kv: tuple[Tensor, Tensor]) -> None:
+    def write(
+        self, layer: int, slots: Tensor, positions: Tensor, kv: tuple[Tensor, Tensor]
+    ) -> None:
         """Store keys and values [W, kv_heads, head_dim] at (slot, position) pairs."""
         key, value = kv
         if layer not in self.keys:
@@ -143,10 +149,11 @@ class DecodePlan:
 
 
 def plan_segments(segments: Sequence[Segment], positions: Tensor) -> PackedPlan:
-    """The plan for segments that cover a packed row exactly once, with ``positions`` [M] on its device.
+    """The plan for segments that cover a packed row exactly once, with ``positions`` [M] on its
+    device.
 
-    Segments are sorted into buckets in which the shortest has at least half the keys of the longest, so
-    at most half of a bucket's attention is padding, however ragged the rows are.
+    Segments are sorted into buckets in which the shortest has at least half the keys of the
+    longest, so at most half of a bucket's attention is padding, however ragged the rows are.
     """
     device = positions.device
     order = sorted(range(len(segments)), key=lambda i: (segments[i].q_len, segments[i].k_len))
@@ -189,7 +196,8 @@ def _bucket(segments: Sequence[Segment], device: torch.device) -> _Bucket:
 
 
 def decode_plan(cache: KVCache, positions: Tensor, length: int) -> DecodePlan:
-    """Plan for one new token per active sequence, at ``positions`` [B]; ``length`` = max position + 1."""
+    """Plan for one new token per active sequence, at ``positions`` [B]; ``length`` = max position
+    + 1."""
     slots = torch.arange(positions.numel(), device=positions.device)
     reach = torch.arange(length, device=positions.device)
     mask = (reach[None, :] <= positions[:, None])[:, None, None, :]
@@ -211,7 +219,8 @@ def _attention(
     for unsupported in ("softcap", "s_aux"):
         if kwargs.get(unsupported) is not None:
             raise NotImplementedError(
-                f"{type(module).__name__} asks for attention with {unsupported}, which packed and cached "
+                f"{type(module).__name__} asks for attention with {unsupported}, which packed and "
+                "cached "
                 "attention here does not have; such models cannot be trained with this version"
             )
     scale, window = kwargs["scaling"], kwargs.get("sliding_window")
@@ -271,7 +280,8 @@ def _decode(
     if window is not None and plan.length > window:
         reach = torch.arange(plan.length, device=mask.device)
         mask = mask & (reach[None, :] > plan.positions[:, None] - window)[:, None, None, :]
-    # The query heads of one key/value head are read together: they are the rows of one small matmul.
+    # The query heads of one key/value head are read together: they are the rows of one small
+    # matmul.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(batch, 1, heads, values.shape[-1])
@@ -280,6 +290,6 @@ def _decode(
 AttentionInterface.register(ATTENTION_NAME, _attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
-# HuggingFace models build an attention mask unless they are given one of four dimensions; with a plan the mask is
-# in the plan, so this placeholder is passed and never read.
+# HuggingFace models build an attention mask unless they are given one of four dimensions; with a
+# plan the mask is in the plan, so this placeholder is passed and never read.
 NO_MASK = torch.empty(1, 1, 1, 1)

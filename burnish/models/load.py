@@ -1,15 +1,15 @@
 """Models and tokenizers from a folder, a hub name, a GGUF file, or from scratch.
 
-Everything comes back as an ordinary HuggingFace model with the ``burnish`` attention, its weights in the
-dtype asked for, LoRA adapters injected if the config says so. Scalar models (critics, reward models) are
-in ``value_head.py``.
+Everything comes back as an ordinary HuggingFace model with the ``burnish`` attention, its weights
+in the dtype asked for, LoRA adapters injected if the config says so. Scalar models (critics,
+reward models) are in ``value_head.py``.
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -45,7 +45,8 @@ def resolve_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(
-            f"train.engine.device={name!r} asks for CUDA, and this PyTorch ({torch.__version__}) sees no CUDA device; "
+            f"train.engine.device={name!r} asks for CUDA, and this PyTorch ({torch.__version__}) "
+            "sees no CUDA device; "
             "use train.engine.device=cpu, or install a CUDA build of torch"
         )
     return device
@@ -58,6 +59,7 @@ def load_causal_lm(
 
     Raises ModelError where the folder, file or hub name cannot be loaded.
     """
+    model: Any
     if config.scratch is not None:
         model = scratch_model(config.scratch, torch.float32)
     else:
@@ -66,11 +68,12 @@ def load_causal_lm(
     use_burnish_attention(model)
     if config.lora is not None:
         inject_lora(model, config.lora)
-    return model
+    return cast(PreTrainedModel, model)
 
 
 def use_burnish_attention(model: PreTrainedModel) -> None:
-    """Switch a loaded model to the attention of ``attention.py`` (plain SDPA where no plan is given)."""
+    """Switch a loaded model to the attention of ``attention.py`` (plain SDPA where no plan is
+    given)."""
     model.set_attn_implementation(attention.ATTENTION_NAME)
     model.config.use_cache = False
 
@@ -78,9 +81,11 @@ def use_burnish_attention(model: PreTrainedModel) -> None:
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with its chat template replaced if the config names one.
 
-    Raises ModelError where there is none, or where it has no end-of-sequence token. A tokenizer without a
-    pad token gets its end token as one (rows here are never padded; only exports would ask).
+    Raises ModelError where there is none, or where it has no end-of-sequence token. A tokenizer
+    without a pad token gets its end token as one (rows here are never padded; only exports would
+    ask).
     """
+    tokenizer: Any
     if config.scratch is not None and config.tokenizer_path is None:
         tokenizer = scratch_tokenizer(config.scratch.alphabet)
     else:
@@ -91,12 +96,14 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = template.read_text() if is_file else config.chat_template
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"the tokenizer of {describe(config)} has no end-of-sequence token, so responses could not end; set "
-            "model.tokenizer_path to a tokenizer that has one, or add eos_token to its tokenizer_config.json"
+            f"the tokenizer of {describe(config)} has no end-of-sequence token, so responses "
+            "could not end; set "
+            "model.tokenizer_path to a tokenizer that has one, or add eos_token to its "
+            "tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return cast(PreTrainedTokenizerBase, tokenizer)
 
 
 def describe(config: ModelConfig) -> str:
@@ -125,7 +132,8 @@ def _from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) -
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"{describe(config)} has no weights for {len(missing)} parameters of a "
-            f"{type(model).__name__}, e.g. {missing[0]}: they would be random; check that model.path "
+            f"{type(model).__name__}, e.g. {missing[0]}: they would be random; check that "
+            "model.path "
             "is a model of this kind, and whole"
         )
     if config.gguf_file:
@@ -133,8 +141,9 @@ def _from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) -
     return model
 
 
-def _forget_quantization(model: PreTrainedModel) -> None:
-    """De-quantised GGUF weights are plain weights; transformers' marks would refuse to save them."""
+def _forget_quantization(model: Any) -> None:
+    """De-quantised GGUF weights are plain weights; transformers' marks would refuse to save
+    them."""
     model.hf_quantizer = None
     model.is_quantized = False
     if "quantization_config" in model.config.__dict__:
@@ -146,18 +155,25 @@ def _check_path(config: ModelConfig) -> None:
     path = Path(config.path)
     local = path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1
     if local and not path.is_dir():
-        hint = " (it is a file; give the folder, and model.gguf_file for a GGUF)" if path.is_file() else ""
+        hint = (
+            " (it is a file; give the folder, and model.gguf_file for a GGUF)"
+            if path.is_file()
+            else ""
+        )
         raise ModelError(f"the model folder {config.path} does not exist{hint}; check model.path")
     if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():
         have = sorted(p.name for p in path.glob("*.gguf"))
         raise ModelError(
-            f"model.gguf_file={config.gguf_file!r} is not in {path}; GGUF files there: {', '.join(have) or 'none'}"
+            f"model.gguf_file={config.gguf_file!r} is not in {path}; GGUF files there: "
+            f"{', '.join(have) or 'none'}"
         )
     only_pickle = path.is_dir() and not config.gguf_file and not list(path.glob("*.safetensors"))
     if only_pickle and (list(path.glob("*.bin")) or list(path.glob("*.pt"))):
         raise ModelError(
-            f"{path} has weights as pickle files only, which can run code when read; convert them to safetensors "
-            "(transformers: AutoModel.from_pretrained(...).save_pretrained(...)) on a machine you can lose"
+            f"{path} has weights as pickle files only, which can run code when read; convert them "
+            "to safetensors "
+            "(transformers: AutoModel.from_pretrained(...).save_pretrained(...)) on a machine you "
+            "can lose"
         )
 
 
@@ -167,7 +183,9 @@ def _why(error: BaseException) -> str:
     if "trust_remote_code" in text:
         return f"{first} (model.trust_remote_code=true would run that code)"
     if "offline" in text or "connect" in text.lower() or "not a local folder" in text:
-        return f"{first} (it is no local folder, and the hub did not have it or could not be reached)"
+        return (
+            f"{first} (it is no local folder, and the hub did not have it or could not be reached)"
+        )
     return first
 
 
@@ -190,7 +208,8 @@ def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-# Pre-tokenizers (GGUF key tokenizer.ggml.pre) that split every digit; the rebuilt tokenizer forgets it.
+# Pre-tokenizers (GGUF key tokenizer.ggml.pre) that split every digit; the rebuilt tokenizer
+# forgets it.
 _SPLIT_DIGITS = frozenset({"smollm"})
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Head:
-    """The output projection of a language model: logits = (hidden @ weight.T + bias) / temperature."""
+    """The output projection of a language model: logits = (hidden @ weight.T + bias) /
+    temperature."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
@@ -34,10 +35,12 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(logits)[target] and, on request, the entropy of each distribution.
 
-    ``hidden`` [K, H] in the compute dtype, ``targets`` [K] int64. Returns ``logprobs`` [K] fp32 in nats and
-    ``entropy`` [K] fp32 or None. Both have gradients to hidden and to the head.
+    ``hidden`` [K, H] in the compute dtype, ``targets`` [K] int64. Returns ``logprobs`` [K] fp32 in
+    nats and ``entropy`` [K] fp32 or None. Both have gradients to hidden and to the head.
     """
-    logprobs, entropy = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
+    logprobs, entropy = _TokenLogprobs.apply(
+        hidden, head.weight, head.bias, targets, head, with_entropy
+    )
     return logprobs, entropy if with_entropy else None
 
 

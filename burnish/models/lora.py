@@ -53,7 +53,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, tensor) of every parameter, adapters added to their base weights in fp32."""
+    """(HuggingFace name, tensor) of every parameter, adapters added to their base weights in
+    fp32."""
     deltas = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
@@ -65,7 +66,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.detach()
         elif leaf == "weight":
             with torch.no_grad():
-                delta = deltas[owner].get_delta_weight(ADAPTER).float()
+                delta = deltas[owner].get_delta_weight(ADAPTER).float()  # type: ignore[attr-defined]
                 yield f"{owner}.weight", (parameter.float() + delta).to(parameter.dtype)
         else:
             yield f"{owner}.{leaf}", parameter.detach()

@@ -1,4 +1,5 @@
-"""A small Llama-style model with random weights and a character tokenizer: tests, teaching, dry runs."""
+"""A small Llama-style model with random weights and a character tokenizer: tests, teaching, dry
+runs."""
 
 from __future__ import annotations
 
@@ -52,4 +53,4 @@ def scratch_model(config: ScratchConfig, dtype: torch.dtype) -> LlamaForCausalLM
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return LlamaForCausalLM(hf).to(dtype)
+        return LlamaForCausalLM(hf).to(dtype)  # type: ignore[arg-type]

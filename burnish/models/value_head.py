@@ -1,13 +1,14 @@
 """Scalar models: a language model's body with one linear output, for critics and reward models.
 
-The names of the parameters are those of HuggingFace's ``*ForSequenceClassification`` with one label, so
-an export loads there as it is.
+The names of the parameters are those of HuggingFace's ``*ForSequenceClassification`` with one
+label, so an export loads there as it is.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,17 +44,19 @@ def load_scalar_model(
     seed: int = 0,
     new_head: bool = False,
 ) -> ScalarModel:
-    """A scalar model from a sequence classifier with one output, or from a causal LM with ``new_head``.
+    """A scalar model from a sequence classifier with one output, or from a causal LM with
+    ``new_head``.
 
-    A new head starts at N(0, 1/(H+1)) from ``seed``. Raises ModelError where the model has no head and
-    ``new_head`` is False (scores would be noise), or has more than one output.
+    A new head starts at N(0, 1/(H+1)) from ``seed``. Raises ModelError where the model has no head
+    and ``new_head`` is False (scores would be noise), or has more than one output.
     """
     if _is_classifier(config):
-        model = _from_pretrained(AutoModelForSequenceClassification, config, DTYPES[dtype])
+        model: Any = _from_pretrained(AutoModelForSequenceClassification, config, DTYPES[dtype])
         model = model.to(device=device, dtype=DTYPES[dtype])
         if model.config.num_labels != 1:
             raise ModelError(
-                f"{describe(config)} has {model.config.num_labels} outputs, and a reward model has 1; "
+                f"{describe(config)} has {model.config.num_labels} outputs, and a reward model "
+                "has 1; "
                 "use a classifier trained with num_labels=1"
             )
         use_burnish_attention(model)
@@ -62,7 +65,8 @@ def load_scalar_model(
         return ScalarModel(model.base_model, model.score)
     if not new_head:
         raise ModelError(
-            f"{describe(config)} is a language model without a reward head, so its scores would be noise; "
+            f"{describe(config)} is a language model without a reward head, so its scores would "
+            "be noise; "
             "train one first (burnish rm), or give a sequence classifier with one output"
         )
     body = load_causal_lm(config, dtype=dtype, device=device).get_decoder()

@@ -141,7 +141,9 @@ class Timeline:
             if thread not in self._thread_names:
                 self._thread_names[thread] = threading.current_thread().name
 
-    def _consume(self, name: str, items: Iterator[T]) -> Generator[T, None, None]:
+    def _consume(  # house: ok one generator that must time each next and clean up after itself
+        self, name: str, items: Iterator[T]
+    ) -> Generator[T, None, None]:
         """Pass ``items`` on, counting the time inside each ``next`` and none of the consumer's.
 
         The sums count every item; the trace joins items that follow each other within a
@@ -182,9 +184,8 @@ def timed(obj: T, timeline: Timeline, names: Mapping[str, str]) -> T:
     Python looks up special methods (``len()``, ``with``, calls) on the type, so those are not
     forwarded. Raises ValueError where ``obj`` has no such method.
     """
-    missing = [
-        m for m in names if not callable(getattr(obj, m, None))
-    ]  # house: ok proxy of any object
+    found = {m: getattr(obj, m, None) for m in names}  # house: ok proxy of any object
+    missing = [m for m, method in found.items() if not callable(method)]
     if missing:
         raise ValueError(
             f"cannot time {type(obj).__name__}.{missing[0]}: there is no such method; names maps "
@@ -207,9 +208,9 @@ class _Timed:
 
     def __getattr__(self, name: str) -> Any:
         method = self.__methods.get(name)
-        return (
-            getattr(self.__obj, name) if method is None else method
-        )  # house: ok proxy of any object
+        if method is not None:
+            return method
+        return getattr(self.__obj, name)  # house: ok proxy of any object
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__obj, name, value)

@@ -47,6 +47,14 @@ class SampleError(RewardError):
         super().__init__(f"{_named(reward)} {what}\n{describe(item)}\n  {_what_to_do(advice)}")
 
 
+class NoGroupLeftError(RewardError):
+    """Every group of a call was dropped. Whoever can draw fresh prompts may try again."""
+
+    def __init__(self, message: str, num_dropped: int) -> None:
+        super().__init__(message)
+        self.num_dropped = num_dropped
+
+
 class Reward(Protocol):
     """Scores responses."""
 
@@ -141,8 +149,8 @@ class RewardSet:
     def score(self, groups: Sequence[Group]) -> Scored:
         """Score every sample of ``groups``; each reward is called once with all of them.
 
-        Raises RewardError where a reward fails and the policy is ``fail``, or where no group is
-        left.
+        Raises RewardError where a reward fails and the policy is ``fail``, NoGroupLeftError where
+        it is ``drop_group`` and drops them all.
         """
         items = [RewardInput(group.prompt, sample) for group in groups for sample in group.samples]
         if not items:
@@ -165,9 +173,10 @@ class RewardSet:
                 kept.append(self._with_rewards(group, cast("dict[str, list[float]]", parts)))
         if failures and not any(group.samples for group in kept):
             first = failures[0].error()
-            raise RewardError(
+            raise NoGroupLeftError(
                 f"no group is left to train on: a reward failed in all {len(failures)} groups, and "
-                f"on_reward_failure.then=drop_group dropped them. The first failure:\n{first}"
+                f"on_reward_failure.then=drop_group dropped them. The first failure:\n{first}",
+                len(dropped),
             ) from first
         return Scored(tuple(kept), tuple(dropped), self._stats(kept, len(dropped)))
 

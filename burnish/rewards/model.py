@@ -20,7 +20,8 @@ Encode = Callable[[RewardInput], Sequence[int]]
 
 
 class ModelReward:
-    """Scores prompt + response with a reward model in this process. Implements ``rewards.base.Reward``."""
+    """Scores prompt + response with a reward model in this process. Implements
+    ``rewards.base.Reward``."""
 
     def __init__(self, name: str, engine: TrainEngine, encode: Encode) -> None:
         self.name, self.engine, self.encode = name, engine, encode
@@ -38,12 +39,16 @@ class ModelReward:
 
 
 def load_model_reward(
-    config: ModelRewardConfig, policy_tokenizer: PreTrainedTokenizerBase, *, dtype: Dtype, device: str
+    config: ModelRewardConfig,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: Dtype,
+    device: str,
 ) -> ModelReward:
     """The reward model of a recipe entry.
 
-    Where it has the policy's vocabulary the sampled token ids are scored as they are; otherwise prompt and
-    response are tokenised for it. Raises ModelError where it has no trained head.
+    Where it has the policy's vocabulary the sampled token ids are scored as they are; otherwise
+    prompt and response are tokenised for it. Raises ModelError where it has no trained head.
     """
     model = load_scalar_model(config.model, dtype=dtype, device=resolve_device(device))
     spec = EngineSpec(

@@ -1,4 +1,5 @@
-"""What a rollout engine is: token ids in, token ids and log-probs out. One contract, every backend."""
+"""What a rollout engine is: token ids in, token ids and log-probs out. One contract, every
+backend."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class Sampling:
 class Request:
     """``n`` responses to one prompt.
 
-    ``seed`` owns the randomness: the same request with the same weights gives the same tokens, whatever
-    else is in the batch.
+    ``seed`` owns the randomness: the same request with the same weights gives the same tokens,
+    whatever else is in the batch.
     """
 
     request_id: str
@@ -39,8 +40,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response. ``logprobs`` [T] are of the full distribution at the sampling temperature
-    (before top-k and top-p), which is what the trainer computes for the same tokens."""
+    """One finished response. ``logprobs`` [T] are of the full distribution at the sampling
+    temperature (before top-k and top-p), which is what the trainer computes for the same tokens."""
 
     request_id: str
     index: int

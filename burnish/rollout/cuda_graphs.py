@@ -1,13 +1,14 @@
 """Decode steps recorded as CUDA graphs: one launch per token instead of hundreds of small kernels.
 
-A graph is recorded per (batch bucket, length bucket), both powers of two, over a cache whose tensors never move.
-Rows beyond the active ones decode garbage into free slots that nobody reads.
+A graph is recorded per (batch bucket, length bucket), both powers of two, over a cache whose
+tensors never move. Rows beyond the active ones decode garbage into free slots that nobody reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class DecodeGraphs:
     ) -> None:
         self.body, self.head, self.cache, self.device = body, head, cache, device
         self._recorded: dict[tuple[int, int], _Recorded] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     @staticmethod
     def padded(count: int) -> int:
@@ -61,7 +62,8 @@ class DecodeGraphs:
 
     def _record(self, batch: int, reach: int) -> _Recorded:
         tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        # Warm-up and recording write at the last position, which no active sequence has reached yet.
+        # Warm-up and recording write at the last position, which no active sequence has reached
+        # yet.
         positions = torch.full_like(tokens, self.cache.capacity - 1)
         mask = torch.ones(batch, 1, 1, reach, dtype=torch.bool, device=self.device)
         slots = torch.arange(batch, device=self.device)

@@ -1,9 +1,9 @@
 """The rollout engine in the trainer's process: continuous batching over the policy's own weights.
 
-How a request runs: its prompt is computed once (packed with other prompts) and its keys and values go to n
-cache slots; the n samples then decode together with everyone else's. A finished sample leaves the batch at
-once: the last active one moves into its slot, so active slots are always ``0 .. B-1`` and nothing is
-computed for the dead. Freed slots admit waiting requests.
+How a request runs: its prompt is computed once (packed with other prompts) and its keys and values
+go to n cache slots; the n samples then decode together with everyone else's. A finished sample
+leaves the batch at once: the last active one moves into its slot, so active slots are always ``0
+.. B-1`` and nothing is computed for the dead. Freed slots admit waiting requests.
 
 Reading order: ``generate`` -> ``_admit`` (prefill) -> ``_decode`` -> ``_retire``.
 """
@@ -38,7 +38,8 @@ class _Sequence:
 
 
 class LocalRolloutEngine:
-    """Samples from a HuggingFace causal LM in this process. Implements ``rollout.base.RolloutEngine``.
+    """Samples from a HuggingFace causal LM in this process. Implements
+    ``rollout.base.RolloutEngine``.
 
     ``model`` may be the trainer's own module: then new weights are seen without a copy.
     """
@@ -70,7 +71,8 @@ class LocalRolloutEngine:
             self._cache = None
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights in by name (a LoRA model takes merged weights into its base only if it has no adapter).
+        """Copy weights in by name (a LoRA model takes merged weights into its base only if it has
+        no adapter).
 
         Raises ValueError where a name is unknown, a shape differs, or a parameter was not given.
         """
@@ -82,11 +84,14 @@ class LocalRolloutEngine:
                 target = own.pop(name)
                 if target.shape != tensor.shape:
                     raise ValueError(
-                        f"weight {name} is {list(tensor.shape)}, the rollout model has {list(target.shape)}"
+                        f"weight {name} is {list(tensor.shape)}, the rollout model has "
+                        f"{list(target.shape)}"
                     )
                 target.copy_(tensor)
         if own:
-            raise ValueError(f"{len(own)} weights were not given, e.g. {sorted(own)[0]}: they would be stale")
+            raise ValueError(
+                f"{len(own)} weights were not given, e.g. {sorted(own)[0]}: they would be stale"
+            )
         self.version = version
 
     def sleep(self) -> None:
@@ -104,12 +109,16 @@ class LocalRolloutEngine:
             raise ValueError(f"max_tokens={sampling.max_tokens}: a response has at least one token")
         for request in requests:
             if not request.prompt_ids:
-                raise ValueError(f"request {request.request_id} has an empty prompt; give at least one token")
+                raise ValueError(
+                    f"request {request.request_id} has an empty prompt; give at least one token"
+                )
             need = len(request.prompt_ids) + sampling.max_tokens
             if need > limit:
                 raise ValueError(
-                    f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + generate_max_len "
-                    f"{sampling.max_tokens} = {need}, and the model has positions for {limit}; shorten one of them"
+                    f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + "
+                    "generate_max_len "
+                    f"{sampling.max_tokens} = {need}, and the model has positions for {limit}; "
+                    "shorten one of them"
                 )
 
     def _split(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
@@ -174,7 +183,9 @@ class _Run:
         self.cache = engine.cache_for(slots, longest + room)
         self.graphs = engine.graphs_for(self.cache)
         self.tokens = torch.zeros(0, dtype=torch.int64, device=engine.device)  # [B] last token
-        self.positions = torch.zeros(0, dtype=torch.int64, device=engine.device)  # [B] where it goes
+        self.positions = torch.zeros(
+            0, dtype=torch.int64, device=engine.device
+        )  # [B] where it goes
         self.stop_tokens = engine._end_tokens | set(sampling.stop_token_ids)
         # No token is shorter than one byte, so a stop string spans at most this many tokens.
         self.stop_window = max((len(s.encode()) for s in sampling.stop), default=0) + 4
@@ -184,7 +195,8 @@ class _Run:
         return bool(self.waiting) and len(self.active) + len(self.waiting[0]) <= self.max_slots
 
     def admit(self) -> None:
-        """Prefill as many waiting prompts as fit, packed, and draw the first token of each sample."""
+        """Prefill as many waiting prompts as fit, packed, and draw the first token of each
+        sample."""
         units: list[list[tuple[Request, int]]] = []
         free, budget = self.max_slots - len(self.active), self.engine.config.max_prefill_tokens
         while self.waiting and len(self.waiting[0]) <= free:
@@ -206,7 +218,9 @@ class _Run:
         first = len(self.active)
         self.active += new
         self.positions = torch.cat([self.positions, lengths.repeat_interleave(counts) - 1])
-        self.tokens = torch.cat([self.tokens, torch.zeros(len(new), dtype=torch.int64, device=logits.device)])
+        self.tokens = torch.cat(
+            [self.tokens, torch.zeros(len(new), dtype=torch.int64, device=logits.device)]
+        )
         self._draw(logits.repeat_interleave(counts, dim=0), first)
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Tensor:
@@ -234,7 +248,9 @@ class _Run:
             cache_position=position[index].to(device),
         )
         hidden = self.engine.body(flat[None], position[None].to(device), plan)[0]
-        ends = torch.tensor([s + len(p) - 1 for s, p in zip(starts, prompts, strict=True)], device=device)
+        ends = torch.tensor(
+            [s + len(p) - 1 for s, p in zip(starts, prompts, strict=True)], device=device
+        )
         return hidden[ends]
 
     def decode(self) -> None:
@@ -301,7 +317,7 @@ class _Run:
             token_ids=tuple(sequence.tokens),
             logprobs=tuple(sequence.logprobs),
             finish_reason=reason,
-            text=self.engine.tokenizer.decode(sequence.tokens, skip_special_tokens=True),
+            text=str(self.engine.tokenizer.decode(sequence.tokens, skip_special_tokens=True)),
             version=self.engine.version,
         )
 

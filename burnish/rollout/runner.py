@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from burnish.rewards.base import RewardError, RewardSet
+from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
 from burnish.types import Group, Prompt, Sample, Stats
 
@@ -37,22 +37,30 @@ class Runner:
         self.num_samples, self.seed = num_samples, seed
 
     def fill(self, next_prompts: Callable[[int], Sequence[Prompt]], count: int) -> Rollout:
-        """``count`` scored groups. Groups that a failing reward drops are replaced by fresh prompts.
+        """``count`` scored groups. Groups that a failing reward drops are replaced by fresh
+        prompts.
 
         Raises RewardError where that many fresh prompts in a row do not help.
         """
         groups: list[Group] = []
         stats = Stats()
-        for _ in range(_MAX_REFILLS):
-            rollout = self.run(next_prompts(count - len(groups)))
+        failure: NoGroupLeftError | None = None
+        for _ in range(1 + _MAX_REFILLS):
+            try:
+                rollout = self.run(next_prompts(count - len(groups)))
+            except NoGroupLeftError as error:
+                failure = error
+                stats += Stats(sums={"reward/groups_dropped": error.num_dropped})
+                continue
             groups += [_numbered(g, len(groups) + i) for i, g in enumerate(rollout.groups)]
             stats += rollout.stats
             if len(groups) == count:
                 return Rollout(tuple(groups), stats)
         raise RewardError(
-            f"after {_MAX_REFILLS} refills only {len(groups)} of {count} groups have a reward; the reward fails on "
-            "almost everything: see the warnings above, or use on_reward_failure.then=fail to see the first error"
-        )
+            f"after {_MAX_REFILLS} refills only {len(groups)} of {count} groups have a reward; it "
+            "fails on almost everything. on_reward_failure.then=fail stops at the first error"
+            + (f". The last refill: {failure}" if failure else "")
+        ) from failure
 
     def run(self, prompts: Sequence[Prompt]) -> Rollout:
         """Sample and score all of ``prompts``, in their order."""
@@ -79,7 +87,8 @@ def _numbered(group: Group, group_id: int) -> Group:
 
 
 def _seed(seed: int, prompt_id: str) -> int:
-    """A stable number for a prompt (its id names its epoch, so no epoch repeats another's samples)."""
+    """A stable number for a prompt (its id names its epoch, so no epoch repeats another's
+    samples)."""
     return (seed << 32) + zlib.crc32(prompt_id.encode())
 
 

@@ -1,4 +1,5 @@
-"""From logits to tokens. Each sequence brings its own uniform number, so no sequence's draw depends on another's."""
+"""From logits to tokens. Each sequence brings its own uniform number, so no sequence's draw
+depends on another's."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ _BLOCK = 256
 def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution at ``uniforms``.
 
-    ``logits`` [B, V] fp32 (overwritten), ``uniforms`` [B] in [0, 1). Returns tokens [B] int64 and log-probs [B]
-    fp32 of the FULL distribution at the sampling temperature, whatever top-k and top-p cut off. Temperature 0
-    is argmax, with the log-probs of temperature 1.
+    ``logits`` [B, V] fp32 (overwritten), ``uniforms`` [B] in [0, 1). Returns tokens [B] int64 and
+    log-probs [B] fp32 of the FULL distribution at the sampling temperature, whatever top-k and
+    top-p cut off. Temperature 0 is argmax, with the log-probs of temperature 1.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
@@ -53,7 +54,8 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _draw_filtered(weights: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
-    """Like :func:`_draw` among the top-k tokens and the smallest set that reaches probability top_p."""
+    """Like :func:`_draw` among the top-k tokens and the smallest set that reaches probability
+    top_p."""
     count = min(sampling.top_k or weights.shape[-1], weights.shape[-1])
     ordered, index = weights.topk(count, dim=-1)
     running = ordered.cumsum(-1)

@@ -1,0 +1,1 @@
+"""Where engines live. ``inline.py``: all in this process."""

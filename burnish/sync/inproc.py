@@ -1,4 +1,5 @@
-"""Weight hand-over inside one process: none where the rollout engine holds the trainer's own module."""
+"""Weight hand-over inside one process: none where the rollout engine holds the trainer's own
+module."""
 
 from __future__ import annotations
 

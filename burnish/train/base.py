@@ -1,4 +1,5 @@
-"""What a train engine is: a model that gives log-probs, takes gradients and steps. One contract, every backend.
+"""What a train engine is: a model that gives log-probs, takes gradients and steps. One contract,
+every backend.
 
 Engines never import algorithms: the loss arrives as an argument.
 """
@@ -19,15 +20,16 @@ Role = Literal["policy", "critic", "reference", "reward"]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model says about a micro-batch, in line with its tokens; entries outside the mask are 0."""
+    """What the model says about a micro-batch, in line with its tokens; entries outside the mask
+    are 0."""
 
     logprobs: Tensor | None = None
     """[M] fp32: log p(token t | tokens before it) at the engine's temperature, for action tokens"""
     entropy: Tensor | None = None
     """[M] fp32: entropy in nats of the distribution token t was drawn from"""
     values: Tensor | None = None
-    """[M] fp32. critic: value of the state in which action token t is chosen. reward: the score, on the
-    last token of each row"""
+    """[M] fp32. critic: value of the state in which action token t is chosen. reward: the score,
+    on the last token of each row"""
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,20 @@ class StepStats:
 class Loss(Protocol):
     """(outputs of a micro-batch, the micro-batch) -> (scalar, stats).
 
-    The scalar divides by the batch's GLOBAL counts, so micro-batch losses add up to the loss of the step.
+    The scalar divides by the batch's GLOBAL counts, so micro-batch losses add up to the loss of
+    the step.
     """
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]: ...
+
+
+class HasLogprobs(Protocol):
+    """All that the KL term needs of a reference model."""
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens, without gradient, at the sampling
+        temperature."""
+        ...
 
 
 class TrainEngine(Protocol):
@@ -58,15 +70,18 @@ class TrainEngine(Protocol):
     """Optimizer steps taken."""
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens, without gradient, at the sampling temperature."""
+        """[M] fp32 log-probs of the action tokens, without gradient, at the sampling
+        temperature."""
         ...
 
     def values(self, batch: Batch) -> Tensor:
-        """[M] fp32 values (critic) or scores on the last token of each row (reward), without gradient."""
+        """[M] fp32 values (critic) or scores on the last token of each row (reward), without
+        gradient."""
         ...
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
-        """Add the gradient of ``loss`` over ``batch`` (split into micro-batches) to what is accumulated."""
+        """Add the gradient of ``loss`` over ``batch`` (split into micro-batches) to what is
+        accumulated."""
         ...
 
     def optim_step(self) -> StepStats:
@@ -83,7 +98,8 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write everything :meth:`load` needs to go on bit by bit (safetensors and JSON, no pickle)."""
+        """Write everything :meth:`load` needs to go on bit by bit (safetensors and JSON, no
+        pickle)."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -1,7 +1,9 @@
-"""From ragged rows to what a model reads: micro-batches, then padded, packed or shared-prefix layouts.
+"""From ragged rows to what a model reads: micro-batches, then padded, packed or shared-prefix
+layouts.
 
-The three layouts give the same numbers; they differ in what is computed twice. ``padded`` computes on
-padding, ``packed`` does not, ``shared_prefix`` also computes the prompt of a group once for all its responses.
+The three layouts give the same numbers; they differ in what is computed twice. ``padded`` computes
+on padding, ``packed`` does not, ``shared_prefix`` also computes the prompt of a group once for all
+its responses.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def split_rows(
 ) -> Iterator[list[int]]:
     """Rows of each micro-batch, in order; every row exactly once.
 
-    With ``max_tokens`` a micro-batch takes whole units (``batch.rows_per_unit`` rows) while the tokens it will
-    compute stay within the budget (at least one unit). Else ``micro_batch_size`` units each; None: all at once.
+    With ``max_tokens`` a micro-batch takes whole units (``batch.rows_per_unit`` rows) while the
+    tokens it will compute stay within the budget (at least one unit). Else ``micro_batch_size``
+    units each; None: all at once.
     """
     unit = batch.rows_per_unit
     starts = range(0, batch.num_rows, unit)
@@ -71,12 +74,15 @@ def arrange(batch: Batch, layout: Layout) -> Arranged:
     """Lay a micro-batch out on the device its tokens are on."""
     if layout == "padded":
         return _padded(batch)
-    groups = _prefix_groups(batch) if layout == "shared_prefix" else [[i] for i in range(batch.num_rows)]
+    groups = (
+        _prefix_groups(batch) if layout == "shared_prefix" else [[i] for i in range(batch.num_rows)]
+    )
     return _packed(batch, groups)
 
 
 def read_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
-    """(tokens whose output predicts, tokens that are predicted), both [K] indices into the batch's tokens.
+    """(tokens whose output predicts, tokens that are predicted), both [K] indices into the batch's
+    tokens.
 
     Raises ValueError where the first token of a row is an action: nothing precedes it.
     """
@@ -106,7 +112,8 @@ def _prefix_groups(batch: Batch) -> list[list[int]]:
     groups: list[list[int]] = []
     tokens = batch.tokens.cpu()
     prompts = [
-        tokens[o : o + p] for o, p in zip(batch.offsets[:-1].tolist(), batch.prompt_lens.tolist(), strict=True)
+        tokens[o : o + p]
+        for o, p in zip(batch.offsets[:-1].tolist(), batch.prompt_lens.tolist(), strict=True)
     ]
     for i in range(batch.num_rows):
         first = groups[-1][0] if groups else -1
@@ -120,7 +127,9 @@ def _prefix_groups(batch: Batch) -> list[list[int]]:
 
 def _packed(batch: Batch, groups: Sequence[Sequence[int]]) -> Arranged:
     """Each group's prompt once, then its rows' remainders; a group of one is an ordinary row."""
-    offsets, lengths, prompts = (x.tolist() for x in (batch.offsets, batch.lengths, batch.prompt_lens))
+    offsets, lengths, prompts = (
+        x.tolist() for x in (batch.offsets, batch.lengths, batch.prompt_lens)
+    )
     source: list[Tensor] = []  # per piece: indices into the batch's tokens
     positions: list[Tensor] = []
     segments: list[Segment] = []
@@ -138,7 +147,9 @@ def _packed(batch: Batch, groups: Sequence[Sequence[int]]) -> Arranged:
                 place[offsets[row] : offsets[row] + shared] = torch.arange(
                     prefix_start, prefix_start + shared
                 )
-            place[offsets[row] + begin : offsets[row] + lengths[row]] = torch.arange(used, used + count)
+            place[offsets[row] + begin : offsets[row] + lengths[row]] = torch.arange(
+                used, used + count
+            )
             if count:
                 prefix = (prefix_start, shared) if begin else (0, 0)
                 segments.append(Segment(used, count, *prefix))

@@ -1,7 +1,8 @@
 """The optimizer: fp32 master weights, fp32 gradient sums, AdamW, schedules, clipping, EMA.
 
-Model state per trained parameter: fp32 training 4 (weight) + 4 (gradient) + 8 (moments) = 16 bytes; bf16
-2 (weight) + 4 (gradient sum) + 4 (master) + 8 (moments) = 18, and for a moment 2 more per gradient in flight.
+Model state per trained parameter: fp32 training 4 (weight) + 4 (gradient) + 8 (moments) = 16
+bytes; bf16 2 (weight) + 4 (gradient sum) + 4 (master) + 8 (moments) = 18, and for a moment 2 more
+per gradient in flight.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from burnish.train.base import StepStats
 def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
     """Learning rate at optimizer step ``step`` (from 0) as a fraction of the peak.
 
-    Warm-up rises linearly over ``ceil(lr_warmup_ratio x total)`` steps and already moves at step 0; after
-    it the shape runs to ``total_steps``.
+    Warm-up rises linearly over ``ceil(lr_warmup_ratio x total)`` steps and already moves at step
+    0; after it the shape runs to ``total_steps``.
     """
     warmup = math.ceil(config.lr_warmup_ratio * total_steps)
     if step < warmup:
@@ -41,11 +42,14 @@ def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
 class Optimizer:
     """AdamW over a model's trainable parameters, in fp32 whatever the model's dtype.
 
-    Gradients of fp32 models live in ``parameter.grad``. For half-precision models every micro-batch's
-    gradient is added to an fp32 sum as soon as it is complete and its half-precision form is freed.
+    Gradients of fp32 models live in ``parameter.grad``. For half-precision models every
+    micro-batch's gradient is added to an fp32 sum as soon as it is complete and its half-precision
+    form is freed.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, *, lr: float, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, *, lr: float, total_steps: int
+    ) -> None:
         self.config, self.peak_lr, self.total_steps = config, lr, total_steps
         self.names, self.params = zip(
             *[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True
@@ -109,7 +113,8 @@ class Optimizer:
             torch._foreach_lerp_(self.ema, self.masters, 1.0 - self.config.ema_decay)
 
     def zero_grad(self) -> None:
-        """Forget the gradient. fp32 gradients are freed, half-precision sums are kept and zeroed."""
+        """Forget the gradient. fp32 gradients are freed, half-precision sums are kept and
+        zeroed."""
         half = set(self._half)
         for i, master in enumerate(self.masters):
             if i in half:
@@ -120,7 +125,12 @@ class Optimizer:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint needs, by kind and parameter name; tensors are not copied."""
-        kinds: dict[str, dict[str, Tensor]] = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}, "step": {}}
+        kinds: dict[str, dict[str, Tensor]] = {
+            "master": {},
+            "exp_avg": {},
+            "exp_avg_sq": {},
+            "step": {},
+        }
         for name, master in zip(self.names, self.masters, strict=True):
             kinds["master"][name] = master.detach()
             for kind, value in self.adamw.state.get(master, {}).items():
@@ -131,11 +141,14 @@ class Optimizer:
 
     @torch.no_grad()
     def load_tensors(self, kinds: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take back :meth:`tensors`. Raises ValueError where names or shapes are not this model's."""
+        """Take back :meth:`tensors`. Raises ValueError where names or shapes are not this
+        model's."""
         have = kinds["master"]
         if set(have) != set(self.names):
             odd = sorted(set(have) ^ set(self.names))[:3]
-            raise ValueError(f"the checkpoint is of another model: parameters differ, e.g. {', '.join(odd)}")
+            raise ValueError(
+                f"the checkpoint is of another model: parameters differ, e.g. {', '.join(odd)}"
+            )
         self.adamw.state.clear()  # a checkpoint of step 0 has no moments
         for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
             if have[name].shape != master.shape:

@@ -1,21 +1,21 @@
 """The train engine on one device: plain PyTorch, and the oracle for every other engine.
 
-Reading order: ``forward_backward`` -> ``_outputs`` -> ``train/batching.py`` -> ``models/logprobs.py``.
+Reading order: ``forward_backward`` -> ``_outputs`` -> ``train/batching.py`` ->
+``models/logprobs.py``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
 from burnish.config.train import TrainConfig
@@ -35,7 +35,8 @@ class EngineSpec:
     role: Role
     train: TrainConfig
     model: ModelConfig
-    """Where the model came from; written into checkpoints so that exports can find the base of a LoRA."""
+    """Where the model came from; written into checkpoints so that exports can find the base of a
+    LoRA."""
     micro_batch_size: int | None = None
     """Rows (units) per pass; None with a token budget, or to take all at once."""
     total_steps: int = 1
@@ -65,7 +66,8 @@ class TorchTrainEngine:
         self.version = 0
         self.device = next(model.parameters()).device
         self.scalar = spec.role in ("critic", "reward")
-        self.body = model.model if self.scalar else model.get_decoder()  # type: ignore[operator]
+        body = model.model if self.scalar else model.get_decoder()  # type: ignore[operator]
+        self.body = cast(PreTrainedModel, body)
         self.optimizer: Optimizer | None = None
         if spec.trainable:
             lr = spec.lr or spec.train.lr
@@ -83,20 +85,20 @@ class TorchTrainEngine:
         return self._no_grad_pass(batch, "logprobs")
 
     def values(self, batch: Batch) -> Tensor:
-        """[M] fp32: values of action states (critic) or scores on last tokens (reward), without gradient."""
+        """[M] fp32: values of action states (critic) or scores on last tokens (reward), without
+        gradient."""
         return self._no_grad_pass(batch, "values")
 
-    def reference(self) -> AbstractContextManager[None]:
-        """Inside, a LoRA policy computes with its frozen base: its own reference model at no memory."""
-        return adapters_off(self.model) if self.spec.model.lora is not None else nullcontext()
-
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
-        """Add the gradient of ``loss`` over ``batch``; returns the sum of the micro-batches' stats."""
+        """Add the gradient of ``loss`` over ``batch``; returns the sum of the micro-batches'
+        stats."""
         stats = Stats()
         self.model.train()
         for rows in self._split(batch):
             micro = batch.select(rows).to(self.device)
-            scalar, micro_stats = loss(self._outputs(micro, with_entropy=self.spec.with_entropy), micro)
+            scalar, micro_stats = loss(
+                self._outputs(micro, with_entropy=self.spec.with_entropy), micro
+            )
             scalar.backward()
             stats = stats + micro_stats
         self.model.eval()
@@ -104,13 +106,13 @@ class TorchTrainEngine:
 
     @torch.no_grad()
     def _no_grad_pass(self, batch: Batch, name: str) -> Tensor:
-        out = torch.zeros(batch.tokens.numel(), dtype=torch.float32)
+        out, begins = torch.zeros(batch.tokens.numel()), batch.offsets.tolist()
         for rows in self._split(batch):
             micro = batch.select(rows).to(self.device)
             outputs = self._outputs(micro, with_entropy=False)
             result = outputs.logprobs if name == "logprobs" else outputs.values
             assert result is not None
-            index = [torch.arange(batch.offsets[r], batch.offsets[r + 1]) for r in rows]
+            index = [torch.arange(begins[r], begins[r + 1]) for r in rows]
             out[torch.cat(index)] = result.cpu()
         return out
 
@@ -130,7 +132,10 @@ class TorchTrainEngine:
             return Outputs(values=self._scalar_outputs(batch, arranged, hidden))
         read, target = read_and_target(batch)
         logprobs, entropy = token_logprobs(
-            hidden[arranged.place[read]], batch.tokens[target], self._head(), with_entropy=with_entropy
+            hidden[arranged.place[read]],
+            batch.tokens[target],
+            self._head(),
+            with_entropy=with_entropy,
         )
         return Outputs(
             logprobs=_in_line(logprobs, target, batch),
@@ -151,7 +156,10 @@ class TorchTrainEngine:
         if arranged.plan is not None:
             extra = {"plan": arranged.plan, "attention_mask": NO_MASK.to(self.device)}
         out = self.body(
-            input_ids=arranged.input_ids, position_ids=arranged.position_ids, use_cache=False, **extra
+            input_ids=arranged.input_ids,
+            position_ids=arranged.position_ids,
+            use_cache=False,
+            **extra,
         )
         return out.last_hidden_state.flatten(0, 1)
 
@@ -167,7 +175,8 @@ class TorchTrainEngine:
     # ---- stepping --------------------------------------------------------------------------
 
     def optim_step(self) -> StepStats:
-        """Clip, step, schedule. With a gradient that is not finite nothing moves and ``skipped`` is set."""
+        """Clip, step, schedule. With a gradient that is not finite nothing moves and ``skipped``
+        is set."""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
         stats = self.optimizer.step(self.version)
         if not stats.skipped:
@@ -205,16 +214,31 @@ class TorchTrainEngine:
             self.tokenizer.save_pretrained(hf)
 
     def load(self, folder: Path) -> None:
-        """Take back what :meth:`save` wrote. Raises ValueError for a checkpoint of another model or role."""
+        """Take back what :meth:`save` wrote. Raises ValueError for a checkpoint of another model
+        or role."""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
         state = json.loads((folder / "engine.json").read_text())
         if state["role"] != self.role:
-            raise ValueError(f"{folder} is the checkpoint of a {state['role']}, not of a {self.role}")
+            raise ValueError(
+                f"{folder} is the checkpoint of a {state['role']}, not of a {self.role}"
+            )
         kinds: dict[str, Mapping[str, Tensor]] = {
             file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))
         }
         self.optimizer.load_tensors(kinds)
         self.version = int(state["version"])
+
+
+class FrozenBase:
+    """A LoRA policy's own reference: the same weights with the adapters off, at no memory."""
+
+    def __init__(self, policy: TorchTrainEngine) -> None:
+        self.policy = policy
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens under the base model."""
+        with adapters_off(self.policy.model):
+            return self.policy.logprobs(batch)
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:

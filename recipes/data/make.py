@@ -1,9 +1,10 @@
 """Makes the data of the tiny recipes: sort the digits of a short string.
 
-Run from anywhere with plain Python: ``python recipes/data/make.py``. The files it writes are committed; the same
-seed writes the same bytes. Each set has different strings from every other, so nothing held out is trained on.
+Run from anywhere with plain Python: ``python recipes/data/make.py``. The files it writes are
+committed; the same seed writes the same bytes. Each set has different strings from every other, so
+nothing held out is trained on.
 
-    sort_demos*.jsonl    prompt, response: half of the demonstrations are in descending order, which is wrong
+    sort_demos*.jsonl    prompt, response: half of them in descending order, which is wrong
     sort_pairs*.jsonl    prompt, chosen (ascending), rejected (descending, or with a slip)
     sort_prompts*.jsonl  prompt, label
 """
@@ -50,7 +51,7 @@ def pair(digits: str, rng: random.Random) -> dict[str, str]:
 
 
 def slip(right: list[str], rng: random.Random) -> list[str]:
-    """Another answer: a wrong digit, a missing one, one too many, or two neighbours that differ swapped."""
+    """Another answer: one digit wrong, missing or too many, or two neighbours swapped."""
     wrong, place = list(right), rng.randrange(len(right))
     kind = rng.randrange(4)
     if kind == 0:

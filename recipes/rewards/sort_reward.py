@@ -1,4 +1,4 @@
-"""Rewards of the sorting recipes: plain functions; the names of the parameters say what they get."""
+"""Rewards of the sorting recipes: plain functions whose parameter names say what they get."""
 
 from __future__ import annotations
 

@@ -83,7 +83,9 @@ def test_gradients_through_a_packed_row_are_those_of_the_rows_alone() -> None:
     sum(alone(model, row).square().sum() for row in rows).backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    plan = plan_segments([Segment(0, 5), Segment(5, 8)], torch.cat([torch.arange(5), torch.arange(8)]))
+    plan = plan_segments(
+        [Segment(0, 5), Segment(5, 8)], torch.cat([torch.arange(5), torch.arange(8)])
+    )
     packed(model, torch.cat(rows), plan).square().sum().backward()
     for name, parameter in model.named_parameters():
         scale = float(expected[name].abs().max())

@@ -12,8 +12,14 @@ from burnish.models.logprobs import Head, token_logprobs
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_entropy_and_gradients_equal_float64(chunk: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(10, 16, generator=generator), torch.randn(30, 16, generator=generator)
-    bias, targets = torch.randn(30, generator=generator), torch.randint(0, 30, (10,), generator=generator)
+    hidden, weight = (
+        torch.randn(10, 16, generator=generator),
+        torch.randn(30, 16, generator=generator),
+    )
+    bias, targets = (
+        torch.randn(30, generator=generator),
+        torch.randint(0, 30, (10,), generator=generator),
+    )
     upstream = torch.randn(2, 10, generator=generator)
     exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
     log_p = ((exact[0] @ exact[1].T + exact[2]) / temperature).log_softmax(-1)
@@ -43,7 +49,9 @@ def test_no_more_than_one_chunk_of_logits_exists_at_once(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Head, "logits", counted)
     hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
-    logprobs, _ = token_logprobs(hidden, torch.zeros(10, dtype=torch.int64), Head(weight, chunk_tokens=4))
+    logprobs, _ = token_logprobs(
+        hidden, torch.zeros(10, dtype=torch.int64), Head(weight, chunk_tokens=4)
+    )
     logprobs.sum().backward()
     assert made == [4, 4, 2] * 2, "forward and backward, four rows at a time"
 

@@ -23,7 +23,7 @@ from burnish.train.base import Loss, Outputs, Role
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
-# fp32 sums over some hundred tokens in another order; gradient entries here are at most about 1
+# fp32 sums over some hundred tokens in another order, relative to the largest entry where that is above 1
 FP32 = 1e-6
 LAYOUTS = ("padded", "packed", "shared_prefix")
 SPLITS = [
@@ -117,11 +117,14 @@ def taken_gradient(engine: TorchTrainEngine) -> dict[str, Tensor]:
     return found
 
 
-def assert_same_gradient(ours: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
+def assert_same_gradient(
+    ours: dict[str, Tensor], expected: dict[str, Tensor], what: object
+) -> None:
     assert ours.keys() == expected.keys()
+    largest = max(1.0, *(float(g.abs().max()) for g in expected.values()))
     for name, gradient in expected.items():
         error = float((ours[name] - gradient).abs().max())
-        assert error <= FP32, f"{what}: {name} is off by {error:.2e}"
+        assert error <= FP32 * largest, f"{what}: {name} is off by {error:.2e}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -133,7 +136,9 @@ def test_the_gradient_is_that_of_each_row_alone_for_every_split(
     first = make_engine(role=role)
     batch = batch_for(name, first, ragged_batch)
     expected, stats = plain_gradient(first, batch, loss)
-    assert max(float(g.abs().max()) for g in expected.values()) > 1e-2, "there is something to compare"
+    assert max(float(g.abs().max()) for g in expected.values()) > 1e-2, (
+        "there is something to compare"
+    )
     for split in SPLITS:
         engine = make_engine(role=role, layout=layout, **split)
         ours = engine.forward_backward(batch, loss)
@@ -150,7 +155,7 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
     for checkpointing in (False, True):
         engine = make_engine(layout=layout, gradient_checkpointing=checkpointing, micro=3)
         count: list[int] = []
-        engine.body.layers[0].mlp.register_forward_hook(lambda *_, c=count: c.append(1))
+        engine.body.layers[0].mlp.register_forward_pre_hook(lambda *_, c=count: c.append(1))
         engine.forward_backward(ragged_batch, nll)
         gradients.append(taken_gradient(engine))
         calls.append(len(count))
@@ -296,7 +301,9 @@ def random_groups(groups: list[tuple[int, list[int]]], generator: torch.Generato
     return rows_to_batch(rows, masks, prompt_lens=prompt_lens, group_ids=ids)
 
 
-def test_rows_of_one_group_with_other_prompts_are_not_shared(make_engine: MakeEngine, nll: Loss) -> None:
+def test_rows_of_one_group_with_other_prompts_are_not_shared(
+    make_engine: MakeEngine, nll: Loss
+) -> None:
     """Same group id and prompt length, other tokens: sharing the first one's prompt would be wrong."""
     rows = [[7, 8, 9, 20, 21], [7, 8, 10, 20, 21], [7, 8, 10, 22]]
     masks = [[False] * 3 + [True] * (len(r) - 3) for r in rows]

@@ -1,0 +1,270 @@
+"""From a recipe to the parts of its loop: data, engines (made by a runtime), losses, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
+from burnish.config import EvaluateConfig, RewardModelConfig, RLConfig, SFTConfig
+from burnish.config.algorithm import GaeAdvantage, KlConfig
+from burnish.config.model import CriticConfig
+from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.config.rollout import EvalConfig, SamplingConfig
+from burnish.data.preference import PreferenceStream, load_pairs
+from burnish.data.prompts import PromptStream, load_prompts
+from burnish.data.sft import SFTStream, load_rows
+from burnish.loops.evaluate import Evaluator
+from burnish.loops.objectives import (
+    policy_objective,
+    reward_model_objective,
+    sft_objective,
+    value_objective,
+)
+from burnish.loops.reward_model import measure_pairs
+from burnish.loops.rl import RL
+from burnish.loops.sft import measure_sft
+from burnish.loops.supervised import Supervised
+from burnish.observe.samples import write_samples
+from burnish.observe.timeline import timed
+from burnish.rewards.base import Reward, RewardSet
+from burnish.rewards.build import build_rewards
+from burnish.rewards.model import load_model_reward
+from burnish.rollout.base import RolloutEngine, Sampling
+from burnish.rollout.runner import Runner
+from burnish.runtime.inline import InlineRuntime
+from burnish.train.base import HasLogprobs, Role
+from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.types import Batch, Group
+
+Functions = Mapping[str, Callable[..., Any]]
+WeightedRewards = Sequence[tuple[Reward, float]]
+
+
+def build_rl(
+    config: RLConfig, runtime: InlineRuntime, functions: Functions, run_dir: Path
+) -> tuple[RL, Evaluator | None]:
+    """The parts of an RL run and its evaluator. Data and rewards first: their mistakes are the
+    quickest to find."""
+    prompts = PromptStream(config.data, runtime.tokenizer, seed=config.seed)
+    held_out = _held_out(config.eval, runtime.tokenizer)
+    scores = _rewards(config, runtime, functions)
+    policy = runtime.language_model(_rl_spec(config, "policy"))
+    rollout = runtime.rollout(policy, config.rollout.engine)
+    kl = _kl_controller(config.algorithm.kl)
+    critic, value_loss = None, None
+    if isinstance(config.algorithm.advantage, GaeAdvantage):
+        own = config.critic or CriticConfig()
+        spec = replace(_rl_spec(config, "critic"), model=own.model or config.model, lr=own.lr)
+        critic = runtime.scalar_model(spec, seed=config.seed)
+        value_loss = value_objective(value_clip=own.value_clip)
+    max_len = config.rollout.generate_max_len
+    rewards = RewardSet(
+        scores,
+        on_failure=config.on_reward_failure,
+        shaping=config.shaping,
+        generate_max_len=max_len,
+    )
+    limit = config.observe.samples_per_step
+    parts = RL(
+        config=config,
+        prompts=prompts,
+        runner=Runner(
+            timed(rollout, runtime.timeline, {"generate": "rollout"}),
+            timed(rewards, runtime.timeline, {"score": "reward"}),
+            _sampling(config.rollout),
+            num_samples=config.rollout.n_samples_per_prompt,
+            seed=config.seed,
+        ),
+        policy=policy,
+        policy_loss=policy_objective(config.algorithm, max_len=max_len, kl_coef=lambda: kl.coef),
+        kl=kl,
+        sync=runtime.sync(policy, rollout),
+        keep_samples=lambda step, groups, advantages: _keep(
+            run_dir, step, groups, advantages=advantages, limit=limit
+        ),
+        reference=_reference(config, runtime, policy),
+        critic=critic,
+        value_loss=value_loss,
+    )
+    if config.eval is None:
+        return parts, None
+    sampling = _eval_sampling(config.eval, config.rollout)
+    eval_rollout = timed(rollout, runtime.timeline, {"generate": "eval"})
+    return parts, _evaluator(
+        config.eval, eval_rollout, scores, sampling, held_out, config.seed, run_dir
+    )
+
+
+def build_evaluation(
+    config: EvaluateConfig, runtime: InlineRuntime, functions: Functions, run_dir: Path
+) -> Evaluator:
+    """The evaluator of an ``evaluate`` job."""
+    held_out = _held_out(config.eval, runtime.tokenizer)
+    scores = _rewards(config, runtime, functions)
+    engine = runtime.standalone_rollout(config.model, config.engine)
+    assert config.eval.generate_max_len is not None
+    plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
+    sampling = _eval_sampling(config.eval, plain)
+    return _evaluator(config.eval, engine, scores, sampling, held_out, config.seed, run_dir)
+
+
+def build_supervised(
+    config: SFTConfig | RewardModelConfig, runtime: InlineRuntime
+) -> tuple[Supervised, int]:
+    """The parts of an SFT or reward-model run, and its number of optimizer steps."""
+    sft = isinstance(config, SFTConfig)
+    stream, eval_batch = _supervised_data(config, runtime.tokenizer)
+    plan = config.batch_plan()
+    by_epochs = max(1, len(stream) * config.max_epochs // plan.train_batch_size)
+    total = min(by_epochs, config.max_steps or by_epochs)
+    spec = EngineSpec(
+        role="policy" if sft else "reward",
+        train=config.train,
+        model=config.model,
+        micro_batch_size=plan.micro_train_batch_size,
+        total_steps=total,
+        with_entropy=False,
+    )
+    spans = {"forward_backward": "train", "optim_step": "optim"}
+    if sft:
+        engine = runtime.language_model(spec, {**spans, "logprobs": "eval"})
+    else:
+        engine = runtime.scalar_model(spec, seed=config.seed, spans={**spans, "values": "eval"})
+    parts = Supervised(
+        stream=timed(stream, runtime.timeline, {"next": "data"}),
+        engine=engine,
+        loss=sft_objective() if sft else reward_model_objective(),
+        batch_size=plan.train_batch_size,
+        measure=measure_sft if sft else measure_pairs,
+        eval_batch=eval_batch,
+    )
+    return parts, total
+
+
+def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
+    plan = config.batch_plan()
+    updates = plan.optimizer_steps_per_rollout
+    assert updates is not None
+    return EngineSpec(
+        role=role,
+        train=config.train,
+        model=config.model,
+        micro_batch_size=plan.micro_train_batch_size,
+        total_steps=config.max_steps * updates,
+        temperature=config.rollout.temperature,
+        with_entropy=role == "policy",
+        trainable=role != "reference",
+    )
+
+
+def _reference(
+    config: RLConfig, runtime: InlineRuntime, policy: TorchTrainEngine
+) -> HasLogprobs | None:
+    if not config.algorithm.kl.init_kl_coef:
+        return None
+    own = config.reference.model if config.reference is not None else None
+    if own is None and config.model.lora is not None:
+        return runtime.frozen_base(policy)
+    spec = replace(_rl_spec(config, "reference"), model=own or config.model)
+    return runtime.language_model(spec, {"logprobs": "reference"})
+
+
+def _rewards(
+    config: RLConfig | EvaluateConfig, runtime: InlineRuntime, functions: Functions
+) -> WeightedRewards:
+    return build_rewards(
+        config.rewards,
+        functions=functions,
+        model_reward=lambda entry: load_model_reward(
+            entry, runtime.tokenizer, dtype=config.precision.dtype, device=str(runtime.device)
+        ),
+    )
+
+
+def _evaluator(  # house: ok called twice, with everything an evaluation consists of
+    config: EvalConfig,
+    engine: RolloutEngine,
+    scores: WeightedRewards,
+    sampling: Sampling,
+    prompts: Sequence[Any],
+    seed: int,
+    run_dir: Path,
+) -> Evaluator:
+    rewards = RewardSet(
+        scores,
+        on_failure=FailurePolicy(),
+        shaping=ShapingConfig(),
+        generate_max_len=sampling.max_tokens,
+    )
+    runner = Runner(engine, rewards, sampling, num_samples=config.n_samples_per_prompt, seed=seed)
+    return Evaluator(
+        config,
+        prompts,
+        runner,
+        lambda step, groups: _keep(run_dir, step, groups, advantages=None, limit=_ALL),
+    )
+
+
+_ALL = 1 << 30
+
+
+def _held_out(config: EvalConfig | None, tokenizer: PreTrainedTokenizerBase) -> Sequence[Any]:
+    if config is None:
+        return ()
+    return load_prompts(config.data, tokenizer, limit=config.num_prompts)
+
+
+def _supervised_data(
+    config: SFTConfig | RewardModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[SFTStream | PreferenceStream, Batch | None]:
+    if isinstance(config, SFTConfig):
+        held_out = load_rows(config.eval_data, tokenizer) if config.eval_data else None
+        return SFTStream(config.data, tokenizer, seed=config.seed), held_out
+    pairs = load_pairs(config.eval_data, tokenizer) if config.eval_data else None
+    return PreferenceStream(config.data, tokenizer, seed=config.seed), pairs
+
+
+def _kl_controller(config: KlConfig) -> KlController:
+    if config.kl_target is None:
+        return FixedKl(config.init_kl_coef)
+    return AdaptiveKl(config.init_kl_coef, target=config.kl_target, horizon=config.kl_horizon)
+
+
+def _sampling(config: SamplingConfig) -> Sampling:
+    return Sampling(
+        max_tokens=config.generate_max_len,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
+    )
+
+
+def _eval_sampling(config: EvalConfig, rollout: SamplingConfig) -> Sampling:
+    """The rollout's stops with the evaluation's temperature and length, and nothing cut off."""
+    return replace(
+        _sampling(rollout),
+        temperature=config.temperature,
+        max_tokens=config.generate_max_len or rollout.generate_max_len,
+        stop=rollout.stop if config.stop is None else config.stop,
+        top_p=1.0,
+        top_k=0,
+    )
+
+
+def _keep(
+    run_dir: Path,
+    step: int,
+    groups: Sequence[Group],
+    *,
+    advantages: dict[str, float] | None,
+    limit: int,
+) -> None:
+    split = "eval" if advantages is None else "train"
+    write_samples(run_dir, step, groups, advantages, limit=limit, split=split)

@@ -1,0 +1,126 @@
+"""``burnish.run``: one job from its config to its end. The Python API, and what the command line
+calls."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from burnish.config import (
+    EvaluateConfig,
+    JobConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+    dump_yaml,
+)
+from burnish.loops.build import build_evaluation, build_rl, build_supervised
+from burnish.loops.rl import RLState, rl_step
+from burnish.loops.session import RunError, Session, prepare_run_dir
+from burnish.loops.supervised import SupervisedState, supervised_eval, supervised_step
+from burnish.models.load import load_tokenizer
+from burnish.observe.metrics import MetricsLog
+from burnish.observe.report import build_report
+from burnish.observe.timeline import Timeline
+from burnish.runtime.inline import InlineRuntime
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a run is and how it ended."""
+
+    run_dir: Path
+    metrics: dict[str, float]
+    """The last value of every metric."""
+
+
+def run(
+    config: JobConfig,
+    *,
+    resume: Path | str | None = None,
+    rewards: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+) -> RunResult:
+    """Run a job to its end.
+
+    ``rewards``: a callable, or several by the names of the recipe's function rewards. ``resume``:
+    the folder of a run to go on with. Raises RunError, DataError, ModelError, RewardError or
+    CheckpointError with what to do, and Interrupted after a signal (the run is saved then).
+    """
+    functions = {"": rewards} if callable(rewards) else dict(rewards or {})
+    if resume is not None and isinstance(config, EvaluateConfig):
+        raise RunError("an evaluation is done in one go and cannot be resumed; leave resume out")
+    _seed_everything(config.seed)
+    run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
+    if isinstance(config, RLConfig):
+        metrics = _run_rl(config, run_dir, functions)
+    elif isinstance(config, EvaluateConfig):
+        metrics = _run_evaluate(config, run_dir, functions)
+    else:
+        assert isinstance(config, (SFTConfig, RewardModelConfig))
+        metrics = _run_supervised(config, run_dir)
+    build_report(run_dir)
+    return RunResult(run_dir, metrics)
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def _run_rl(config: RLConfig, run_dir: Path, functions: Mapping[str, Any]) -> dict[str, float]:
+    metric = "eval/pass@1" if config.eval is not None else "reward/mean"
+    with Session(config, run_dir, best_metric=metric) as session:
+        runtime = _runtime(config, config.train.engine.device, session.timeline)
+        parts, evaluator = build_rl(config, runtime, functions, run_dir)
+        try:
+            return session.run(
+                RLState(parts),
+                total_steps=config.max_steps,
+                step=lambda step: rl_step(parts, step),
+                evaluate=evaluator.evaluate if evaluator is not None else None,
+                eval_every=config.eval.every_n_steps if config.eval is not None else 0,
+            )
+        finally:
+            parts.runner.rewards.close()
+
+
+def _run_supervised(config: SFTConfig | RewardModelConfig, run_dir: Path) -> dict[str, float]:
+    with Session(config, run_dir, best_metric="eval/loss") as session:
+        runtime = _runtime(config, config.train.engine.device, session.timeline)
+        parts, total = build_supervised(config, runtime)
+        held_out = parts.eval_batch is not None
+        return session.run(
+            SupervisedState(parts),
+            total_steps=total,
+            step=lambda step: supervised_step(parts, step),
+            evaluate=(lambda step: supervised_eval(parts, step)) if held_out else None,
+            eval_every=config.eval_every_n_steps,
+        )
+
+
+def _run_evaluate(
+    config: EvaluateConfig, run_dir: Path, functions: Mapping[str, Any]
+) -> dict[str, float]:
+    runtime = _runtime(config, "auto", Timeline())
+    evaluator = build_evaluation(config, runtime, functions, run_dir)
+    (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+    try:
+        metrics = evaluator.evaluate(0)
+    finally:
+        evaluator.runner.rewards.close()
+    log = MetricsLog(run_dir)
+    log.log(0, metrics)
+    log.close()
+    return metrics
+
+
+def _runtime(config: JobConfig, device: str, timeline: Timeline) -> InlineRuntime:
+    tokenizer = load_tokenizer(config.model)
+    return InlineRuntime(tokenizer, precision=config.precision, device=device, timeline=timeline)

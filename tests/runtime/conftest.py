@@ -1,0 +1,84 @@
+"""Recipes of a few steps on a model of a few thousand weights, with data made on the spot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.config import JobConfig, load_config
+
+SCRATCH = {
+    "alphabet": "0123456789+=",
+    "hidden_size": 32,
+    "num_layers": 1,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., str]:
+    """``write_rows("train", rows)`` writes ``train.jsonl`` and gives its path."""
+
+    def write(name: str, rows: list[dict[str, Any]]) -> str:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def sums(write_rows: Callable[..., str]) -> str:
+    """16 prompts ``a+b=`` with their labels."""
+    pairs = [(a, b) for a in range(4) for b in range(4)]
+    return write_rows("sums", [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in pairs])
+
+
+@pytest.fixture
+def rl(tmp_path: Path, sums: str) -> Callable[..., JobConfig]:
+    """``rl("max_steps=3", "train.lr=1e-2")``: 4 prompts x 4 samples, one update per step."""
+
+    def make(*overrides: str) -> JobConfig:
+        tree = {
+            "job": "rl",
+            "run_dir": str(tmp_path / "run"),
+            "max_steps": 2,
+            "model": {"scratch": SCRATCH},
+            "data": {"sources": [sums], "prompt_max_len": 16},
+            "rollout": {
+                "rollout_batch_size": 4,
+                "n_samples_per_prompt": 4,
+                "generate_max_len": 4,
+            },
+            "train": {"train_batch_size": 16, "lr": 1e-3},
+        }
+        return load_config(tree, overrides)
+
+    return make
+
+
+def digits(response: str) -> float:
+    """The share of a response that is digits: never equal for long, cheap, no label needed."""
+    return sum(c.isdigit() for c in response) / 4
+
+
+@pytest.fixture
+def reward() -> Callable[[str], float]:
+    return digits
+
+
+@pytest.fixture
+def evaluation(sums: str) -> list[str]:
+    """Overrides that switch evaluation on: 8 held-out prompts, 2 samples each."""
+    return [
+        f"eval.data.sources=[{sums}]",
+        "eval.num_prompts=8",
+        "eval.n_samples_per_prompt=2",
+        "eval.temperature=1.0",
+        "eval.pass_k=[1, 2]",
+        "eval.pass_threshold=0.5",
+    ]

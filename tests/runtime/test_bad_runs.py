@@ -1,0 +1,215 @@
+"""Mistakes that show when a job starts or runs: each message says what, where, and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.config import ConfigError, JobConfig
+from burnish.data.sources import DataError
+from burnish.loops.session import RunError
+from burnish.models.load import ModelError
+from burnish.observe.metrics import read_metrics
+from burnish.observe.samples import read_samples
+from burnish.rewards.base import RewardError
+
+MakeConfig = Callable[..., JobConfig]
+Reward = Callable[[str], float]
+
+
+def test_a_missing_model_folder_is_named_and_the_mended_recipe_starts_in_the_same_folder(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    missing = tmp_path / "no-model"
+    with pytest.raises(ModelError, match=f"{missing} does not exist"):
+        burnish.run(rl("model.scratch=null", f"model.path={missing}"), rewards=reward)
+    burnish.run(rl("max_steps=1"), rewards=reward)
+
+
+def test_a_missing_data_file_is_named_with_the_nearest_one(
+    rl: MakeConfig, reward: Reward, sums: str
+) -> None:
+    with pytest.raises(DataError, match=r"sum\.jsonl does not exist.*did you mean 'sums\.jsonl'"):
+        burnish.run(rl(f"data.sources=[{sums.replace('sums', 'sum')}]"), rewards=reward)
+
+
+def test_a_row_without_the_field_is_named_by_file_and_line(
+    rl: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+) -> None:
+    path = write_rows("holes", [{"prompt": "1+1="}, {"question": "2+2="}])
+    with pytest.raises(DataError, match=r"holes\.jsonl:2: there is no column 'prompt'"):
+        burnish.run(rl(f"data.sources=[{path}]"), rewards=reward)
+
+
+def test_an_empty_data_set_is_refused(
+    rl: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+) -> None:
+    with pytest.raises(DataError, match=r"nothing\.jsonl: the data set is empty"):
+        burnish.run(rl(f"data.sources=[{write_rows('nothing', [])}]"), rewards=reward)
+
+
+def test_a_prompt_over_the_limit_stops_the_run_under_error_and_is_counted_under_drop(
+    rl: MakeConfig, reward: Reward, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "1+1="}, {"prompt": "1234567+1234567="}, {"prompt": "2+2="}]
+    path = write_rows("long", rows)
+    base = [f"data.sources=[{path}]", "data.prompt_max_len=8", "data.shuffle=false"]
+    with pytest.raises(DataError, match=r"long\.jsonl:2: the prompt has 16 tokens.*is 8"):
+        burnish.run(rl(*base), rewards=reward)
+    config = rl(*base, "data.overlong=drop", f"run_dir={tmp_path / 'drop'}")
+    metrics = burnish.run(config, rewards=reward).metrics
+    # Two steps take 8 prompts, which are 1 3 | 1 3 | 1 3 | 1 3 of rows 1 2 3, so row 2 falls out 4x.
+    assert metrics["data/prompts_dropped"] == 4.0
+
+
+BAD_REWARDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "raises": (lambda response: 1 / 0, "raised ZeroDivisionError"),
+    "NaN": (lambda response: math.nan, "returned nan"),
+    "a string": (lambda response: "good", "returned 'good'"),
+    "the wrong count": (lambda responses: [1.0], "returned 1 values for 16 responses"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_REWARDS)
+def test_a_bad_reward_stops_the_run_with_the_sample_and_what_to_do(
+    kind: str, rl: MakeConfig
+) -> None:
+    function, said = BAD_REWARDS[kind]
+    with pytest.raises(RewardError, match=said) as caught:
+        burnish.run(rl(), rewards=function)
+    assert "test_bad_runs.py" in str(caught.value), "says where the function is"
+    assert "What to do" in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, "good", None])
+def test_groups_of_a_bad_reward_are_replaced_by_fresh_prompts_and_counted(
+    bad: Any, rl: MakeConfig
+) -> None:
+    """Every prompt with an odd first digit fails: 8 of the 16 prompts of the epoch.
+
+    Two steps need 8 good groups of the epoch's 8, so all 16 prompts are drawn at most once each,
+    and every group that is trained on has an even first digit.
+    """
+
+    def picky(prompt: str, response: str) -> Any:
+        return bad if int(prompt[0]) % 2 else len(response) / 4
+
+    config = rl("on_reward_failure.then=drop_group")
+    result = burnish.run(config, rewards=picky)
+    trained = [s["prompt"] for s in read_samples(result.run_dir)]
+    assert len(trained) == 2 * 16
+    assert all(int(prompt[0]) % 2 == 0 for prompt in trained)
+    lines = read_metrics(result.run_dir)
+    dropped = sum(line["reward/groups_dropped"] for line in lines)
+    assert dropped == lines[-1]["data/prompts_seen"] - 8 > 0
+
+
+def test_groups_keep_distinct_ids_after_a_refill(rl: MakeConfig) -> None:
+    def picky(prompt: str, response: str) -> float:
+        return math.nan if int(prompt[0]) % 2 else len(response) / 4
+
+    config = rl("max_steps=1", "on_reward_failure.then=drop_group")
+    samples = read_samples(burnish.run(config, rewards=picky).run_dir)
+    ids = {s["group_id"]: s["prompt_id"] for s in samples}
+    assert sorted(ids) == [0, 1, 2, 3]
+    assert len(set(ids.values())) == 4
+
+
+def test_a_reward_that_fails_on_everything_ends_the_run_with_the_first_failure(
+    rl: MakeConfig,
+) -> None:
+    with pytest.raises(RewardError, match=r"after 10 refills only 0 of 4(.|\n)*ZeroDivisionError"):
+        burnish.run(rl("on_reward_failure.then=drop_group"), rewards=lambda response: 1 / 0)
+
+
+def test_a_run_folder_that_is_not_empty_is_refused_without_resume(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    config = rl("max_steps=1")
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunError, match=f"{run_dir} is not empty; go on .* --resume {run_dir}"):
+        burnish.run(config, rewards=reward)
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_any_file_in_the_run_folder_counts_as_not_empty(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="not empty"):
+        burnish.run(rl(), rewards=reward)
+
+
+def test_a_run_whose_reward_fails_at_once_can_be_started_again_in_its_folder(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    with pytest.raises(RewardError):
+        burnish.run(rl("max_steps=1"), rewards=lambda response: math.nan)
+    result = burnish.run(rl("max_steps=1"), rewards=reward)
+    assert [line["step"] for line in read_metrics(result.run_dir)] == [1]
+
+
+def test_resuming_a_folder_that_is_no_run_is_refused(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match="no config.yaml, so this is not a run folder"):
+        burnish.run(rl(), resume=tmp_path, rewards=reward)
+
+
+def test_resuming_with_a_recipe_of_another_job_is_refused_and_changes_nothing(
+    rl: MakeConfig, reward: Reward, sums: str
+) -> None:
+    run_dir = burnish.run(rl("max_steps=1"), rewards=reward).run_dir
+    before = (run_dir / "config.yaml").read_bytes()
+    other = burnish.load_config(
+        {
+            "job": "sft",
+            "model": {"scratch": {}},
+            "data": {"sources": [sums], "response_key": "label"},
+            "train": {"train_batch_size": 4},
+        }
+    )
+    with pytest.raises(RunError, match="a run of the job 'rl', and this recipe is for 'sft'"):
+        burnish.run(other, resume=run_dir)
+    assert (run_dir / "config.yaml").read_bytes() == before
+
+
+def test_resuming_with_another_model_is_refused_and_the_recipe_in_the_folder_stays(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    run_dir = burnish.run(rl("max_steps=1"), rewards=reward).run_dir
+    before = (run_dir / "config.yaml").read_bytes()
+    wider = rl("max_steps=2", "model.scratch.hidden_size=64")
+    with pytest.raises(RunError, match="does not fit this recipe: .*of another model"):
+        burnish.run(wider, resume=run_dir, rewards=reward)
+    assert (run_dir / "config.yaml").read_bytes() == before
+
+
+def test_a_finished_run_goes_on_with_a_larger_max_steps(rl: MakeConfig, reward: Reward) -> None:
+    run_dir = burnish.run(rl("max_steps=2"), rewards=reward).run_dir
+    burnish.run(rl("max_steps=4"), resume=run_dir, rewards=reward)
+    assert [line["step"] for line in read_metrics(run_dir)] == [1, 2, 3, 4]
+
+
+def test_a_recipe_for_another_job_is_refused(rl: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match="for the job 'rl', and 'sft' was asked for"):
+        burnish.load_config(rl().model_dump(mode="json"), job="sft")
+
+
+def test_an_evaluation_cannot_be_resumed(sums: str, tmp_path: Path) -> None:
+    config = burnish.load_config(
+        {
+            "job": "evaluate",
+            "model": {"scratch": {}},
+            "eval": {"data": {"sources": [sums]}, "generate_max_len": 4},
+        }
+    )
+    with pytest.raises(RunError, match="cannot be resumed"):
+        burnish.run(config, resume=tmp_path, rewards=lambda response: 0.0)

@@ -83,9 +83,16 @@ def make_engine() -> Callable[..., TorchTrainEngine]:
     """``make_engine(role="policy", micro=None, dtype="fp32", config=TINY, **train)``."""
 
     def make(
-        *, role: Role = "policy", micro: int | None = None, dtype: Dtype = "fp32", config: ModelConfig = TINY,
-        total_steps: int = 10, temperature: float = 1.0, trainable: bool = True, **train: object,
-    ) -> TorchTrainEngine:  # fmt: skip
+        *,
+        role: Role = "policy",
+        micro: int | None = None,
+        dtype: Dtype = "fp32",
+        config: ModelConfig = TINY,
+        total_steps: int = 10,
+        temperature: float = 1.0,
+        trainable: bool = True,
+        **train: object,
+    ) -> TorchTrainEngine:
         scalar = role in ("critic", "reward")
         model = (
             load_scalar_model(config, dtype=dtype, new_head=True)
@@ -93,9 +100,14 @@ def make_engine() -> Callable[..., TorchTrainEngine]:
             else load_causal_lm(config, dtype=dtype)
         )
         spec = EngineSpec(
-            role=role, train=TrainConfig(**{"lr": 1e-3, **train}), model=config, micro_batch_size=micro,
-            total_steps=total_steps, temperature=temperature, trainable=trainable,
-        )  # fmt: skip
+            role=role,
+            train=TrainConfig(**{"lr": 1e-3, **train}),
+            model=config,
+            micro_batch_size=micro,
+            total_steps=total_steps,
+            temperature=temperature,
+            trainable=trainable,
+        )
         return TorchTrainEngine(model, spec, tokenizer=load_tokenizer(config))
 
     return make

@@ -63,6 +63,8 @@ def export(
     state = json.loads((source / "engine.json").read_text(encoding="utf-8"))
     config = ModelConfig.model_validate(state["model"])
     scalar = state["role"] in ("critic", "reward")
+    if lora == "adapter":
+        _check_adapter(config, state["role"])
     network = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
     _load_weights(network, load_file(weights_file), source)
     target.mkdir(parents=True, exist_ok=True)
@@ -132,13 +134,22 @@ def _save_merged(
     shell.save_pretrained(target, max_shard_size=shard)
 
 
-def _save_adapter(
-    network: torch.nn.Module, config: ModelConfig, target: Path, dtype: torch.dtype
-) -> None:
+def _check_adapter(config: ModelConfig, role: str) -> None:
     if config.lora is None:
         raise CheckpointError(
             "lora=adapter asks for an adapter, and this model was fully fine-tuned"
         )
+    if role != "policy":
+        raise CheckpointError(
+            f"lora=adapter: the head of a {role} is no part of an adapter; "
+            "export it with lora=merge"
+        )
+
+
+def _save_adapter(
+    network: torch.nn.Module, config: ModelConfig, target: Path, dtype: torch.dtype
+) -> None:
+    assert config.lora is not None
     settings = peft_config(config.lora)
     settings.base_model_name_or_path = config.path
     settings.inference_mode = True
@@ -149,6 +160,8 @@ def _save_adapter(
 
 
 def _copy_tokenizer(hf: Path, target: Path) -> None:
+    """The tokenizer and the model's own generation config (which has its end tokens)."""
     for file in sorted(hf.iterdir()):
-        if file.name != "config.json" and not (target / file.name).exists():
+        written = file.name != "generation_config.json" and (target / file.name).exists()
+        if file.name != "config.json" and not written:
             shutil.copy2(file, target / file.name)

@@ -1,0 +1,1 @@
+"""The controllers. Read ``rl.py`` first: a step there is the algorithm, line by line."""

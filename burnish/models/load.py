@@ -64,11 +64,24 @@ def load_causal_lm(
         model = scratch_model(config.scratch, torch.float32)
     else:
         model = _from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
-    model = model.to(device=device, dtype=DTYPES[dtype])
+    model = place(model, dtype=dtype, device=device)
     use_burnish_attention(model)
     if config.lora is not None:
         inject_lora(model, config.lora)
     return cast(PreTrainedModel, model)
+
+
+def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
+    """The model with its parameters in ``dtype``, on ``device``.
+
+    Buffers keep their format: rotary frequencies rounded to bf16 are multiplied by the position,
+    and
+    turn token 4000 by tenths of a radian (``model.to(dtype)`` rounds them, transformers' loading
+    does not).
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    return model.to(device)
 
 
 def use_burnish_attention(model: PreTrainedModel) -> None:

@@ -1,8 +1,9 @@
 """Log-probabilities and entropies over a large vocabulary without ever holding all logits.
 
-Logits are made ``chunk_tokens`` at a time, reduced in fp32, thrown away and made again in backward:
-the peak is two ``[chunk, vocab]`` fp32 buffers instead of ``[tokens, vocab]``, for one more output
-projection in backward.
+Logits are made ``chunk_tokens`` at a time, reduced in fp32, thrown away and made again in backward
+(all but the last chunk's, which backward needs first and finds as they were): the peak is three
+``[chunk, vocab]`` fp32 buffers instead of ``[tokens, vocab]``, for one more output projection of
+the other chunks.
 """
 
 from __future__ import annotations
@@ -65,11 +66,12 @@ class _TokenLogprobs(torch.autograd.Function):
             norm = logits.logsumexp(-1)
             log_norm[rows] = norm
             logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - norm
+            log_p = logits.sub_(norm[:, None])
             if with_entropy:
-                shifted = logits.sub_(norm[:, None])  # log p
-                entropy[rows] = -(shifted.exp() * shifted).sum(-1)
+                entropy[rows] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
         ctx.head, ctx.with_entropy = head, with_entropy
+        ctx.last_log_p = log_p if count else None
         return logprobs, entropy
 
     @staticmethod
@@ -81,9 +83,12 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
-        for begin in range(0, hidden.shape[0], head.chunk_tokens):
+        for begin in reversed(range(0, hidden.shape[0], head.chunk_tokens)):
             rows = slice(begin, begin + head.chunk_tokens)
-            log_p = head.logits(hidden[rows]).sub_(log_norm[rows, None])
+            if ctx.last_log_p is not None:
+                log_p, ctx.last_log_p = ctx.last_log_p, None
+            else:
+                log_p = head.logits(hidden[rows]).sub_(log_norm[rows, None])
             grad = _grad_logits(log_p, targets[rows], grad_logprobs[rows])
             if ctx.with_entropy:
                 # dH/dz = -p (log p + H)

@@ -21,6 +21,7 @@ from burnish.models.load import (
     _from_pretrained,
     describe,
     load_causal_lm,
+    place,
     use_burnish_attention,
 )
 from burnish.models.lora import inject_lora
@@ -52,7 +53,7 @@ def load_scalar_model(
     """
     if _is_classifier(config):
         model: Any = _from_pretrained(AutoModelForSequenceClassification, config, DTYPES[dtype])
-        model = model.to(device=device, dtype=DTYPES[dtype])
+        model = place(model, dtype=dtype, device=device)
         if model.config.num_labels != 1:
             raise ModelError(
                 f"{describe(config)} has {model.config.num_labels} outputs, and a reward model "

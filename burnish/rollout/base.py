@@ -36,6 +36,12 @@ class Request:
     prompt_ids: tuple[int, ...]
     n: int = 1
     seed: int = 0
+    max_tokens: int | None = None
+    """Most new tokens of this request. None: the sampling's."""
+
+    def limit(self, sampling: Sampling) -> int:
+        """Most new tokens of each response."""
+        return sampling.max_tokens if self.max_tokens is None else self.max_tokens
 
 
 @dataclass(frozen=True)

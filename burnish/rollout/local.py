@@ -32,7 +32,7 @@ class _Sequence:
 
     request: Request
     index: int
-    uniforms: Tensor  # [max_tokens]
+    uniforms: Tensor  # [most new tokens]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -105,19 +105,22 @@ class LocalRolloutEngine:
 
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         limit = self.model.config.max_position_embeddings
-        if sampling.max_tokens < 1:
-            raise ValueError(f"max_tokens={sampling.max_tokens}: a response has at least one token")
         for request in requests:
+            room = request.limit(sampling)
+            if room < 1:
+                raise ValueError(
+                    f"request {request.request_id}: max_tokens={room}: a response has at least "
+                    "one token"
+                )
             if not request.prompt_ids:
                 raise ValueError(
                     f"request {request.request_id} has an empty prompt; give at least one token"
                 )
-            need = len(request.prompt_ids) + sampling.max_tokens
+            need = len(request.prompt_ids) + room
             if need > limit:
                 raise ValueError(
                     f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + "
-                    "generate_max_len "
-                    f"{sampling.max_tokens} = {need}, and the model has positions for {limit}; "
+                    f"generate_max_len {room} = {need}, and the model has positions for {limit}; "
                     "shorten one of them"
                 )
 
@@ -178,7 +181,8 @@ class _Run:
         slots = min(self.max_slots, max(total, 1))
         graphs = engine.device.type == "cuda" and engine.config.cuda_graphs
         # Recorded graphs need fixed addresses: all positions at once. Else start small and grow.
-        room = sampling.max_tokens if graphs else min(sampling.max_tokens, 64)
+        most = max((unit[0][0].limit(sampling) for unit in waiting), default=1)
+        room = most if graphs else min(most, 64)
         slots = DecodeGraphs.padded(slots) if graphs else slots
         self.cache = engine.cache_for(slots, longest + room)
         self.graphs = engine.graphs_for(self.cache)
@@ -211,7 +215,7 @@ class _Run:
         counts = torch.tensor([len(unit) for unit in units], device=logits.device)
         lengths = torch.tensor([len(p) for p in prompts], device=logits.device)
         new = [
-            _Sequence(request, i, uniforms_for(request.seed, i, self.sampling.max_tokens))
+            _Sequence(request, i, uniforms_for(request.seed, i, request.limit(self.sampling)))
             for unit in units
             for request, i in unit
         ]
@@ -307,7 +311,7 @@ class _Run:
             tail = self.engine.tokenizer.decode(sequence.tokens[-self.stop_window :])
             if any(stop in tail for stop in self.sampling.stop):
                 return "stop"
-        return "length" if len(sequence.tokens) >= self.sampling.max_tokens else None
+        return "length" if len(sequence.tokens) >= sequence.request.limit(self.sampling) else None
 
     def _completion(self, sequence: _Sequence, reason: FinishReason | None) -> Completion:
         assert reason is not None

@@ -1,0 +1,1 @@
+"""Gradients and optimizer steps: the engine contract, micro-batches, the torch engine."""

@@ -73,7 +73,7 @@ class TorchTrainEngine:
             lr = spec.lr or spec.train.lr
             self.optimizer = Optimizer(model, spec.train, lr=lr, total_steps=spec.total_steps)
             if spec.train.gradient_checkpointing:
-                self.body.gradient_checkpointing_enable({"use_reentrant": False})
+                _enable_checkpointing(self.body)
         else:
             model.requires_grad_(False)
         model.eval()
@@ -210,6 +210,9 @@ class TorchTrainEngine:
         (folder / "engine.json").write_text(json.dumps(state, indent=1))
         hf = folder / "hf"
         self.body.config.save_pretrained(hf)
+        if not self.scalar:  # the tokens that end a response, beside the tokenizer's
+            text = self.model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
+            (hf / "generation_config.json").write_text(text)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(hf)
 
@@ -227,6 +230,12 @@ class TorchTrainEngine:
         }
         self.optimizer.load_tensors(kinds)
         self.version = int(state["version"])
+
+
+def _enable_checkpointing(body: PreTrainedModel) -> None:
+    """Recompute activations in backward; transformers renamed the switch in 5.2x."""
+    renamed = getattr(body, "activation_checkpointing_enable", None)  # house: ok two versions
+    (renamed or body.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 class FrozenBase:

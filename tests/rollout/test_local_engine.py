@@ -1,4 +1,5 @@
-"""The local engine's tokens against transformers' generate, its log-probs against the train engine's."""
+"""The local engine's tokens against transformers' generate, its log-probs against the train
+engine's."""
 
 from __future__ import annotations
 
@@ -33,33 +34,42 @@ def by_sample(completions: list[Completion]) -> dict[tuple[str, int], Completion
 
 
 @pytest.fixture
-def engine(lively_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase) -> LocalRolloutEngine:
+def engine(
+    lively_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
+) -> LocalRolloutEngine:
     return LocalRolloutEngine(lively_model, tiny_tokenizer, LocalEngine())
 
 
 def transformers_greedy(model: LlamaForCausalLM, prompt: tuple[int, ...], count: int) -> list[int]:
     with torch.no_grad():
         out = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            do_sample=False, max_new_tokens=count, use_cache=True,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=count,
+            use_cache=True,
+        )
     return out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 128])
 @pytest.mark.parametrize("max_prefill_tokens", [1, 8, 8192])
 def test_greedy_tokens_are_those_of_transformers(
-    max_batch_size: int, max_prefill_tokens: int, lively_model: LlamaForCausalLM,
+    max_batch_size: int,
+    max_prefill_tokens: int,
+    lively_model: LlamaForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
+) -> None:
     config = LocalEngine(max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens)
     engine = LocalRolloutEngine(lively_model, tiny_tokenizer, config)
     ours = by_sample(list(engine.generate(requests_for(PROMPTS), GREEDY)))
     lively_model.set_attn_implementation("sdpa")
+    seen: set[int] = set()
     for i, prompt in enumerate(PROMPTS):
         expected = transformers_greedy(lively_model, prompt, 24)
         assert list(ours[f"r{i}", 0].token_ids) == expected
-        assert len(set(expected)) > 4, "a model that repeats itself would prove little"
+        seen |= set(expected)
+    assert len(seen) > 20, "a model that repeats itself would prove little"
 
 
 def test_a_cache_that_grows_keeps_what_it_holds(engine: LocalRolloutEngine) -> None:
@@ -70,15 +80,17 @@ def test_a_cache_that_grows_keeps_what_it_holds(engine: LocalRolloutEngine) -> N
     engine.model.set_attn_implementation("sdpa")
     engine.model.generation_config.eos_token_id = None
     for i, prompt in enumerate(PROMPTS[:3]):
-        expected = transformers_greedy(engine.model, prompt, 150)  # type: ignore[arg-type]
+        expected = transformers_greedy(engine.model, prompt, 150)
         assert list(ours[f"r{i}", 0].token_ids) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
 def test_sampler_logprobs_are_the_train_engines(
-    temperature: float, tiny_config: ModelConfig, tiny_model: LlamaForCausalLM,
+    temperature: float,
+    tiny_config: ModelConfig,
+    tiny_model: LlamaForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
+) -> None:
     with torch.no_grad():
         for parameter in tiny_model.parameters():
             parameter.mul_(2)  # away from uniform
@@ -121,7 +133,9 @@ def test_tokens_do_not_depend_on_batch_size_order_or_neighbours(
                 assert completion.token_ids == alone[key].token_ids, (size, key)
                 # the same sums with other rows beside them
                 assert completion.logprobs == pytest.approx(alone[key].logprobs, abs=1e-5)
-    assert len({c.token_ids for c in alone.values()}) == len(alone), "samples differ from each other"
+    assert len({c.token_ids for c in alone.values()}) == len(alone), (
+        "samples differ from each other"
+    )
 
 
 def test_a_larger_n_begins_with_the_same_samples(engine: LocalRolloutEngine) -> None:
@@ -152,7 +166,8 @@ def test_code_between_completions_runs_with_gradients(engine: LocalRolloutEngine
     assert torch.is_grad_enabled()
 
 
-# ---- how a response ends ---------------------------------------------------------------------------
+# ---- how a response ends
+# ---------------------------------------------------------------------------
 
 
 def unstopped(engine: LocalRolloutEngine, count: int = 30) -> Completion:
@@ -193,13 +208,9 @@ def test_a_stop_string_over_several_tokens_ends_a_response_and_stays_in_it(
     free = unstopped(engine)
     pieces = [tiny_tokenizer.decode([t]) for t in free.token_ids]
     stop = "".join(pieces[10 : 10 + length])
-    (done,) = engine.generate([Request("r", (7, 8, 9), seed=3)], Sampling(30, stop=("?" * 40, stop)))
-    text = ""
-    for count, piece in enumerate(pieces, 1):
-        text += piece
-        if stop in text:
-            break
-    assert done.finish_reason == "stop" and done.token_ids == free.token_ids[:count]
+    (done,) = engine.generate([Request("r", (7, 8, 9), seed=3)], Sampling(30, stop=("??", stop)))
+    cut = next(k for k in range(1, 31) if stop in "".join(pieces[:k]))
+    assert done.finish_reason == "stop" and done.token_ids == free.token_ids[:cut]
 
 
 def test_a_stop_string_is_looked_for_in_the_response_only(
@@ -225,14 +236,19 @@ def test_the_end_token_at_the_last_place_counts_as_stop(engine: LocalRolloutEngi
     assert done.finish_reason == "stop" and len(done.token_ids) == 4
 
 
-# ---- what is refused -------------------------------------------------------------------------------
+# ---- what is refused
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("request_", "sampling", "told"),
     [
         (Request("odd", ()), Sampling(4), "odd has an empty prompt"),
-        (Request("long", (7,) * 500), Sampling(13), r"500 tokens .* 13 = 513, .* positions for 512"),
+        (
+            Request("long", (7,) * 500),
+            Sampling(13),
+            r"500 tokens .* 13 = 513, .* positions for 512",
+        ),
         (Request("none", (7,)), Sampling(0), "max_tokens=0"),
     ],
 )
@@ -249,18 +265,23 @@ def test_a_response_may_fill_the_last_position(engine: LocalRolloutEngine) -> No
     assert len(done.token_ids) == 12
 
 
-# ---- half precision --------------------------------------------------------------------------------
+# ---- half precision
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # logits here are about 0.3 and hidden states about 1: some tens of roundings of 2^-9 (bf16) or 2^-12 (fp16)
+    # logits here are about 0.3 and hidden states about 1: some tens of roundings of 2^-9 (bf16) or
+    # 2^-12 (fp16)
     [("bf16", 0.05), ("fp16", 0.008)],
 )
 def test_half_precision_samples_with_logprobs_close_to_fp32(
-    dtype: Dtype, tolerance: float, tiny_config: ModelConfig, make_engine: Callable[..., TorchTrainEngine],
+    dtype: Dtype,
+    tolerance: float,
+    tiny_config: ModelConfig,
+    make_engine: Callable[..., TorchTrainEngine],
     tiny_tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
+) -> None:
     model = load_causal_lm(tiny_config, dtype=dtype)
     engine = LocalRolloutEngine(model, tiny_tokenizer, LocalEngine(max_batch_size=5))
     done = list(engine.generate(requests_for(PROMPTS, n=3), Sampling(20)))

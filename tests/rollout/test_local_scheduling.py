@@ -30,7 +30,7 @@ class Counted:
 
 
 def counted(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, **config: int) -> Counted:
-    engine = LocalRolloutEngine(model, tokenizer, LocalEngine(**config))  # type: ignore[arg-type]
+    engine = LocalRolloutEngine(model, tokenizer, LocalEngine(**config))
     found = Counted(engine)
     body = engine.body
 
@@ -41,7 +41,7 @@ def counted(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, **confi
         (found.decodes if decode else found.prefills).append(rows * width)
         return body(input_ids, position_ids, plan)
 
-    engine.body = watched  # type: ignore[method-assign]
+    engine.body = watched
     return found
 
 
@@ -52,7 +52,8 @@ def lengths(completions: list[Completion]) -> list[int]:
 def test_samples_of_a_prompt_share_one_prefill(
     tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Prompts of 5, 3 and 9 tokens with 6, 1 and 4 samples: 17 tokens, not 5 x 6 + 3 + 9 x 4 = 69."""
+    """Prompts of 5, 3 and 9 tokens with 6, 1 and 4 samples: 17 tokens, not 5 x 6 + 3 + 9 x 4 =
+    69."""
     run = counted(tiny_model, tiny_tokenizer)
     requests = [Request(str(p), tuple(range(6, 6 + p)), n=n) for p, n in ((5, 6), (3, 1), (9, 4))]
     done = list(run.engine.generate(requests, Sampling(10)))
@@ -66,7 +67,8 @@ def test_a_decode_step_has_as_many_rows_as_samples_are_alive(
     requests = [Request(str(i), (7, 8 + i), n=8, seed=i) for i in range(4)]
     done = list(run.engine.generate(requests, Sampling(60)))
     assert len(set(lengths(done))) > 8, "samples end at many different steps"
-    # the first token comes from the prefill; step t makes token t + 1 of every sample that is longer than t
+    # the first token comes from the prefill; step t makes token t + 1 of every sample that is
+    # longer than t
     alive = [sum(n > t for n in lengths(done)) for t in range(1, max(lengths(done)))]
     assert run.decodes == alive
 
@@ -95,10 +97,14 @@ def test_more_samples_than_slots_are_prefilled_once_a_slotful(
 
 
 @pytest.mark.parametrize(
-    ("budget", "expected"), [(100, [12]), (8, [8, 4]), (7, [4, 4, 4]), (4, [4, 4, 4]), (1, [4, 4, 4])]
+    ("budget", "expected"),
+    [(100, [12]), (8, [8, 4]), (7, [4, 4, 4]), (4, [4, 4, 4]), (1, [4, 4, 4])],
 )
 def test_a_prefill_stays_within_its_tokens(
-    budget: int, expected: list[int], tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
+    budget: int,
+    expected: list[int],
+    tiny_model: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Three prompts of 4 tokens; one that is longer than the budget goes alone."""
     run = counted(tiny_model, tiny_tokenizer, max_prefill_tokens=budget)
@@ -116,7 +122,9 @@ def test_completions_come_as_they_finish(
     assert all(length == steps + 1 for length, steps in at)
 
 
-MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1))
+MODEL = ModelConfig(
+    scratch=ScratchConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
+)
 
 
 @settings(max_examples=25, deadline=None)
@@ -130,9 +138,13 @@ MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=16, num_layers=1, num_head
 def test_any_mix_of_requests_is_answered_once_and_without_waste(
     shapes: list[tuple[int, int]], slots: int, prefill: int, max_tokens: int, ends: int
 ) -> None:
-    """``ends`` of the 53 tokens stop a response, so samples leave at all times and from all slots."""
+    """``ends`` of the 53 tokens stop a response, so samples leave at all times and from all
+    slots."""
     run = counted(
-        load_causal_lm(MODEL), load_tokenizer(MODEL), max_batch_size=slots, max_prefill_tokens=prefill
+        load_causal_lm(MODEL),
+        load_tokenizer(MODEL),
+        max_batch_size=slots,
+        max_prefill_tokens=prefill,
     )
     requests = [
         Request(str(i), tuple(range(6, 6 + p)), n=n, seed=i) for i, (p, n) in enumerate(shapes)

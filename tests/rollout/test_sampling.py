@@ -17,7 +17,7 @@ BELOW_ONE = 1 - 2**-24  # the largest number that uniforms_for can give
 def draw(logits: Tensor, **options: float) -> Tensor:
     """20,000 tokens from one row of logits."""
     uniforms = uniforms_for(5, 0, DRAWS)
-    tokens, _ = sample_tokens(logits.repeat(DRAWS, 1), uniforms, Sampling(1, **options))  # type: ignore[arg-type]
+    tokens, _ = sample_tokens(logits.repeat(DRAWS, 1), uniforms, Sampling(1, **options))
     return tokens
 
 
@@ -39,7 +39,8 @@ def logits_of(vocab: int) -> Tensor:
 
 
 def support(probs: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """The definition, one token after another: of the k most probable, take the next one while those taken
+    """The definition, one token after another: of the k most probable, take the next one while
+    those taken
     have not reached top_p of the probability of the k."""
     order = probs.argsort(descending=True).tolist()[: top_k or None]
     total, before, kept = float(probs[order].sum()), 0.0, []
@@ -64,7 +65,8 @@ def test_draws_follow_the_softmax(vocab: int, temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_k": 1}, {"top_k": 5}, {"top_p": 0.6}, {"top_p": 0.97}, {"top_k": 20, "top_p": 0.8}]
+    "options",
+    [{"top_k": 1}, {"top_k": 5}, {"top_p": 0.6}, {"top_p": 0.97}, {"top_k": 20, "top_p": 0.8}],
 )
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_top_k_and_top_p_cut_exactly_what_the_definition_cuts(
@@ -72,7 +74,7 @@ def test_top_k_and_top_p_cut_exactly_what_the_definition_cuts(
 ) -> None:
     logits = logits_of(300)
     probs = (logits.double() / temperature).softmax(-1)
-    kept = support(probs, **options)  # type: ignore[arg-type]
+    kept = support(probs, **options)
     tokens = draw(logits, temperature=temperature, **options)
     assert set(tokens.tolist()) <= set(kept.nonzero()[:, 0].tolist())
     inside = torch.where(kept, probs, 0.0)
@@ -102,8 +104,8 @@ def test_the_ends_of_the_unit_interval_give_tokens_that_have_weight(
     logits[-(vocab // 3) :] = -torch.inf
     for uniform in (0.0, 2**-24, 0.5, 1 - 2**-20, BELOW_ONE):
         tokens, logprobs = sample_tokens(
-            logits[None].clone(), torch.tensor([uniform]), Sampling(1, **options)  # type: ignore[arg-type]
-        )  # fmt: skip
+            logits[None].clone(), torch.tensor([uniform]), Sampling(1, **options)
+        )
         assert logits[tokens[0]] > -torch.inf and bool(logprobs.isfinite())
     if not options:
         first = sample_tokens(logits[None].clone(), torch.tensor([0.0]), Sampling(1))[0]
@@ -118,7 +120,7 @@ def test_a_certain_token_is_drawn_whatever_the_uniform(hot: int, options: dict[s
     logits = torch.full((3, 300), -200.0)
     logits[:, hot] = 0.0
     uniforms = torch.tensor([0.0, 0.5, BELOW_ONE])
-    tokens, logprobs = sample_tokens(logits, uniforms, Sampling(1, **options))  # type: ignore[arg-type]
+    tokens, logprobs = sample_tokens(logits, uniforms, Sampling(1, **options))
     assert tokens.tolist() == [hot] * 3 and logprobs.tolist() == [0.0] * 3
 
 
@@ -131,10 +133,14 @@ def test_rows_are_drawn_with_their_own_uniform() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.7}, {"top_k": 4, "temperature": 1.3}, {"top_p": 0.5}]
 )
-def test_logprobs_are_of_the_full_distribution_at_the_temperature(options: dict[str, float]) -> None:
+def test_logprobs_are_of_the_full_distribution_at_the_temperature(
+    options: dict[str, float],
+) -> None:
     logits = torch.stack([logits_of(300), logits_of(300).roll(7)])
     expected = (logits.double() / options.get("temperature", 1.0)).log_softmax(-1)
-    tokens, logprobs = sample_tokens(logits.clone(), torch.tensor([0.3, 0.8]), Sampling(1, **options))  # type: ignore[arg-type]
+    tokens, logprobs = sample_tokens(
+        logits.clone(), torch.tensor([0.3, 0.8]), Sampling(1, **options)
+    )
     exact = expected.gather(-1, tokens[:, None])[:, 0]
     # log-probs of up to 10 in fp32: a few ulps of 5e-7
     torch.testing.assert_close(logprobs.double(), exact, atol=3e-6, rtol=0)
@@ -142,12 +148,15 @@ def test_logprobs_are_of_the_full_distribution_at_the_temperature(options: dict[
 
 def test_temperature_zero_is_argmax_with_the_logprobs_of_temperature_one() -> None:
     logits = logits_of(300)[None]
-    tokens, logprobs = sample_tokens(logits.clone(), torch.tensor([0.99]), Sampling(1, temperature=0.0))
+    tokens, logprobs = sample_tokens(
+        logits.clone(), torch.tensor([0.99]), Sampling(1, temperature=0.0)
+    )
     assert int(tokens) == int(logits.argmax())
     assert float(logprobs) == pytest.approx(float(logits.double().log_softmax(-1).max()), abs=3e-6)
 
 
-# ---- whose randomness ------------------------------------------------------------------------------
+# ---- whose randomness
+# ------------------------------------------------------------------------------
 
 
 def test_uniforms_lie_below_one_and_belong_to_seed_and_sample() -> None:
@@ -163,7 +172,8 @@ def test_uniforms_lie_below_one_and_belong_to_seed_and_sample() -> None:
 
 
 def test_uniforms_are_uniform_over_requests_and_samples() -> None:
-    """First numbers of 4000 neighbouring streams: mean 1/2, standard error 1/sqrt(12 x 4000) = 0.0046."""
+    """First numbers of 4000 neighbouring streams: mean 1/2, standard error 1/sqrt(12 x 4000) =
+    0.0046."""
     first = torch.stack([uniforms_for(s, i, 1) for s in range(1000) for i in range(4)]).double()
     assert abs(float(first.mean()) - 0.5) < 5 * 0.0046
     assert abs(float(first.var()) - 1 / 12) < 0.01

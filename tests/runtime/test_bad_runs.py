@@ -63,7 +63,7 @@ def test_a_prompt_over_the_limit_stops_the_run_under_error_and_is_counted_under_
         burnish.run(rl(*base), rewards=reward)
     config = rl(*base, "data.overlong=drop", f"run_dir={tmp_path / 'drop'}")
     metrics = burnish.run(config, rewards=reward).metrics
-    # Two steps take 8 prompts, which are 1 3 | 1 3 | 1 3 | 1 3 of rows 1 2 3, so row 2 falls out 4x.
+    # Two steps take 8 prompts: rows 1 and 3 of four epochs, and row 2 falls out of each.
     assert metrics["data/prompts_dropped"] == 4.0
 
 
@@ -159,7 +159,7 @@ def test_a_run_whose_reward_fails_at_once_can_be_started_again_in_its_folder(
 def test_resuming_a_folder_that_is_no_run_is_refused(
     rl: MakeConfig, reward: Reward, tmp_path: Path
 ) -> None:
-    with pytest.raises(RunError, match="no config.yaml, so this is not a run folder"):
+    with pytest.raises(RunError, match=r"no config\.yaml, so this is not a run folder"):
         burnish.run(rl(), resume=tmp_path, rewards=reward)
 
 
@@ -187,7 +187,7 @@ def test_resuming_with_another_model_is_refused_and_the_recipe_in_the_folder_sta
     run_dir = burnish.run(rl("max_steps=1"), rewards=reward).run_dir
     before = (run_dir / "config.yaml").read_bytes()
     wider = rl("max_steps=2", "model.scratch.hidden_size=64")
-    with pytest.raises(RunError, match="does not fit this recipe: .*of another model"):
+    with pytest.raises(RunError, match=r"does not fit this recipe: .*of another model"):
         burnish.run(wider, resume=run_dir, rewards=reward)
     assert (run_dir / "config.yaml").read_bytes() == before
 

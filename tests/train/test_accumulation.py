@@ -5,6 +5,7 @@ The oracle is the model of transformers run on each row alone, with plain ``log_
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,19 +24,23 @@ from burnish.train.base import Loss, Outputs, Role
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
-# fp32 sums over some hundred tokens in another order, relative to the largest entry where that is above 1
+# fp32 sums over some hundred tokens in another order, relative to the largest entry where that is
+# above 1
 FP32 = 1e-6
 LAYOUTS = ("padded", "packed", "shared_prefix")
 SPLITS = [
-    {"micro": 8}, {"micro": 4}, {"micro": 3}, {"micro": 1},
+    {"micro": 8},
+    {"micro": 4},
+    {"micro": 3},
+    {"micro": 1},
     *[{"max_tokens_per_micro_batch": budget} for budget in (1, 7, 16, 33, 64)],
-]  # fmt: skip
+]
 MakeEngine = Callable[..., TorchTrainEngine]
 
 
 def policy_loss(aggregation: str) -> Loss:
     config = AlgorithmConfig(
-        loss_aggregation=aggregation,  # type: ignore[arg-type]
+        loss_aggregation=aggregation,
         entropy_coef=0.01,
         kl=KlConfig(init_kl_coef=0.1),
     )
@@ -76,7 +81,7 @@ def batch_for(name: str, engine: TorchTrainEngine, batch: Batch) -> Batch:
 
 def row_slices(batch: Batch) -> list[slice]:
     ends = batch.offsets.tolist()
-    return [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def plain_outputs(engine: TorchTrainEngine, batch: Batch, temperature: float = 1.0) -> Outputs:
@@ -178,14 +183,17 @@ def test_permuting_rows_changes_nothing(
 def test_rows_without_an_action_token_change_nothing(
     layout: str, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
-    """A long row that trains on nothing (and, padded, makes every row wider), alone in a pass and not."""
+    """A long row that trains on nothing (and, padded, makes every row wider), alone in a pass and
+    not."""
     expected, _ = plain_gradient(make_engine(), ragged_batch, nll)
     rows = [ragged_batch.tokens[s].tolist() for s in row_slices(ragged_batch)]
     masks = [ragged_batch.action_mask[s].tolist() for s in row_slices(ragged_batch)]
     wider = rows_to_batch(
-        [*rows, [9] * 40], [*masks, [False] * 40],
-        prompt_lens=[*ragged_batch.prompt_lens.tolist(), 40], group_ids=[*ragged_batch.group_ids.tolist(), 99],
-    )  # fmt: skip
+        [*rows, [9] * 40],
+        [*masks, [False] * 40],
+        prompt_lens=[*ragged_batch.prompt_lens.tolist(), 40],
+        group_ids=[*ragged_batch.group_ids.tolist(), 99],
+    )
     assert wider.num_tokens == ragged_batch.num_tokens
     for micro in (None, 8, 1):
         engine = make_engine(layout=layout, micro=micro)
@@ -267,9 +275,13 @@ GROUPS = st.lists(
     shuffle=st.booleans(),
 )
 def test_any_ragged_batch_in_any_layout_has_the_gradient_of_its_rows_alone(
-    groups: list[tuple[int, list[int]]], layout: str, budget: int | None, micro: int | None, holes: int,
+    groups: list[tuple[int, list[int]]],
+    layout: str,
+    budget: int | None,
+    micro: int | None,
+    holes: int,
     shuffle: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Random prompts, responses (some empty), gaps in the action mask, splits and row orders."""
     generator = torch.Generator().manual_seed(holes)
     batch = random_groups(groups, generator)
@@ -278,7 +290,7 @@ def test_any_ragged_batch_in_any_layout_has_the_gradient_of_its_rows_alone(
     if shuffle:
         batch = batch.select(torch.randperm(batch.num_rows, generator=generator).tolist())
     config = ModelConfig(scratch=ScratchConfig(hidden_size=16, num_layers=2))
-    train = TrainConfig(layout=layout, max_tokens_per_micro_batch=budget)  # type: ignore[arg-type]
+    train = TrainConfig(layout=layout, max_tokens_per_micro_batch=budget)
     spec = EngineSpec("policy", train, config, micro_batch_size=micro)
     engine = TorchTrainEngine(load_causal_lm(config), spec)
     batch = with_rl_columns(batch, engine.logprobs(batch))
@@ -304,7 +316,8 @@ def random_groups(groups: list[tuple[int, list[int]]], generator: torch.Generato
 def test_rows_of_one_group_with_other_prompts_are_not_shared(
     make_engine: MakeEngine, nll: Loss
 ) -> None:
-    """Same group id and prompt length, other tokens: sharing the first one's prompt would be wrong."""
+    """Same group id and prompt length, other tokens: sharing the first one's prompt would be
+    wrong."""
     rows = [[7, 8, 9, 20, 21], [7, 8, 10, 20, 21], [7, 8, 10, 22]]
     masks = [[False] * 3 + [True] * (len(r) - 3) for r in rows]
     batch = rows_to_batch(rows, masks, prompt_lens=[3] * 3, group_ids=[0] * 3)

@@ -18,7 +18,9 @@ def batch_of(lengths: list[tuple[int, int]], groups: list[int]) -> Batch:
     return rows_to_batch(rows, masks, prompt_lens=[p for p, _ in lengths], group_ids=groups)
 
 
-def split(batch: Batch, *, micro: int | None = None, budget: int | None = None, layout: Layout) -> list:
+def split(
+    batch: Batch, *, micro: int | None = None, budget: int | None = None, layout: Layout
+) -> list:
     return list(split_rows(batch, micro_batch_size=micro, max_tokens=budget, layout=layout))
 
 
@@ -79,7 +81,7 @@ def test_micro_batches_take_rows_in_order_and_the_rest_is_smaller() -> None:
 def test_each_layout_reads_what_it_should_and_every_token_has_its_place() -> None:
     """FOUR has 29 tokens; padded 4 x 11 = 44; shared 29 - 2 x 4 = 21."""
     for layout, count in (("packed", 29), ("padded", 44), ("shared_prefix", 21)):
-        arranged = arrange(FOUR, layout)  # type: ignore[arg-type]
+        arranged = arrange(FOUR, layout)
         assert arranged.input_ids.numel() == count, layout
         assert torch.equal(arranged.input_ids.flatten()[arranged.place], FOUR.tokens), layout
         position = torch.cat([torch.arange(n) for n in FOUR.lengths.tolist()])

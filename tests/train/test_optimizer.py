@@ -1,4 +1,5 @@
-"""Steps: against a plain torch loop, in half precision, with gradients that are not finite, and schedules."""
+"""Steps: against a plain torch loop, in half precision, with gradients that are not finite, and
+schedules."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class One(nn.Module):
         self.vector = nn.Parameter(torch.ones(3, dtype=dtype))
 
 
-def optimizer_of(model: nn.Module, *, lr: float, total_steps: int = 100, **train: object) -> Optimizer:
+def optimizer_of(
+    model: nn.Module, *, lr: float, total_steps: int = 100, **train: object
+) -> Optimizer:
     config = TrainConfig(**{"max_grad_norm": None, **train})
     return Optimizer(model, config, lr=lr, total_steps=total_steps)
 
@@ -44,9 +47,12 @@ def plain_nll(model: LlamaForCausalLM, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_five_steps_are_those_of_a_plain_torch_loop(
-    max_grad_norm: float | None, make_engine: MakeEngine, tiny_model: LlamaForCausalLM, ragged_batch: Batch,
+    max_grad_norm: float | None,
+    make_engine: MakeEngine,
+    tiny_model: LlamaForCausalLM,
+    ragged_batch: Batch,
     nll: Loss,
-) -> None:  # fmt: skip
+) -> None:
     options = {"weight_decay": 0.1, "max_grad_norm": max_grad_norm, "lr_scheduler": "linear"}
     engine = make_engine(micro=3, total_steps=8, **options)
     model = tiny_model
@@ -69,15 +75,21 @@ def test_five_steps_are_those_of_a_plain_torch_loop(
     assert engine.version == 5
     assert max_grad_norm is None or norm > 0.5, "clipping must act"
     start = dict(make_engine().model.named_parameters())
-    for (name, ours), theirs in zip(engine.model.named_parameters(), model.parameters(), strict=True):
+    for (name, ours), theirs in zip(
+        engine.model.named_parameters(), model.parameters(), strict=True
+    ):
         # five steps of up to 1e-3 whose directions m / sqrt(v) agree to about 1e-3 where v is tiny
-        torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours, theirs, atol=5e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
         assert (ours - start[name]).abs().max() > 1e-3
 
 
 def test_a_bf16_update_too_small_to_see_accumulates_in_the_master() -> None:
-    """bf16 below 1 has steps of 2^-8 = 0.0039. Adam with a constant gradient moves by lr = 0.001 a step (m and
-    v are corrected for their bias), so after one step the weight still rounds to 1 while the master is 0.999;
+    """bf16 below 1 has steps of 2^-8 = 0.0039. Adam with a constant gradient moves by lr = 0.001 a
+    step (m and
+    v are corrected for their bias), so after one step the weight still rounds to 1 while the master
+    is 0.999;
     after four the master is 0.996 and the weight 1 - 2^-8 = 0.99609375."""
     model = One(torch.bfloat16)
     optimizer = optimizer_of(model, lr=1e-3)
@@ -85,7 +97,9 @@ def test_a_bf16_update_too_small_to_see_accumulates_in_the_master() -> None:
     for step in range(4):
         (model.matrix.sum() + model.vector.sum()).backward()
         optimizer.step(step)
-        seen.append((float(optimizer.masters[0][0, 0].detach()), float(model.matrix.detach()[0, 0])))
+        seen.append(
+            (float(optimizer.masters[0][0, 0].detach()), float(model.matrix.detach()[0, 0]))
+        )
     # the master is rounded to fp32 once a step: 4 x 6e-8
     assert [m for m, _ in seen] == pytest.approx([0.999, 0.998, 0.997, 0.996], abs=5e-7)
     assert seen[0][1] == 1.0 and seen[3][1] == 0.99609375
@@ -115,7 +129,12 @@ def test_1024_tiny_bf16_gradients_add_up_to_the_fp64_answer() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_moves_nothing(
-    bad: float, dtype: str, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, state_of: StateOf
+    bad: float,
+    dtype: str,
+    make_engine: MakeEngine,
+    ragged_batch: Batch,
+    nll: Loss,
+    state_of: StateOf,
 ) -> None:
     engine = make_engine(dtype=dtype, ema_decay=0.9, lr_scheduler="linear")
     engine.forward_backward(ragged_batch, nll)
@@ -184,7 +203,8 @@ def test_the_moving_average_follows_by_hand() -> None:
 
 
 def test_a_bf16_moving_average_follows_the_masters() -> None:
-    """lr 0.001 and decay 0.5: the average is 0.5 + 0.5 x 0.999 = 0.9995, which bf16 does not have."""
+    """lr 0.001 and decay 0.5: the average is 0.5 + 0.5 x 0.999 = 0.9995, which bf16 does not
+    have."""
     model = One(torch.bfloat16)
     optimizer = optimizer_of(model, lr=1e-3, ema_decay=0.5)
     (model.matrix.sum() + model.vector.sum()).backward()
@@ -197,7 +217,7 @@ def test_a_bf16_moving_average_follows_the_masters() -> None:
 
 
 def factors(scheduler: str, total: int, warmup: float = 0.0, **more: float) -> list[float]:
-    config = TrainConfig(lr_scheduler=scheduler, lr_warmup_ratio=warmup, **more)  # type: ignore[arg-type]
+    config = TrainConfig(lr_scheduler=scheduler, lr_warmup_ratio=warmup, **more)
     return [lr_factor(step, config, total) for step in range(total)]
 
 
@@ -231,13 +251,15 @@ def test_after_warm_up_schedules_are_those_of_transformers(
 
 
 def test_warm_up_moves_at_the_first_step_and_ends_at_the_peak() -> None:
-    """ceil(0.25 x 10) = 3 steps of warm-up: 1/4, 2/4, 3/4, then the peak. (transformers starts at 0, which
+    """ceil(0.25 x 10) = 3 steps of warm-up: 1/4, 2/4, 3/4, then the peak. (transformers starts at
+    0, which
     wastes a step.)"""
     assert factors("constant", 10, 0.25) == [0.25, 0.5, 0.75, *[1.0] * 7]
 
 
 def test_decay_by_hand() -> None:
-    """No warm-up, 4 steps: linear 1 - k/4; cosine (1 + cos(k pi / 4)) / 2; with floor 0.2: 0.2 + 0.8 x that."""
+    """No warm-up, 4 steps: linear 1 - k/4; cosine (1 + cos(k pi / 4)) / 2; with floor 0.2: 0.2 +
+    0.8 x that."""
     assert factors("linear", 4) == [1.0, 0.75, 0.5, 0.25]
     cosine = [1.0, 0.8535534, 0.5, 0.1464466]
     assert factors("cosine", 4) == pytest.approx(cosine)

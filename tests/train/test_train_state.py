@@ -20,7 +20,9 @@ from burnish.types import Batch
 
 MakeEngine = Callable[..., TorchTrainEngine]
 StateOf = Callable[[TorchTrainEngine], dict[str, Tensor]]
-LORA = ModelConfig(scratch=ScratchConfig(hidden_size=32), lora=LoraConfig(lora_rank=4, lora_alpha=8))
+LORA = ModelConfig(
+    scratch=ScratchConfig(hidden_size=32), lora=LoraConfig(lora_rank=4, lora_alpha=8)
+)
 
 
 def train(engine: TorchTrainEngine, batch: Batch, loss: Loss, steps: int) -> list[float]:
@@ -31,7 +33,9 @@ def train(engine: TorchTrainEngine, batch: Batch, loss: Loss, steps: int) -> lis
     return norms
 
 
-def trained_lora(make_engine: MakeEngine, batch: Batch, loss: Loss, steps: int = 3) -> TorchTrainEngine:
+def trained_lora(
+    make_engine: MakeEngine, batch: Batch, loss: Loss, steps: int = 3
+) -> TorchTrainEngine:
     torch.manual_seed(0)
     engine = make_engine(config=LORA, lr=1e-2)
     train(engine, batch, loss, steps)
@@ -49,9 +53,14 @@ CASES = [
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_loaded_engine_goes_on_bit_by_bit(
-    options: dict[str, object], before: int, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss,
-    state_of: StateOf, tmp_path: Path,
-) -> None:  # fmt: skip
+    options: dict[str, object],
+    before: int,
+    make_engine: MakeEngine,
+    ragged_batch: Batch,
+    nll: Loss,
+    state_of: StateOf,
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     first = make_engine(micro=3, **options)
     train(first, ragged_batch, nll, before)
@@ -85,7 +94,10 @@ def test_an_average_that_was_not_saved_starts_from_the_loaded_weights(
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (ScratchConfig(hidden_size=32, num_layers=3), r"another model: parameters differ, e\.g\. .*layers\.2"),
+        (
+            ScratchConfig(hidden_size=32, num_layers=3),
+            r"another model: parameters differ, e\.g\. .*layers\.2",
+        ),
         (ScratchConfig(hidden_size=64), r"another model: .* is \[.*\] there and \[.*\] here"),
         (ScratchConfig(hidden_size=32, tie_word_embeddings=False), "another model: .*lm_head"),
     ],
@@ -140,7 +152,9 @@ def test_the_frozen_base_of_a_lora_policy_is_its_base_model(
     assert before and all(".lora_" in name for name in before)
     train(engine, ragged_batch, nll, 1)
     now = dict(engine.model.named_parameters())
-    assert not any(torch.equal(now[name], before[name]) for name in before), "it trains on afterwards"
+    assert not any(torch.equal(now[name], before[name]) for name in before), (
+        "it trains on afterwards"
+    )
 
 
 def test_adapters_are_on_again_when_something_fails_inside(
@@ -164,7 +178,9 @@ def test_weights_of_a_lora_policy_are_merged_as_peft_merges(
         if isinstance(module, LoraLayer):
             module.merge()
             expected = module.get_base_layer().weight
-            torch.testing.assert_close(ours[f"{name}.weight"], expected, atol=1e-7, rtol=0)  # 1 ulp below 1
+            torch.testing.assert_close(
+                ours[f"{name}.weight"], expected, atol=1e-7, rtol=0
+            )  # 1 ulp below 1
     fresh = make_engine()
     with torch.no_grad():
         for name, parameter in fresh.model.named_parameters():
@@ -174,7 +190,9 @@ def test_weights_of_a_lora_policy_are_merged_as_peft_merges(
     torch.testing.assert_close(fresh.logprobs(ragged_batch), tuned, atol=5e-6, rtol=0)
 
 
-def test_weights_come_in_the_compute_dtype_under_the_names_of_transformers(make_engine: MakeEngine) -> None:
+def test_weights_come_in_the_compute_dtype_under_the_names_of_transformers(
+    make_engine: MakeEngine,
+) -> None:
     weights = dict(make_engine(dtype="bf16").weights())
     assert {t.dtype for t in weights.values()} == {torch.bfloat16}
     assert "model.layers.1.self_attn.q_proj.weight" in weights and "lm_head.weight" not in weights
@@ -201,14 +219,16 @@ def test_dropout_acts_in_training_passes_only(
     engine = make_engine(config=config, lr=1e-2)
     train(engine, ragged_batch, nll, 2)
     assert torch.equal(engine.logprobs(ragged_batch), engine.logprobs(ragged_batch))
-    losses = [engine.forward_backward(ragged_batch, _with_loss(nll)).floats()["loss"] for _ in range(2)]
+    losses = [
+        engine.forward_backward(ragged_batch, _with_loss(nll)).floats()["loss"] for _ in range(2)
+    ]
     assert losses[0] != losses[1]
 
 
 def _with_loss(loss: Loss) -> Loss:
     from burnish.types import Stats
 
-    def wrapped(outputs, batch):  # type: ignore[no-untyped-def]
+    def wrapped(outputs, batch):
         scalar, stats = loss(outputs, batch)
         return scalar, stats + Stats(sums={"loss": scalar.detach()})
 

@@ -1,0 +1,170 @@
+"""What every rollout engine must do, whatever it is made of. A new engine adds one line to ENGINES.
+
+Written against the protocol in ``rollout/base.py`` alone; the plain model of transformers is the
+oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.rollout import LocalEngine
+from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
+from burnish.rollout.local import LocalRolloutEngine
+
+MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))
+TOKENIZER = load_tokenizer(MODEL)
+REQUESTS = [
+    Request("a", (7, 8, 9), n=3, seed=1),
+    Request("b", (10,), n=1, seed=2),
+    Request("c", tuple(range(6, 30)), n=5, seed=3),
+]
+
+
+def local_engine() -> RolloutEngine:
+    return LocalRolloutEngine(load_causal_lm(MODEL), TOKENIZER, LocalEngine(max_batch_size=4))
+
+
+ENGINES: dict[str, Callable[[], RolloutEngine]] = {"local": local_engine}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> RolloutEngine:
+    made = ENGINES[request.param]()
+    made.load_weights(1, lively(0).items())
+    return made
+
+
+def lively(seed: int) -> dict[str, Tensor]:
+    """Weights whose distributions are far from uniform."""
+    other = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False, seed=seed))
+    parameters = load_causal_lm(other).named_parameters()
+    return {n: p.detach() * (8 if p.ndim == 2 else 1) for n, p in parameters}
+
+
+def run(engine: RolloutEngine, sampling: Sampling) -> dict[tuple[str, int], Completion]:
+    done = list(engine.generate(REQUESTS, sampling))
+    found = {(c.request_id, c.index): c for c in done}
+    assert len(found) == len(done)
+    return found
+
+
+def plain_logprobs(
+    weights: dict[str, Tensor], prompt: tuple[int, ...], c: Completion, t: float
+) -> Tensor:
+    model = load_causal_lm(MODEL)
+    model.load_state_dict(weights)
+    tokens = torch.tensor([*prompt, *c.token_ids])
+    with torch.no_grad():
+        log_p = (model(tokens[None]).logits[0] / t).log_softmax(-1)
+    return log_p[:-1].gather(-1, tokens[1:, None])[len(prompt) - 1 :, 0]
+
+
+def test_every_request_gets_its_samples_in_any_order(engine: RolloutEngine) -> None:
+    done = run(engine, Sampling(12))
+    assert set(done) == {(r.request_id, k) for r in REQUESTS for k in range(r.n)}
+    for c in done.values():
+        assert 1 <= len(c.token_ids) <= 12 and len(c.logprobs) == len(c.token_ids)
+        assert c.version == 1 and all(x <= 0 for x in c.logprobs)
+        ended = c.token_ids[-1] == TOKENIZER.eos_token_id
+        assert c.finish_reason == ("stop" if ended else "length")
+        assert ended or len(c.token_ids) == 12
+        assert c.text == TOKENIZER.decode(c.token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(12), Sampling(12, 0.7), Sampling(12, 1.5, top_k=9), Sampling(12, top_p=0.8)],
+)
+def test_logprobs_are_the_models_at_the_temperature_before_any_cut(
+    sampling: Sampling, engine: RolloutEngine
+) -> None:
+    prompts = {r.request_id: r.prompt_ids for r in REQUESTS}
+    for c in run(engine, sampling).values():
+        expected = plain_logprobs(lively(0), prompts[c.request_id], c, sampling.temperature)
+        # fp32, log-probs of up to 20 through a cache instead of one pass
+        torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=3e-5, rtol=0)
+
+
+def test_temperature_zero_takes_the_most_probable_token(engine: RolloutEngine) -> None:
+    model = load_causal_lm(MODEL)
+    model.load_state_dict(lively(0))
+    prompts = {r.request_id: r.prompt_ids for r in REQUESTS}
+    for (name, _), c in run(engine, Sampling(12, 0.0)).items():
+        tokens = torch.tensor([*prompts[name], *c.token_ids])
+        with torch.no_grad():
+            best = model(tokens[None]).logits[0].argmax(-1)[len(prompts[name]) - 1 : -1]
+        assert list(c.token_ids) == best.tolist()
+
+
+def test_the_seed_of_a_request_owns_its_tokens(engine: RolloutEngine) -> None:
+    done = run(engine, Sampling(12))
+    assert {k: c.token_ids for k, c in run(engine, Sampling(12)).items()} == {
+        k: c.token_ids for k, c in done.items()
+    }
+    for request in REQUESTS:
+        for c in engine.generate([request], Sampling(12)):
+            assert c.token_ids == done[c.request_id, c.index].token_ids
+    (other,) = engine.generate([Request("b", (10,), n=1, seed=99)], Sampling(12))
+    assert other.token_ids != done["b", 0].token_ids
+
+
+def test_stop_tokens_and_strings_end_a_response_and_stay_in_it(engine: RolloutEngine) -> None:
+    free = run(engine, Sampling(12))["c", 0]
+    assert len(free.token_ids) > 4
+    token, string = free.token_ids[2], TOKENIZER.decode(free.token_ids[1:3])
+    for sampling in (Sampling(12, stop_token_ids=(token,)), Sampling(12, stop=(string,))):
+        c = run(engine, sampling)["c", 0]
+        assert c.finish_reason == "stop" and 1 <= len(c.token_ids) <= 3
+        assert c.token_ids == free.token_ids[: len(c.token_ids)]
+        assert c.token_ids[-1] == token
+
+
+def test_new_weights_are_sampled_from_under_their_version(engine: RolloutEngine) -> None:
+    before = run(engine, Sampling(12, 0.0))
+    engine.load_weights(5, lively(1).items())
+    assert engine.version == 5
+    after = run(engine, Sampling(12, 0.0))
+    assert all(c.version == 5 for c in after.values())
+    assert before["c", 0].token_ids != after["c", 0].token_ids
+    expected = plain_logprobs(lively(1), REQUESTS[2].prompt_ids, after["c", 0], 1.0)
+    torch.testing.assert_close(torch.tensor(after["c", 0].logprobs), expected, atol=3e-5, rtol=0)
+
+
+def test_weights_that_do_not_fit_are_refused(engine: RolloutEngine) -> None:
+    good = lively(1)
+    for wrong in (
+        good | {"model.extra.weight": torch.zeros(1)},
+        {n: t for n, t in good.items() if n != "lm_head.weight"},
+        good | {"model.norm.weight": torch.ones(3)},
+    ):
+        with pytest.raises(
+            ValueError, match=r"model\.extra\.weight|lm_head\.weight|model\.norm\.weight"
+        ):
+            engine.load_weights(9, wrong.items())
+        assert engine.version == 1
+
+
+def test_sleeping_and_waking_change_nothing(engine: RolloutEngine) -> None:
+    before = run(engine, Sampling(12))
+    engine.sleep()
+    engine.wake()
+    assert run(engine, Sampling(12)) == before
+    engine.sleep()
+    assert run(engine, Sampling(12)) == before, "generate wakes it"
+
+
+def test_nothing_to_answer_is_no_answer(engine: RolloutEngine) -> None:
+    assert list(engine.generate([], Sampling(4))) == []
+
+
+def test_prompts_that_cannot_run_are_refused(engine: RolloutEngine) -> None:
+    for prompt in ((), (7,) * 510):
+        with pytest.raises(ValueError, match="odd"):
+            list(engine.generate([Request("odd", prompt)], Sampling(8)))

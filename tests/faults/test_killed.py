@@ -1,0 +1,65 @@
+"""kill -9 at random moments, then resume: the log is that of a run that was never killed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.config import JobConfig
+from burnish.observe.samples import read_samples
+
+Recipe = Callable[..., JobConfig]
+Measured = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("grpo", 1), ("lora", 2), ("gae", 3), ("sft", 4)])
+def test_a_killed_and_resumed_run_measures_the_same_bits(
+    kind: str, seed: int, recipe: Recipe, children: Any, measured: Measured
+) -> None:
+    whole, killed = recipe(kind, name="whole"), recipe(kind, name="killed")
+    children.run(whole)
+    kills = children.run_with_kills(killed, kills=3, seed=seed)
+    assert kills, "no kill came in time, so nothing was tried"
+    expected = measured(Path(whole.run_dir))
+    assert [line["step"] for line in expected] == list(range(1, 13))
+    assert measured(Path(killed.run_dir)) == expected
+
+
+def test_checkpoints_less_often_than_steps_give_the_same_bits(
+    recipe: Recipe, children: Any, measured: Measured
+) -> None:
+    rare = "checkpoint.every_n_steps=3"
+    whole, killed = recipe("gae", rare, name="whole"), recipe("gae", rare, name="killed")
+    children.run(whole)
+    kills = children.run_with_kills(killed, kills=3, seed=5)
+    assert kills, "no kill came in time, so nothing was tried"
+    assert measured(Path(killed.run_dir)) == measured(Path(whole.run_dir))
+
+
+def test_every_prompt_is_trained_exactly_once_per_epoch_across_kills(
+    recipe: Recipe, children: Any
+) -> None:
+    """12 steps x 4 prompts = 2 epochs of 24 rows; each prompt id has its 4 samples, no more."""
+    config = recipe("grpo", "checkpoint.every_n_steps=2")
+    kills = children.run_with_kills(config, kills=3, seed=6)
+    assert kills, "no kill came in time, so nothing was tried"
+    samples = read_samples(Path(config.run_dir))
+    ids = Counter(sample["prompt_id"] for sample in samples)
+    assert ids == {f"rows:{row}@{epoch}": 4 for row in range(24) for epoch in range(2)}
+    steps = {(s["prompt_id"], s["step"]) for s in samples}
+    assert len(steps) == 48, "a prompt is in one step only"
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(
+    recipe: Recipe, children: Any, measured: Measured
+) -> None:
+    never = "checkpoint.every_n_steps=0"
+    whole, killed = recipe("grpo", never, name="whole"), recipe("grpo", never, name="killed")
+    children.run(whole)
+    kills = children.run_with_kills(killed, kills=1, seed=7)
+    assert kills and 0 < kills[0] < 12
+    assert measured(Path(killed.run_dir)) == measured(Path(whole.run_dir))

@@ -1,0 +1,220 @@
+"""Models and tokenizers from folders: what is given back, what is refused and in which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerBase,
+)
+
+from burnish.config.model import Dtype, LoraConfig, ModelConfig, ScratchConfig
+from burnish.models.load import ModelError, load_causal_lm, load_tokenizer, resolve_device
+from burnish.models.value_head import load_scalar_model
+
+
+@pytest.fixture
+def folder(
+    tmp_path: Path, tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
+) -> Path:
+    tiny_model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def classifier(folder: Path, *, labels: int = 1) -> LlamaForSequenceClassification:
+    config = LlamaConfig.from_pretrained(folder)
+    config.num_labels = labels
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
+def edit(file: Path, **changes: object) -> None:
+    body = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in body.items() if v is not None}))
+
+
+# ---- language models
+# -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_a_folder_gives_its_weights_in_the_dtype_asked_for(
+    dtype: str, expected: torch.dtype, folder: Path, tiny_model: LlamaForCausalLM
+) -> None:
+    model = load_causal_lm(ModelConfig(path=str(folder)), dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {expected}
+    for (name, ours), theirs in zip(model.named_parameters(), tiny_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs.to(expected)), name
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_rotary_frequencies_stay_fp32_in_half_precision(
+    dtype: Dtype, folder: Path, tmp_path: Path
+) -> None:
+    """Rounded to 8 bits a frequency is off by up to 2^-9 of itself, and the position multiplies
+    that."""
+    exact = load_causal_lm(ModelConfig(path=str(folder))).model.rotary_emb.inv_freq
+    classifier(folder).save_pretrained(tmp_path / "one")
+    bodies = [
+        load_causal_lm(ModelConfig(path=str(folder)), dtype=dtype).model,
+        load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32)), dtype=dtype).model,
+        load_scalar_model(ModelConfig(path=str(tmp_path / "one")), dtype=dtype).model,
+        load_scalar_model(ModelConfig(path=str(folder)), dtype=dtype, new_head=True).model,
+    ]
+    for body in bodies:
+        frequencies = body.rotary_emb.inv_freq
+        assert frequencies.dtype == torch.float32 and torch.equal(frequencies, exact)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    for load in (load_causal_lm, load_tokenizer):
+        with pytest.raises(
+            ModelError, match=r"the model folder .*/nowhere does not exist; check model\.path"
+        ):
+            load(ModelConfig(path=str(tmp_path / "nowhere")))
+
+
+def test_a_file_in_place_of_a_folder_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"it is a file; give the folder, and model\.gguf_file"):
+        load_causal_lm(ModelConfig(path=str(tmp_path / "model.gguf")))
+
+
+def test_a_missing_gguf_file_lists_those_that_are_there(tmp_path: Path) -> None:
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"gguf_file='c\.gguf' is not in .*: a\.gguf, b\.gguf"):
+        load_causal_lm(ModelConfig(path=str(tmp_path), gguf_file="c.gguf"))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_weights_as_pickle_only_are_refused_unread(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"\x80\x04not to be read")
+    with pytest.raises(ModelError, match="pickle files only, which can run code"):
+        load_causal_lm(ModelConfig(path=str(folder)))
+    with pytest.raises(ModelError, match="pickle files only"):
+        load_scalar_model(ModelConfig(path=str(folder)), new_head=True)
+
+
+def test_pickle_beside_safetensors_is_not_touched(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04not to be read")
+    load_causal_lm(ModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000])
+def test_a_truncated_weight_file_is_a_model_error(folder: Path, keep: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match="cannot load the model"):
+        load_causal_lm(ModelConfig(path=str(folder)))
+
+
+def test_a_folder_without_a_config_is_a_model_error(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match="cannot load the model"):
+        load_causal_lm(ModelConfig(path=str(folder)))
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path, folder: Path) -> None:
+    """An untied classifier as a language model would get a random output projection."""
+    edit(folder / "config.json", tie_word_embeddings=False)
+    classifier(folder).save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        ModelError, match=r"no weights for 1 parameters .*lm_head\.weight: they would be random"
+    ):
+        load_causal_lm(ModelConfig(path=str(tmp_path / "other")))
+
+
+def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(
+        ModelError, match=r"device='cuda:1' asks for CUDA.*use train\.engine\.device=cpu"
+    ):
+        resolve_device("cuda:1")
+
+
+# ---- tokenizers
+# ------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ModelError, match=r"no end-of-sequence token.*set model\.tokenizer_path"):
+        load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_tokenizer_without_a_pad_token_gets_its_end_token(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", pad_token=None)
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+
+
+def test_a_tokenizer_may_come_from_elsewhere(folder: Path) -> None:
+    config = ModelConfig(scratch=ScratchConfig(alphabet="ab"), tokenizer_path=str(folder))
+    assert len(load_tokenizer(config)) == 53
+
+
+def test_a_chat_template_may_be_text_or_a_file(folder: Path, tmp_path: Path) -> None:
+    text = "{{ messages[0]['content'] }}!"
+    (tmp_path / "chat.jinja").write_text(text)
+    for template in (text, str(tmp_path / "chat.jinja")):
+        tokenizer = load_tokenizer(ModelConfig(path=str(folder), chat_template=template))
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        assert rendered == "a!"
+
+
+# ---- scalar models
+# ---------------------------------------------------------------------------------
+
+
+def test_a_language_model_without_a_head_is_no_reward_model(folder: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"without a reward head, so its scores would be noise; train one"
+    ):
+        load_scalar_model(ModelConfig(path=str(folder)))
+
+
+def test_a_classifier_of_two_outputs_is_no_reward_model(folder: Path, tmp_path: Path) -> None:
+    classifier(folder, labels=2).save_pretrained(tmp_path / "two")
+    with pytest.raises(ModelError, match="has 2 outputs, and a reward model has 1"):
+        load_scalar_model(ModelConfig(path=str(tmp_path / "two")))
+
+
+def test_a_classifier_of_one_output_keeps_its_scores(folder: Path, tmp_path: Path) -> None:
+    theirs = classifier(folder).eval()
+    theirs.save_pretrained(tmp_path / "one")
+    ours = load_scalar_model(ModelConfig(path=str(tmp_path / "one")))
+    tokens = torch.tensor([[7, 8, 9, 10]])
+    with torch.no_grad():
+        score = ours.score(ours.model(tokens).last_hidden_state)[0, -1, 0]
+        torch.testing.assert_close(score, theirs(tokens).logits[0, 0])
+
+
+def test_a_new_head_is_drawn_from_its_seed_alone(tiny_config: ModelConfig) -> None:
+    def head(seed: int) -> torch.Tensor:
+        torch.manual_seed(99 + seed)
+        return load_scalar_model(tiny_config, seed=seed, new_head=True).score.weight
+
+    assert torch.equal(head(3), head(3)) and not torch.equal(head(3), head(4))
+
+
+def test_adapters_of_a_scalar_model_train_beside_its_head(folder: Path, tmp_path: Path) -> None:
+    classifier(folder).save_pretrained(tmp_path / "one")
+    lora = LoraConfig(lora_rank=2)
+    for path, new_head in ((tmp_path / "one", False), (folder, True)):
+        model = load_scalar_model(ModelConfig(path=str(path), lora=lora), new_head=new_head)
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert "score.weight" in trained and len(trained) == 1 + 2 * 2 * 7, "2 layers of 7 matrices"
+        assert all(".lora_" in name for name in trained - {"score.weight"})

@@ -1,0 +1,87 @@
+"""Adapters: where they go, what they change, how they merge. (With an optimizer: tests/train.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.models.load import load_causal_lm
+from burnish.models.lora import adapters_off, merged_weights
+
+TOKENS = torch.tensor([[7, 8, 9, 10, 11]])
+
+
+def adapted(**lora: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LoraConfig(**{"lora_rank": 4, **lora})
+    return load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32), lora=config))
+
+
+def disturb(model: LlamaForCausalLM) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_new_adapters_change_nothing_and_alone_are_trained() -> None:
+    model, base = adapted(), load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32)))
+    assert torch.equal(model(TOKENS).logits, base(TOKENS).logits)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 2 * 7 and all(".lora_" in n for n in trained)
+
+
+def test_target_modules_choose_where_adapters_go() -> None:
+    names = [
+        n for n, p in adapted(target_modules=("q_proj",)).named_parameters() if p.requires_grad
+    ]
+    assert len(names) == 2 * 2 and all("q_proj" in n for n in names)
+
+
+def test_the_output_head_gets_no_adapter() -> None:
+    torch.manual_seed(0)
+    scratch = ScratchConfig(hidden_size=32, tie_word_embeddings=False)
+    model = load_causal_lm(ModelConfig(scratch=scratch, lora=LoraConfig()))
+    assert not any("lm_head" in n for n, p in model.named_parameters() if p.requires_grad)
+
+
+def test_adapters_off_is_the_base_model_and_on_again_afterwards() -> None:
+    model, base = adapted(), load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32)))
+    disturb(model)
+    tuned = model(TOKENS).logits
+    assert (tuned - base(TOKENS).logits).abs().max() > 0.01
+    with adapters_off(model):
+        assert torch.equal(model(TOKENS).logits, base(TOKENS).logits)
+    assert torch.equal(model(TOKENS).logits, tuned)
+    assert all(p.requires_grad == (".lora_" in n) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("alpha", [4, 32])
+def test_merged_weights_are_base_plus_scaled_product(alpha: int) -> None:
+    """W + (alpha / rank) B A, by hand for every adapted matrix."""
+    model = adapted(lora_alpha=alpha)
+    disturb(model)
+    own = dict(model.named_parameters())
+    merged = dict(merged_weights(model))
+    base = dict(
+        load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32))).named_parameters()
+    )
+    assert merged.keys() == base.keys()
+    changed = 0
+    for name, weight in merged.items():
+        stem = name.removesuffix(".weight")
+        expected = base[name]
+        if f"{stem}.lora_A.default.weight" in own:
+            a, b = own[f"{stem}.lora_A.default.weight"], own[f"{stem}.lora_B.default.weight"]
+            expected = expected + alpha / 4 * b @ a
+            changed += 1
+        # one product of rank 4 and one sum in fp32, of numbers below 10
+        torch.testing.assert_close(weight, expected, atol=1e-6, rtol=0)
+    assert changed == 14
+    assert torch.equal(
+        own["model.layers.0.mlp.up_proj.base_layer.weight"],
+        base["model.layers.0.mlp.up_proj.weight"],
+    )

@@ -1,0 +1,183 @@
+"""Options that change how a run computes: what they must change, and what they must not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import burnish
+from burnish.config import JobConfig
+from burnish.models.load import load_causal_lm
+from burnish.observe.metrics import read_metrics
+
+MakeConfig = Callable[..., JobConfig]
+Reward = Callable[[str], float]
+LORA = "model.lora.lora_rank=4"
+KL = "algorithm.kl.init_kl_coef=0.1"
+GAE = ["algorithm.advantage=gae", "rollout.rollout_batch_size=16", "rollout.n_samples_per_prompt=1"]
+
+
+def _newest(run_dir: Path) -> Path:
+    return max((run_dir / "checkpoints").glob("step_*"))
+
+
+def _lines(config: JobConfig, reward: Reward) -> list[dict[str, float]]:
+    return read_metrics(burnish.run(config, rewards=reward).run_dir)
+
+
+def _assert_close(
+    first: list[dict[str, float]], second: list[dict[str, float]], names: str, *, rel: float
+) -> None:
+    for one, other in zip(first, second, strict=True):
+        chosen = [n for n in one if n.startswith(tuple(names.split())) and "tokens_per_s" not in n]
+        assert chosen
+        for name in chosen:
+            # abs: the policy loss of GRPO is a sum of terms near 1 that cancel to about 1e-8.
+            close = pytest.approx(other[name], rel=rel, abs=1e-5, nan_ok=True)
+            assert one[name] == close, f"{name} at step {one['step']}"
+
+
+def test_the_reference_of_a_lora_policy_is_its_base(rl: MakeConfig, reward: Reward) -> None:
+    """Adapters start at 0, so the first KL is exactly 0; after steps of 1e-2 it is not."""
+    lines = _lines(rl(LORA, KL, "max_steps=4", "train.lr=1e-2"), reward)
+    assert lines[0]["train/kl"] == 0.0
+    assert lines[-1]["train/kl"] > 1e-4
+
+
+def test_a_lora_run_saves_adapters_only_and_its_export_is_base_plus_adapter(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    config = rl(LORA, "train.lr=1e-2")
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    saved = load_file(_newest(run_dir) / "policy" / "master.safetensors")
+    assert saved and all(".lora_" in name for name in saved)
+    merged = load_file(burnish.export(run_dir, tmp_path / "out") / "model.safetensors")
+    full = config.model.model_copy(update={"lora": None})
+    base = dict(load_causal_lm(full).named_parameters())
+    moved = {name for name, value in merged.items() if not torch.equal(value, base[name])}
+    assert moved and all("_proj." in name for name in moved)
+
+
+def test_a_lora_policy_with_a_critic_trains(rl: MakeConfig, reward: Reward) -> None:
+    lines = _lines(rl(LORA, *GAE, "train.lr=1e-2"), reward)
+    assert all(line["critic/grad_norm"] > 0 and line["train/grad_norm"] > 0 for line in lines)
+
+
+def test_a_bf16_run_learns_with_fp32_masters(rl: MakeConfig, reward: Reward) -> None:
+    config = rl("precision.dtype=bf16", "max_steps=3")
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    masters = load_file(_newest(run_dir) / "policy" / "master.safetensors")
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    # With a rate of 1e-3, fp32 masters cannot all be bf16 numbers after three steps.
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in masters.values())
+    assert all(math.isfinite(line["train/grad_norm"]) for line in read_metrics(run_dir))
+
+
+def test_a_rollout_dtype_of_its_own_gets_new_weights_every_step(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    """bf16 has 8 bits: the sampler's log-probs differ from the trainer's by more than fp32 noise,
+    and by no more after four large steps than at first, which a stale copy could not do."""
+    lines = _lines(rl("precision.rollout_dtype=bf16", "max_steps=4", "train.lr=1e-2"), reward)
+    assert all(1e-5 < line["train/mismatch_abs"] < 0.03 for line in lines)
+
+
+def test_where_dtypes_agree_sampler_and_trainer_agree_to_fp32_rounding(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    lines = _lines(rl("max_steps=4", "train.lr=1e-2"), reward)
+    # 1e-5: log-probs of a 32-wide fp32 model, computed in another order.
+    assert all(line["train/mismatch_max"] < 1e-5 for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gae"])
+@pytest.mark.parametrize(
+    "split",
+    ["train.micro_train_batch_size=2", "train.max_tokens_per_micro_batch=40"],
+)
+def test_how_a_step_is_split_into_micro_batches_changes_no_metric(
+    kind: str, split: str, rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    options = [
+        *(GAE if kind == "gae" else []),
+        KL,
+        "algorithm.kl.placement=reward" if kind == "gae" else "algorithm.kl.placement=loss",
+        "algorithm.kl.estimator=k1" if kind == "gae" else "algorithm.kl.estimator=k3",
+        "algorithm.entropy_coef=0.01",
+        "max_steps=3",
+    ]
+    whole = _lines(rl(*options, f"run_dir={tmp_path / 'whole'}"), reward)
+    parts = _lines(rl(*options, split, f"run_dir={tmp_path / 'parts'}"), reward)
+    # 1e-3: fp32 sums in another order, through three AdamW steps (which divide by small numbers).
+    _assert_close(parts, whole, "train/ reward/ rollout/ critic/", rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_the_layout_of_a_micro_batch_changes_no_metric(
+    layout: str, rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    options = [KL, "max_steps=3"]
+    shared = _lines(rl(*options, f"run_dir={tmp_path / 'shared'}"), reward)
+    config = rl(*options, f"train.layout={layout}", f"run_dir={tmp_path / 'other'}")
+    # As above.
+    _assert_close(_lines(config, reward), shared, "train/ reward/ rollout/", rel=1e-3)
+
+
+def test_an_adaptive_kl_weight_moves_as_its_formula_says(rl: MakeConfig, reward: Reward) -> None:
+    """KL is 0 at the first step: error clipped to -0.2, so 0.1 x (1 - 0.2 x 16 / 160) = 0.098."""
+    options = ["algorithm.kl.kl_target=0.05", "algorithm.kl.kl_horizon=160", "max_steps=6"]
+    lines = _lines(rl(KL, *options, "train.lr=3e-2"), reward)
+    coefs = [line["train/kl_coef"] for line in lines]
+    assert coefs[0] == pytest.approx(0.098, rel=1e-9)
+    for before, line in zip(coefs, lines[1:], strict=False):
+        error = min(max(line["train/kl"] / 0.05 - 1, -0.2), 0.2)
+        assert line["train/kl_coef"] == pytest.approx(before * (1 + error * 16 / 160), rel=1e-9)
+    assert max(line["train/kl"] for line in lines) > 0.05, "the weight is never seen to rise"
+
+
+def test_a_fixed_kl_weight_stays(rl: MakeConfig, reward: Reward) -> None:
+    assert {line["train/kl_coef"] for line in _lines(rl(KL, "max_steps=3"), reward)} == {0.1}
+
+
+def test_the_moving_average_is_saved_exported_and_behind_the_weights(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    """One step with decay 0.9: ema = 0.9 start + 0.1 end for every weight."""
+    config = rl("train.ema_decay=0.9", "max_steps=1")
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    averaged = burnish.export(run_dir, tmp_path / "ema", model="policy-ema")
+    ema = load_file(averaged / "model.safetensors")
+    end = load_file(burnish.export(run_dir, tmp_path / "end") / "model.safetensors")
+    start = dict(load_causal_lm(config.model).named_parameters())
+    for name, value in ema.items():
+        # 1e-6: one fp32 interpolation of weights below 1.
+        expected = 0.9 * start[name].detach() + 0.1 * end[name]
+        torch.testing.assert_close(value, expected, atol=1e-6, rtol=0)
+    assert any(not torch.equal(ema[name], end[name]) for name in ema)
+
+
+def test_gradient_checkpointing_changes_no_metric(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    plain = _lines(rl(f"run_dir={tmp_path / 'plain'}"), reward)
+    config = rl("train.gradient_checkpointing=true", f"run_dir={tmp_path / 'saved'}")
+    # 1e-5: the same operations on the same numbers.
+    _assert_close(_lines(config, reward), plain, "train/ reward/", rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "advantage", ["grpo", "dr_grpo", "rloo", "opo", "gae", "reinforce_pp", "reinforce_pp_baseline"]
+)
+def test_every_advantage_runs_with_several_updates_per_rollout(
+    advantage: str, rl: MakeConfig, reward: Reward
+) -> None:
+    options = [f"algorithm.advantage={advantage}", "train.train_batch_size=8"]
+    lines = _lines(rl(*options, "train.epochs_per_rollout=2"), reward)
+    assert all(math.isfinite(line["train/loss"]) for line in lines)
+    # Four updates on one rollout: the ratio has left 1 by the second.
+    assert all(line["train/ratio_max"] > 1.0 for line in lines)

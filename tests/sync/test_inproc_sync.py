@@ -1,0 +1,137 @@
+"""After a push the rollout engine samples from the policy's weights and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.model import Dtype, LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.rollout import LocalEngine
+from burnish.models.load import DTYPES, load_causal_lm
+from burnish.rollout.base import Request, Sampling
+from burnish.rollout.local import LocalRolloutEngine
+from burnish.sync.inproc import InprocSync
+from burnish.train.base import Loss
+from burnish.train.torch import TorchTrainEngine
+from burnish.types import Batch
+
+MakeEngine = Callable[..., TorchTrainEngine]
+
+
+def step(engine: TorchTrainEngine, batch: Batch, loss: Loss) -> None:
+    engine.forward_backward(batch, loss)
+    engine.optim_step()
+
+
+def test_a_shared_module_is_never_copied_and_its_version_follows(
+    make_engine: MakeEngine,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    ragged_batch: Batch,
+    nll: Loss,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = make_engine(lr=0.05)
+    rollout = LocalRolloutEngine(policy.model, tiny_tokenizer, LocalEngine())
+    monkeypatch.setattr(rollout, "load_weights", lambda *_: pytest.fail("copied"))
+    sync = InprocSync(policy, rollout)
+    request = [Request("r", (7, 8, 9), seed=1)]
+    (before,) = rollout.generate(request, Sampling(8))
+    step(policy, ragged_batch, nll)
+    assert rollout.version == 0, "not before the push"
+    sync.push()
+    assert rollout.version == policy.version == 1
+    (after,) = rollout.generate(request, Sampling(8))
+    assert (before.version, after.version) == (0, 1) and before.logprobs != after.logprobs
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=4)])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("train", "sample"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32")]
+)
+def test_another_dtype_is_copied_into_at_every_push(
+    train: Dtype,
+    sample: Dtype,
+    tied: bool,
+    lora: LoraConfig | None,
+    make_engine: MakeEngine,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    ragged_batch: Batch,
+    nll: Loss,
+) -> None:
+    base = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=tied, seed=5))
+    torch.manual_seed(0)
+    policy = make_engine(config=base.model_copy(update={"lora": lora}), dtype=train, lr=0.05)
+    other = base.model_copy(update={"scratch": base.scratch.model_copy(update={"seed": 6})})
+    rollout = LocalRolloutEngine(load_causal_lm(other, dtype=sample), tiny_tokenizer, LocalEngine())
+    sync = InprocSync(policy, rollout)
+
+    def same() -> bool:
+        own = dict(rollout.model.named_parameters())
+        return all(torch.equal(own[n], t.to(DTYPES[sample])) for n, t in policy.weights())
+
+    assert same() and rollout.version == 0, "handed over when connected"
+    for version in (1, 2):
+        step(policy, ragged_batch, nll)
+        assert not same()
+        sync.push()
+        assert same() and rollout.version == policy.version == version
+    assert {p.dtype for p in rollout.model.parameters()} == {DTYPES[sample]}
+    (done,) = rollout.generate([Request("r", (7, 8))], Sampling(4))
+    assert done.version == 2
+
+
+def test_a_skipped_step_leaves_the_version_where_it_was(
+    make_engine: MakeEngine, tiny_tokenizer: PreTrainedTokenizerBase, ragged_batch: Batch
+) -> None:
+    policy = make_engine()
+    rollout = LocalRolloutEngine(policy.model, tiny_tokenizer, LocalEngine())
+    sync = InprocSync(policy, rollout)
+
+    def bad(outputs, batch):
+        from burnish.types import Stats
+
+        return outputs.logprobs.sum() * float("nan"), Stats()
+
+    policy.forward_backward(ragged_batch, bad)
+    assert policy.optim_step().skipped
+    sync.push()
+    assert rollout.version == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda w: w | {"model.extra": torch.zeros(1)},
+            "model.extra is not a parameter of the rollout model",
+        ),
+        (
+            lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"},
+            r"1 weights were not given, e\.g\. model\.norm\.weight: they would be stale",
+        ),
+        (
+            lambda w: w | {"model.norm.weight": torch.ones(3)},
+            r"model\.norm\.weight is \[3\], .* has \[32\]",
+        ),
+        # copy_ would broadcast a single number without a word
+        (
+            lambda w: w | {"model.norm.weight": torch.ones(1)},
+            r"model\.norm\.weight is \[1\], .* has \[32\]",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_the_version_stays(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    told: str,
+    make_engine: MakeEngine,
+    tiny_config: ModelConfig,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    rollout = LocalRolloutEngine(load_causal_lm(tiny_config), tiny_tokenizer, LocalEngine())
+    with pytest.raises(ValueError, match=told):
+        rollout.load_weights(7, change(dict(make_engine().weights())).items())
+    assert rollout.version == 0

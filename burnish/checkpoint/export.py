@@ -16,10 +16,17 @@ import torch
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import verify
+from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.load import DTYPES, load_causal_lm
 from burnish.models.lora import merged_weights, peft_config
@@ -65,23 +72,26 @@ def export(
     scalar = state["role"] in ("critic", "reward")
     if lora == "adapter":
         _check_adapter(config, state["role"])
-    network = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
-    _load_weights(network, load_file(weights_file), source)
-    target.mkdir(parents=True, exist_ok=True)
+    weights = load_file(weights_file)
     wanted = DTYPES[dtype or "fp32"]
+    if config.lora is not None:  # the checkpoint has the adapter only; its base comes from its path
+        network = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
+        _load_weights(network, weights, source)
+        weights = dict(merged_weights(network))
+    target.mkdir(parents=True, exist_ok=True)
     if lora == "adapter":
         _save_adapter(network, config, target, wanted)
     else:
-        weights = {n: t.to(wanted) for n, t in merged_weights(network)}
-        _save_merged(weights, (source, target), scalar=scalar, shard=max_shard_size)
+        cast = {n: t.to(wanted) for n, t in weights.items()}
+        _save_merged(cast, (source, target), scalar=scalar, shard=max_shard_size)
     _copy_tokenizer(source / "hf", target)
+    if scalar:
+        _set_pad_token(target)
     return target
 
 
 def _checkpoint_folder(path: Path) -> Path:
     if (path / "checkpoints").is_dir():
-        from burnish.checkpoint.save import CheckpointStore
-
         newest = CheckpointStore(path / "checkpoints", keep_last=1, best_mode="max").latest()
         if newest is None:
             raise CheckpointError(f"the run {path} has no good checkpoint")
@@ -117,8 +127,6 @@ def _save_merged(
     weights: dict[str, Tensor], folders: tuple[Path, Path], *, scalar: bool, shard: str
 ) -> None:
     source, target = folders
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.from_pretrained(source / "hf")
     config.use_cache = True
     if scalar:
@@ -157,6 +165,25 @@ def _save_adapter(
     state = get_peft_model_state_dict(network, adapter_name="default")
     named = {f"base_model.model.{name}": t.to(dtype).contiguous() for name, t in state.items()}
     save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _set_pad_token(target: Path) -> None:
+    """Give a classifier a pad token that is not its end token.
+
+    transformers scores the last token that is not padding: where pad and end are one token, it
+    would score the one before the end. Without another special token there is none, and only
+    single rows can be scored.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    end = tokenizer.eos_token_id
+    others = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
+    pad = next((i for i in others if i is not None and i != end), None)
+    config = AutoConfig.from_pretrained(target)
+    config.pad_token_id = pad
+    config.save_pretrained(target)
+    if pad is not None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+        tokenizer.save_pretrained(target)
 
 
 def _copy_tokenizer(hf: Path, target: Path) -> None:

@@ -6,13 +6,11 @@ label, so an export loads there as it is.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.load import (
@@ -81,8 +79,12 @@ def load_scalar_model(
 def _is_classifier(config: ModelConfig) -> bool:
     if config.path is None or config.gguf_file is not None:
         return False
-    file = Path(config.path) / "config.json"
-    if not file.is_file():
-        return False
-    names = json.loads(file.read_text()).get("architectures") or []
-    return any(name.endswith("ForSequenceClassification") for name in names)
+    try:
+        found = AutoConfig.from_pretrained(
+            config.path,
+            revision=config.revision or "main",
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError):
+        return False  # loading it says what is wrong
+    return any(name.endswith("ForSequenceClassification") for name in found.architectures or [])

@@ -52,7 +52,6 @@ class LocalRolloutEngine:
         self.device = next(model.parameters()).device
         self._body = model.get_decoder()
         self._end_tokens = _end_tokens(model, tokenizer)
-        self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
 
     # ---- the interface ---------------------------------------------------------------------
@@ -67,8 +66,6 @@ class LocalRolloutEngine:
             with torch.no_grad():  # not around the yield: there the caller's own code runs
                 run.admit() if run.can_admit() else run.decode()
             yield from run.retire()
-        if self._graphs is None:
-            self._cache = None
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights in by name (a LoRA model takes merged weights into its base only if it has
@@ -95,8 +92,8 @@ class LocalRolloutEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """Free the cache (and recorded graphs) until the next generate."""
-        self._cache = self._graphs = None
+        """Free recorded graphs and the cache they hold until the next generate."""
+        self._graphs = None
 
     def wake(self) -> None:
         """Nothing to do: memory is taken again when needed."""
@@ -147,20 +144,13 @@ class LocalRolloutEngine:
         )
         return out.last_hidden_state
 
-    def cache_for(self, num_slots: int, capacity: int) -> KVCache:
-        """The cache, with at least this many slots and positions."""
-        have = self._cache
+    def graphs_for(self, num_slots: int, capacity: int) -> DecodeGraphs:
+        """Decode steps recorded over a cache of at least this size, kept from call to call."""
+        have = self._graphs.cache if self._graphs is not None else None
         if have is None or have.num_slots < num_slots or have.capacity < capacity:
-            self._cache, self._graphs = KVCache(num_slots, capacity), None
-        assert self._cache is not None
-        return self._cache
-
-    def graphs_for(self, cache: KVCache) -> DecodeGraphs | None:
-        """Recorded decode steps over ``cache`` on CUDA; None elsewhere or when switched off."""
-        if self.device.type != "cuda" or not self.config.cuda_graphs:
-            return None
-        if self._graphs is None or self._graphs.cache is not cache:
+            cache = KVCache(num_slots, capacity)
             self._graphs = DecodeGraphs(self.body, self.head_logits, cache, self.device)
+        assert self._graphs is not None
         return self._graphs
 
 
@@ -183,9 +173,12 @@ class _Run:
         # Recorded graphs need fixed addresses: all positions at once. Else start small and grow.
         most = max((unit[0][0].limit(sampling) for unit in waiting), default=1)
         room = most if graphs else min(most, 64)
-        slots = DecodeGraphs.padded(slots) if graphs else slots
-        self.cache = engine.cache_for(slots, longest + room)
-        self.graphs = engine.graphs_for(self.cache)
+        self.graphs: DecodeGraphs | None = None
+        if graphs:
+            self.graphs = engine.graphs_for(DecodeGraphs.padded(slots), longest + room)
+            self.cache = self.graphs.cache
+        else:
+            self.cache = KVCache(slots, longest + room)
         self.tokens = torch.zeros(0, dtype=torch.int64, device=engine.device)  # [B] last token
         self.positions = torch.zeros(
             0, dtype=torch.int64, device=engine.device

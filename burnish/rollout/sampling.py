@@ -41,7 +41,8 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     if blocks * _BLOCK != vocab:
         weights = torch.nn.functional.pad(weights, (0, blocks * _BLOCK - vocab))
     blocked = weights.view(rows, blocks, _BLOCK)
-    ends = blocked.sum(-1).cumsum(-1)  # [B, blocks]
+    # (a parallel cumulative sum need not be monotone in its last bits; searchsorted needs it)
+    ends = blocked.sum(-1).cumsum(-1).cummax(-1).values  # [B, blocks]
     goal = uniforms[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, goal, right=True).clamp_(max=blocks - 1)
     before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp(min=0)), 0.0)

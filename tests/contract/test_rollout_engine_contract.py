@@ -7,6 +7,7 @@ oracle.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,3 +169,14 @@ def test_prompts_that_cannot_run_are_refused(engine: RolloutEngine) -> None:
     for prompt in ((), (7,) * 510):
         with pytest.raises(ValueError, match="odd"):
             list(engine.generate([Request("odd", prompt)], Sampling(8)))
+
+
+def test_a_request_may_have_its_own_length(engine: RolloutEngine) -> None:
+    """The same tokens, cut at 3 for one and let run to 20 for the other."""
+    free = run(engine, Sampling(20))
+    mixed = [replace(REQUESTS[0], max_tokens=3), replace(REQUESTS[2], max_tokens=20)]
+    for c in engine.generate(mixed, Sampling(12)):
+        limit = 3 if c.request_id == "a" else 20
+        assert c.token_ids == free[c.request_id, c.index].token_ids[:limit]
+    with pytest.raises(ValueError, match=r"a.*max_tokens=0"):
+        list(engine.generate([replace(REQUESTS[0], max_tokens=0)], Sampling(12)))

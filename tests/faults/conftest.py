@@ -30,7 +30,10 @@ def share_of_digits(response):
     return sum(c.isdigit() for c in response) / 4
 """
 GRPO: dict[str, Any] = {"train": {"train_batch_size": 16, "lr": 1e-2, "ema_decay": 0.9}}
-LORA: dict[str, Any] = {"model": {"scratch": SCRATCH, "lora": {"lora_dropout": 0.2}}}
+LORA: dict[str, Any] = {
+    "model": {"scratch": SCRATCH, "lora": {"lora_dropout": 0.2}},
+    "precision": {"rollout_dtype": "bf16"},
+}
 GAE: dict[str, Any] = {
     "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "generate_max_len": 4},
     "algorithm": {
@@ -57,8 +60,8 @@ GAE: dict[str, Any] = {
 def recipe(tmp_path: Path) -> Callable[..., JobConfig]:
     """``recipe("grpo", "max_steps=12", name="a")``: 24 prompts, 4 a step, saved at every step.
 
-    Kinds: grpo (moving average), lora (dropout), gae (critic, adaptive KL in the reward, several
-    shuffled updates per rollout), sft.
+    Kinds: grpo (moving average), lora (dropout; the sampler has a copy of the weights), gae
+    (critic, adaptive KL in the reward, several shuffled updates per rollout), sft.
     """
     rows = [{"prompt": f"{i}=", "label": str(i), "response": str(i)} for i in range(24)]
     data = tmp_path / "rows.jsonl"
@@ -117,15 +120,15 @@ class Children:
         assert process.exitcode == 0
 
     def run_with_kills(self, config: JobConfig, *, kills: int, seed: int) -> list[int]:
-        """Start or resume, kill -9 a random moment after the first new metrics line, ``kills``
-        times; then run to the end. Returns the number of lines in the log at each kill."""
+        """Start or resume, kill -9 at a random moment after one to five new lines in the log,
+        ``kills`` times; then run to the end. Returns the steps in the log at each kill."""
         run_dir, rng = Path(config.run_dir), random.Random(seed)
         seen: list[int] = []
         for _ in range(kills):
             resume = run_dir if (run_dir / "config.yaml").is_file() else None
             process = self.start(config, resume=resume)
-            self._wait_for_news(run_dir, process)
-            time.sleep(rng.uniform(0.0, 0.08))
+            self._wait_for_news(run_dir, process, changes=rng.randint(2, 6))
+            time.sleep(rng.uniform(0.0, 0.05))
             process.kill()
             process.join()
             if process.exitcode == 0:
@@ -134,13 +137,13 @@ class Children:
         self.run(config, resume=run_dir)
         return seen
 
-    def _wait_for_news(self, run_dir: Path, process: Any) -> None:
-        """Until the log has changed twice: once where a resumed run rewinds it, or begins."""
-        before, changes = _lines(run_dir), 0
-        while process.is_alive() and changes < 2:
+    def _wait_for_news(self, run_dir: Path, process: Any, *, changes: int) -> None:
+        """Until the log has changed so often. (Where a resumed run rewinds it, that is one.)"""
+        before = _lines(run_dir)
+        while process.is_alive() and changes:
             now = _lines(run_dir)
             if now and now != before:
-                before, changes = now, changes + 1
+                before, changes = now, changes - 1
             time.sleep(0.002)
 
 

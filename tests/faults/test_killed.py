@@ -16,6 +16,14 @@ Recipe = Callable[..., JobConfig]
 Measured = Callable[[Path], list[dict[str, Any]]]
 
 
+def _last_weights(run_dir: Path) -> dict[str, bytes]:
+    """Every file of weights, moments and moving averages of the last checkpoint."""
+    folder = run_dir / "checkpoints" / "step_000012"
+    files = list(folder.glob("*/*.safetensors"))
+    assert files
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 @pytest.mark.parametrize(("kind", "seed"), [("grpo", 1), ("lora", 2), ("gae", 3), ("sft", 4)])
 def test_a_killed_and_resumed_run_measures_the_same_bits(
     kind: str, seed: int, recipe: Recipe, children: Any, measured: Measured
@@ -27,6 +35,8 @@ def test_a_killed_and_resumed_run_measures_the_same_bits(
     expected = measured(Path(whole.run_dir))
     assert [line["step"] for line in expected] == list(range(1, 13))
     assert measured(Path(killed.run_dir)) == expected
+    assert read_samples(Path(killed.run_dir)) == read_samples(Path(whole.run_dir))
+    assert _last_weights(Path(killed.run_dir)) == _last_weights(Path(whole.run_dir))
 
 
 def test_checkpoints_less_often_than_steps_give_the_same_bits(
@@ -35,8 +45,8 @@ def test_checkpoints_less_often_than_steps_give_the_same_bits(
     rare = "checkpoint.every_n_steps=3"
     whole, killed = recipe("gae", rare, name="whole"), recipe("gae", rare, name="killed")
     children.run(whole)
-    kills = children.run_with_kills(killed, kills=3, seed=5)
-    assert kills, "no kill came in time, so nothing was tried"
+    kills = children.run_with_kills(killed, kills=4, seed=5)
+    assert kills and max(kills) > 3, "no kill came between two checkpoints, so nothing was tried"
     assert measured(Path(killed.run_dir)) == measured(Path(whole.run_dir))
 
 
@@ -45,7 +55,7 @@ def test_every_prompt_is_trained_exactly_once_per_epoch_across_kills(
 ) -> None:
     """12 steps x 4 prompts = 2 epochs of 24 rows; each prompt id has its 4 samples, no more."""
     config = recipe("grpo", "checkpoint.every_n_steps=2")
-    kills = children.run_with_kills(config, kills=3, seed=6)
+    kills = children.run_with_kills(config, kills=4, seed=6)
     assert kills, "no kill came in time, so nothing was tried"
     samples = read_samples(Path(config.run_dir))
     ids = Counter(sample["prompt_id"] for sample in samples)

@@ -175,11 +175,14 @@ def test_nothing_asked_is_nothing_computed(
     assert run.prefills == run.decodes == []
 
 
-def test_the_cache_is_given_back_after_a_call(
+def test_two_calls_at_once_do_not_disturb_each_other(
     tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     engine = LocalRolloutEngine(tiny_model, tiny_tokenizer, LocalEngine())
-    list(engine.generate([Request("r", (7,))], Sampling(4)))
-    assert engine._cache is None
-    with torch.no_grad():
-        list(engine.generate([Request("r", (7,))], Sampling(4)))
+    sampling = Sampling(12)
+    first = [Request(str(i), (7, 8 + i), n=2, seed=i, max_tokens=3 + 3 * i) for i in range(3)]
+    second = [Request(str(i), (9, 20 + i), n=2, seed=9 + i, max_tokens=12 - i) for i in range(3)]
+    alone = list(engine.generate(first, sampling)), list(engine.generate(second, sampling))
+    both = engine.generate(first, sampling), engine.generate(second, sampling)
+    turns = [pair for pair in zip(*both, strict=True)]
+    assert tuple(map(list, zip(*turns, strict=True))) == alone

@@ -53,7 +53,7 @@ def test_no_more_than_one_chunk_of_logits_exists_at_once(monkeypatch: pytest.Mon
         hidden, torch.zeros(10, dtype=torch.int64), Head(weight, chunk_tokens=4)
     )
     logprobs.sum().backward()
-    assert made == [4, 4, 2] + [4, 4], "four rows at a time; the last two are kept for backward"
+    assert made == [4, 4, 2, 4, 4], "four rows at a time; the last two are kept for backward"
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
@@ -64,8 +64,8 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_reduces_in_fp32(dtype: torch.dtype) -> None:
-    """Logits are rounded to the dtype (8 or 11 bits of mantissa), the softmax over them is not: against the
-    float64 softmax of the same rounded logits the error stays at fp32's level."""
+    """Logits are rounded to the dtype (8 or 11 bits of mantissa), the softmax over them is not:
+    against the float64 softmax of the same rounded logits the error stays at fp32's level."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 32, generator=generator).to(dtype)
     weight = torch.randn(1000, 32, generator=generator).to(dtype)

@@ -5,12 +5,17 @@ arithmetic, load; then schema, overrides, explain and docs, which read these cla
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 _NUMBERS = (int, float, int | None, float | None)
+
+
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path or a name; ``~`` is the home folder."""
 
 
 class Node(BaseModel):

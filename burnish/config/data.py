@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from burnish.config.base import Node
+from burnish.config.base import Node, PathText
 
 
 class FileSource(Node):
     """Rows of one file: .jsonl, .json (a list of objects), .csv or .parquet."""
 
     kind: Literal["file"] = "file"
-    path: str
+    path: PathText
     """Path of the file. Relative paths are taken from the working directory."""
     name: str | None = None
     """Name in prompt ids and metrics. None: the file's stem."""
@@ -26,7 +26,7 @@ class HubSource(Node):
     """A HuggingFace dataset, by hub name or as a folder written by ``save_to_disk``."""
 
     kind: Literal["dataset"] = "dataset"
-    path: str
+    path: PathText
     """Hub name, or folder."""
     subset: str | None = None
     """Configuration name of the dataset. None: the default."""

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from burnish.config.algorithm import AlgorithmConfig, GaeAdvantage, GroupAdvantage
 from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout, derive_batch
-from burnish.config.base import Node
+from burnish.config.base import Node, PathText
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
@@ -23,7 +23,7 @@ class JobConfig(Node):
 
     job: str
     """Which job the recipe is for."""
-    run_dir: str = "runs/{job}"
+    run_dir: PathText = "runs/{job}"
     """Run folder; ``{job}`` and ``{time}`` are filled in. Must be new or empty unless a run is
     resumed."""
     seed: int = 0
@@ -54,11 +54,13 @@ class _SupervisedJob(TrainingJob):
     train: TrainConfig
     """Batches, optimizer, schedule."""
     max_epochs: int = Field(1, ge=1)
-    """Passes over the data."""
+    """Passes over the data. (Rows that ``overlong: drop`` leaves out are counted as if they were
+    there.)"""
     max_steps: int | None = Field(None, ge=1)
     """Stop after this many optimizer steps even if epochs are left. None: by epochs."""
     eval_every_n_steps: int = Field(0, ge=0)
-    """Measure on ``eval_data`` every this many steps, beside the end. 0: only at the end."""
+    """Measure on ``eval_data`` every this many steps, beside step 0 and the end. 0: only those
+    two."""
 
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
@@ -201,12 +203,19 @@ class EvaluateConfig(JobConfig):
 
     job: Literal["evaluate"] = "evaluate"
     """Which job the recipe is for."""
+    run_dir: PathText = "runs/{job}-{time}"
+    """Folder of the results; ``{job}`` and ``{time}`` are filled in. Must be new or empty."""
     eval: EvalConfig
     """Prompts, samples and thresholds."""
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
     """What scores the responses."""
+    on_reward_failure: FailurePolicy = FailurePolicy()
+    """What happens when a reward fails."""
     engine: LocalEngine = LocalEngine()
     """Which engine samples."""
+    device: str = "auto"
+    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
+    ``cuda:1``."""
 
     def rules(self) -> Iterator[str]:
         if self.eval.generate_max_len is None:

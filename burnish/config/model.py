@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from burnish.config.base import Node
+from burnish.config.base import Node, PathText
 
 
 class ScratchConfig(Node):
@@ -54,13 +54,13 @@ class LoraConfig(Node):
 class ModelConfig(Node):
     """A causal language model: from a folder, a hub name, a GGUF file, or from scratch."""
 
-    path: str | None = None
+    path: PathText | None = None
     """Folder or HuggingFace hub name. Set this or ``scratch``."""
     gguf_file: str | None = None
     """Name of a .gguf file inside ``path``; its weights are de-quantised at load."""
     scratch: ScratchConfig | None = None
     """Make a small random model instead of loading one."""
-    tokenizer_path: str | None = None
+    tokenizer_path: PathText | None = None
     """Folder or hub name of the tokenizer. None: the model's own."""
     revision: str | None = None
     """Hub revision (branch, tag or commit). None: the default branch."""

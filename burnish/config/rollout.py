@@ -37,7 +37,11 @@ class LocalEngine(Node):
     max_prefill_tokens: int = Field(8192, ge=1)
     """Most prompt tokens in one prefill pass."""
     cuda_graphs: bool = True
-    """On CUDA, replay decode steps as graphs."""
+    """On CUDA, replay decode steps as graphs. Their cache holds ``max_batch_size`` sequences of
+    full length."""
+    sleep_between_rollouts: bool = False
+    """Give the graphs' cache back after every rollout: less memory while training, graphs recorded
+    anew."""
 
 
 class RolloutConfig(SamplingConfig):
@@ -80,6 +84,8 @@ class EvalConfig(Node):
     """Most new tokens. None: as in rollout."""
     stop: tuple[str, ...] | None = None
     """Strings that end a response. None: as in rollout."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end a response. None: as in rollout."""
 
     def rules(self) -> Iterator[str]:
         for k in self.pass_k:

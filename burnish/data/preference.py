@@ -64,7 +64,9 @@ class _PairEncoder:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
         chosen, rejected = (
-            encode_exchange(self._tokenizer, prompt, column(row, key, field), config)
+            _to_last_trained(
+                encode_exchange(self._tokenizer, prompt, column(row, key, field), config)
+            )
             for key, field in (
                 (config.chosen_key, "chosen_key"),
                 (config.rejected_key, "rejected_key"),
@@ -106,6 +108,13 @@ class _PairEncoder:
         if not math.isfinite(margin):
             raise DataError(f"column {key!r} (margin_key) holds {value!r}, not a finite number")
         return margin
+
+
+def _to_last_trained(row: TokenRow) -> TokenRow:
+    """The row up to its end token. What a chat template writes after that (a newline, often) is in
+    no sampled response, and a reward model reads the last token."""
+    end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else len(row.mask)
+    return replace(row, ids=row.ids[:end], mask=row.mask[:end])
 
 
 def _batch(pairs: Sequence[Pair], *, first_group: int = 0) -> Batch:

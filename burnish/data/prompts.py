@@ -9,10 +9,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import PromptDataConfig
+from burnish.config.explain import nearest
 from burnish.data.chat import check_tokenizer, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.rows import prompt_column
-from burnish.data.sources import DataError, Row, Source, nearest, open_sources
+from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.stream import RowRef
 from burnish.types import Prompt
 

@@ -9,13 +9,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import PreferenceDataConfig, SFTDataConfig
+from burnish.config.explain import nearest
 from burnish.data.chat import (
     as_messages,
     encode_completion,
     encode_conversation,
     encode_prompt,
 )
-from burnish.data.sources import DataError, Row, nearest
+from burnish.data.sources import DataError, Row
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import SFTDataConfig
+from burnish.config.explain import nearest
 from burnish.data.chat import (
     as_messages,
     check_tokenizer,
@@ -16,7 +17,7 @@ from burnish.data.chat import (
 )
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.rows import TokenRow, column, encode_exchange, prompt_column, token_row
-from burnish.data.sources import DataError, Row, nearest, open_sources
+from burnish.data.sources import DataError, Row, open_sources
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 

@@ -6,15 +6,15 @@ Not for: what the columns mean (prompts, sft, preference) or in which order rows
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from burnish.config.data import EnvironmentSource, FileSource, HubSource, SourceConfig
+from burnish.config.explain import nearest
 
 _CSV_FIELD_LIMIT = 2**31 - 1  # csv's own limit of 131072 characters is shorter than a long document
 
@@ -47,12 +47,6 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Row: ...
-
-
-def nearest(word: str, options: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the option most like ``word``; empty where none is like it."""
-    found = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def open_source(config: SourceConfig) -> Source:

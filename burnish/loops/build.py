@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
-from burnish.config import EvaluateConfig, RewardModelConfig, RLConfig, SFTConfig
+from burnish.config import EvaluateConfig, JobConfig, RewardModelConfig, RLConfig, SFTConfig
 from burnish.config.algorithm import GaeAdvantage, KlConfig
-from burnish.config.model import CriticConfig
-from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.model import CriticConfig, ModelConfig
+from burnish.config.rewards import ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.prompts import PromptStream, load_prompts
@@ -29,6 +31,7 @@ from burnish.loops.reward_model import measure_pairs
 from burnish.loops.rl import RL
 from burnish.loops.sft import measure_sft
 from burnish.loops.supervised import Supervised
+from burnish.models.load import ModelError, describe, num_positions
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
 from burnish.rewards.base import Reward, RewardSet
@@ -39,9 +42,12 @@ from burnish.rollout.runner import Runner
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.base import HasLogprobs, Role
 from burnish.train.torch import EngineSpec, TorchTrainEngine
-from burnish.types import Batch, Group
+from burnish.types import Batch, Group, Prompt
+
+log = logging.getLogger("burnish")
 
 Functions = Mapping[str, Callable[..., Any]]
+Data = TypeVar("Data", PromptDataConfig, SFTDataConfig, PreferenceDataConfig)
 WeightedRewards = Sequence[tuple[Reward, float]]
 
 
@@ -50,8 +56,10 @@ def build_rl(
 ) -> tuple[RL, Evaluator | None]:
     """The parts of an RL run and its evaluator. Data and rewards first: their mistakes are the
     quickest to find."""
-    prompts = PromptStream(config.data, runtime.tokenizer, seed=config.seed)
-    held_out = _held_out(config.eval, runtime.tokenizer)
+    new_tokens = config.rollout.generate_max_len
+    data = _within_positions(config.data, config.model, new_tokens=new_tokens)
+    prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
+    held_out = _held_out(config.eval, config, runtime.tokenizer, new_tokens)
     scores = _rewards(config, runtime, functions)
     policy = runtime.language_model(_rl_spec(config, "policy"))
     rollout = runtime.rollout(policy, config.rollout.engine)
@@ -95,22 +103,20 @@ def build_rl(
         return parts, None
     sampling = _eval_sampling(config.eval, config.rollout)
     eval_rollout = timed(rollout, runtime.timeline, {"generate": "eval"})
-    return parts, _evaluator(
-        config.eval, eval_rollout, scores, sampling, held_out, config.seed, run_dir
-    )
+    return parts, _evaluator(config.eval, eval_rollout, scores, sampling, held_out, config, run_dir)
 
 
 def build_evaluation(
     config: EvaluateConfig, runtime: InlineRuntime, functions: Functions, run_dir: Path
 ) -> Evaluator:
     """The evaluator of an ``evaluate`` job."""
-    held_out = _held_out(config.eval, runtime.tokenizer)
+    assert config.eval.generate_max_len is not None
+    held_out = _held_out(config.eval, config, runtime.tokenizer, config.eval.generate_max_len)
     scores = _rewards(config, runtime, functions)
     engine = runtime.standalone_rollout(config.model, config.engine)
-    assert config.eval.generate_max_len is not None
     plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
     sampling = _eval_sampling(config.eval, plain)
-    return _evaluator(config.eval, engine, scores, sampling, held_out, config.seed, run_dir)
+    return _evaluator(config.eval, engine, scores, sampling, held_out, config, run_dir)
 
 
 def build_supervised(
@@ -144,6 +150,26 @@ def build_supervised(
         eval_batch=eval_batch,
     )
     return parts, total
+
+
+def _within_positions(data: Data, model: ModelConfig, *, new_tokens: int = 0) -> Data:
+    """``data`` with its length limit lowered to what the model has positions for, so that
+    ``overlong`` decides about a longer row, and not the middle of a run."""
+    limit = num_positions(model)
+    name = "prompt_max_len" if isinstance(data, PromptDataConfig) else "max_len"
+    wanted = data.prompt_max_len if isinstance(data, PromptDataConfig) else data.max_len
+    if limit is None or wanted + new_tokens <= limit:
+        return data
+    if limit <= new_tokens:
+        raise ModelError(
+            f"generate_max_len={new_tokens} leaves no room for a prompt: {describe(model)} has "
+            "positions "
+            f"for {limit} tokens"
+        )
+    log.info(
+        "%s lowered to %d: %s has %d positions", name, limit - new_tokens, describe(model), limit
+    )
+    return data.model_copy(update={name: limit - new_tokens})
 
 
 def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
@@ -191,17 +217,19 @@ def _evaluator(  # house: ok called twice, with everything an evaluation consist
     engine: RolloutEngine,
     scores: WeightedRewards,
     sampling: Sampling,
-    prompts: Sequence[Any],
-    seed: int,
+    prompts: Sequence[Prompt],
+    job: RLConfig | EvaluateConfig,
     run_dir: Path,
 ) -> Evaluator:
     rewards = RewardSet(
         scores,
-        on_failure=FailurePolicy(),
+        on_failure=job.on_reward_failure,
         shaping=ShapingConfig(),
         generate_max_len=sampling.max_tokens,
     )
-    runner = Runner(engine, rewards, sampling, num_samples=config.n_samples_per_prompt, seed=seed)
+    runner = Runner(
+        engine, rewards, sampling, num_samples=config.n_samples_per_prompt, seed=job.seed
+    )
     return Evaluator(
         config,
         prompts,
@@ -213,20 +241,26 @@ def _evaluator(  # house: ok called twice, with everything an evaluation consist
 _ALL = 1 << 30
 
 
-def _held_out(config: EvalConfig | None, tokenizer: PreTrainedTokenizerBase) -> Sequence[Any]:
+def _held_out(
+    config: EvalConfig | None, job: JobConfig, tokenizer: PreTrainedTokenizerBase, new_tokens: int
+) -> Sequence[Prompt]:
     if config is None:
         return ()
-    return load_prompts(config.data, tokenizer, limit=config.num_prompts)
+    new_tokens = config.generate_max_len or new_tokens
+    data = _within_positions(config.data, job.model, new_tokens=new_tokens)
+    return load_prompts(data, tokenizer, limit=config.num_prompts)
 
 
 def _supervised_data(
     config: SFTConfig | RewardModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[SFTStream | PreferenceStream, Batch | None]:
     if isinstance(config, SFTConfig):
+        data = _within_positions(config.data, config.model)
         held_out = load_rows(config.eval_data, tokenizer) if config.eval_data else None
-        return SFTStream(config.data, tokenizer, seed=config.seed), held_out
+        return SFTStream(data, tokenizer, seed=config.seed), held_out
+    pairs_data = _within_positions(config.data, config.model)
     pairs = load_pairs(config.eval_data, tokenizer) if config.eval_data else None
-    return PreferenceStream(config.data, tokenizer, seed=config.seed), pairs
+    return PreferenceStream(pairs_data, tokenizer, seed=config.seed), pairs
 
 
 def _kl_controller(config: KlConfig) -> KlController:
@@ -253,6 +287,9 @@ def _eval_sampling(config: EvalConfig, rollout: SamplingConfig) -> Sampling:
         temperature=config.temperature,
         max_tokens=config.generate_max_len or rollout.generate_max_len,
         stop=rollout.stop if config.stop is None else config.stop,
+        stop_token_ids=rollout.stop_token_ids
+        if config.stop_token_ids is None
+        else config.stop_token_ids,
         top_p=1.0,
         top_k=0,
     )

@@ -20,6 +20,10 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
+_ROUNDING = 1e-9
+"""A weighted sum of full marks may miss the threshold in its last bits."""
+
+
 @dataclass(frozen=True)
 class Evaluator:
     """Samples answers to held-out prompts and reports how many pass."""
@@ -35,7 +39,8 @@ class Evaluator:
         self.keep_samples(step, groups)
         n = self.config.n_samples_per_prompt
         passed = [
-            sum(s.reward >= self.config.pass_threshold for s in group.samples) for group in groups
+            sum(s.reward >= self.config.pass_threshold - _ROUNDING for s in group.samples)
+            for group in groups
         ]
         samples = [s for group in groups for s in group.samples]
         metrics = {

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from burnish.algorithms.kl import KlController
+from burnish.algorithms.value_losses import explained_variance
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.data.prompts import PromptStream
@@ -64,8 +66,9 @@ def rl_step(run: RL, step: int) -> Metrics:
     run.sync.push()
 
     metrics = rollout.stats.floats() | batch_metrics(batch) | updates.metrics()
+    metrics |= prompt_metrics(run.prompts) | {"train/kl_coef": run.kl.coef}
     run.kl.update(metrics.get("train/kl", 0.0), batch.num_rows)
-    return metrics | prompt_metrics(run.prompts) | {"train/kl_coef": run.kl.coef}
+    return metrics
 
 
 def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
@@ -112,8 +115,7 @@ def _shuffled_by_group(batch: Batch, *, seed: Sequence[int]) -> list[int]:
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(batch.group_ids.tolist()):
         groups.setdefault(group, []).append(row)
-    generator = torch.Generator().manual_seed(hash(tuple(seed)) % (1 << 63))
-    order = torch.randperm(len(groups), generator=generator).tolist()
+    order = np.random.default_rng(list(seed)).permutation(len(groups)).tolist()
     members = list(groups.values())
     return [row for g in order for row in members[g]]
 
@@ -153,6 +155,8 @@ class Updates:
             out[f"{role}/grad_norm"] = sum(s.grad_norm for s in steps) / len(steps)
             out[f"{role}/lr"] = steps[-1].lr
             out[f"{role}/skipped_steps"] = float(sum(s.skipped for s in steps))
+            if role == "critic":
+                out["critic/explained_variance"] = explained_variance(stats)
         return out
 
 

@@ -55,6 +55,8 @@ def run(
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     if resume is not None and isinstance(config, EvaluateConfig):
         raise RunError("an evaluation is done in one go and cannot be resumed; leave resume out")
+    if functions and not isinstance(config, (RLConfig, EvaluateConfig)):
+        raise RunError(f"the job {config.job} takes no rewards; leave rewards out")
     _seed_everything(config.seed)
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
     if isinstance(config, RLConfig):
@@ -108,13 +110,13 @@ def _run_supervised(config: SFTConfig | RewardModelConfig, run_dir: Path) -> dic
 def _run_evaluate(
     config: EvaluateConfig, run_dir: Path, functions: Mapping[str, Any]
 ) -> dict[str, float]:
-    runtime = _runtime(config, "auto", Timeline())
+    runtime = _runtime(config, config.device, Timeline())
     evaluator = build_evaluation(config, runtime, functions, run_dir)
-    (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
     try:
         metrics = evaluator.evaluate(0)
     finally:
         evaluator.runner.rewards.close()
+    (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
     log = MetricsLog(run_dir)
     log.log(0, metrics)
     log.close()

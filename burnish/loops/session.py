@@ -86,10 +86,11 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = Path(config.run_dir.replace("{job}", config.job).replace("{time}", stamp))
     if run_dir.exists() and (not run_dir.is_dir() or _holds_something(run_dir)):
+        resumable = config.job != "evaluate"
+        go_on = f"go on with that run by --resume {run_dir}, or " if resumable else ""
         raise RunError(
-            f"the run folder {run_dir} is not empty; go on with that run by --resume {run_dir}, "
-            "or choose another "
-            "folder with run_dir=... ({time} in it is filled in)"
+            f"the run folder {run_dir} is not empty; {go_on}choose another folder with run_dir=... "
+            "({time} in it is filled in)"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     return run_dir
@@ -101,7 +102,11 @@ def _holds_something(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {METRICS_FILE, "config.yaml", "run.log", "timeline.json"} if failed_at_start else set()
+    left = (
+        {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
+        if failed_at_start
+        else set()
+    )
     return bool(names - left)
 
 
@@ -175,6 +180,12 @@ class Session:
                 self._one_step(self.step + 1, step, evaluate, eval_every)
                 if self._checkpoint_due():
                     self._save(state)
+        if self.config.checkpoint.best_metric and self._measured_step < 0:
+            log.warning(
+                "checkpoint.best_metric=%s was never measured; metrics of this run: %s",
+                self.best_metric,
+                ", ".join(sorted(self._last)),
+            )
         return self._last
 
     def _one_step(

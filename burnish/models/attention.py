@@ -214,8 +214,6 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # house: ok the signature is HuggingFace's
     """HuggingFace attention interface: query [B, heads, T, dim] -> output [B, T, heads, dim]."""
-    if plan is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     for unsupported in ("softcap", "s_aux"):
         if kwargs.get(unsupported) is not None:
             raise NotImplementedError(
@@ -223,6 +221,8 @@ def _attention(
                 "cached "
                 "attention here does not have; such models cannot be trained with this version"
             )
+    if plan is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     scale, window = kwargs["scaling"], kwargs.get("sliding_window")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if isinstance(plan, DecodePlan):

@@ -14,11 +14,13 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import cached_file
 
 import burnish.models.attention as attention
 from burnish.config.model import Dtype, ModelConfig
@@ -66,9 +68,59 @@ def load_causal_lm(
         model = _from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
     model = place(model, dtype=dtype, device=device)
     use_burnish_attention(model)
+    _check_head(model, describe(config))
     if config.lora is not None:
-        inject_lora(model, config.lora)
+        _inject_lora(model, config)
     return cast(PreTrainedModel, model)
+
+
+@torch.no_grad()
+def _check_head(model: Any, name: str) -> None:
+    """Log-probs are computed from the last hidden state and the output projection alone.
+
+    Raises ModelError for a model that does more to its logits (scaling, capping): its log-probs
+    would be wrong by several nats, in the trainer and in the sampler alike, and nothing else would
+    notice.
+    """
+    ids = torch.arange(1, 5, device=model.device)[None]
+    try:
+        whole = model(ids).logits.float()
+        ours = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state).float()
+    except NotImplementedError as error:
+        raise ModelError(f"{name}: {error}") from error
+    if not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.abs().max())):
+        raise ModelError(
+            f"{name} ({type(model).__name__}) changes its logits after the output projection "
+            "(scaling or soft "
+            "capping), which this version's log-probs do not; use another model"
+        )
+
+
+def _inject_lora(model: Any, config: ModelConfig) -> None:
+    assert config.lora is not None
+    try:
+        inject_lora(model, config.lora)
+    except ValueError as error:  # peft's, for targets that match nothing or cannot be adapted
+        raise ModelError(
+            f"model.lora.target_modules={config.lora.target_modules!r} does not fit "
+            f"{describe(config)}: {error}"
+        ) from error
+
+
+def end_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which the chat template ends an assistant's turn; None without a
+    template.
+
+    It is often not the end-of-sequence token (a base model with a chat template), and a policy
+    that learned to write it must stop there.
+    """
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "xyzzy"}]
+    text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    tail = tokenizer(text.rpartition("xyzzy")[2], add_special_tokens=False)["input_ids"]
+    special = set(tokenizer.all_special_ids)
+    return next((int(i) for i in tail if i in special), None)
 
 
 def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
@@ -117,6 +169,25 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def num_positions(config: ModelConfig) -> int | None:
+    """Longest row in tokens, read from the model's config alone. None where that does not say
+    (GGUF files and broken models say it when they are loaded)."""
+    if config.scratch is not None:
+        return config.scratch.max_position_embeddings
+    if config.gguf_file is not None or config.path is None:
+        return None
+    try:
+        found = AutoConfig.from_pretrained(
+            config.path,
+            revision=config.revision or "main",
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError):
+        return None
+    limit = found.to_dict().get("max_position_embeddings")
+    return None if limit is None else int(limit)
 
 
 def describe(config: ModelConfig) -> str:
@@ -231,7 +302,13 @@ def _restore_digit_splitting(tokenizer: PreTrainedTokenizerBase, file: Path) -> 
     from tokenizers import pre_tokenizers
 
     if not file.is_file():
-        return
+        found = cached_file(
+            str(file.parent), file.name, _raise_exceptions_for_missing_entries=False
+        )
+        if found is None:
+            log.warning("%s: its pre-tokenizer is unknown; digits may be split otherwise", file)
+            return
+        file = Path(found)
     entry = GGUFReader(str(file)).get_field("tokenizer.ggml.pre")
     if entry is None or entry.contents() not in _SPLIT_DIGITS:
         return

@@ -30,8 +30,18 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
 
 
 def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Put adapters into ``model`` in place; only they require gradients afterwards."""
+    """Put adapters into ``model`` in place; only they require gradients afterwards.
+
+    Raises ValueError where the targets match no layer, or the embedding or the output projection.
+    """
     inject_adapter_in_model(peft_config(config), model, adapter_name=ADAPTER)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(isinstance(end, LoraLayer) for end in ends):
+        raise ValueError(
+            "the embedding and the output projection cannot have adapters (log-probs are computed "
+            "from the "
+            "projection's weight alone); name inner layers, or use all-linear"
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 

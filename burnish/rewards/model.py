@@ -70,8 +70,11 @@ def _ids(item: RewardInput) -> Sequence[int]:
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     def encode(item: RewardInput) -> Sequence[int]:
-        prompt = tokenizer(item.prompt.text)["input_ids"]
+        begin = str(tokenizer.bos_token or "")
+        rendered = bool(begin) and item.prompt.text.startswith(begin)  # by a chat template
+        prompt = tokenizer(item.prompt.text, add_special_tokens=not rendered)["input_ids"]
         response = tokenizer(item.sample.text, add_special_tokens=False)["input_ids"]
-        return [*prompt, *response, int(tokenizer.eos_token_id)]
+        ended = item.sample.finish_reason == "stop"
+        return [*prompt, *response, *([int(tokenizer.eos_token_id)] if ended else [])]
 
     return encode

@@ -51,6 +51,7 @@ class LocalRolloutEngine:
         self.version = 0
         self.device = next(model.parameters()).device
         self._body = model.get_decoder()
+        self._no_mask = NO_MASK.to(self.device)  # here: a copy inside a recorded graph fails
         self._end_tokens = _end_tokens(model, tokenizer)
         self._graphs: DecodeGraphs | None = None
 
@@ -66,6 +67,8 @@ class LocalRolloutEngine:
             with torch.no_grad():  # not around the yield: there the caller's own code runs
                 run.admit() if run.can_admit() else run.decode()
             yield from run.retire()
+        if self.config.sleep_between_rollouts:
+            self.sleep()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights in by name (a LoRA model takes merged weights into its base only if it has
@@ -138,7 +141,7 @@ class LocalRolloutEngine:
         out = self._body(
             input_ids=input_ids,
             position_ids=position_ids,
-            attention_mask=NO_MASK.to(self.device),
+            attention_mask=self._no_mask,
             plan=plan,
             use_cache=False,
         )

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine
-from burnish.models.load import load_causal_lm, resolve_device
+from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.local import LocalRolloutEngine
@@ -36,12 +37,15 @@ class InlineRuntime:
     ) -> None:
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
         self.device = resolve_device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> TorchTrainEngine:
         """A train engine over a causal LM (policy, reference)."""
         model = load_causal_lm(spec.model, dtype=self.precision.dtype, device=self.device)
+        self._add_end_token(model)
         engine = TorchTrainEngine(model, spec, tokenizer=self.tokenizer)
         return timed(engine, self.timeline, spans)
 
@@ -68,13 +72,26 @@ class InlineRuntime:
             base = policy.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
+            self._add_end_token(model)
         return LocalRolloutEngine(model, self.tokenizer, config)  # type: ignore[arg-type]
 
     def standalone_rollout(self, model: ModelConfig, config: LocalEngine) -> LocalRolloutEngine:
         """A rollout engine without a trainer (evaluation of a finished model)."""
         dtype = self.precision.rollout_dtype or self.precision.dtype
         network = load_causal_lm(model, dtype=dtype, device=self.device)
+        self._add_end_token(network)
         return LocalRolloutEngine(network, self.tokenizer, config)
+
+    def _add_end_token(self, model: PreTrainedModel) -> None:
+        """Make the chat template's end of turn an end token of the model, here and in its
+        exports."""
+        turn, config = end_turn_token(self.tokenizer), model.generation_config
+        if turn is None or config is None:
+            return
+        have = config.eos_token_id
+        ends = {have} if isinstance(have, int) else set(have or [])
+        ends |= {turn, int(self.tokenizer.eos_token_id)}
+        config.eos_token_id = sorted(ends) if len(ends) > 1 else turn
 
     def sync(self, policy: TorchTrainEngine, rollout: LocalRolloutEngine) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""

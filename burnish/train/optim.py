@@ -8,7 +8,7 @@ per gradient in flight.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -159,15 +159,13 @@ class Optimizer:
             master.copy_(have[name])
             if name in kinds.get("exp_avg", {}):
                 moments = {k: kinds[k][name].to(master.device) for k in ("exp_avg", "exp_avg_sq")}
-                self.adamw.state[master] = {**moments, "step": kinds["step"][name].clone()}
+                self.adamw.state[master] = {
+                    **moments,
+                    "step": kinds["step"][name].to(master.device, torch.float32, copy=True),
+                }
             if self.ema is not None:  # one switched on since then starts from these weights
                 self.ema[i].copy_(kinds.get("ema", have)[name])
         if self._half:
             torch._foreach_copy_(
                 [self.params[i] for i in self._half], [self.masters[i] for i in self._half]
             )
-
-
-def count_parameters(parameters: Sequence[Tensor]) -> int:
-    """Number of scalars in the given tensors."""
-    return sum(p.numel() for p in parameters)

@@ -65,6 +65,7 @@ class TorchTrainEngine:
         self.tokenizer = tokenizer
         self.version = 0
         self.device = next(model.parameters()).device
+        self._no_mask = NO_MASK.to(self.device)
         self.scalar = spec.role in ("critic", "reward")
         body = model.model if self.scalar else model.get_decoder()  # type: ignore[operator]
         self.body = cast(PreTrainedModel, body)
@@ -102,6 +103,10 @@ class TorchTrainEngine:
             scalar.backward()
             stats = stats + micro_stats
         self.model.eval()
+        if (
+            self.device.type == "cuda"
+        ):  # optim_step would wait here anyway; so the time is counted here
+            torch.cuda.synchronize(self.device)
         return stats
 
     @torch.no_grad()
@@ -147,14 +152,20 @@ class TorchTrainEngine:
             read, target = read_and_target(batch)
         else:
             read = target = batch.offsets[1:].to(self.device) - 1
-        score = self.model.score(hidden[arranged.place[read]])  # type: ignore[operator]
-        return _in_line(score[:, 0].float(), target, batch)
+        head = cast(nn.Linear, self.model.score)
+        # In fp32: advantages and margins are differences of these numbers.
+        scores = torch.nn.functional.linear(
+            hidden[arranged.place[read]].float(),
+            head.weight.float(),
+            None if head.bias is None else head.bias.float(),
+        )
+        return _in_line(scores[:, 0], target, batch)
 
     def _hidden(self, arranged: Arranged) -> Tensor:
         """[R * T, H] last hidden states."""
         extra: dict[str, Any] = {}
         if arranged.plan is not None:
-            extra = {"plan": arranged.plan, "attention_mask": NO_MASK.to(self.device)}
+            extra = {"plan": arranged.plan, "attention_mask": self._no_mask}
         out = self.body(
             input_ids=arranged.input_ids,
             position_ids=arranged.position_ids,
@@ -220,16 +231,28 @@ class TorchTrainEngine:
         """Take back what :meth:`save` wrote. Raises ValueError for a checkpoint of another model
         or role."""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
+        if not (folder / "engine.json").is_file():
+            raise ValueError(f"{folder.parent} holds no {self.role}")
         state = json.loads((folder / "engine.json").read_text())
         if state["role"] != self.role:
             raise ValueError(
                 f"{folder} is the checkpoint of a {state['role']}, not of a {self.role}"
+            )
+        saved, own = ModelConfig.model_validate(state["model"]), self.spec.model
+        if own.lora is not None and _base(saved) != _base(own):
+            raise ValueError(
+                f"{folder} has adapters for {_base(saved)}, and this recipe's base is {_base(own)}"
             )
         kinds: dict[str, Mapping[str, Tensor]] = {
             file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))
         }
         self.optimizer.load_tensors(kinds)
         self.version = int(state["version"])
+
+
+def _base(model: ModelConfig) -> dict[str, Any]:
+    """What decides the weights that adapters are added to."""
+    return model.model_dump(include={"path", "gguf_file", "revision", "scratch"}, exclude_none=True)
 
 
 def _enable_checkpointing(body: PreTrainedModel) -> None:

@@ -191,16 +191,16 @@ def test_load_prompts_gives_all_rows_once_in_file_order(
         (
             {"prompt_key": "promt"},
             r"rows\.jsonl:1: there is no column 'promt' \(prompt_key\); the columns are prompt, "
-            r"label, level; did you mean 'prompt'\?",
+            r"label, level \(nearest: prompt\)",
         ),
         (
             {"label_key": "lable"},
-            r"rows\.jsonl:1: there is no column 'lable' \(label_key\).*did you mean 'label'\?",
+            r"rows\.jsonl:1: there is no column 'lable' \(label_key\).*\(nearest: label\)",
         ),
         (
             {"prompt_template": "{promt} ="},
             r"rows\.jsonl:1: prompt_template wants 'promt'.*the columns are prompt, label, level; "
-            r"did you mean 'prompt'\?",
+            r"\(nearest: prompt\)",
         ),
         ({"prompt_template": "{prompt"}, r"rows\.jsonl:1: prompt_template '\{prompt' cannot be"),
         ({"prompt_template": "{}"}, r"rows\.jsonl:1: prompt_template '\{\}' cannot be filled"),

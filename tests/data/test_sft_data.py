@@ -185,7 +185,7 @@ def test_a_limit_stops_the_loading_of_rows(chars: Tok, jsonl: Jsonl) -> None:
         (
             {"prompt": "1", "respnse": "2"},
             r"rows\.jsonl:1: nothing to learn from: none of the columns 'messages' \(messages_key\)"
-            r".*the columns are prompt, respnse; did you mean 'respnse'\?",
+            r".*the columns are prompt, respnse \(nearest: respnse\)",
         ),
         ({"response": "2"}, r"rows\.jsonl:1: there is no column 'prompt' \(prompt_key\)"),
         ({"messages": CHAT[:1]}, r"rows\.jsonl:1: the conversation has no assistant message"),

@@ -121,11 +121,12 @@ def test_decoding_from_the_cache_gives_the_logits_of_the_whole_row() -> None:
 
 
 def test_a_sliding_window_hides_what_is_behind_it_packed_and_cached() -> None:
-    """Mistral with a window of 4 tokens, on a row of 12, against HuggingFace's own eager attention."""
+    """Mistral with a window of 4 tokens, on a row of 12, against HuggingFace's own eager
+    attention."""
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=53, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=4, attn_implementation="eager",
+        vocab_size=53, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=4, attn_implementation="eager",
     )  # fmt: skip
     model = MistralForCausalLM(config).eval()
     row = random_tokens(12)

@@ -34,7 +34,7 @@ def test_a_missing_model_folder_is_named_and_the_mended_recipe_starts_in_the_sam
 def test_a_missing_data_file_is_named_with_the_nearest_one(
     rl: MakeConfig, reward: Reward, sums: str
 ) -> None:
-    with pytest.raises(DataError, match=r"sum\.jsonl does not exist.*did you mean 'sums\.jsonl'"):
+    with pytest.raises(DataError, match=r"sum\.jsonl does not exist.*\(nearest: sums\.jsonl\)"):
         burnish.run(rl(f"data.sources=[{sums.replace('sums', 'sum')}]"), rewards=reward)
 
 

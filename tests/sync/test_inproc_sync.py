@@ -52,7 +52,7 @@ def test_a_shared_module_is_never_copied_and_its_version_follows(
 @pytest.mark.parametrize(
     ("train", "sample"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32")]
 )
-def test_another_dtype_is_copied_into_at_every_push(
+def test_another_dtype_is_copied_into_at_every_push(  # house: ok fixtures and parameters
     train: Dtype,
     sample: Dtype,
     tied: bool,

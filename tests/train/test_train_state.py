@@ -52,7 +52,7 @@ CASES = [
 
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("before", [0, 3])
-def test_a_loaded_engine_goes_on_bit_by_bit(
+def test_a_loaded_engine_goes_on_bit_by_bit(  # house: ok fixtures and parameters
     options: dict[str, object],
     before: int,
     make_engine: MakeEngine,

@@ -127,9 +127,8 @@ def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
     """The model with its parameters in ``dtype``, on ``device``.
 
     Buffers keep their format: rotary frequencies rounded to bf16 are multiplied by the position,
-    and
-    turn token 4000 by tenths of a radian (``model.to(dtype)`` rounds them, transformers' loading
-    does not).
+    and turn token 4000 by tenths of a radian (``model.to(dtype)`` rounds them, transformers'
+    loading does not).
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])

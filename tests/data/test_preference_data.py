@@ -83,11 +83,12 @@ def test_the_mask_is_on_the_response_tokens(chars: Tok, jsonl: Jsonl) -> None:
 def test_messages_go_through_the_template_and_keep_the_prompt_exact(
     chars: Tok, jsonl: Jsonl, row: dict[str, Any]
 ) -> None:
-    """Also where the responses repeat the prompt, as many published sets do."""
+    """Also where the responses repeat the prompt, as many published sets do. Rows end with the end
+    token, not with the newline the template writes after it: no sampled response has that."""
     batch = load_pairs(config(jsonl([row]), system_prompt="brief"), chars)
     before = "<|im_start|>system\nbrief<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n"
     before += "<|im_start|>assistant\n"
-    assert texts(chars, batch) == [before + "2<|im_end|>\n", before + "3<|im_end|>\n"]
+    assert texts(chars, batch) == [before + "2<|im_end|>", before + "3<|im_end|>"]
     prompt = [{"role": "system", "content": "brief"}, {"role": "user", "content": "1+1"}]
     ids = encode_prompt(chars, prompt)[1]
     assert batch.prompt_lens.tolist() == [len(ids)] * 2
@@ -155,5 +156,5 @@ def test_a_pair_of_no_use_is_named_with_its_place(
 
 
 def test_a_mistyped_column_is_named_with_the_nearest(chars: Tok, jsonl: Jsonl) -> None:
-    with pytest.raises(DataError, match=r"no column 'choosen' \(chosen_key\).*mean 'chosen'\?"):
+    with pytest.raises(DataError, match=r"no column 'choosen' \(chosen_key\).*nearest: chosen"):
         load_pairs(config(jsonl(PAIRS), chosen_key="choosen"), chars)

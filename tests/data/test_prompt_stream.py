@@ -199,7 +199,7 @@ def test_load_prompts_gives_all_rows_once_in_file_order(
         ),
         (
             {"prompt_template": "{promt} ="},
-            r"rows\.jsonl:1: prompt_template wants 'promt'.*the columns are prompt, label, level; "
+            r"rows\.jsonl:1: prompt_template wants 'promt'.*the columns are prompt, label, level "
             r"\(nearest: prompt\)",
         ),
         ({"prompt_template": "{prompt"}, r"rows\.jsonl:1: prompt_template '\{prompt' cannot be"),

@@ -12,6 +12,8 @@ import pytest
 from burnish.config import JobConfig
 from burnish.observe.samples import read_samples
 
+pytestmark = pytest.mark.slow
+
 Recipe = Callable[..., JobConfig]
 Measured = Callable[[Path], list[dict[str, Any]]]
 

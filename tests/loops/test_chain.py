@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import burnish
 from burnish.observe.metrics import read_metrics
 
+pytestmark = pytest.mark.slow
+
 RunRecipe = Callable[..., Path]
 
 

@@ -15,7 +15,14 @@ from transformers import (
 )
 
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, ScratchConfig
-from burnish.models.load import ModelError, load_causal_lm, load_tokenizer, resolve_device
+from burnish.models.load import (
+    ModelError,
+    end_turn_token,
+    load_causal_lm,
+    load_tokenizer,
+    num_positions,
+    resolve_device,
+)
 from burnish.models.value_head import load_scalar_model
 
 
@@ -218,3 +225,51 @@ def test_adapters_of_a_scalar_model_train_beside_its_head(folder: Path, tmp_path
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         assert "score.weight" in trained and len(trained) == 1 + 2 * 2 * 7, "2 layers of 7 matrices"
         assert all(".lora_" in name for name in trained - {"score.weight"})
+
+
+def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    hf = GraniteConfig(
+        vocab_size=53, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0,
+    )  # fmt: skip
+    GraniteForCausalLM(hf).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="changes its logits after the output projection"):
+        load_causal_lm(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_on_the_head_or_the_embedding_is_refused(target: str) -> None:
+    config = ModelConfig(
+        scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False),
+        lora=LoraConfig(target_modules=("q_proj", target)),
+    )
+    with pytest.raises(ModelError, match="cannot have adapters"):
+        load_causal_lm(config)
+
+
+def test_a_mistyped_adapter_target_is_named() -> None:
+    config = ModelConfig(scratch=ScratchConfig(), lora=LoraConfig(target_modules=("qproj",)))
+    with pytest.raises(ModelError, match="target_modules=.*qproj.*does not fit"):
+        load_causal_lm(config)
+
+
+def test_the_end_of_turn_is_read_from_the_template() -> None:
+    tokenizer = load_tokenizer(ModelConfig(scratch=ScratchConfig()))
+    assert end_turn_token(tokenizer) == tokenizer.eos_token_id
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|system|>\n{% endfor %}"
+    )
+    assert end_turn_token(tokenizer) == tokenizer.convert_tokens_to_ids("<|system|>")
+    tokenizer.chat_template = None
+    assert end_turn_token(tokenizer) is None
+
+
+def test_positions_are_read_without_loading_the_model(tmp_path: Path) -> None:
+    assert num_positions(ModelConfig(scratch=ScratchConfig(max_position_embeddings=77))) == 77
+    load_causal_lm(
+        ModelConfig(scratch=ScratchConfig(max_position_embeddings=99))
+    ).config.save_pretrained(tmp_path)
+    assert num_positions(ModelConfig(path=str(tmp_path))) == 99
+    assert num_positions(ModelConfig(path=str(tmp_path / "nothing"))) is None

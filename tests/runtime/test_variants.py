@@ -129,14 +129,16 @@ def test_the_layout_of_a_micro_batch_changes_no_metric(
 
 
 def test_an_adaptive_kl_weight_moves_as_its_formula_says(rl: MakeConfig, reward: Reward) -> None:
-    """KL is 0 at the first step: error clipped to -0.2, so 0.1 x (1 - 0.2 x 16 / 160) = 0.098."""
+    """KL is 0 at the first step: error clipped to -0.2, so the second step's weight is
+    0.1 x (1 - 0.2 x 16 / 160) = 0.098."""
     options = ["algorithm.kl.kl_target=0.05", "algorithm.kl.kl_horizon=160", "max_steps=6"]
     lines = _lines(rl(KL, *options, "train.lr=3e-2"), reward)
     coefs = [line["train/kl_coef"] for line in lines]
-    assert coefs[0] == pytest.approx(0.098, rel=1e-9)
-    for before, line in zip(coefs, lines[1:], strict=False):
+    assert coefs[:2] == [0.1, pytest.approx(0.098, rel=1e-9)]
+    for line, after in zip(lines, coefs[1:], strict=False):
         error = min(max(line["train/kl"] / 0.05 - 1, -0.2), 0.2)
-        assert line["train/kl_coef"] == pytest.approx(before * (1 + error * 16 / 160), rel=1e-9)
+        expected = line["train/kl_coef"] * (1 + error * 16 / 160)
+        assert after == pytest.approx(expected, rel=1e-9)
     assert max(line["train/kl"] for line in lines) > 0.05, "the weight is never seen to rise"
 
 

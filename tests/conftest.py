@@ -82,7 +82,7 @@ def nll() -> Callable[[Outputs, Batch], tuple[torch.Tensor, Stats]]:
 def make_engine() -> Callable[..., TorchTrainEngine]:
     """``make_engine(role="policy", micro=None, dtype="fp32", config=TINY, **train)``."""
 
-    def make(
+    def make(  # house: ok what an engine can vary in
         *,
         role: Role = "policy",
         micro: int | None = None,

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.rollout import LocalEngine
 from burnish.models.attention import NO_MASK, KVCache, Segment, decode_plan, plan_segments
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.cpu_linear import onednn_layers, onednn_linear
 from burnish.rollout.cuda_graphs import DecodeGraphs
 from burnish.rollout.sampling import sample_tokens, uniforms_for
 from burnish.types import FinishReason
@@ -54,6 +55,7 @@ class LocalRolloutEngine:
         self._no_mask = NO_MASK.to(self.device)  # here: a copy inside a recorded graph fails
         self._end_tokens = _end_tokens(model, tokenizer)
         self._graphs: DecodeGraphs | None = None
+        self._layers = onednn_layers(model)
 
     # ---- the interface ---------------------------------------------------------------------
 
@@ -64,7 +66,8 @@ class LocalRolloutEngine:
         self.model.eval()
         run = _Run(self, sampling, deque(self._split(requests)))
         while run.waiting or run.active:
-            with torch.no_grad():  # not around the yield: there the caller's own code runs
+            # (not around the yield: there the caller's own code runs)
+            with torch.no_grad(), onednn_linear(self._layers):
                 run.admit() if run.can_admit() else run.decode()
             yield from run.retire()
         if self.config.sleep_between_rollouts:

@@ -251,7 +251,7 @@ def test_an_adapter_on_the_head_or_the_embedding_is_refused(target: str) -> None
 
 def test_a_mistyped_adapter_target_is_named() -> None:
     config = ModelConfig(scratch=ScratchConfig(), lora=LoraConfig(target_modules=("qproj",)))
-    with pytest.raises(ModelError, match="target_modules=.*qproj.*does not fit"):
+    with pytest.raises(ModelError, match=r"target_modules=.*qproj.*does not fit"):
         load_causal_lm(config)
 
 

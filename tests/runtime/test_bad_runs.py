@@ -213,3 +213,45 @@ def test_an_evaluation_cannot_be_resumed(sums: str, tmp_path: Path) -> None:
     )
     with pytest.raises(RunError, match="cannot be resumed"):
         burnish.run(config, resume=tmp_path, rewards=lambda response: 0.0)
+
+
+def test_a_prompt_the_model_has_no_positions_for_is_over_the_limit(
+    rl: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+) -> None:
+    """64 positions and 4 new tokens leave 60 for the prompt, whatever prompt_max_len allows."""
+    path = write_rows("long", [{"prompt": "1" * 61}, {"prompt": "1+1="}])
+    config = rl(f"data.sources=[{path}]", "data.prompt_max_len=1000", "data.shuffle=false")
+    with pytest.raises(DataError, match=r"61 tokens.*prompt_max_len=60"):
+        burnish.run(config, rewards=reward)
+
+
+def test_a_response_limit_beyond_the_models_positions_is_refused(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    with pytest.raises(ModelError, match="generate_max_len=64 leaves no room for a prompt"):
+        burnish.run(rl("rollout.generate_max_len=64"), rewards=reward)
+
+
+def test_rewards_given_to_a_job_without_rewards_are_refused(
+    sums: str, reward: Reward, tmp_path: Path
+) -> None:
+    config = burnish.load_config(
+        {
+            "job": "sft",
+            "run_dir": str(tmp_path / "run"),
+            "model": {"scratch": {}},
+            "data": {"sources": [sums], "response_key": "label"},
+            "train": {"train_batch_size": 4},
+        }
+    )
+    with pytest.raises(RunError, match="the job sft takes no rewards"):
+        burnish.run(config, rewards=reward)
+
+
+def test_adapters_are_not_put_on_another_base_at_resume(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    burnish.run(rl("model.lora={}"), rewards=reward)
+    other = rl("model.lora={}", "model.scratch.seed=1", "max_steps=3")
+    with pytest.raises(RunError, match="has adapters for"):
+        burnish.run(other, resume=tmp_path / "run", rewards=reward)

@@ -5,8 +5,12 @@ for (const details of document.querySelectorAll("details")) {
     for (const plot of details.querySelectorAll(".js-plotly-plot")) Plotly.Plots.resize(plot);
   });
 }
-// Plotly sizes text before the page's last fonts and scroll bar are there.
-addEventListener("load", () => dispatchEvent(new Event("resize")));
+// Plotly sizes the first figures before the page's last columns, fonts and scroll bar are there.
+const fit = () => {
+  for (const plot of document.querySelectorAll(".js-plotly-plot"))
+    if (plot.offsetParent !== null) Plotly.Plots.resize(plot);
+};
+addEventListener("load", () => { fit(); setTimeout(fit, 200); });
 
 // The samples table. All text was written by models and data rows: it is only ever set as textContent.
 (() => {

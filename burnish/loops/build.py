@@ -166,7 +166,7 @@ def _within_positions(data: Data, model: ModelConfig, *, new_tokens: int = 0) ->
             "positions "
             f"for {limit} tokens"
         )
-    log.info(
+    log.warning(
         "%s lowered to %d: %s has %d positions", name, limit - new_tokens, describe(model), limit
     )
     return data.model_copy(update={name: limit - new_tokens})

@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -170,22 +171,28 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
-def num_positions(config: ModelConfig) -> int | None:
-    """Longest row in tokens, read from the model's config alone. None where that does not say
-    (GGUF files and broken models say it when they are loaded)."""
-    if config.scratch is not None:
-        return config.scratch.max_position_embeddings
-    if config.gguf_file is not None or config.path is None:
+def hf_config(config: ModelConfig) -> PretrainedConfig | None:
+    """The model's HuggingFace config, without its weights. None where it cannot be read alone (GGUF
+    files, and models that cannot be loaded: loading them says why)."""
+    if config.path is None or config.gguf_file is not None:
         return None
     try:
-        found = AutoConfig.from_pretrained(
+        found: PretrainedConfig = AutoConfig.from_pretrained(
             config.path,
             revision=config.revision or "main",
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError):
         return None
-    limit = found.to_dict().get("max_position_embeddings")
+    return found
+
+
+def num_positions(config: ModelConfig) -> int | None:
+    """Longest row in tokens, read from the model's config alone. None where that does not say."""
+    if config.scratch is not None:
+        return config.scratch.max_position_embeddings
+    found = hf_config(config)
+    limit = found.to_dict().get("max_position_embeddings") if found is not None else None
     return None if limit is None else int(limit)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.load import (
@@ -18,6 +18,7 @@ from burnish.models.load import (
     ModelError,
     _from_pretrained,
     describe,
+    hf_config,
     load_causal_lm,
     place,
     use_burnish_attention,
@@ -77,14 +78,6 @@ def load_scalar_model(
 
 
 def _is_classifier(config: ModelConfig) -> bool:
-    if config.path is None or config.gguf_file is not None:
-        return False
-    try:
-        found = AutoConfig.from_pretrained(
-            config.path,
-            revision=config.revision or "main",
-            trust_remote_code=config.trust_remote_code,
-        )
-    except (OSError, ValueError):
-        return False  # loading it says what is wrong
-    return any(name.endswith("ForSequenceClassification") for name in found.architectures or [])
+    found = hf_config(config)
+    names = (found.architectures or []) if found is not None else []
+    return any(name.endswith("ForSequenceClassification") for name in names)

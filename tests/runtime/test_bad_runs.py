@@ -221,7 +221,7 @@ def test_a_prompt_the_model_has_no_positions_for_is_over_the_limit(
     """64 positions and 4 new tokens leave 60 for the prompt, whatever prompt_max_len allows."""
     path = write_rows("long", [{"prompt": "1" * 61}, {"prompt": "1+1="}])
     config = rl(f"data.sources=[{path}]", "data.prompt_max_len=1000", "data.shuffle=false")
-    with pytest.raises(DataError, match=r"61 tokens.*prompt_max_len=60"):
+    with pytest.raises(DataError, match=r"61 tokens and prompt_max_len is 60"):
         burnish.run(config, rewards=reward)
 
 

@@ -25,8 +25,7 @@ _WORD_START = "\u2581"  # what SentencePiece-style tokenizers write in place of 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise DataError where the tokenizer cannot be trained with: it has no end-of-sequence token.
 
-    A pad token is not needed: rows are ragged, and :func:`pad_token_id` stands in where something
-    wants one.
+    A pad token is not needed: rows are ragged.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -34,12 +33,6 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
             "never learns to stop. Set model.tokenizer_path to a tokenizer that has one, or set "
             "`eos_token` in its tokenizer_config.json to the token that ends a turn"
         )
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The pad token's id, or the end token's where there is no pad token."""
-    check_tokenizer(tokenizer)
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def encode_prompt(

@@ -14,7 +14,6 @@ from burnish.data.chat import (
     encode_completion,
     encode_conversation,
     encode_prompt,
-    pad_token_id,
 )
 from burnish.data.sources import DataError
 
@@ -151,18 +150,14 @@ def test_message_keys_without_a_value_are_left_out() -> None:
         as_messages([{"role": "user", "content": None}])
 
 
-def test_without_a_pad_token_the_end_token_stands_in(bpe: Tok) -> None:
+def test_a_pad_token_is_not_needed(bpe: Tok) -> None:
+    assert bpe.pad_token is None
     check_tokenizer(bpe)
-    assert bpe.pad_token is None and pad_token_id(bpe) == bpe.eos_token_id
-
-
-def test_a_pad_token_is_used_where_there_is_one(chars: Tok) -> None:
-    assert pad_token_id(chars) == chars.pad_token_id != chars.eos_token_id
 
 
 def test_a_tokenizer_without_end_token_is_refused_with_what_to_do(chars: Tok) -> None:
     chars.eos_token = None
-    for use in (check_tokenizer, pad_token_id, lambda t: encode_completion(t, [7], "2")):
+    for use in (check_tokenizer, lambda t: encode_completion(t, [7], "2")):
         with pytest.raises(DataError, match=r"no end-of-sequence token.*model\.tokenizer_path"):
             use(chars)
 

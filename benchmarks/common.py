@@ -15,7 +15,7 @@ import resource
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,14 @@ def interleave(
 def median(results: list[dict[str, Any]], key: str) -> float:
     """The median of one measured value."""
     return float(statistics.median(r[key] for r in results))
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a markdown table."""
+    yield "| " + " | ".join(heads) + " |"
+    yield "| " + " | ".join("---" for _ in heads) + " |"
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
 
 
 def versions(*names: str) -> str:

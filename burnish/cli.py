@@ -2,7 +2,8 @@
 them.
 
 Exit codes: 0 done; 2 a mistake in what was given (said in plain words on stderr); 128 + n stopped
-by signal n after saving; 1 anything else, with a traceback."""
+by signal n after saving; 3 stopped by itself after saving, because numbers were not finite; 1
+anything else, with a traceback."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def _explain(error: Exception, *, command: str) -> int | None:
         )
         return 128 + int(number)
     typer.echo(f"error: {error}", err=True)
-    return 2
+    return 3 if name == "StoppedError" else 2
 
 
 app = typer.Typer(
@@ -180,9 +181,9 @@ def _split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path
 def _dry_run_text(config: JobConfig) -> str:
     """The resolved recipe; the batch table stands above it as comments, so the whole is a recipe
     again."""
-    lines = []
+    lines = [f"# warning: {warning}" for warning in config.warnings()]
     if isinstance(config, (RLConfig, SFTConfig, RewardModelConfig)):
-        lines = [
+        lines += [
             f"# {n:<30} {value:>8}  {how}".rstrip()
             for n, value, how in batch_table(config.batch_plan())
         ]

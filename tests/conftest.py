@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is an oracle of tests
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from burnish.config.model import Dtype, ModelConfig, ScratchConfig
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
@@ -87,6 +88,7 @@ def make_engine() -> Callable[..., TorchTrainEngine]:
         role: Role = "policy",
         micro: int | None = None,
         dtype: Dtype = "fp32",
+        precision: PrecisionConfig | None = None,
         config: ModelConfig = TINY,
         total_steps: int = 10,
         temperature: float = 1.0,
@@ -94,11 +96,7 @@ def make_engine() -> Callable[..., TorchTrainEngine]:
         **train: object,
     ) -> TorchTrainEngine:
         scalar = role in ("critic", "reward")
-        model = (
-            load_scalar_model(config, dtype=dtype, new_head=True)
-            if scalar
-            else load_causal_lm(config, dtype=dtype)
-        )
+        model = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
         spec = EngineSpec(
             role=role,
             train=TrainConfig(**{"lr": 1e-3, **train}),
@@ -107,6 +105,7 @@ def make_engine() -> Callable[..., TorchTrainEngine]:
             total_steps=total_steps,
             temperature=temperature,
             trainable=trainable,
+            precision=precision or PrecisionConfig(dtype=dtype),
         )
         return TorchTrainEngine(model, spec, tokenizer=load_tokenizer(config))
 

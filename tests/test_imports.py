@@ -12,7 +12,7 @@ import burnish
 
 PACKAGE = Path(burnish.__file__).parent
 
-MATHS = {"types", "tensors"}
+MATHS = {"types", "tensors", "formats"}
 BASE = MATHS | {"config"}
 LOOPS = BASE | {
     *(
@@ -31,6 +31,7 @@ LOOPS = BASE | {
 
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
+    "formats": set(),
     "tensors": {"types"},
     "algorithms": MATHS,
     "config": set(),

@@ -78,6 +78,7 @@ def export(
         network = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
         _load_weights(network, weights, source)
         weights = dict(merged_weights(network))
+    _check_range(weights, wanted)
     target.mkdir(parents=True, exist_ok=True)
     if lora == "adapter":
         _save_adapter(network, config, target, wanted)
@@ -111,6 +112,20 @@ def _engine_folder(folder: Path, role: str) -> Path:
             f"{folder} holds no {role!r}; models there: {', '.join(have) or 'none'}"
         )
     return folder / role
+
+
+def _check_range(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Raise CheckpointError where a finite weight would become infinite in ``dtype``."""
+    if dtype != torch.float16:  # bf16 reaches as far as fp32 but for its very last numbers
+        return
+    for name, weight in weights.items():
+        beyond = weight.isfinite() & ~weight.to(dtype).isfinite()
+        if beyond.any():
+            largest = float(weight[beyond].abs().max())
+            raise CheckpointError(
+                f"fp16 holds numbers up to {torch.finfo(dtype).max:g}, and {name} has one of "
+                f"{largest:g}, which would be written as infinite; use --dtype bf16 or fp32"
+            )
 
 
 def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: Path) -> None:

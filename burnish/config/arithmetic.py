@@ -121,13 +121,16 @@ def derive_batch(
 
 
 def _disagreement(big: int, micro: int, *, accum: int, ranks: int) -> str:
-    fits = big % (micro * ranks) == 0
-    other = f"gradient_accumulation_steps={big // (micro * ranks)} or " if fits else ""
+    ways = []
+    if big % (micro * ranks) == 0:
+        ways.append(f"gradient_accumulation_steps={big // (micro * ranks)}")
+    if big % (accum * ranks) == 0:
+        ways.append(f"micro_train_batch_size={big // (accum * ranks)}")
+    ways.append(f"train_batch_size={micro * accum * ranks}")
     return (
         f"train_batch_size={big}, micro_train_batch_size={micro} and gradient_accumulation_steps="
         f"{accum} disagree over {ranks} rank(s): {micro} x {accum} x {ranks} = "
-        f"{micro * accum * ranks}; drop one of the three, or set {other}"
-        f"train_batch_size={micro * accum * ranks}"
+        f"{micro * accum * ranks}; drop one of the three, or set {' or '.join(ways)}"
     )
 
 

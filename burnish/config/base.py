@@ -44,18 +44,28 @@ class Node(BaseModel):
         do)."""
         yield from ()
 
-    def broken_rules(self, path: str = "") -> list[str]:
+    def advice(self) -> Iterator[str]:
+        """Yield one sentence for each setting of this node that works and is rarely meant."""
+        yield from ()
+
+    def broken_rules(self) -> list[str]:
         """Broken rules of this node and all nodes below it, each with the dotted path in front."""
-        found = [f"{path or 'recipe'}: {problem}" for problem in self.rules()]
+        return [f"{path or 'recipe'}: {p}" for path, node in self._nodes() for p in node.rules()]
+
+    def warnings(self) -> list[str]:
+        """The advice of this node and all nodes below it, each with the dotted path in front."""
+        return [f"{path or 'recipe'}: {p}" for path, node in self._nodes() for p in node.advice()]
+
+    def _nodes(self, path: str = "") -> Iterator[tuple[str, Node]]:
+        """(dotted path, node) of this node and all below it."""
+        yield path, self
         for name, value in self:
-            below = f"{path}.{name}" if path else name
-            found += _rules_below(value, below)
-        return found
+            yield from _nodes_below(value, f"{path}.{name}" if path else name)
 
 
-def _rules_below(value: Any, path: str) -> list[str]:
+def _nodes_below(value: Any, path: str) -> Iterator[tuple[str, Node]]:
     if isinstance(value, Node):
-        return value.broken_rules(path)
-    if isinstance(value, (list, tuple)):
-        return [p for i, item in enumerate(value) for p in _rules_below(item, f"{path}[{i}]")]
-    return []
+        yield from value._nodes(path)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _nodes_below(item, f"{path}[{i}]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
@@ -48,6 +49,10 @@ class TrainingJob(JobConfig):
     """What is kept."""
     observe: ObserveConfig = ObserveConfig()
     """What is written and printed."""
+
+    @abstractmethod
+    def batch_plan(self) -> BatchPlan:
+        """The batch sizes after derivation. Raises BatchError."""
 
 
 class _SupervisedJob(TrainingJob):

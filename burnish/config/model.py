@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -103,11 +104,89 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 class PrecisionConfig(Node):
-    """Number formats of the trainer and of the rollout engine."""
+    """Number formats of the trainer and of the rollout engine, and loss scaling (fp16 only)."""
 
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Compute format of the trainer. With bf16, master weights, moments and gradient sums stay
-    fp32."""
+    dtype: Dtype = "fp32"
+    """Compute format of the trainer. With fp16 and bf16, master weights, Adam's moments and the
+    update stay fp32."""
     rollout_dtype: Dtype | None = None
     """Compute format of the rollout engine. None: same as ``dtype``, and then weights are shared,
     not copied."""
+    grad_accum_dtype: Dtype = "fp32"
+    """Format in which gradients of micro-batches add up: fp32, or ``dtype`` itself (2 bytes per
+    parameter less between steps, and small gradients are lost in large sums)."""
+    loss_scale: float | None = Field(None, ge=0)
+    """fp16: the loss is multiplied by this before backward and the gradient divided by it after.
+    0 or None: dynamic. Any other value: constant."""
+    initial_scale_power: int = Field(16, ge=0, le=120)
+    """A dynamic loss scale starts at 2 to this power."""
+    loss_scale_window: int = Field(1000, ge=1)
+    """A dynamic loss scale doubles at the first clean step after this many clean steps since the
+    last overflow, and again after every so many."""
+    hysteresis: int = Field(2, ge=1)
+    """The overflow, counted from the last growth, from which on each one halves the scale; the
+    ones before it only skip their step. 1: every overflow halves."""
+    min_loss_scale: float = Field(1.0, gt=0)
+    """Floor of a dynamic loss scale. An overflow that would go below it stops the run."""
+    consecutive_hysteresis: bool = False
+    """Forget earlier overflows at every clean step, instead of when the scale grows."""
+
+    @property
+    def sampler_dtype(self) -> Dtype:
+        """What the rollout engine computes in."""
+        return self.rollout_dtype or self.dtype
+
+    def rules(self) -> Iterator[str]:
+        if self.dtype != "fp16":
+            for name in ("loss_scale", *_DYNAMIC):
+                if self._is_set(name):
+                    yield (
+                        f"{name} is set and dtype={self.dtype} needs no loss scaling (its smallest "
+                        "numbers are as small as fp32's); remove it, or use dtype=fp16"
+                    )
+        if self.grad_accum_dtype not in ("fp32", self.dtype):
+            yield (
+                f"grad_accum_dtype={self.grad_accum_dtype} with dtype={self.dtype}: gradients add "
+                f"up in fp32 or in the compute format itself; use fp32 or {self.dtype}"
+            )
+        if self.dtype == "fp16" and self.min_loss_scale > 2.0**self.initial_scale_power:
+            yield (
+                f"min_loss_scale={self.min_loss_scale:g} is above the first loss scale, 2^"
+                f"{self.initial_scale_power} = {2.0**self.initial_scale_power:g}; lower it, or "
+                "raise initial_scale_power"
+            )
+
+    def advice(self) -> Iterator[str]:
+        if self.dtype == "fp16" and self.loss_scale:
+            if math.frexp(self.loss_scale)[0] != 0.5:
+                below = 2.0 ** (math.frexp(self.loss_scale)[1] - 1)
+                yield (
+                    f"loss_scale={self.loss_scale:g} is not a power of two, so scaling rounds "
+                    "every "
+                    f"gradient; use {below:g} or {2 * below:g}"
+                )
+            for name in _DYNAMIC:
+                if self._is_set(name):
+                    yield (
+                        f"{name} acts on a dynamic loss scale only, and loss_scale="
+                        f"{self.loss_scale:g} is constant; remove one of the two"
+                    )
+        if self.sampler_dtype != self.dtype:
+            yield (
+                f"the trainer computes in {self.dtype} and the rollout engine in "
+                f"{self.sampler_dtype}: their log-probs differ for the same weights, and the "
+                "update takes the difference for a change of the policy; leave rollout_dtype out "
+                "to use one format (the gap is measured at every step: train/mismatch_*)"
+            )
+
+    def _is_set(self, name: str) -> bool:
+        return bool(self.model_dump()[name] != type(self).model_fields[name].default)
+
+
+_DYNAMIC = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+    "consecutive_hysteresis",
+)

@@ -54,6 +54,10 @@ class TrainConfig(Node):
     """AdamW's epsilon."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip the global gradient norm to this. None: no clipping."""
+    max_consecutive_skips: int = Field(10, ge=1)
+    """Stop the run, after saving, when this many optimizer steps in a row were skipped because the
+    loss or the gradient was not finite. (Overflows that a dynamic loss scale may still cure are
+    not counted: its floor stops the run.)"""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: about a third more compute, much less memory."""
     ema_decay: float | None = Field(None, gt=0, lt=1)

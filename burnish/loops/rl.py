@@ -21,9 +21,10 @@ from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.data.prompts import PromptStream
 from burnish.loops.credit import assign_advantages
+from burnish.loops.session import StoppedError
 from burnish.rollout.runner import Runner
 from burnish.sync.inproc import InprocSync
-from burnish.train.base import HasLogprobs, Loss, StepStats, TrainEngine
+from burnish.train.base import HasLogprobs, Loss, NonFiniteError, StepStats, TrainEngine
 from burnish.types import Batch, Group, Stats, groups_to_batch
 
 Metrics = dict[str, float]
@@ -60,15 +61,15 @@ def rl_step(run: RL, step: int) -> Metrics:
     for minibatch in minibatches(batch, run.config, step):
         if run.critic is not None and run.value_loss is not None:
             updates.add("critic", run.critic.forward_backward(minibatch, run.value_loss))
-            updates.add_step("critic", run.critic.optim_step())
+            updates.step("critic", run.critic)
         updates.add("train", run.policy.forward_backward(minibatch, run.policy_loss))
-        updates.add_step("train", run.policy.optim_step())
+        updates.step("train", run.policy)
     run.sync.push()
 
     metrics = rollout.stats.floats() | batch_metrics(batch) | updates.metrics()
     metrics |= prompt_metrics(run.prompts) | {"train/kl_coef": run.kl.coef}
     run.kl.update(metrics.get("train/kl", 0.0), batch.num_rows)
-    return metrics
+    return updates.checked(metrics)
 
 
 def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
@@ -136,14 +137,26 @@ class Updates:
 
     stats: dict[str, Stats] = field(default_factory=dict)
     steps: dict[str, list[StepStats]] = field(default_factory=dict)
+    failure: NonFiniteError | None = None
 
     def add(self, role: str, stats: Stats) -> None:
         """Add what one forward_backward measured."""
         self.stats[role] = self.stats.get(role, Stats()) + stats
 
-    def add_step(self, role: str, step: StepStats) -> None:
-        """Add what one optim_step did."""
-        self.steps.setdefault(role, []).append(step)
+    def step(self, role: str, engine: TrainEngine) -> None:
+        """Take an optimizer step. Where it says that going on makes no sense, the rest of the RL
+        step is still done, so that what is saved is whole."""
+        try:
+            stats = engine.optim_step()
+        except NonFiniteError as error:
+            stats, self.failure = error.stats, error
+        self.steps.setdefault(role, []).append(stats)
+
+    def checked(self, metrics: Metrics) -> Metrics:
+        """``metrics``; raises StoppedError with them where an update said to stop."""
+        if self.failure is not None:
+            raise StoppedError(self.failure, metrics) from self.failure
+        return metrics
 
     def metrics(self) -> Metrics:
         """Plain numbers; losses (sums over one update) become means over the updates."""
@@ -152,12 +165,26 @@ class Updates:
             steps = self.steps[role]
             mean_sums = {name: (value, len(steps)) for name, value in stats.sums.items()}
             out |= Stats({**stats.means, **mean_sums}, stats.maxima).floats(f"{role}/")
-            out[f"{role}/grad_norm"] = sum(s.grad_norm for s in steps) / len(steps)
-            out[f"{role}/lr"] = steps[-1].lr
-            out[f"{role}/skipped_steps"] = float(sum(s.skipped for s in steps))
+            out |= {f"{role}/{name}": value for name, value in step_metrics(steps).items()}
             if role == "critic":
                 out["critic/explained_variance"] = explained_variance(stats)
         return out
+
+
+def step_metrics(steps: Sequence[StepStats]) -> Metrics:
+    """What the optimizer steps of one role did: the mean norm of those that were taken (of all, if
+    none was), counts of the others, the last rate and loss scale."""
+    taken = [s for s in steps if not s.skipped] or steps
+    out = {
+        "grad_norm": sum(s.grad_norm for s in taken) / len(taken),
+        "lr": steps[-1].lr,
+        "skipped_steps": float(sum(s.skipped for s in steps)),
+        "skipped_total": float(steps[-1].skipped_total),
+    }
+    if steps[-1].scaled:
+        out["loss_scale"] = steps[-1].loss_scale
+        out["overflows"] = float(sum(s.overflow for s in steps))
+    return out
 
 
 def batch_metrics(batch: Batch) -> Metrics:

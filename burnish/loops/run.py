@@ -3,6 +3,7 @@ calls."""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,15 +21,18 @@ from burnish.config import (
     SFTConfig,
     dump_yaml,
 )
+from burnish.config.model import PrecisionConfig
 from burnish.loops.build import build_evaluation, build_rl, build_supervised
 from burnish.loops.rl import RLState, rl_step
-from burnish.loops.session import RunError, Session, prepare_run_dir
+from burnish.loops.session import RunError, Session, StoppedError, prepare_run_dir
 from burnish.loops.supervised import SupervisedState, supervised_eval, supervised_step
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.report import build_report
 from burnish.observe.timeline import Timeline
 from burnish.runtime.inline import InlineRuntime
+
+log = logging.getLogger("burnish")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ def run(
 
     ``rewards``: a callable, or several by the names of the recipe's function rewards. ``resume``:
     the folder of a run to go on with. Raises RunError, DataError, ModelError, RewardError or
-    CheckpointError with what to do, and Interrupted after a signal (the run is saved then).
+    CheckpointError with what to do; Interrupted after a signal, and StoppedError where numbers that
+    are not finite made going on pointless (the run is saved in both cases).
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     if resume is not None and isinstance(config, EvaluateConfig):
@@ -59,13 +64,17 @@ def run(
         raise RunError(f"the job {config.job} takes no rewards; leave rewards out")
     _seed_everything(config.seed)
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
-    if isinstance(config, RLConfig):
-        metrics = _run_rl(config, run_dir, functions)
-    elif isinstance(config, EvaluateConfig):
-        metrics = _run_evaluate(config, run_dir, functions)
-    else:
-        assert isinstance(config, (SFTConfig, RewardModelConfig))
-        metrics = _run_supervised(config, run_dir)
+    try:
+        if isinstance(config, RLConfig):
+            metrics = _run_rl(config, run_dir, functions)
+        elif isinstance(config, EvaluateConfig):
+            metrics = _run_evaluate(config, run_dir, functions)
+        else:
+            assert isinstance(config, (SFTConfig, RewardModelConfig))
+            metrics = _run_supervised(config, run_dir)
+    except StoppedError:
+        build_report(run_dir)  # its curves are where the user looks next
+        raise
     build_report(run_dir)
     return RunResult(run_dir, metrics)
 
@@ -85,12 +94,40 @@ def _run_rl(config: RLConfig, run_dir: Path, functions: Mapping[str, Any]) -> di
             return session.run(
                 RLState(parts),
                 total_steps=config.max_steps,
-                step=lambda step: rl_step(parts, step),
+                step=_with_gap_warning(config.precision, lambda step: rl_step(parts, step)),
                 evaluate=evaluator.evaluate if evaluator is not None else None,
                 eval_every=config.eval.every_n_steps if config.eval is not None else 0,
             )
         finally:
             parts.runner.rewards.close()
+
+
+def _with_gap_warning(
+    precision: PrecisionConfig, step: Callable[[int], dict[str, float]]
+) -> Callable[[int], dict[str, float]]:
+    """``step``, which says at its first call how far trainer and sampler are apart, where they
+    compute in two formats."""
+    said = precision.sampler_dtype == precision.dtype
+
+    def measured(number: int) -> dict[str, float]:
+        nonlocal said
+        metrics = step(number)
+        if not said and "train/mismatch_abs" in metrics:
+            said = True
+            log.warning(
+                "precision.rollout_dtype: measured at step %d, log-probs of the trainer (%s) and "
+                "of the rollout engine (%s) differ by %.2g nats per token on average and %.2g at "
+                "most, k3 KL %.2g",
+                number,
+                precision.dtype,
+                precision.sampler_dtype,
+                metrics["train/mismatch_abs"],
+                metrics["train/mismatch_max"],
+                metrics["train/mismatch_k3"],
+            )
+        return metrics
+
+    return measured
 
 
 def _run_supervised(config: SFTConfig | RewardModelConfig, run_dir: Path) -> dict[str, float]:
@@ -110,6 +147,8 @@ def _run_supervised(config: SFTConfig | RewardModelConfig, run_dir: Path) -> dic
 def _run_evaluate(
     config: EvaluateConfig, run_dir: Path, functions: Mapping[str, Any]
 ) -> dict[str, float]:
+    for warning in config.warnings():
+        log.warning(warning)
     runtime = _runtime(config, config.device, Timeline())
     evaluator = build_evaluation(config, runtime, functions, run_dir)
     try:
@@ -117,9 +156,9 @@ def _run_evaluate(
     finally:
         evaluator.runner.rewards.close()
     (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-    log = MetricsLog(run_dir)
-    log.log(0, metrics)
-    log.close()
+    metrics_log = MetricsLog(run_dir)
+    metrics_log.log(0, metrics)
+    metrics_log.close()
     return metrics
 
 

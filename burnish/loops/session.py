@@ -15,28 +15,39 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import yaml
 
 from burnish.checkpoint import CheckpointStore
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
+from burnish.config.arithmetic import batch_table
 from burnish.config.jobs import JobConfig, TrainingJob
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
-from burnish.observe.metrics import METRICS_FILE, MetricsLog
+from burnish.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
 from burnish.observe.progress import Progress, close_logging, setup_logging
 from burnish.observe.samples import drop_samples_after
+from burnish.observe.spikes import SpikeAlarm
 from burnish.observe.timeline import Timeline
 
 log = logging.getLogger("burnish")
 
 Metrics = dict[str, float]
+STOPPED_FILE = "stopped.txt"
 
 
 class RunError(RuntimeError):
     """A run that cannot start or go on. Says why and what to do."""
+
+
+class StoppedError(RunError):
+    """A step that is whole and after which going on makes no sense. ``metrics`` are the step's."""
+
+    def __init__(self, cause: Exception, metrics: Metrics) -> None:
+        super().__init__(str(cause))
+        self.metrics = metrics
 
 
 class Interrupted(Exception):
@@ -131,6 +142,7 @@ class Session:
         self._measured_step = -1
         """The step at which the best metric was last measured."""
         self._saved_step = -1
+        self._spikes = SpikeAlarm()
 
     def __enter__(self) -> Session:
         return self
@@ -150,6 +162,9 @@ class Session:
         self.metrics = MetricsLog(self.run_dir, tensorboard=self.config.observe.tensorboard)
         self.progress = Progress(total_steps, every=self.config.observe.log_every_n_steps)
         self._opened = True
+        self.progress.table(
+            "Batch arithmetic", ("name", "value", "how"), batch_table(self.config.batch_plan())
+        )
 
     # ---- the order of a run ------------------------------------------------------------------
 
@@ -166,9 +181,12 @@ class Session:
         checkpoints.
 
         Returns the last value of every metric. Raises Interrupted after a signal, once the step
-        under way is finished and saved; a second signal ends the process at once.
+        under way is finished and saved; a second signal ends the process at once. Raises
+        StoppedError, once the step is saved, where a step says that going on makes no sense.
         """
         self._open(total_steps)
+        for warning in self.config.warnings():
+            log.warning(warning)
         self._restore(state)
         # Only now is it sure that this recipe and the run in the folder belong together.
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
@@ -177,7 +195,7 @@ class Session:
                 self._record(0, evaluate(0))
             while self.step < self.total_steps:
                 self._stop_if_asked(state)
-                self._one_step(self.step + 1, step, evaluate, eval_every)
+                self._one_step(state, step, evaluate, eval_every)
                 if self._checkpoint_due():
                     self._save(state)
         if self.config.checkpoint.best_metric and self._measured_step < 0:
@@ -190,13 +208,18 @@ class Session:
 
     def _one_step(
         self,
-        number: int,
+        state: State,
         step: Callable[[int], Metrics],
         evaluate: Callable[[int], Metrics] | None,
         eval_every: int,
     ) -> None:
-        started = time.perf_counter()
-        metrics = step(number)
+        started, number = time.perf_counter(), self.step + 1
+        try:
+            metrics = step(number)
+        except StoppedError as stop:
+            self.step = number
+            self._record(number, stop.metrics)
+            self._stop(state, stop)
         due = number == self.total_steps or (eval_every and number % eval_every == 0)
         if due and evaluate is not None:
             metrics |= evaluate(number)
@@ -205,7 +228,22 @@ class Session:
         self._record(number, metrics)
         self.progress.step(number, metrics)
 
+    def _stop(self, state: State, stop: StoppedError) -> NoReturn:
+        """Save, say why, and raise."""
+        self._save(state)
+        write_text(self.run_dir / STOPPED_FILE, f"step {self.step}: {stop}\n")
+        log.error("stopped at step %d: %s", self.step, stop)
+        raise StoppedError(
+            RunError(
+                f"stopped at step {self.step} of {self.total_steps}: {stop}. The run is saved; go "
+                f"on with other settings by --resume {self.run_dir} KEY=VALUE"
+            ),
+            stop.metrics,
+        ) from stop
+
     def _record(self, step: int, metrics: Metrics) -> None:
+        if "train/loss" in metrics:
+            metrics["train/loss_spike"] = self._spikes.check(metrics["train/loss"])
         seconds = self.timeline.collect()
         metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
         for phase in ("rollout", "train"):
@@ -261,6 +299,9 @@ class Session:
         self.step = self._saved_step = session["step"]
         self._last = dict(session["last"])
         self.metrics.rewind(self.step)
+        for line in read_metrics(self.run_dir):
+            if "train/loss" in line:
+                self._spikes.check(line["train/loss"])
         drop_samples_after(self.run_dir, self.step)
         restore_rng(session["rng"])
         self.progress.message(f"resumed from {newest} at step {self.step} of {self.total_steps}")

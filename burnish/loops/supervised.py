@@ -34,9 +34,10 @@ def supervised_step(run: Supervised, step: int) -> Metrics:
     batch = run.stream.next(run.batch_size).with_global_counts()
     updates = Updates()
     updates.add("train", run.engine.forward_backward(batch, run.loss))
-    updates.add_step("train", run.engine.optim_step())
+    updates.step("train", run.engine)
     counts = {f"data/{name}": float(value) for name, value in run.stream.counts.items()}
-    return updates.metrics() | counts | {"train/tokens": float(batch.tokens.numel())}
+    tokens = {"train/tokens": float(batch.tokens.numel())}
+    return updates.checked(updates.metrics() | counts | tokens)
 
 
 def supervised_eval(run: Supervised, step: int) -> Metrics:

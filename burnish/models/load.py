@@ -8,6 +8,7 @@ reward models) are in ``value_head.py``.
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,14 +88,55 @@ def _check_head(model: Any, name: str) -> None:
     try:
         whole = model(ids).logits.float()
         ours = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state).float()
-    except NotImplementedError as error:
-        raise ModelError(f"{name}: {error}") from error
+    except (NotImplementedError, RuntimeError) as error:
+        _raise_if_lacking(error, model, name)
+        if isinstance(error, NotImplementedError):
+            raise ModelError(f"{name}: {error}") from error
+        raise
     if not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.abs().max())):
         raise ModelError(
             f"{name} ({type(model).__name__}) changes its logits after the output projection "
             "(scaling or soft "
             "capping), which this version's log-probs do not; use another model"
         )
+
+
+def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
+    """Raise ModelError where ``body`` uses an operation that its device lacks in its format.
+
+    Two tokens forward, and backward to their embeddings (no gradient of a weight is made).
+    """
+    embedding = body.get_input_embeddings()
+    if embedding.weight.dtype == torch.float32:
+        return
+    ids = torch.tensor([[1, 2]], device=body.device)
+    embeds = embedding(ids).detach().requires_grad_(backward)
+    try:
+        with torch.set_grad_enabled(backward):
+            hidden = body(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        if backward:
+            torch.autograd.grad(hidden.float().sum(), embeds)
+    except (NotImplementedError, RuntimeError) as error:
+        _raise_if_lacking(error, body, name)
+        raise
+
+
+def _raise_if_lacking(error: Exception, model: Any, name: str) -> None:
+    """A ModelError if ``error`` is PyTorch's for an operation without a form for this format."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    formats = {"Half": "fp16", "BFloat16": "bf16"}
+    found = re.search(r"\b(Half|BFloat16)\b", said)
+    lacking = re.search(r"not implemented|not supported|unsupported", said, re.IGNORECASE)
+    if found is None or lacking is None:
+        return
+    quoted = re.search(r'"(\w+)"', said)
+    operation = quoted.group(1) if quoted else said.partition(":")[0]
+    dtype = formats[found.group(1)]
+    raise ModelError(
+        f"{name} cannot be computed in {dtype} on {model.device.type}: PyTorch {torch.__version__} "
+        f"has no {dtype} form of {operation} there ({said}); use another precision.dtype (fp32 "
+        "always works), or another device"
+    ) from error
 
 
 def _inject_lora(model: Any, config: ModelConfig) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.models.half_linear import is_slow_half, linear, wide_matmul
+
 
 @dataclass(frozen=True)
 class Head:
@@ -27,7 +29,7 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[K, V] fp32 logits of hidden [K, H]."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        logits = linear(hidden, self.weight, self.bias).float()
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
 
@@ -97,7 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad /= head.temperature
             low = grad.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(low, weight, out=grad_hidden[rows])
+                _matmul_into(grad_hidden[rows], low, weight)
             if grad_weight is not None:
                 _add_matmul(grad_weight, low, hidden[rows])
             if grad_bias is not None:
@@ -118,9 +120,17 @@ def _grad_logits(log_p: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:
     return grad.scatter_add_(-1, targets[:, None], upstream[:, None].to(grad.dtype))
 
 
+def _matmul_into(out: Tensor, grad: Tensor, weight: Tensor) -> None:
+    """out = grad @ weight, in the operands' dtype."""
+    if is_slow_half(grad):
+        out.copy_(wide_matmul(grad, weight))
+    else:
+        torch.mm(grad, weight, out=out)
+
+
 def _add_matmul(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     """total += grad.T @ hidden, in fp32 also where the operands are half precision."""
-    if grad.dtype == torch.float32:
-        total.addmm_(grad.T, hidden)
+    if grad.dtype == torch.float32 or is_slow_half(grad):
+        total.addmm_(grad.T.float(), hidden.float())
     else:
         total += grad.T @ hidden

@@ -27,7 +27,13 @@ LOGGER = "burnish"
 
 _log = logging.getLogger(LOGGER)
 
-_SHOWN = (("reward/mean", "reward"), ("eval/pass@1", "pass@1"), ("eval/loss", "eval loss"))
+_SHOWN = (
+    ("reward/mean", "reward"),
+    ("eval/pass@1", "pass@1"),
+    ("eval/loss", "eval loss"),
+    ("train/mismatch_abs", "gap"),  # mean |trainer's - sampler's log-probability| of a token
+)
+_SKIPPED = ("train/skipped_steps", "critic/skipped_steps")
 _SPEEDS = ("rollout/tokens_per_s", "train/tokens_per_s")
 _NOT_PHASES = frozenset({"time/step_s", "time/total_s"})
 
@@ -111,6 +117,11 @@ def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[
     shown = [f"{word} {_short(metrics[name])}" for name, word in _SHOWN if name in metrics]
     if "reward/mean" not in metrics and "train/loss" in metrics:
         shown.insert(0, f"loss {_short(metrics['train/loss'])}")
+    if "train/loss_scale" in metrics:
+        shown.append(f"scale {_power_of_two(metrics['train/loss_scale'])}")
+    skipped = sum(metrics[name] for name in _SKIPPED if metrics.get(name, 0) > 0)
+    if skipped:
+        shown.append(f"{skipped:,.0f} skipped")
     speed = next((metrics[name] for name in _SPEEDS if name in metrics), None)
     if speed is not None and math.isfinite(speed):
         shown.append(f"{speed:,.0f} tok/s")
@@ -197,6 +208,12 @@ def _time_split(metrics: Mapping[str, float]) -> str:
     largest = sorted(phases.items(), key=lambda item: -item[1])[:3]
     in_order = [(name, s) for name, s in phases.items() if (name, s) in largest and s >= total / 20]
     return " ".join(f"{name} {s / total:.0%}" for name, s in in_order)
+
+
+def _power_of_two(value: float) -> str:
+    """``2^16`` for 65536.0; what is no power of two as a plain number."""
+    mantissa, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else _short(value)
 
 
 def _short(value: float) -> str:

@@ -9,6 +9,7 @@ is shown through ``textContent``; the page's content security policy also refuse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -194,6 +195,7 @@ def _tiles(
         for name, label, percent, unless in _HEADLINES
         if name in curves and not any(other in curves for other in unless)
     ][:2]
+    tiles += _skipped_tile(curves)
     steps = [int(line["step"]) for line in metrics]
     if steps:
         planned = config.get("max_steps")
@@ -223,6 +225,23 @@ def _tiles(
             )
         )
     return tiles
+
+
+def _skipped_tile(curves: Mapping[str, Curve]) -> list[Tile]:
+    """How many optimizer steps moved nothing in the whole run, by role; no tile for none."""
+    totals = {
+        n.partition("/")[0]: c.last for n, c in curves.items() if n.endswith("/skipped_total")
+    }
+    for name, curve in curves.items():
+        role, _, last = name.partition("/")
+        if last == "skipped_steps" and role not in totals:
+            totals[role] = math.fsum(curve.values)
+    totals = {role: total for role, total in totals.items() if total > 0}
+    if not totals:
+        return []
+    roles = ", ".join(f"{role} {total:,.0f}" for role, total in totals.items())
+    note = "loss or gradient not finite" + (f"; {roles}" if len(totals) > 1 else "")
+    return [Tile("Skipped steps", f"{sum(totals.values()):,.0f}", note)]
 
 
 def _change(label: str, curve: Curve, percent: bool) -> Tile:

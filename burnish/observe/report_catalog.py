@@ -8,7 +8,7 @@ name ends in.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 NOT_DRAWN = ("time/*",)  # the time split shows these
@@ -23,6 +23,9 @@ class Chart:
     unit: str
     """In words, "" for a pure number. "fraction" is drawn in percent, "bytes" in GiB or MiB."""
     names: tuple[str, ...]
+    log: bool = False
+    """Powers of two that hold until the next one: a base-2 logarithmic axis, drawn in steps, and
+    never averaged."""
 
 
 LEARNING, UPDATE, ROLLOUT, MACHINE = "Learning", "Update", "Rollout", "Machine"
@@ -49,7 +52,13 @@ CHARTS = (
     Chart(UPDATE, "Policy ratio, largest", "new / old probability", ("*/ratio_max",)),
     Chart(UPDATE, "Policy loss", "", ("train/policy_loss",)),
     Chart(UPDATE, "Value loss", "", ("critic/value_loss",)),
+    Chart(UPDATE, "Loss scale", "log scale", ("*/loss_scale",), log=True),
+    Chart(UPDATE, "Skipped steps", "per step", ("*/skipped_steps", "*/overflows")),
+    Chart(UPDATE, "Skipped steps, total", "since the start", ("*/skipped_total",)),
+    Chart(UPDATE, "Loss spikes", "1: far above the steps before", ("*/loss_spike",)),
     Chart(UPDATE, "Trainer against sampler", "nats per token, mean", ("*/mismatch_abs",)),
+    Chart(UPDATE, "Trainer against sampler, largest", "nats per token", ("*/mismatch_max",)),
+    Chart(UPDATE, "Trainer against sampler, KL", "nats per token, k3", ("*/mismatch_k3",)),
     Chart(ROLLOUT, "Response length", "tokens", ("rollout/response_len", "rollout/response_len_*")),
     Chart(ROLLOUT, "Held-out response length", "tokens", ("eval/response_len",)),
     Chart(
@@ -95,9 +104,7 @@ def arrange(names: Sequence[str], charts: Iterable[Chart] = CHARTS) -> list[Char
         taken.setdefault(i, []).extend(found)
         left = [name for name in left if name not in found]
     known = [
-        Chart(chart.section, chart.title, chart.unit, tuple(taken[i]))
-        for i, chart in enumerate(charts)
-        if taken.get(i)
+        replace(chart, names=tuple(taken[i])) for i, chart in enumerate(charts) if taken.get(i)
     ]
     return known + [_unknown(name) for name in sorted(left)]
 

@@ -95,6 +95,24 @@ def thin(curve: Curve, limit: int = MAX_POINTS) -> tuple[Curve, int]:
     return Curve(ends, [math.fsum(part) / len(part) for part in parts]), size
 
 
+def step_points(curve: Curve, limit: int = MAX_POINTS) -> Curve:
+    """A curve that stands still between changes, without points that its steps show anyway.
+
+    Beyond ``limit`` points, every change and about ``limit`` of the others are kept as they are.
+
+    >>> step_points(Curve([1, 2, 3, 4, 5, 6], [8.0, 8.0, 8.0, 8.0, 4.0, 4.0]), limit=2)
+    Curve(steps=[1, 4, 5, 6], values=[8.0, 8.0, 4.0, 4.0])
+    """
+    count = len(curve.steps)
+    size = -(-count // limit)
+    kept = [
+        i
+        for i, value in enumerate(curve.values)
+        if i % size == 0 or i == count - 1 or value != curve.values[i - 1]
+    ]
+    return Curve([curve.steps[i] for i in kept], [curve.values[i] for i in kept])
+
+
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Mean of the values within ``window // 2`` places of each (fewer at the ends), so peaks stay
     in place.
@@ -123,13 +141,14 @@ def curve_figure(chart: Chart, curves: Mapping[str, Curve]) -> Figure:
     notes: list[str] = []
     labels = _labels(chart.names)
     for i, name in enumerate(chart.names):
-        curve, size = thin(curves[name])
+        curve, size = (step_points(curves[name]), 1) if chart.log else thin(curves[name])
         values = [value * scale for value in curve.values]
         label = html.escape(labels[i])
         color = PALETTE[i % len(PALETTE)]
         if size > 1:
             notes.append(f"each point is the mean of {size} entries")
-        if len(chart.names) <= 2 and len(values) >= _SMOOTH_FROM and is_noisy(values):
+        helped = len(chart.names) <= 2 and len(values) >= _SMOOTH_FROM and not chart.log
+        if helped and is_noisy(values):
             window = len(values) // 40 * 2 + 1
             figure.add_trace(_faint_line(curve.steps, values, color, hover=len(chart.names) == 1))
             values, label = (
@@ -137,7 +156,7 @@ def curve_figure(chart: Chart, curves: Mapping[str, Curve]) -> Figure:
                 "running mean" if len(chart.names) == 1 else label,
             )
             notes.append(f"strong line: running mean over {window * size} entries")
-        figure.add_trace(_line(curve.steps, values, label, color))
+        figure.add_trace(_line(curve.steps, values, label, color, held=chart.log))
     figure.update_layout(showlegend=len(chart.names) > 1)
     figure.update_yaxes(**_y_axis(chart, curves, scale))
     return Figure(chart.title, unit, "; ".join(dict.fromkeys(notes)), _fragment(figure))
@@ -212,13 +231,16 @@ def _stacked_bars(
     return figure, f"each bar is the mean of {size} steps" if size > 1 else ""
 
 
-def _line(steps: Sequence[int], values: Sequence[float], name: str, color: str) -> go.Scatter:
+def _line(
+    steps: Sequence[int], values: Sequence[float], name: str, color: str, *, held: bool = False
+) -> go.Scatter:
+    """``held``: a value stands until the next one, with no slope between them."""
     return go.Scatter(
         x=list(steps),
         y=list(values),
         name=name,
         mode="lines+markers" if len(steps) <= 12 else "lines",
-        line={"color": color, "width": 2},
+        line={"color": color, "width": 2, **({"shape": "hv"} if held else {})},
         marker={"size": 6},
     )
 
@@ -288,6 +310,10 @@ def _scale(chart: Chart, curves: Mapping[str, Curve]) -> tuple[float, str]:
 def _y_axis(chart: Chart, curves: Mapping[str, Curve], scale: float) -> dict[str, Any]:
     values = [value * scale for name in chart.names for value in curves[name].values]
     top = max(values)
+    if chart.log and min(values) > 0:  # 0 has no place on a logarithmic axis
+        return _log2_axis(min(values), top)
+    if top == min(values) == 0:  # by itself the axis would go from -1 to 1
+        return {"range": [-0.02, 1], "tickformat": "~g"}
     if chart.unit == "fraction":
         return {
             "tickformat": ".0%" if top > 0.05 else ".1~%",
@@ -299,6 +325,22 @@ def _y_axis(chart: Chart, curves: Mapping[str, Curve], scale: float) -> dict[str
     small = 0 < top < 1e-2
     ticks = {"exponentformat": "e", "minexponent": 2} if small else {"tickformat": "~g"}
     return {**ticks, "hoverformat": ".4~g"}
+
+
+def _log2_axis(low: float, high: float) -> dict[str, Any]:
+    """A logarithmic axis from ``low`` to ``high`` (above 0) with ticks at powers of two."""
+    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    if first == last:
+        first, last = first - 1, last + 1
+    ticks = range(first, last + 1, -(-(last - first) // 5))
+    return {
+        "type": "log",
+        "range": [(first - 0.3) * math.log10(2), (last + 0.3) * math.log10(2)],
+        "tickmode": "array",
+        "tickvals": [2.0**k for k in ticks],
+        "ticktext": [f"2<sup>{k}</sup>" for k in ticks],
+        "hoverformat": ",.12~g",  # 65,536 and not 6.554e+4
+    }
 
 
 def _labels(names: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.rollout import LocalEngine
 from burnish.models.attention import NO_MASK, KVCache, Segment, decode_plan, plan_segments
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.cpu_linear import onednn_layers, onednn_linear
+from burnish.rollout.cpu_linear import fp32_copies, onednn_layers, onednn_linear
 from burnish.rollout.cuda_graphs import DecodeGraphs
 from burnish.rollout.sampling import sample_tokens, uniforms_for
 from burnish.types import FinishReason
@@ -65,11 +65,12 @@ class LocalRolloutEngine:
         self._check(requests, sampling)
         self.model.eval()
         run = _Run(self, sampling, deque(self._split(requests)))
-        while run.waiting or run.active:
-            # (not around the yield: there the caller's own code runs)
-            with torch.no_grad(), onednn_linear(self._layers):
-                run.admit() if run.can_admit() else run.decode()
-            yield from run.retire()
+        with fp32_copies(self._layers) as layers:
+            while run.waiting or run.active:
+                # (not around the yield: there the caller's own code runs)
+                with torch.no_grad(), onednn_linear(layers):
+                    run.admit() if run.can_admit() else run.decode()
+                yield from run.retire()
         if self.config.sleep_between_rollouts:
             self.sleep()
 

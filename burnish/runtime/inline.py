@@ -6,11 +6,12 @@ A runtime answers one question, "give me an engine for this role"; a loop never 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine
 from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
 from burnish.models.value_head import load_scalar_model
@@ -44,9 +45,9 @@ class InlineRuntime:
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> TorchTrainEngine:
         """A train engine over a causal LM (policy, reference)."""
-        model = load_causal_lm(spec.model, dtype=self.precision.dtype, device=self.device)
+        model = load_causal_lm(spec.model, dtype=self._load_dtype(spec), device=self.device)
         self._add_end_token(model)
-        engine = TorchTrainEngine(model, spec, tokenizer=self.tokenizer)
+        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
         return timed(engine, self.timeline, spans)
 
     def scalar_model(
@@ -54,9 +55,13 @@ class InlineRuntime:
     ) -> TorchTrainEngine:
         """A train engine over a scalar model (critic, reward); a language model gets a new head."""
         model = load_scalar_model(
-            spec.model, dtype=self.precision.dtype, device=self.device, seed=seed, new_head=True
+            spec.model,
+            dtype=self._load_dtype(spec),
+            device=self.device,
+            seed=seed,
+            new_head=True,
         )
-        engine = TorchTrainEngine(model, spec, tokenizer=self.tokenizer)
+        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
         return timed(engine, self.timeline, spans)
 
     def frozen_base(self, policy: TorchTrainEngine) -> HasLogprobs:
@@ -66,7 +71,7 @@ class InlineRuntime:
     def rollout(self, policy: TorchTrainEngine, config: LocalEngine) -> LocalRolloutEngine:
         """A rollout engine for ``policy``: over its own weights, or over a copy in another
         dtype."""
-        wanted = self.precision.rollout_dtype or self.precision.dtype
+        wanted = self.precision.sampler_dtype
         model = policy.model
         if wanted != self.precision.dtype:
             base = policy.spec.model.model_copy(update={"lora": None})
@@ -77,10 +82,17 @@ class InlineRuntime:
 
     def standalone_rollout(self, model: ModelConfig, config: LocalEngine) -> LocalRolloutEngine:
         """A rollout engine without a trainer (evaluation of a finished model)."""
-        dtype = self.precision.rollout_dtype or self.precision.dtype
-        network = load_causal_lm(model, dtype=dtype, device=self.device)
+        network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=self.device)
         self._add_end_token(network)
         return LocalRolloutEngine(network, self.tokenizer, config)
+
+    def _load_dtype(self, spec: EngineSpec) -> Dtype:
+        """fp32 where all weights are trained: they become the masters, unrounded."""
+        whole = spec.trainable and spec.model.lora is None
+        return "fp32" if whole else self.precision.dtype
+
+    def _with_precision(self, spec: EngineSpec) -> EngineSpec:
+        return replace(spec, precision=self.precision)
 
     def _add_end_token(self, model: PreTrainedModel) -> None:
         """Make the chat template's end of turn an end token of the model, here and in its

@@ -40,7 +40,28 @@ class StepStats:
     """L2 norm of the whole gradient before clipping"""
     lr: float
     skipped: bool = False
-    """True where the gradient was not finite and nothing moved"""
+    """True where the loss or the gradient was not finite: weights, moments, schedule and version
+    are as before"""
+    skipped_total: int = 0
+    """Steps of this engine skipped so far, over resumes too"""
+    overflow: bool = False
+    """True where the gradient was not finite"""
+    loss_scale: float = 1.0
+    """What the loss of this step was multiplied by"""
+    scaled: bool = False
+    """True where the engine scales its loss (fp16)"""
+    at_floor: bool = False
+    """True where the gradient overflowed and the loss scale could not go lower"""
+
+
+class NonFiniteError(ArithmeticError):
+    """Training cannot go on: the loss or the gradient is not finite, again and again, or with the
+    loss scale at its floor. Says where it begins and what to try. The step was skipped and the
+    engine is whole, so it can be saved."""
+
+    def __init__(self, message: str, stats: StepStats) -> None:
+        super().__init__(message)
+        self.stats = stats
 
 
 class Loss(Protocol):
@@ -85,7 +106,10 @@ class TrainEngine(Protocol):
         ...
 
     def optim_step(self) -> StepStats:
-        """Check, clip, step, schedule; clears the gradient."""
+        """Unscale, check, clip, step, schedule; clears the gradient.
+
+        Raises NonFiniteError, after skipping the step, where going on makes no sense.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,8 @@ its responses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,10 @@ class Arranged:
     place: Tensor  # [M] flat index into [R * T] of each token of the batch
 
 
+Unit = list[int]
+"""Rows that stay in one micro-batch."""
+
+
 def split_rows(
     batch: Batch, *, micro_batch_size: int | None, max_tokens: int | None, layout: Layout
 ) -> Iterator[list[int]]:
@@ -40,34 +45,154 @@ def split_rows(
     tokens it will compute stay within the budget (at least one unit). Else ``micro_batch_size``
     units each; None: all at once.
     """
-    unit = batch.rows_per_unit
-    starts = range(0, batch.num_rows, unit)
-    units = [list(range(s, min(s + unit, batch.num_rows))) for s in starts]
+    units = _units(batch)
     if max_tokens is None:
-        size = micro_batch_size or len(units)
-        for begin in range(0, len(units), size):
-            yield [row for rows in units[begin : begin + size] for row in rows]
-        return
-    chosen: list[int] = []
-    for rows in units:
-        if chosen and _num_computed(batch, chosen + rows, layout) > max_tokens:
+        micros = _by_count(units, micro_batch_size)
+    else:
+        micros = _by_tokens(units, max_tokens, _Work(batch, layout))
+    for micro in micros:
+        yield _rows(micro)
+
+
+def split_over_ranks(
+    batch: Batch,
+    *,
+    ranks: int,
+    micro_batch_size: int | None,
+    max_tokens: int | None,
+    layout: Layout,
+) -> list[list[list[int]]]:
+    """[rank][micro-batch] -> rows; every row exactly once. A function of the batch alone, so that
+    every rank, which holds the whole batch, finds the same split without asking the others.
+
+    All ranks have the same number of micro-batches, because a sharded model waits for all ranks
+    in every pass: where a rank has too few, its largest micro-batch is halved, and only where
+    nothing is left to halve is one empty. Each follows the rules of :func:`split_rows`, which is
+    what one rank does.
+
+    Without ``max_tokens`` a rank takes its share of the units as they stand (shares differ by at
+    most one unit). With ``max_tokens`` the work is balanced: no rank computes more tokens than
+    total / ranks plus the larger of one unit and a quarter of that. (For ``padded`` this counts
+    the units alone, without what padding adds.) Under ``shared_prefix`` rows that share their
+    prompt go to one rank up to that quarter.
+    """
+    units = _units(batch)
+    if ranks == 1:
+        rows = split_rows(
+            batch, micro_batch_size=micro_batch_size, max_tokens=max_tokens, layout=layout
+        )
+        return [list(rows)]
+    work = _Work(batch, layout)
+    if max_tokens is None:
+        shares = [
+            units[r * len(units) // ranks : (r + 1) * len(units) // ranks] for r in range(ranks)
+        ]
+        parts = [list(_by_count(share, micro_batch_size)) for share in shares]
+    else:
+        shares = _balanced(units, ranks, max_tokens, work)
+        parts = [list(_by_tokens(share, max_tokens, work)) for share in shares]
+    passes = max(len(part) for part in parts)
+    return [[_rows(micro) for micro in _in_passes(part, passes, work)] for part in parts]
+
+
+class _Work:
+    """How many tokens a forward pass over some rows of a batch computes in a layout."""
+
+    def __init__(self, batch: Batch, layout: Layout) -> None:
+        self._padded = layout == "padded"
+        self._lengths: list[int] = batch.lengths.tolist()
+        self._prompts: list[int] = batch.prompt_lens.tolist()
+        shared = layout == "shared_prefix"
+        self._groups = _prompt_keys(batch) if shared else list(range(batch.num_rows))
+        """Neighbouring rows with equal entries share their prompt."""
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of one pass over ``rows``, in this order."""
+        if self._padded:
+            return max(self._lengths[row] for row in rows) * len(rows)
+        total = sum(self._lengths[row] for row in rows)
+        for before, row in itertools.pairwise(rows):
+            if self._groups[before] == self._groups[row]:
+                total -= self._prompts[row]
+        return total
+
+    def joined(self, left: Unit, right: Unit) -> bool:
+        """Whether ``right`` standing behind ``left`` shares its prompt."""
+        return self._groups[left[-1]] == self._groups[right[0]]
+
+
+def _prompt_keys(batch: Batch) -> list[int]:
+    """[N] numbers, equal where rows are of one group and begin with the same prompt."""
+    tokens, numbers = batch.tokens.cpu().numpy(), dict[tuple[int, bytes], int]()
+    starts, lengths = batch.offsets[:-1].tolist(), batch.prompt_lens.tolist()
+    keys = [
+        (group, tokens[start : start + length].tobytes())
+        for group, start, length in zip(batch.group_ids.tolist(), starts, lengths, strict=True)
+    ]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _units(batch: Batch) -> list[Unit]:
+    starts = range(0, batch.num_rows, batch.rows_per_unit)
+    return [list(range(s, min(s + batch.rows_per_unit, batch.num_rows))) for s in starts]
+
+
+def _rows(units: Iterable[Unit]) -> list[int]:
+    return [row for unit in units for row in unit]
+
+
+def _by_count(units: Sequence[Unit], size: int | None) -> Iterator[list[Unit]]:
+    for begin in range(0, len(units), size or len(units) or 1):
+        yield list(units[begin : begin + (size or len(units))])
+
+
+def _by_tokens(units: Sequence[Unit], max_tokens: float, work: _Work) -> Iterator[list[Unit]]:
+    """Neighbours together while they stay within the budget; at least one."""
+    chosen: list[Unit] = []
+    for unit in units:
+        if chosen and work.tokens(_rows([*chosen, unit])) > max_tokens:
             yield chosen
             chosen = []
-        chosen = chosen + rows
+        chosen.append(unit)
     if chosen:
         yield chosen
 
 
-def _num_computed(batch: Batch, rows: Sequence[int], layout: Layout) -> int:
-    """Tokens that a forward pass over ``rows`` computes in the given layout."""
-    lengths = batch.lengths[list(rows)]
-    if layout == "padded":
-        return int(lengths.max()) * len(rows)
-    total = int(lengths.sum())
-    if layout == "shared_prefix":
-        for group in _prefix_groups(batch.select(rows)):
-            total -= (len(group) - 1) * int(batch.prompt_lens[rows[group[0]]])
-    return total
+def _balanced(units: Sequence[Unit], ranks: int, max_tokens: int, work: _Work) -> list[list[Unit]]:
+    """Units of each rank, in their order: the largest pieces first, each to the rank with the
+    least work so far."""
+    fair = sum(work.tokens(unit) for unit in units) / ranks
+    pieces: list[list[Unit]] = []
+    for unit in units:
+        joined = bool(pieces) and work.joined(pieces[-1][-1], unit)
+        if joined and work.tokens(_rows([*pieces[-1], unit])) <= min(max_tokens, fair / 4):
+            pieces[-1].append(unit)
+        else:
+            pieces.append([unit])
+    shares: list[list[Unit]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for piece in sorted(pieces, key=lambda p: work.tokens(_rows(p)), reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += work.tokens(_rows(piece))
+        shares[rank] += piece
+    return [sorted(share) for share in shares]
+
+
+def _in_passes(micros: Sequence[list[Unit]], passes: int, work: _Work) -> list[list[Unit]]:
+    """The micro-batches, the largest halved until there are ``passes``; then empty ones."""
+    out = list(micros)
+    while len(out) < passes:
+        several = [i for i, micro in enumerate(out) if len(micro) > 1]
+        if not several:
+            return out + [[] for _ in range(passes - len(out))]
+        largest = max(several, key=lambda i: work.tokens(_rows(out[i])))
+        micro = out[largest]
+        cut = min(  # between two groups if there are several, and near the middle
+            range(1, len(micro)),
+            key=lambda k: (work.joined(micro[k - 1], micro[k]), abs(2 * k - len(micro))),
+        )
+        out[largest : largest + 1] = [micro[:cut], micro[cut:]]
+    return out
 
 
 def arrange(batch: Batch, layout: Layout) -> Arranged:
@@ -109,20 +234,8 @@ def _padded(batch: Batch) -> Arranged:
 
 def _prefix_groups(batch: Batch) -> list[list[int]]:
     """Neighbouring rows of one group that begin with the same prompt."""
-    groups: list[list[int]] = []
-    tokens = batch.tokens.cpu()
-    prompts = [
-        tokens[o : o + p]
-        for o, p in zip(batch.offsets[:-1].tolist(), batch.prompt_lens.tolist(), strict=True)
-    ]
-    for i in range(batch.num_rows):
-        first = groups[-1][0] if groups else -1
-        same_group = first >= 0 and batch.group_ids[first] == batch.group_ids[i]
-        if same_group and torch.equal(prompts[first], prompts[i]):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+    keys = _prompt_keys(batch)
+    return [list(run) for _, run in itertools.groupby(range(batch.num_rows), keys.__getitem__)]
 
 
 def _packed(batch: Batch, groups: Sequence[Sequence[int]]) -> Arranged:

@@ -1,21 +1,26 @@
-"""The optimizer: fp32 master weights, fp32 gradient sums, AdamW, schedules, clipping, EMA.
+"""The optimizer: fp32 master weights, fp32 gradient sums, loss scaling, AdamW, schedules, clipping,
+EMA.
 
 Model state per trained parameter: fp32 training 4 (weight) + 4 (gradient) + 8 (moments) = 16
-bytes; bf16 2 (weight) + 4 (gradient sum) + 4 (master) + 8 (moments) = 18, and for a moment 2 more
-per gradient in flight.
+bytes; fp16 and bf16 2 (weight) + 4 (gradient sum) + 4 (master) + 8 (moments) = 18, and for a moment
+2 more per gradient in flight. With ``grad_accum_dtype`` = the compute format 2 + 2 + 4 + 8 = 16
+between steps, and 4 more in the step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from burnish.config.model import PrecisionConfig
 from burnish.config.train import TrainConfig
+from burnish.models.load import DTYPES
 from burnish.train.base import StepStats
+from burnish.train.loss_scaler import LossScaleFloorError, make_loss_scaler
+from burnish.train.ranks import ALONE, Ranks
 
 
 def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
@@ -40,27 +45,36 @@ def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
 
 
 class Optimizer:
-    """AdamW over a model's trainable parameters, in fp32 whatever the model's dtype.
+    """AdamW over a model's trainable parameters, in fp32 whatever format the model computes in.
 
-    Gradients of fp32 models live in ``parameter.grad``. For half-precision models every
-    micro-batch's gradient is added to an fp32 sum as soon as it is complete and its half-precision
-    form is freed.
+    With fp16 and bf16 the weights that come in become the fp32 masters, and the model gets rounded
+    ones. Gradients of fp32 models live in ``parameter.grad``; for half precision every
+    micro-batch's gradient is added to an fp32 sum as soon as it is complete and its
+    half-precision form is freed.
     """
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, *, lr: float, total_steps: int
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        *,
+        lr: float,
+        total_steps: int,
+        precision: PrecisionConfig = PrecisionConfig(),
     ) -> None:
         self.config, self.peak_lr, self.total_steps = config, lr, total_steps
+        self.scaler = make_loss_scaler(precision)
+        self.scaled = precision.dtype == "fp16"
+        self.sums_fp32 = precision.grad_accum_dtype == "fp32"
         self.names, self.params = zip(
             *[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True
         )
-        self.masters: list[Tensor] = [
-            p if p.dtype == torch.float32 else p.detach().float() for p in self.params
-        ]
-        self._half = [i for i, p in enumerate(self.params) if p.dtype != torch.float32]
-        for i in self._half:
-            self.masters[i].grad = torch.zeros_like(self.masters[i])
-            self.params[i].register_post_accumulate_grad_hook(self._add_to_sum(i))
+        for p in self.params:
+            p.data = p.data.float()
+        self.half = precision.dtype != "fp32"
+        self.masters: list[Tensor] = [p.detach() if self.half else p for p in self.params]
+        if self.half:
+            self._give_rounded_weights(DTYPES[precision.dtype])
         decay = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim >= 2]
         plain = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim < 2]
         groups = [
@@ -76,22 +90,28 @@ class Optimizer:
         )
         self.ema = [m.detach().clone() for m in self.masters] if config.ema_decay else None
 
-    def _add_to_sum(self, index: int) -> Any:
-        def hook(parameter: Tensor) -> None:
-            grad, total = parameter.grad, self.masters[index].grad
-            assert grad is not None and total is not None
-            total.add_(grad)
-            parameter.grad = None
+    def _give_rounded_weights(self, dtype: torch.dtype) -> None:
+        for master, parameter in zip(self.masters, self.params, strict=True):
+            parameter.data = master.to(dtype)
+            if self.sums_fp32:
+                master.grad = torch.zeros_like(master)
+                parameter.register_post_accumulate_grad_hook(_adds_to(master))
 
-        return hook
+    def step(self, version: int, *, finite_loss: bool = True, ranks: Ranks = ALONE) -> StepStats:
+        """Sum over ranks, unscale, check, clip and step. Where the loss or the gradient is not
+        finite nothing moves but the loss scale. Clears the gradient.
 
-    def step(self, version: int) -> StepStats:
-        """Clip and step; with a gradient that is not finite nothing moves. Clears the gradient."""
-        grads = [m.grad for m in self.masters if m.grad is not None]
+        All ranks see the same sum, so all decide and move alike; ``finite_loss`` has to be the
+        same on all.
+        """
+        grads, scale = self.gradients(ranks), self.scaler.scale
+        if scale != 1.0:
+            torch._foreach_div_(grads, scale)
         norm = torch.nn.utils.get_total_norm(grads)
         lr = self.peak_lr * lr_factor(version, self.config, self.total_steps)
-        finite = bool(torch.isfinite(norm))
-        if finite:
+        overflow = not bool(torch.isfinite(norm))
+        skipped = overflow or not finite_loss
+        if not skipped:
             if self.config.max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
             for group in self.adamw.param_groups:
@@ -99,29 +119,59 @@ class Optimizer:
             self.adamw.step()
             self._publish()
         self.zero_grad()
-        return StepStats(grad_norm=float(norm), lr=lr, skipped=not finite)
+        return StepStats(
+            grad_norm=float(norm),
+            lr=lr,
+            skipped=skipped,
+            overflow=overflow,
+            loss_scale=scale,
+            scaled=self.scaled,
+            at_floor=not self._update_scale(overflow),
+        )
+
+    def _update_scale(self, overflow: bool) -> bool:
+        """Whether the scale could go where it has to."""
+        try:
+            self.scaler.update(overflow)
+        except LossScaleFloorError:
+            return False
+        return True
+
+    @torch.no_grad()
+    def gradients(self, ranks: Ranks = ALONE) -> list[Tensor]:
+        """The fp32 gradient of the step so far, summed over ranks, still multiplied by the loss
+        scale; of the parameters that have one on any rank."""
+        if self.half and not self.sums_fp32:
+            for master, parameter in zip(self.masters, self.params, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+        if ranks.size > 1:
+            somewhere = ranks.any_each([m.grad is not None for m in self.masters])
+            for master, there in zip(self.masters, somewhere, strict=True):
+                if there and master.grad is None:  # no row of this rank reached it
+                    master.grad = torch.zeros_like(master)
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        ranks.sum_(grads)
+        return grads
 
     @torch.no_grad()
     def _publish(self) -> None:
         """Masters into the model's half-precision weights, and into the moving average."""
-        if self._half:
-            torch._foreach_copy_(
-                [self.params[i] for i in self._half], [self.masters[i] for i in self._half]
-            )
+        if self.half:
+            torch._foreach_copy_(list(self.params), self.masters)
         if self.ema is not None:
             assert self.config.ema_decay is not None
             torch._foreach_lerp_(self.ema, self.masters, 1.0 - self.config.ema_decay)
 
     def zero_grad(self) -> None:
-        """Forget the gradient. fp32 gradients are freed, half-precision sums are kept and
-        zeroed."""
-        half = set(self._half)
-        for i, master in enumerate(self.masters):
-            if i in half:
+        """Forget the gradient. Sums of half-precision gradients are kept and zeroed, all else is
+        freed."""
+        for master, parameter in zip(self.masters, self.params, strict=True):
+            if self.half and self.sums_fp32:
                 assert master.grad is not None
                 master.grad.zero_()
             else:
-                master.grad = None
+                master.grad = parameter.grad = None
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint needs, by kind and parameter name; tensors are not copied."""
@@ -165,7 +215,16 @@ class Optimizer:
                 }
             if self.ema is not None:  # one switched on since then starts from these weights
                 self.ema[i].copy_(kinds.get("ema", have)[name])
-        if self._half:
-            torch._foreach_copy_(
-                [self.params[i] for i in self._half], [self.masters[i] for i in self._half]
-            )
+        if self.half:
+            torch._foreach_copy_(list(self.params), self.masters)
+
+
+def _adds_to(master: Tensor) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's complete gradient to the master's fp32 sum and frees it."""
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None and master.grad is not None
+        master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook

@@ -1,4 +1,4 @@
-"""The train engine on one device: plain PyTorch, and the oracle for every other engine.
+"""The train engine on one device per rank: plain PyTorch, and the oracle for every other engine.
 
 Reading order: ``forward_backward`` -> ``_outputs`` -> ``train/batching.py`` ->
 ``models/logprobs.py``.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from burnish.config.model import ModelConfig
+from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.attention import NO_MASK
+from burnish.models.load import DTYPES, check_compute_dtype, describe
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.lora import adapters_off, merged_weights
-from burnish.train.base import Loss, Outputs, Role, StepStats
-from burnish.train.batching import Arranged, arrange, read_and_target, split_rows
+from burnish.train.base import Loss, NonFiniteError, Outputs, Role, StepStats
+from burnish.train.batching import Arranged, arrange, read_and_target, split_over_ranks
+from burnish.train.diagnose import first_bad_tensor
 from burnish.train.optim import Optimizer
+from burnish.train.ranks import ALONE, Ranks
 from burnish.types import Batch, Stats
 
 
@@ -49,10 +53,18 @@ class EngineSpec:
     """Compute the entropy in forward_backward."""
     trainable: bool = True
     """False: no optimizer (reference and reward models)."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats and loss scaling. The model may come in any format: trained weights in fp32
+    become the masters as they are."""
 
 
 class TorchTrainEngine:
-    """One model in one role on one device. Implements :class:`burnish.train.base.TrainEngine`."""
+    """One model in one role on one device. Implements :class:`burnish.train.base.TrainEngine`.
+
+    With several ``ranks`` every rank has an engine with the same weights, is called with the same
+    whole batches in the same order, computes its own share of the rows and gives the same answers
+    as the others; the optimizer step is then the same everywhere.
+    """
 
     def __init__(
         self,
@@ -60,10 +72,15 @@ class TorchTrainEngine:
         spec: EngineSpec,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.spec, self.role = model, spec, spec.role
-        self.tokenizer = tokenizer
+        self.tokenizer, self.ranks = tokenizer, ranks
         self.version = 0
+        self.skipped_total = self.consecutive_skips = 0
+        self._since_step: list[tuple[Batch, Loss]] = []
+        """What the gradient is made of so far, to look for the first bad tensor in."""
+        self._losses: list[Tensor] = []
         self.device = next(model.parameters()).device
         self._no_mask = NO_MASK.to(self.device)
         self.scalar = spec.role in ("critic", "reward")
@@ -72,12 +89,21 @@ class TorchTrainEngine:
         self.optimizer: Optimizer | None = None
         if spec.trainable:
             lr = spec.lr or spec.train.lr
-            self.optimizer = Optimizer(model, spec.train, lr=lr, total_steps=spec.total_steps)
+            self.optimizer = Optimizer(
+                model,
+                spec.train,
+                lr=lr,
+                total_steps=spec.total_steps,
+                precision=spec.precision,
+            )
             if spec.train.gradient_checkpointing:
                 _enable_checkpointing(self.body)
         else:
             model.requires_grad_(False)
+        for parameter in model.parameters():  # what is frozen; the optimizer cast the rest
+            parameter.data = parameter.data.to(DTYPES[spec.precision.dtype])
         model.eval()
+        check_compute_dtype(self.body, describe(spec.model), backward=spec.trainable)
 
     # ---- computing -------------------------------------------------------------------------
 
@@ -92,22 +118,26 @@ class TorchTrainEngine:
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; returns the sum of the micro-batches'
-        stats."""
+        stats over all ranks. (Gradients are summed over ranks in :meth:`optim_step`, once.)"""
+        assert self.optimizer is not None, f"the {self.role} engine is frozen"
         stats = Stats()
+        self._since_step.append((batch, loss))
         self.model.train()
         for rows in self._split(batch):
-            micro = batch.select(rows).to(self.device)
-            scalar, micro_stats = loss(
-                self._outputs(micro, with_entropy=self.spec.with_entropy), micro
-            )
-            scalar.backward()
+            scalar, micro_stats = self._micro_loss(batch, rows, loss)
+            (scalar * self.optimizer.scaler.scale).backward()
+            self._losses.append(scalar.detach())
             stats = stats + micro_stats
         self.model.eval()
         if (
             self.device.type == "cuda"
         ):  # optim_step would wait here anyway; so the time is counted here
             torch.cuda.synchronize(self.device)
-        return stats
+        return self.ranks.sum_stats(stats)
+
+    def _micro_loss(self, batch: Batch, rows: list[int], loss: Loss) -> tuple[Tensor, Stats]:
+        micro = batch.select(rows).to(self.device)
+        return loss(self._outputs(micro, with_entropy=self.spec.with_entropy), micro)
 
     @torch.no_grad()
     def _no_grad_pass(self, batch: Batch, name: str) -> Tensor:
@@ -119,16 +149,21 @@ class TorchTrainEngine:
             assert result is not None
             index = [torch.arange(begins[r], begins[r + 1]) for r in rows]
             out[torch.cat(index)] = result.cpu()
+        self.ranks.sum_([out])  # exact: an entry is 0 on all ranks but one
         return out
 
-    def _split(self, batch: Batch) -> Iterator[list[int]]:
+    def _split(self, batch: Batch) -> list[list[int]]:
+        """Rows of this rank's micro-batches. Replicas wait for each other in the step only, so a
+        pass over no rows is left out."""
         train = self.spec.train
-        return split_rows(
+        parts = split_over_ranks(
             batch,
+            ranks=self.ranks.size,
             micro_batch_size=self.spec.micro_batch_size,
             max_tokens=train.max_tokens_per_micro_batch,
             layout=train.layout,
         )
+        return [rows for rows in parts[self.ranks.rank] if rows]
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         arranged = arrange(batch, self.spec.train.layout)
@@ -186,13 +221,82 @@ class TorchTrainEngine:
     # ---- stepping --------------------------------------------------------------------------
 
     def optim_step(self) -> StepStats:
-        """Clip, step, schedule. With a gradient that is not finite nothing moves and ``skipped``
-        is set."""
+        """Unscale, check, clip, step, schedule. With a loss or gradient that is not finite nothing
+        moves and ``skipped`` is set.
+
+        Raises NonFiniteError with the first bad tensor at the floor of the loss scale, and after
+        ``max_consecutive_skips`` skipped steps in a row.
+        """
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
-        stats = self.optimizer.step(self.version)
-        if not stats.skipped:
+        finite_loss = not self._losses or bool(torch.stack(self._losses).isfinite().all())
+        finite_loss = not self.ranks.any(not finite_loss)
+        stats = self.optimizer.step(self.version, finite_loss=finite_loss, ranks=self.ranks)
+        if stats.skipped:
+            self.skipped_total += 1
+            # An overflow that a smaller loss scale may cure is the scaler's to judge.
+            self.consecutive_skips += not (self.optimizer.scaler.adapts and finite_loss)
+        else:
             self.version += 1
+            self.consecutive_skips = 0
+        stats = replace(stats, skipped_total=self.skipped_total)
+        try:
+            self._check_hope(stats)
+        finally:
+            self._since_step, self._losses = [], []
         return stats
+
+    def _check_hope(self, stats: StepStats) -> None:
+        """Raise NonFiniteError where the steps to come would be skipped as well."""
+        limit = self.spec.train.max_consecutive_skips
+        if stats.at_floor:
+            why = (
+                f"the gradient of the {self.role} overflows with the loss scale at its floor "
+                f"(precision.min_loss_scale={stats.loss_scale:g})"
+            )
+            hint = "a lower train.lr, a smaller train.max_grad_norm, or precision.dtype=bf16"
+        elif stats.skipped and self.consecutive_skips >= limit:
+            why = (
+                f"{self.consecutive_skips} steps of the {self.role} in a row were skipped because "
+                f"the loss or the gradient was not finite (train.max_consecutive_skips={limit})"
+            )
+            hint = "a lower train.lr, or look at the data and rewards of these rows"
+            if self.spec.precision.loss_scale:
+                hint += f"; or a loss_scale below {stats.loss_scale:g}, or a dynamic one (0)"
+        else:
+            return
+        raise NonFiniteError(
+            f"{why}. {self._first_bad()} Nothing moved in this step (optimizer step "
+            f"{self.version + 1}). Try {hint}",
+            stats,
+        )
+
+    def _first_bad(self) -> str:
+        """Where the gradient of the step stops being finite, on the first rank where it does."""
+        found = [text for text in self.ranks.gather(self._first_bad_here()) if text is not None]
+        if found:
+            return found[0]
+        return (
+            "Computed once more, every micro-batch's gradient is finite: their sum is not "
+            f"(precision.grad_accum_dtype={self.spec.precision.grad_accum_dtype}), or dropout "
+            "drew other numbers."
+        )
+
+    def _first_bad_here(self) -> str | None:
+        """This rank's micro-batches once more, watched."""
+        micros = ((b, rows, loss) for b, loss in self._since_step for rows in self._split(b))
+        self.model.train()
+        try:
+            for batch, rows, loss in micros:
+                bad = first_bad_tensor(self.model, partial(self._scaled_loss, batch, rows, loss))
+                if bad is not None:
+                    return f"First bad tensor: {bad} (rows {rows} of the batch)."
+        finally:
+            self.model.eval()
+        return None
+
+    def _scaled_loss(self, batch: Batch, rows: list[int], loss: Loss) -> Tensor:
+        assert self.optimizer is not None
+        return self.optimizer.scaler.scale * self._micro_loss(batch, rows, loss)[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace name, full tensor) in the compute dtype, LoRA merged."""
@@ -216,6 +320,9 @@ class TorchTrainEngine:
         state = {
             "role": self.role,
             "version": self.version,
+            "skipped_total": self.skipped_total,
+            "consecutive_skips": self.consecutive_skips,
+            "loss_scaler": self.optimizer.scaler.state_dict(),
             "model": self.spec.model.model_dump(mode="json"),
         }
         (folder / "engine.json").write_text(json.dumps(state, indent=1))
@@ -248,6 +355,10 @@ class TorchTrainEngine:
         }
         self.optimizer.load_tensors(kinds)
         self.version = int(state["version"])
+        self.skipped_total = int(state["skipped_total"])
+        self.consecutive_skips = int(state["consecutive_skips"])
+        if state["loss_scaler"]:  # empty for a constant scale, and a recipe may have changed
+            self.optimizer.scaler.load_state_dict(state["loss_scaler"])
 
 
 def _base(model: ModelConfig) -> dict[str, Any]:

@@ -67,12 +67,44 @@ def test_too_little_given_says_what_to_give():
             derive(*given_sizes)
 
 
-def test_three_sizes_that_disagree_are_an_error_with_both_ways_out():
-    """4 x 4 x 2 = 32 and not 64; with B = 64 and b = 4 over 2 ranks accumulation is 64 / 8 = 8."""
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "product", "ways"),
+    [
+        # 64 / (4 x 2) = 8 of the one or of the other, or 4 x 4 x 2 = 32
+        (
+            (64, 4, 4),
+            2,
+            "4 x 4 x 2 = 32",
+            "gradient_accumulation_steps=8 or micro_train_batch_size=8 or train_batch_size=32",
+        ),
+        # 24 / 6 = 4, and 24 / 5 is not whole
+        ((24, 6, 5), 1, "6 x 5 x 1 = 30", "gradient_accumulation_steps=4 or train_batch_size=30"),
+        # 20 / 4 = 5, and 20 / 8 is not whole
+        ((20, 8, 4), 1, "8 x 4 x 1 = 32", "micro_train_batch_size=5 or train_batch_size=32"),
+        # neither 100 / 8 nor 100 / 3 is whole
+        ((100, 8, 3), 1, "8 x 3 x 1 = 24", "train_batch_size=24"),
+    ],
+)
+def test_three_sizes_that_disagree_are_an_error_with_every_way_out(sizes, ranks, product, ways):
     with pytest.raises(BatchError) as caught:
-        derive(64, 4, 4, ranks=2)
-    assert "4 x 4 x 2 = 32" in str(caught.value)
-    assert "set gradient_accumulation_steps=8 or train_batch_size=32" in str(caught.value)
+        derive(*sizes, ranks=ranks)
+    assert product in str(caught.value)
+    assert str(caught.value).endswith(f"drop one of the three, or set {ways}")
+
+
+@given(big=SIZES, micro=st.integers(1, 12), accum=st.integers(1, 12), ranks=st.integers(1, 4))
+def test_each_way_out_of_a_disagreement_works(big, micro, accum, ranks):
+    if big == micro * accum * ranks:
+        return
+    with pytest.raises(BatchError) as caught:
+        derive(big, micro, accum, ranks=ranks)
+    text = str(caught.value).partition("or set ")[2]
+    sizes = dict(zip(("train", "micro", "gradient"), (big, micro, accum), strict=True))
+    ways = re.findall(r"(train|micro|gradient)\w*=(\d+)", text)
+    assert ways
+    for name, value in ways:
+        mended = {**sizes, name: int(value)}
+        derive(mended["train"], mended["micro"], mended["gradient"], ranks=ranks)
 
 
 def test_a_micro_batch_that_does_not_divide_names_the_nearest():

@@ -66,7 +66,10 @@ def test_a_key_like_no_other_is_answered_with_the_keys_that_exist(rl_recipe):
         ("train.max_grad_norm=-1", "train.max_grad_norm: must be greater than 0, got -1"),
         ("rollout.top_p=1.5", "rollout.top_p: must be at most 1, got 1.5"),
         ("train.lr=.inf", "train.lr: must be a finite number, got inf"),
-        ("precision.dtype=bf61", "precision.dtype: must be one of fp32, bf16 (nearest: bf16)"),
+        (
+            "precision.dtype=bf61",
+            "precision.dtype: must be one of fp32, bf16, fp16 (nearest: bf16)",
+        ),
         ("data.sources=[]", "data.sources: must have 1 or more items, got []"),
         ("train.adam_betas=[0.9, 0.9, 0.9]", "train.adam_betas: must have at most 2 items"),
         ("rollout.engine.kind=vlm", "rollout.engine.kind: must be one of local, got 'vlm'"),

@@ -56,6 +56,40 @@ def test_without_a_reward_the_loss_is_shown_and_nan_does_not_break_the_line() ->
     assert describe_step(metrics, eta_s=None) == ["loss nan"]
 
 
+def test_the_gap_to_the_sampler_the_loss_scale_and_skipped_steps_are_shown_where_measured() -> None:
+    precision = {
+        "train/mismatch_abs": 0.01234,
+        "train/loss_scale": 65536.0,
+        "train/skipped_steps": 2.0,
+        "critic/skipped_steps": 1.0,
+    }
+    assert describe_step(METRICS | precision, eta_s=None) == [
+        "reward 0.312",
+        "gap 0.0123",
+        "scale 2^16",
+        "3 skipped",
+        "152 tok/s",
+        "rollout 41% train 57%",
+    ]
+
+
+def test_a_step_in_which_nothing_was_skipped_says_nothing_of_it() -> None:
+    metrics = {"train/loss": 2.0, "train/skipped_steps": 0.0, "critic/skipped_steps": math.nan}
+    assert describe_step(metrics, eta_s=None) == ["loss 2"]
+    assert describe_step({"critic/skipped_steps": 1.0}, eta_s=None) == ["1 skipped"]
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        *((1.0, "2^0"), (0.5, "2^-1"), (2.0**24, "2^24")),
+        *((1000.0, "1,000"), (3.0, "3"), (0.0, "0"), (-4.0, "-4"), (math.nan, "nan")),
+    ],
+)
+def test_a_loss_scale_is_a_power_of_two_where_it_is_one(scale: float, text: str) -> None:
+    assert describe_step({"train/loss_scale": scale}, eta_s=None) == [f"scale {text}"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.04, "0.0s"), (59.4, "59s"), (59.6, "1m00s"), (3600, "1h00m"), (90_000, "1d01h")],

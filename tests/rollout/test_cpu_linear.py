@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from burnish.rollout.cpu_linear import onednn_layers, onednn_linear
+from burnish.models.half_linear import use_fp32_products
+from burnish.rollout.cpu_linear import fp32_copies, onednn_layers, onednn_linear
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -15,24 +16,50 @@ def test_the_numbers_are_those_of_the_plain_layer(rows: int, bias: bool) -> None
     torch.manual_seed(0)
     layer, inputs = nn.Linear(96, 40, bias=bias), torch.randn(rows, 1, 96)
     expected = layer(inputs)
-    with torch.no_grad(), onednn_linear(onednn_layers(layer)):
+    with fp32_copies(onednn_layers(layer)) as layers, torch.no_grad(), onednn_linear(layers):
         # sums of 96 products of size 1 in another order
         torch.testing.assert_close(layer(inputs), expected, atol=2e-6, rtol=0)
 
 
 def test_outside_the_layer_is_as_before_and_has_gradients() -> None:
     layer = nn.Linear(8, 4)
-    with pytest.raises(RuntimeError, match="in the middle"), onednn_linear(onednn_layers(layer)):
-        assert "forward" in vars(layer)
-        raise RuntimeError("in the middle")
+    with pytest.raises(RuntimeError, match="in the middle"):
+        with fp32_copies(onednn_layers(layer)) as layers, onednn_linear(layers):
+            assert "forward" in vars(layer)
+            raise RuntimeError("in the middle")
     assert "forward" not in vars(layer)
     layer(torch.randn(2, 8)).sum().backward()
     assert layer.weight.grad is not None
 
 
-def test_only_plain_fp32_layers_are_taken() -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_fp16_layers_compute_the_fp32_product_rounded_once(bias: bool) -> None:
+    """Sums of 96 products in fp32 differ in their last bits by the order of summation (a few
+    1e-6), so where one lies between two fp16 numbers the rounding may go the other way: one fp16
+    spacing, 2^-10 of the number, and 1e-6 where terms cancel."""
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(96, 40, bias=bias).half(), torch.randn(64, 1, 96).half()
+    use_fp32_products(layer)
+    expected, own = layer(inputs).detach(), vars(layer)["forward"]
+    with fp32_copies(onednn_layers(layer)) as layers, torch.no_grad(), onednn_linear(layers):
+        assert vars(layer)["forward"] is not own
+        out = layer(inputs)
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out, expected, atol=4e-6, rtol=2**-10)
+    assert vars(layer)["forward"] is own and not layers, "its own forward again, copies freed"
+
+
+def test_fp32_layers_are_not_copied() -> None:
+    layer = nn.Linear(8, 4)
+    with fp32_copies(onednn_layers(layer)) as layers:
+        assert layers[0].weight.data_ptr() == layer.weight.data_ptr()
+
+
+def test_only_plain_fp32_and_fp16_layers_are_taken() -> None:
     class Other(nn.Linear):
         pass
 
-    model = nn.Sequential(nn.Linear(8, 8), Other(8, 8), nn.Linear(8, 8).bfloat16())
-    assert onednn_layers(model) == [model[0]]
+    model = nn.Sequential(
+        nn.Linear(8, 8), Other(8, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).half()
+    )
+    assert onednn_layers(model) == [model[0], model[3]]

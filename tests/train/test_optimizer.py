@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, get_scheduler
 
+from burnish.config.model import Dtype, PrecisionConfig
 from burnish.config.train import TrainConfig
+from burnish.models.load import DTYPES
 from burnish.train.base import Loss, Outputs
 from burnish.train.optim import Optimizer, lr_factor
 from burnish.train.torch import TorchTrainEngine
@@ -23,17 +25,22 @@ StateOf = Callable[[TorchTrainEngine], dict[str, Tensor]]
 class One(nn.Module):
     """A matrix and a vector, all ones."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.matrix = nn.Parameter(torch.ones(2, 3, dtype=dtype))
-        self.vector = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.matrix = nn.Parameter(torch.ones(2, 3))
+        self.vector = nn.Parameter(torch.ones(3))
 
 
 def optimizer_of(
-    model: nn.Module, *, lr: float, total_steps: int = 100, **train: object
+    model: nn.Module,
+    *,
+    lr: float,
+    total_steps: int = 100,
+    precision: PrecisionConfig = PrecisionConfig(),
+    **train: object,
 ) -> Optimizer:
     config = TrainConfig(**{"max_grad_norm": None, **train})
-    return Optimizer(model, config, lr=lr, total_steps=total_steps)
+    return Optimizer(model, config, lr=lr, total_steps=total_steps, precision=precision)
 
 
 def plain_nll(model: LlamaForCausalLM, batch: Batch) -> Tensor:
@@ -85,48 +92,91 @@ def test_five_steps_are_those_of_a_plain_torch_loop(
         assert (ours - start[name]).abs().max() > 1e-3
 
 
-def test_a_bf16_update_too_small_to_see_accumulates_in_the_master() -> None:
-    """bf16 below 1 has steps of 2^-8 = 0.0039. Adam with a constant gradient moves by lr = 0.001 a
-    step (m and
-    v are corrected for their bias), so after one step the weight still rounds to 1 while the master
-    is 0.999;
-    after four the master is 0.996 and the weight 1 - 2^-8 = 0.99609375."""
-    model = One(torch.bfloat16)
-    optimizer = optimizer_of(model, lr=1e-3)
+@pytest.mark.parametrize(
+    ("dtype", "lr", "rounded"), [("bf16", 1e-3, 0.99609375), ("fp16", 1e-4, 1 - 2**-11)]
+)
+def test_an_update_too_small_to_see_accumulates_in_the_master(
+    dtype: Dtype, lr: float, rounded: float
+) -> None:
+    """Below 1 bf16 has steps of 2^-8 = 0.0039, fp16 of 2^-11 = 0.00049. Adam with a constant
+    gradient moves by lr a step (m and v are corrected for their bias). bf16 with lr 0.001: after
+    one step the master is 0.999 and the weight still rounds to 1; after four 0.996 and 1 - 2^-8.
+    fp16 with lr 0.0001: 0.9999 and 1; after four 0.9996 and 1 - 2^-11 = 0.99951."""
+    model = One()
+    # not 65536 for fp16: 65536 x a gradient of 1 is beyond its largest number
+    scale = {"loss_scale": 256} if dtype == "fp16" else {}
+    precision = PrecisionConfig(dtype=dtype, **scale)
+    optimizer = optimizer_of(model, lr=lr, precision=precision)
     seen = []
     for step in range(4):
-        (model.matrix.sum() + model.vector.sum()).backward()
-        optimizer.step(step)
+        ((model.matrix.sum() + model.vector.sum()) * optimizer.scaler.scale).backward()
+        assert not optimizer.step(step).skipped
         seen.append(
             (float(optimizer.masters[0][0, 0].detach()), float(model.matrix.detach()[0, 0]))
         )
     # the master is rounded to fp32 once a step: 4 x 6e-8
-    assert [m for m, _ in seen] == pytest.approx([0.999, 0.998, 0.997, 0.996], abs=5e-7)
-    assert seen[0][1] == 1.0 and seen[3][1] == 0.99609375
-    assert model.matrix.dtype == torch.bfloat16 and optimizer.masters[0].dtype == torch.float32
+    assert [m for m, _ in seen] == pytest.approx([1 - (k + 1) * lr for k in range(4)], abs=5e-7)
+    assert seen[0][1] == 1.0 and seen[3][1] == rounded
+    assert model.matrix.dtype == DTYPES[dtype] and optimizer.masters[0].dtype == torch.float32
+    moments = optimizer.tensors()
+    assert (
+        moments["exp_avg"]["matrix"].dtype
+        == moments["exp_avg_sq"]["matrix"].dtype
+        == (torch.float32)
+    )
 
 
-def test_1024_tiny_bf16_gradients_add_up_to_the_fp64_answer() -> None:
-    """In bf16 a sum of equal terms stops growing at 256 of them (8 bits of mantissa)."""
-    model = One(torch.bfloat16)
-    optimizer = optimizer_of(model, lr=1e-3)
+def test_masters_keep_what_the_compute_format_would_round_away() -> None:
+    """1 + 2^-20 is 1 in fp16 and bf16; the master has it, and publishes from it."""
+    model = One()
+    with torch.no_grad():
+        model.matrix.add_(2**-20)
+    optimizer = optimizer_of(model, lr=1e-3, precision=PrecisionConfig(dtype="fp16"))
+    assert float(optimizer.masters[0].detach()[0, 0]) == 1 + 2**-20
+    assert float(model.matrix.detach()[0, 0]) == 1.0
+
+
+@pytest.mark.parametrize(("dtype", "tiny", "stalls"), [("bf16", 1e-4, 0.1), ("fp16", 3e-5, 0.005)])
+def test_1024_tiny_gradients_add_up_to_the_fp64_answer(
+    dtype: Dtype, tiny: float, stalls: float
+) -> None:
+    """In bf16 a sum of equal terms stops growing at 256 of them (8 bits of mantissa), in fp16 its
+    steps grow coarser than a tenth of a term."""
+    model = One()
+    optimizer = optimizer_of(model, lr=1e-3, precision=PrecisionConfig(dtype=dtype))
     generator = torch.Generator().manual_seed(0)
     exact = torch.zeros(2, 3, dtype=torch.float64)
-    stalled = torch.zeros(2, 3, dtype=torch.bfloat16)
+    naive = torch.zeros(2, 3, dtype=DTYPES[dtype])
     for _ in range(1024):
-        tiny = (1e-4 * (1 + torch.rand(2, 3, generator=generator))).bfloat16()
-        (model.matrix * tiny).sum().backward()
+        term = (tiny * (1 + torch.rand(2, 3, generator=generator))).to(DTYPES[dtype])
+        (model.matrix * term).sum().backward()
         assert model.matrix.grad is None, "the half-precision form is freed at once"
-        exact += tiny.double()
-        stalled += tiny
+        exact += term.double()
+        naive += term
     total = optimizer.masters[0].grad
     assert total is not None and total.dtype == torch.float32
     # 1024 roundings of at most 2^-24 relative each, on average far less
     torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=0)
-    assert (stalled.double() - exact).abs().min() > 0.1 * exact.min(), "a bf16 sum would have shown"
+    error = (naive.double() - exact).abs().max()
+    assert error > stalls * exact.min(), "a sum in the compute format would have shown"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_can_add_up_in_the_compute_format_on_request() -> None:
+    """Ones in bf16 add up to 256 and no further: 256 + 1 rounds to 256 (ties to even)."""
+    model = One()
+    precision = PrecisionConfig(dtype="bf16", grad_accum_dtype="bf16")
+    optimizer = optimizer_of(model, lr=0.1, precision=precision)
+    for _ in range(300):
+        model.matrix.sum().backward()
+    assert model.matrix.grad is not None and model.matrix.grad.dtype == torch.bfloat16
+    assert optimizer.masters[0].grad is None
+    # 6 entries of 256: sqrt(6) x 256
+    assert optimizer.step(0).grad_norm == pytest.approx(6**0.5 * 256)
+    assert model.matrix.grad is None and optimizer.masters[0].grad is None
+    assert float(model.matrix.detach()[0, 0]) < 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_moves_nothing(
     bad: float,
@@ -158,7 +208,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(
     assert healthy.lr == pytest.approx(1e-3 * 0.9), "the schedule did not move either"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_step_clears_the_gradient(
     dtype: str, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
@@ -205,8 +255,9 @@ def test_the_moving_average_follows_by_hand() -> None:
 def test_a_bf16_moving_average_follows_the_masters() -> None:
     """lr 0.001 and decay 0.5: the average is 0.5 + 0.5 x 0.999 = 0.9995, which bf16 does not
     have."""
-    model = One(torch.bfloat16)
-    optimizer = optimizer_of(model, lr=1e-3, ema_decay=0.5)
+    model = One()
+    precision = PrecisionConfig(dtype="bf16")
+    optimizer = optimizer_of(model, lr=1e-3, ema_decay=0.5, precision=precision)
     (model.matrix.sum() + model.vector.sum()).backward()
     optimizer.step(0)
     assert optimizer.ema is not None

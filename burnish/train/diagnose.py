@@ -1,0 +1,228 @@
+"""Where a pass first stops being finite, so that a run that must stop can say which module did it.
+
+``first_bad_tensor`` looks, in the order in which things are computed, at the weights, at what every
+module receives and returns, at the loss, at the gradients that every module receives and passes
+back, and at each parameter's gradient. It runs the pass once more with a check after every module:
+for a run that ends anyway, not for a training step.
+
+What lies between modules (residual sums, attention, the log-probs) is seen at the next module.
+Not seen: values inside a module that never leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+Stage = Literal["weight", "forward", "loss", "backward", "gradient"]
+
+
+@dataclass(frozen=True)
+class BadTensor:
+    """A tensor with entries that are not finite."""
+
+    stage: Stage
+    module: str
+    """Qualified name, e.g. ``model.layers.3.mlp.down_proj``; the parameter's or buffer's full name
+    for weight and gradient; empty for the loss."""
+    shape: tuple[int, ...]
+    num_bad: int
+    num_entries: int
+    largest: float
+    """Largest finite absolute value, 0.0 where no entry is finite."""
+    side: Literal["input", "output"] = "output"
+    """Of the module, in stages forward and backward. A bad input of a module, or a bad gradient at
+    its output, was made between modules; the other two by the module itself."""
+
+    def __str__(self) -> str:
+        """One plain sentence."""
+        if self.stage == "loss":
+            return "loss: the scaled loss is not finite, while all that the modules returned is"
+        if self.num_bad == self.num_entries:
+            count = f"none of its {self.num_entries} entries finite"
+        else:
+            count = (
+                f"{self.num_bad} of {self.num_entries} entries that are not finite; "
+                f"the largest finite one is {self.largest:.2g}"
+            )
+        return f"{self.stage}: {self._subject()} {list(self.shape)} has {count}{self._culprit()}"
+
+    def _subject(self) -> str:
+        module = self.module or "the whole model"
+        if self.stage == "weight":
+            return self.module
+        if self.stage == "gradient":
+            return f"the gradient of {self.module}"
+        if self.stage == "forward":
+            return f"the {self.side} of {module}"
+        if self.side == "input":
+            return f"the gradient that {module} passes back to its input"
+        return f"the gradient that arrives at the output of {module}"
+
+    def _culprit(self) -> str:
+        if self.stage == "forward" and self.side == "input":
+            return "; what is computed between this module and those before it made it"
+        if self.stage == "backward":
+            if self.side == "input":
+                return "; the gradient at its output was finite, so this module's backward made it"
+            return "; the backward of the operations that read this output made it"
+        return ""
+
+
+def first_bad_tensor(model: nn.Module, compute: Callable[[], Tensor]) -> BadTensor | None:
+    """Run ``compute`` (a forward pass of ``model`` that returns the scaled scalar loss) and its
+    gradient; the first tensor in order of execution that is not finite, None where all are finite.
+
+    Nothing is accumulated: ``parameter.grad`` and the hooks of the model are as before, also where
+    ``compute`` raises. With dropout the pass is a new draw, and may be finite where the first was
+    not.
+    """
+    watch = _Watch()
+    try:
+        _check_weights(model, watch)
+        _hook_modules(model, watch)
+        loss = compute()
+        watch.check(loss.detach(), "loss", "")
+        watch.in_forward = False  # gradient checkpointing runs modules again: not watched
+        _backward(model, loss, watch)
+    except _Found:
+        pass
+    finally:
+        watch.remove_hooks()
+    return watch.found
+
+
+class _Found(Exception):
+    """Ends the pass at the first bad tensor."""
+
+
+class _Watch:
+    """What was found, and the hooks to take away at the end."""
+
+    def __init__(self) -> None:
+        self.found: BadTensor | None = None
+        self.in_forward = True
+        self.handles: list[RemovableHandle] = []
+
+    def check(
+        self,
+        tensor: Tensor,
+        stage: Stage,
+        module: str,
+        side: Literal["input", "output"] = "output",
+        *,
+        allow_minus_inf: bool = False,
+    ) -> None:
+        """Raises _Found, after taking note, for a tensor that is not finite."""
+        if self.found is not None or not tensor.is_floating_point():
+            return
+        finite = torch.isfinite(tensor)
+        if allow_minus_inf:
+            finite |= tensor == -torch.inf
+        if bool(finite.all()):
+            return
+        sizes = tensor[finite].abs()
+        self.found = BadTensor(
+            stage=stage,
+            module=module,
+            shape=tuple(tensor.shape),
+            num_bad=tensor.numel() - sizes.numel(),
+            num_entries=tensor.numel(),
+            largest=float(sizes.max()) if sizes.numel() else 0.0,
+            side=side,
+        )
+        raise _Found
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _check_weights(model: nn.Module, watch: _Watch) -> None:
+    for name, parameter in model.named_parameters():
+        watch.check(parameter.detach(), "weight", name)
+    for name, buffer in model.named_buffers():  # (stored attention masks hold -inf)
+        watch.check(buffer, "weight", name, allow_minus_inf=True)
+
+
+def _hook_modules(model: nn.Module, watch: _Watch) -> None:
+    """Watch what goes into and out of every module. An inner module's hook runs before that of the
+    module around it, so the innermost is named."""
+    for name, module in model.named_modules():
+        before = module.register_forward_pre_hook(_input_hook(name, watch), with_kwargs=True)
+        watch.handles += [before, module.register_forward_hook(_output_hook(name, watch))]
+
+
+def _input_hook(name: str, watch: _Watch) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not watch.in_forward:
+            return None
+        return _own_views(args, name, watch), {
+            key: _own_views(value, name, watch) for key, value in kwargs.items()
+        }
+
+    return hook
+
+
+def _own_views(value: Any, name: str, watch: _Watch) -> Any:
+    """``value`` with each activation replaced by a view that only this module reads, so that its
+    gradient is this module's alone (query, key and value projections read the same tensor).
+
+    Tensors without gradient (masks with -inf, token ids) are not checked.
+    """
+    if type(value) is tuple:
+        return tuple(_own_views(item, name, watch) for item in value)
+    if not (isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad):
+        return value
+    watch.check(value.detach(), "forward", name, "input")
+    own = value.view_as(value)
+    if own.requires_grad:  # (not inside a no_grad)
+        own.register_hook(lambda grad: watch.check(grad, "backward", name, "input"))
+    return own
+
+
+def _output_hook(name: str, watch: _Watch) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if not watch.in_forward:
+            return
+        for tensor in _tensors(output):
+            watch.check(tensor.detach(), "forward", name)
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: watch.check(grad, "backward", name))
+
+    return hook
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in tuples, lists and mappings (a ModelOutput is one)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _backward(model: nn.Module, loss: Tensor, watch: _Watch) -> None:
+    """The gradient of ``loss`` under the hooks. Each parameter's gradient is dropped once it is
+    checked."""
+    if not loss.requires_grad:
+        return
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in params.items():
+        watch.handles.append(parameter.register_hook(_gradient_hook(name, watch)))
+    torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+
+
+def _gradient_hook(name: str, watch: _Watch) -> Callable[[Tensor], Tensor]:
+    def hook(grad: Tensor) -> Tensor:
+        watch.check(grad, "gradient", name)
+        return grad.new_zeros(()).expand_as(grad)  # one entry of memory instead of all
+
+    return hook

@@ -1,0 +1,147 @@
+"""Loss scaling for fp16: how large the loss is made before backward so that small gradients do not
+vanish.
+
+fp16 holds nothing below 2^-24, and gradients of a language model are often smaller. The loss is
+multiplied by ``scale`` before backward, so every gradient is; it is divided again in fp32 before
+the norm is taken. A gradient that overflows by it skips its step.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from burnish.config.model import PrecisionConfig
+
+State = dict[str, float | int]
+
+
+class LossScaleFloorError(ArithmeticError):
+    """A gradient overflowed with the loss scale at its minimum: a smaller scale will not cure
+    it."""
+
+
+class LossScaler(Protocol):
+    """Decides the loss scale from whether gradients overflowed."""
+
+    scale: float
+    """What the loss of the next backward pass is multiplied by."""
+    adapts: bool
+    """Whether overflows change it."""
+
+    def update(self, overflow: bool) -> None:
+        """Take note of one optimizer step: whether its gradient was not finite."""
+        ...
+
+    def state_dict(self) -> State:
+        """What :meth:`load_state_dict` needs to go on."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        ...
+
+
+class StaticLossScaler:
+    """A constant scale. An overflow changes nothing here; its step is skipped all the same."""
+
+    adapts = False
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def update(self, overflow: bool) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> State:
+        """Nothing: the scale is the recipe's."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing to take back."""
+
+
+class DynamicLossScaler:
+    """As large a scale as the gradients allow: halved when they overflow, doubled when they do not.
+
+    With w = ``loss_scale_window``: the scale doubles at clean step w + 1 after the last overflow
+    (or the start), and at every w-th clean step from there. An overflow halves it at once if
+    ``hysteresis`` - 1 overflows came before it since the last growth; those came free, except that
+    each skipped its step. ``consecutive_hysteresis`` gives the free ones back at every clean step.
+    The same decisions, step by step, as DeepSpeed's ``DynamicLossScaler`` (a test asks both);
+    torch's ``GradScaler`` grows one step earlier and has no hysteresis and no floor.
+    """
+
+    adapts = True
+
+    def __init__(
+        self,
+        *,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        min_loss_scale: float = 1.0,
+        consecutive_hysteresis: bool = False,
+    ) -> None:
+        self.scale = 2.0**initial_scale_power
+        self.loss_scale_window = loss_scale_window
+        self.hysteresis = hysteresis
+        self.min_loss_scale = min_loss_scale
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self._left = hysteresis
+        """Overflows until the scale is halved; 1: the next one."""
+        self._clean_steps = 0
+        """Since the last overflow, or the start."""
+
+    def update(self, overflow: bool) -> None:
+        """Take note of one optimizer step.
+
+        Raises LossScaleFloorError, with nothing changed, where the scale would have to go below
+        ``min_loss_scale``.
+        """
+        if overflow:
+            self._on_overflow()
+        else:
+            self._on_clean_step()
+
+    def _on_overflow(self) -> None:
+        if self._left > 1:
+            self._left -= 1
+        elif self.scale == self.min_loss_scale:
+            raise LossScaleFloorError(f"the loss scale is at its floor, {self.scale:g}")
+        else:
+            self.scale = max(self.scale / 2, self.min_loss_scale)
+        self._clean_steps = 0
+
+    def _on_clean_step(self) -> None:
+        if self.consecutive_hysteresis:
+            self._left = self.hysteresis
+        # Counted before this step is added: growth comes with the step after a full window.
+        if self._clean_steps > 0 and self._clean_steps % self.loss_scale_window == 0:
+            self._left = self.hysteresis
+            self.scale *= 2
+        self._clean_steps += 1
+
+    def state_dict(self) -> State:
+        """Scale, free overflows left, clean steps since the last overflow."""
+        return {"scale": self.scale, "left": self._left, "clean_steps": self._clean_steps}
+
+    def load_state_dict(self, state: State) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self.scale = float(state["scale"])
+        self._left = min(int(state["left"]), self.hysteresis)
+        self._clean_steps = int(state["clean_steps"])
+
+
+def make_loss_scaler(config: PrecisionConfig) -> LossScaler:
+    """The scaler that a recipe asks for; a constant 1 for all but fp16."""
+    if config.dtype != "fp16":
+        return StaticLossScaler()
+    if config.loss_scale:
+        return StaticLossScaler(config.loss_scale)
+    return DynamicLossScaler(
+        initial_scale_power=config.initial_scale_power,
+        loss_scale_window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        min_loss_scale=config.min_loss_scale,
+        consecutive_hysteresis=config.consecutive_hysteresis,
+    )

@@ -1,0 +1,213 @@
+"""Every prompt is trained exactly once per epoch of the data, whatever happens on the way.
+
+What is counted are the rows that really enter ``forward_backward``, step by step, and against them
+the prompt ids in the sample files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.config import JobConfig, load_config
+from burnish.loops import run as loop
+from burnish.models.scratch import scratch_tokenizer
+from burnish.observe.metrics import read_metrics
+from burnish.observe.samples import read_samples
+from burnish.train.torch import TorchTrainEngine
+from burnish.types import Batch
+
+ALPHABET = "0123456789="
+TOKENIZER = scratch_tokenizer(ALPHABET)
+PROMPTS = 18  # and one more that is over the length limit
+PER_STEP, SAMPLES, PASSES = 4, 2, 2
+
+
+class Killed(BaseException):
+    """Ends a run as abruptly as a signal would: nothing catches it, nothing is saved."""
+
+
+@dataclass
+class Trained:
+    """Rows that were trained on: step -> prompt tokens -> how often. A step that is done again
+    after a crash replaces its first try, as its checkpoint does."""
+
+    step: int = 0
+    rows: dict[int, Counter[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(Counter))
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    seen = Trained()
+    step_of_loop, forward_backward = loop.rl_step, TorchTrainEngine.forward_backward
+
+    def rl_step(parts: Any, step: int) -> dict[str, float]:
+        seen.step = step
+        seen.rows[step].clear()
+        return step_of_loop(parts, step)
+
+    def count(engine: TorchTrainEngine, batch: Batch, loss: Any) -> Any:
+        starts, lengths = batch.offsets.tolist(), batch.prompt_lens.tolist()
+        tokens = batch.tokens.tolist()
+        seen.rows[seen.step].update(
+            tuple(tokens[start : start + length])
+            for start, length in zip(starts[:-1], lengths, strict=True)
+        )
+        return forward_backward(engine, batch, loss)
+
+    monkeypatch.setattr(loop, "rl_step", rl_step)
+    monkeypatch.setattr(TorchTrainEngine, "forward_backward", count)
+    return seen
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., JobConfig]:
+    """4 prompts x 2 samples a step, two optimizer steps a pass and two passes, saved every third
+    step."""
+    rows = [{"prompt": f"{i:02d}="} for i in range(PROMPTS)] + [{"prompt": "0123456789="}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def make(*overrides: str) -> JobConfig:
+        tree = {
+            "job": "rl",
+            "run_dir": str(tmp_path / "run"),
+            "max_steps": 9,
+            "model": {
+                "scratch": {
+                    "alphabet": ALPHABET,
+                    "hidden_size": 16,
+                    "num_layers": 1,
+                    "num_heads": 2,
+                    "num_kv_heads": 1,
+                }
+            },
+            "data": {"sources": [str(data)], "prompt_max_len": 5, "overlong": "drop"},
+            "rollout": {
+                "rollout_batch_size": PER_STEP,
+                "n_samples_per_prompt": SAMPLES,
+                "generate_max_len": 3,
+            },
+            "train": {
+                "train_batch_size": PER_STEP * SAMPLES // 2,
+                "epochs_per_rollout": PASSES,
+                "lr": 1e-2,
+            },
+            "checkpoint": {"every_n_steps": 3},
+        }
+        return load_config(tree, overrides)
+
+    return make
+
+
+def number_of(prompt: str) -> int:
+    return int(prompt[:2])
+
+
+def ids_by_step(run_dir: Path) -> dict[int, Counter[str]]:
+    """Step -> prompt id -> samples."""
+    found: dict[int, Counter[str]] = defaultdict(Counter)
+    for sample in read_samples(run_dir):
+        found[sample["step"]][sample["prompt_id"]] += 1
+    return found
+
+
+def assert_each_prompt_once(run_dir: Path, trained: Trained, good: set[int]) -> None:
+    """9 steps x 4 = 36 groups: each good row of as many epochs once, in one step, with all its
+    samples, in each of the passes; and nothing of a bad row."""
+    by_step = ids_by_step(run_dir)
+    assert sorted(by_step) == sorted(trained.rows) == list(range(1, 10))
+    epochs = 9 * PER_STEP // len(good)
+    expected = {f"rows:{row}@{epoch}" for row in good for epoch in range(epochs)}
+    whole = sum(by_step.values(), Counter[str]())
+    assert whole == dict.fromkeys(expected, SAMPLES)
+    assert sum(len(step) for step in by_step.values()) == len(expected), "each is in one step only"
+    for step, ids in by_step.items():
+        assert len(ids) == PER_STEP, "no group is missing and none is left over"
+        rows = Counter(int(prompt.split(":")[1].split("@")[0]) for prompt in ids)
+        counted = Counter({row_of(t): n for t, n in trained.rows[step].items()})
+        expected_rows = {row: SAMPLES * PASSES * times for row, times in rows.items()}
+        assert counted == expected_rows, step  # twice where a step ends one epoch and begins one
+
+
+def row_of(tokens: tuple[int, ...]) -> int:
+    return number_of("".join(TOKENIZER.convert_ids_to_tokens(list(tokens))))
+
+
+def run_through_crashes(
+    config: JobConfig, reward: Callable[[str, str], float], crashes: tuple[int, ...]
+) -> Path:
+    """Run, dying at those calls of the reward (counted over all tries), and resume until done."""
+    calls = 0
+
+    def dying(prompt: str, response: str) -> float:
+        nonlocal calls
+        calls += 1
+        if calls in crashes:
+            raise Killed
+        return reward(prompt, response)
+
+    resume = None
+    for _ in crashes:
+        with pytest.raises(Killed):
+            burnish.run(config, resume=resume, rewards=dying)
+        run_dir = Path(config.run_dir)
+        resume = run_dir if (run_dir / "config.yaml").is_file() else None
+    return burnish.run(config, resume=resume, rewards=dying).run_dir
+
+
+def length(prompt: str, response: str) -> float:
+    return float(len(response))
+
+
+@pytest.mark.parametrize("crashes", [(), (10,), (29, 61), (25, 26, 27, 70)])
+def test_each_prompt_is_trained_once_per_epoch_through_crashes(
+    crashes: tuple[int, ...], recipe: Callable[..., JobConfig], trained: Trained
+) -> None:
+    """18 rows that fit: 36 groups are two epochs."""
+    run_dir = run_through_crashes(recipe(), length, crashes)
+    assert_each_prompt_once(run_dir, trained, set(range(PROMPTS)))
+    assert read_metrics(run_dir)[-1]["data/prompts_seen"] == 36
+
+
+@pytest.mark.parametrize("crashes", [(), (14, 90), (40, 41, 100)])
+def test_each_prompt_with_a_reward_is_trained_once_per_epoch_where_groups_are_dropped(
+    crashes: tuple[int, ...], recipe: Callable[..., JobConfig], trained: Trained
+) -> None:
+    """Rows 0, 3, 6, ... have no reward: 12 rows are left, and 36 groups are three epochs. Their
+    places are filled from fresh prompts within the step; none is put back or comes twice."""
+
+    def picky(prompt: str, response: str) -> float:
+        return math.nan if number_of(prompt) % 3 == 0 else float(len(response))
+
+    config = recipe("on_reward_failure.then=drop_group")
+    run_dir = run_through_crashes(config, picky, crashes)
+    good = {row for row in range(PROMPTS) if row % 3}
+    assert_each_prompt_once(run_dir, trained, good)
+    lines = read_metrics(run_dir)
+    dropped = sum(line["reward/groups_dropped"] for line in lines)
+    assert lines[-1]["data/prompts_seen"] == 36 + dropped
+    assert 12 <= dropped <= 18, "six a whole epoch; those after the last good one may come later"
+
+
+def test_a_reward_that_answers_when_asked_again_costs_no_prompt(
+    recipe: Callable[..., JobConfig], trained: Trained
+) -> None:
+    asked: Counter[str] = Counter()
+
+    def flaky(prompt: str, response: str) -> float:
+        asked[prompt] += 1
+        return math.nan if asked[prompt] % 5 == 0 else float(len(response))
+
+    config = recipe("on_reward_failure.then=drop_group", "on_reward_failure.retries=3")
+    run_dir = burnish.run(config, rewards=flaky).run_dir
+    assert_each_prompt_once(run_dir, trained, set(range(PROMPTS)))
+    assert sum(line["reward/groups_dropped"] for line in read_metrics(run_dir)) == 0

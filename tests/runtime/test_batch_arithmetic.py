@@ -1,0 +1,81 @@
+"""Batch sizes at the command line: wrong ones stop a job before anything loads, and the right ones
+are printed when it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from burnish.cli import app
+
+NOWHERE = "no-such-model"
+
+# name, sizes, what the message offers
+BAD: dict[str, tuple[dict[str, int], str]] = {
+    "three that disagree": (
+        # 16 / 8 = 2, 16 / 4 = 4, 8 x 4 = 32
+        {
+            "train_batch_size": 16,
+            "micro_train_batch_size": 8,
+            "gradient_accumulation_steps": 4,
+        },
+        "set gradient_accumulation_steps=2 or micro_train_batch_size=4 or train_batch_size=32",
+    ),
+    "a micro-batch that does not divide": (
+        {"train_batch_size": 16, "micro_train_batch_size": 3},
+        "nearest micro_train_batch_size that does: 2 or 4, or train_batch_size: 15 or 18",
+    ),
+    "a rollout that is no whole number of steps": (
+        # 4 x 4 = 16 samples; divisors beside 12 are 8 and 16; 12 / gcd(12, 4) = 3 prompts
+        {"train_batch_size": 12},
+        "nearest train_batch_size: 8 or 16, nearest rollout_batch_size: 3 or 6",
+    ),
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, sums: str) -> Path:
+    """An RL recipe of 4 prompts x 4 samples whose model does not exist, without batch sizes."""
+    tree: dict[str, Any] = {
+        "job": "rl",
+        "run_dir": str(tmp_path / "run"),
+        "max_steps": 1,
+        "model": {"path": str(tmp_path / NOWHERE)},
+        "data": {"sources": [sums], "prompt_max_len": 16},
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "generate_max_len": 4},
+        "rewards": [{"kind": "math"}],
+        "train": {"lr": 1e-3},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def overrides(sizes: dict[str, int]) -> list[str]:
+    return [f"train.{name}={value}" for name, value in sizes.items()]
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_batch_sizes_are_said_before_the_model_is_looked_for(
+    kind: str, option: list[str], recipe: Path, tmp_path: Path
+) -> None:
+    sizes, offered = BAD[kind]
+    result = call("rl", recipe, *overrides(sizes), *option)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert offered in result.stderr
+    assert NOWHERE not in result.stderr and not (tmp_path / "run").exists()
+
+
+def test_with_good_batch_sizes_the_missing_model_is_what_is_said(recipe: Path) -> None:
+    result = call("rl", recipe, "train.train_batch_size=16")
+    assert result.exit_code == 2 and f"{NOWHERE} does not exist" in result.stderr
+    assert call("rl", recipe, "train.train_batch_size=16", "--dry-run").exit_code == 0

@@ -1,0 +1,333 @@
+"""Whole runs in fp16 and bf16: what is measured and drawn, what stops a run, and what is left of
+it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import burnish
+from burnish.checkpoint.errors import CheckpointError
+from burnish.cli import app
+from burnish.config import ConfigError, JobConfig, dump_yaml
+from burnish.loops.session import StoppedError
+from burnish.observe.metrics import read_metrics
+
+MakeConfig = Callable[..., JobConfig]
+Reward = Callable[[str], float]
+# large enough for trainer and sampler, which add up in other orders, to round differently
+LIVELY = [
+    "max_steps=4",
+    "train.lr=1e-2",
+    "model.scratch.hidden_size=64",
+    "model.scratch.num_layers=3",
+    "rollout.generate_max_len=24",
+]
+
+
+def _newest(run_dir: Path) -> Path:
+    return max((run_dir / "checkpoints").glob("step_*"))
+
+
+def test_fp16_rl_runs_end_to_end_and_everything_is_measured(
+    rl: MakeConfig, reward: Reward, evaluation: list[str]
+) -> None:
+    config = rl("precision.dtype=fp16", *LIVELY, *evaluation)
+    result = burnish.run(config, rewards=reward)
+    lines = [line for line in read_metrics(result.run_dir) if line["step"] > 0]
+    for line in lines:
+        assert line["train/loss_scale"] == 65536.0
+        assert line["train/overflows"] == line["train/skipped_steps"] == 0.0
+        assert line["train/skipped_total"] == 0.0 and line["train/loss_spike"] == 0.0
+        assert line["train/mismatch_abs"] < line["train/mismatch_max"] < 0.05
+        assert math.isfinite(line["train/mismatch_k3"])
+    masters = load_file(_newest(result.run_dir) / "policy" / "master.safetensors")
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    assert any(not torch.equal(v, v.half().float()) for v in masters.values())
+    page = (result.run_dir / "report.html").read_text(encoding="utf-8")
+    for title in ("Loss scale", "Skipped steps", "Trainer against sampler"):
+        assert title in page
+
+
+def test_the_gap_between_trainer_and_sampler_is_smaller_in_fp16_than_in_bf16(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    """Same model, same seeds; 11 bits against 8, so about 8 times."""
+    gaps = {}
+    for dtype in ("bf16", "fp16"):
+        config = rl(f"precision.dtype={dtype}", *LIVELY, f"run_dir={rl().run_dir}-{dtype}")
+        lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
+        gaps[dtype] = sum(line["train/mismatch_abs"] for line in lines) / len(lines)
+    assert 0 < gaps["fp16"] < gaps["bf16"] / 3
+
+
+@pytest.mark.parametrize("advantage", ["critic", "lora"])
+def test_fp16_trains_a_critic_and_adapters(advantage: str, rl: MakeConfig, reward: Reward) -> None:
+    options = {
+        "critic": [
+            "algorithm.advantage=gae",
+            "algorithm.kl.init_kl_coef=0.1",
+            "rollout.n_samples_per_prompt=1",
+            "rollout.rollout_batch_size=16",
+        ],
+        "lora": ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1"],
+    }[advantage]
+    lines = read_metrics(
+        burnish.run(
+            rl("precision.dtype=fp16", *LIVELY, "max_steps=8", *options), rewards=reward
+        ).run_dir
+    )
+    assert any(line["train/skipped_steps"] == 0 for line in lines)
+    for line in lines:  # the first losses may overflow at a scale of 65536
+        assert (line["train/grad_norm"] > 0) == (line["train/skipped_steps"] == 0)
+    if advantage == "critic":
+        assert all("critic/loss_scale" in line for line in lines)
+        assert 1 <= sum(line["critic/skipped_steps"] for line in lines) < 8, "its scale came down"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("job", ["sft", "rm"])
+def test_supervised_jobs_run_in_half_precision(
+    job: str, dtype: str, supervised: Callable[..., JobConfig]
+) -> None:
+    result = burnish.run(supervised(job, f"precision.dtype={dtype}", "train.lr=1e-2"))
+    losses = [line["train/loss"] for line in read_metrics(result.run_dir)]
+    assert losses[-1] < losses[0]
+    assert ("train/loss_scale" in result.metrics) == (dtype == "fp16")
+
+
+def test_a_run_whose_scale_is_far_too_high_finds_it_and_skips_no_prompt(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    config = rl("precision.dtype=fp16", "precision.initial_scale_power=40", "max_steps=30")
+    lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
+    skipped = [line["train/skipped_steps"] for line in lines]
+    assert 3 < sum(skipped) < 29 and skipped[-1] == 0
+    assert lines[-1]["train/skipped_total"] == sum(skipped)
+    assert lines[-1]["train/loss_scale"] < 2.0**40
+
+
+def stopping(rl: MakeConfig, *more: str) -> JobConfig:
+    """Every step overflows: a constant scale of 2^60."""
+    scale = f"precision.loss_scale={2.0**60}"
+    return rl("precision.dtype=fp16", scale, "train.max_consecutive_skips=3", "max_steps=9", *more)
+
+
+def test_a_run_that_only_skips_stops_with_a_checkpoint_and_says_where_it_begins(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    config = stopping(rl)
+    with pytest.raises(StoppedError) as caught:
+        burnish.run(config, rewards=reward)
+    said, run_dir = str(caught.value), Path(config.run_dir)
+    assert said.startswith("stopped at step 3 of 9: 3 steps of the policy in a row")
+    assert "First bad tensor: " in said and "precision.max" not in said
+    assert f"--resume {run_dir}" in said
+    assert _newest(run_dir).name.endswith("3")
+    assert "First bad tensor" in (run_dir / "stopped.txt").read_text(encoding="utf-8")
+    assert "First bad tensor" in (run_dir / "run.log").read_text(encoding="utf-8")
+    assert (run_dir / "report.html").is_file()
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["train/skipped_total"] for line in lines] == [1, 2, 3]
+
+
+def test_a_stopped_run_goes_on_with_other_settings(rl: MakeConfig, reward: Reward) -> None:
+    with pytest.raises(StoppedError):
+        burnish.run(stopping(rl), rewards=reward)
+    again = rl("max_steps=5", "precision.dtype=bf16")
+    lines = read_metrics(burnish.run(again, resume=again.run_dir, rewards=reward).run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["train/skipped_steps"] for line in lines] == [1, 1, 1, 0, 0]
+    assert "train/loss_scale" not in lines[-1]
+
+
+def test_a_run_at_the_floor_of_its_loss_scale_stops(rl: MakeConfig, reward: Reward) -> None:
+    config = rl(
+        "precision.dtype=fp16",
+        "precision.initial_scale_power=50",
+        f"precision.min_loss_scale={2.0**49}",
+        "max_steps=9",
+    )
+    with pytest.raises(StoppedError, match=r"stopped at step 3 of 9: .*at its floor"):
+        burnish.run(config, rewards=reward)
+    lines = read_metrics(Path(config.run_dir))
+    assert [line["train/loss_scale"] for line in lines] == [2.0**50, 2.0**50, 2.0**49]
+
+
+def test_the_command_stops_with_exit_code_3_and_no_traceback(
+    rl: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "r.py").write_text("def r(response):\n    return float(len(response) % 3)\n")
+    config = stopping(rl, f"rewards=[{{kind: function, function: '{tmp_path / 'r.py'}:r'}}]")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_yaml(config))
+    done = CliRunner().invoke(app, ["rl", str(recipe)])
+    assert done.exit_code == 3
+    assert "error: stopped at step 3 of 9" in done.output and "Traceback" not in done.output
+
+
+def test_fp32_losses_that_are_not_finite_stop_a_run(supervised: Callable[..., JobConfig]) -> None:
+    """A rate of 1e38 makes weights whose products are infinite: every loss after the first is
+    NaN."""
+    config = supervised("sft", "train.lr=1e38", "train.max_consecutive_skips=2", "max_epochs=4")
+    with pytest.raises(StoppedError, match="2 steps of the policy in a row") as caught:
+        burnish.run(config)
+    assert "First bad tensor" in str(caught.value)
+
+
+def test_a_stop_does_not_depend_on_being_resumed_before_it(rl: MakeConfig, reward: Reward) -> None:
+    """Two skips, a resume, and the third skip in a row stops all the same."""
+    short = stopping(rl, "max_steps=2")
+    burnish.run(short, rewards=reward)
+    with pytest.raises(StoppedError, match="stopped at step 3 of 9"):
+        burnish.run(stopping(rl), resume=short.run_dir, rewards=reward)
+
+
+# ---- what is said about the recipe ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["precision.dtype=bf16", "precision.loss_scale=0"], "loss_scale is set and dtype=bf16"),
+        (["precision.loss_scale=128"], "loss_scale is set and dtype=fp32 needs no loss scaling"),
+        (["precision.dtype=bf16", "precision.hysteresis=4"], "hysteresis is set and dtype=bf16"),
+        (["precision.dtype=fp16", "precision.loss_scale_window=0"], "must be at least 1, got 0"),
+        (["precision.dtype=fp16", "precision.loss_scale_window=-5"], "must be at least 1, got -5"),
+        (["precision.dtype=fp16", "precision.hysteresis=0"], "must be at least 1, got 0"),
+        (["precision.dtype=fp16", "precision.hysteresis=-1"], "must be at least 1, got -1"),
+        (["precision.dtype=fp16", "precision.min_loss_scale=0"], "must be greater than 0, got 0"),
+        (["precision.dtype=fp16", "precision.min_loss_scale=-1"], "must be greater than 0, got -1"),
+        (["precision.dtype=fp16", "precision.loss_scale=-1"], "must be at least 0, got -1"),
+        (
+            ["precision.dtype=fp16", "precision.min_loss_scale=100000"],
+            "min_loss_scale=100000 is above the first loss scale, 2^16 = 65536",
+        ),
+        (["precision.dtype=fp16", "precision.grad_accum_dtype=bf16"], "use fp32 or fp16"),
+        (["precision.grad_accum_dtype=bf16"], "grad_accum_dtype=bf16 with dtype=fp32"),
+        (["train.max_consecutive_skips=0"], "must be at least 1, got 0"),
+    ],
+)
+def test_precision_that_makes_no_sense_is_refused(
+    overrides: list[str], said: str, rl: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rl(*overrides)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["precision.dtype=fp16", "precision.loss_scale=1000"],
+            "loss_scale=1000 is not a power of two, so scaling rounds every gradient; use 512 or "
+            "1024",
+        ),
+        (
+            ["precision.dtype=fp16", "precision.loss_scale=128", "precision.hysteresis=3"],
+            "hysteresis acts on a dynamic loss scale only",
+        ),
+        (
+            ["precision.rollout_dtype=fp16"],
+            "the trainer computes in fp32 and the rollout engine in fp16",
+        ),
+    ],
+)
+def test_precision_that_is_rarely_meant_is_warned_of_before_and_at_the_start(
+    overrides: list[str],
+    said: str,
+    rl: MakeConfig,
+    reward: Reward,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = rl(*overrides, "max_steps=1")
+    assert any(said in warning for warning in config.warnings())
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_yaml(config))
+    dry = CliRunner().invoke(app, ["rl", str(recipe), "--dry-run"])
+    assert dry.exit_code == 0 and f"# warning: precision: {said}" in dry.output
+    burnish.run(config, rewards=reward)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        [],
+        ["precision.dtype=bf16"],
+        ["precision.dtype=fp16"],
+        ["precision.dtype=fp16", "precision.loss_scale=0"],
+        ["precision.dtype=fp16", "precision.loss_scale=1024"],
+        ["precision.dtype=fp16", "precision.loss_scale=0.5"],
+        ["precision.dtype=bf16", "precision.rollout_dtype=bf16"],
+    ],
+)
+def test_nothing_is_said_about_ordinary_settings(plain: list[str], rl: MakeConfig) -> None:
+    assert rl(*plain).warnings() == []
+
+
+def test_the_gap_of_two_formats_is_measured_and_said_once(
+    rl: MakeConfig, reward: Reward, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = rl("precision.rollout_dtype=bf16", "max_steps=3")
+    lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
+    said = capsys.readouterr().err
+    gap = f"differ by {lines[0]['train/mismatch_abs']:.2g} nats per token on average"
+    assert said.count("measured at step 1") == 1 and gap in said
+    assert "measured at step 2" not in said
+
+
+def test_the_batch_table_is_printed_at_the_start(
+    rl: MakeConfig, reward: Reward, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = rl("max_steps=1", "train.micro_train_batch_size=4")
+    burnish.run(config, rewards=reward)
+    out = capsys.readouterr().out
+    for part in ("train_batch_size (B)", "gradient_accumulation_steps", "P x n"):
+        assert part in out
+    assert "gradient_accumulation_steps" in (Path(config.run_dir) / "run.log").read_text()
+
+
+def test_an_export_that_the_format_cannot_hold_is_refused(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    """Weights beyond 65504 would become infinite without a word."""
+    run_dir = burnish.run(rl("max_steps=2", "train.lr=1e6"), rewards=reward).run_dir
+    assert burnish.export(run_dir, tmp_path / "fp32")
+    with pytest.raises(CheckpointError, match="fp16"):
+        burnish.export(run_dir, tmp_path / "fp16", dtype="fp16")
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Callable[..., JobConfig]:
+    """``supervised("sft" or "rm", *overrides)``: 16 rows, 4 a step, two epochs."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"{i}=", "response": str(i), "chosen": str(i), "rejected": "+"}
+        for i in range(16)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(job: str, *overrides: str) -> JobConfig:
+        tree = {
+            "job": job,
+            "run_dir": str(tmp_path / "run"),
+            "max_epochs": 2,
+            "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
+            "data": {"sources": [str(data)]},
+            "train": {"train_batch_size": 4, "lr": 1e-3},
+        }
+        return burnish.load_config(tree, overrides)
+
+    return make

@@ -1,7 +1,7 @@
 """Peak memory of one train step of SmolLM2-135M: chunked log-probs against full logits, layouts,
 checkpointing.
 
-    python benchmarks/memory.py [--rows 16] [--prompt 64] [--response 192] [--dtype fp32|bf16]
+    python benchmarks/memory.py [--rows 16] [--prompt 64] [--response 192] [--dtype fp32|bf16|fp16]
 
 Each case runs in a process of its own and reports its peak resident memory over two train steps,
 and how much of it came after the model and its gradients, master weights and moments were there
@@ -37,7 +37,7 @@ def run_case(args: argparse.Namespace) -> None:
     """Worker: two steps of one case on random tokens, groups of 8 rows behind one prompt."""
     import torch
 
-    from burnish.config.model import ModelConfig
+    from burnish.config.model import ModelConfig, PrecisionConfig
     from burnish.config.train import TrainConfig
     from burnish.models.load import load_causal_lm
     from burnish.train.torch import EngineSpec, TorchTrainEngine
@@ -47,9 +47,10 @@ def run_case(args: argparse.Namespace) -> None:
     divide = case.pop("micro", None)
     micro = args.rows // divide if divide else None
     config = ModelConfig(path=str(model_folder()))
-    model = load_causal_lm(config, dtype=args.dtype)
-    train = TrainConfig(lr=1e-6, **case)
-    engine = TorchTrainEngine(model, EngineSpec("policy", train, config, micro_batch_size=micro))
+    model = load_causal_lm(config)
+    train, precision = TrainConfig(lr=1e-6, **case), PrecisionConfig(dtype=args.dtype)
+    spec = EngineSpec("policy", train, config, micro_batch_size=micro, precision=precision)
+    engine = TorchTrainEngine(model, spec)
     generator = torch.Generator().manual_seed(0)
     rows, groups = [], []
     for i in range(args.rows):
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--response", type=int, default=192)
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--case", choices=list(CASES))
     args = parser.parse_args()
     if args.case:

@@ -283,11 +283,12 @@ def _decode(
     # The query heads of one key/value head are read together: they are the rows of one small
     # matmul.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    if query.device.type == "cpu" and query.dtype == torch.float32:
-        # For so few queries two batched matmuls beat torch's fused CPU kernel
-        # (docs/lab-notebook.md).
-        scores = torch.matmul(grouped * scale, keys.transpose(-1, -2))
-        out = torch.matmul(scores.masked_fill_(~mask, -torch.inf).softmax(-1), values)
+    if query.device.type == "cpu" and query.dtype != torch.bfloat16:
+        # For so few queries two batched matmuls beat torch's fused CPU kernel, and in fp16 by
+        # more, conversion included (docs/lab-notebook.md).
+        scores = torch.matmul(grouped.float() * scale, keys.float().transpose(-1, -2))
+        weights = scores.masked_fill_(~mask, -torch.inf).softmax(-1)
+        out = torch.matmul(weights, values.float()).to(query.dtype)
     else:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(batch, 1, heads, values.shape[-1])

@@ -26,6 +26,7 @@ from transformers.utils.hub import cached_file
 
 import burnish.models.attention as attention
 from burnish.config.model import Dtype, ModelConfig
+from burnish.models.half_linear import use_fp32_products
 from burnish.models.lora import inject_lora
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 
@@ -73,6 +74,7 @@ def load_causal_lm(
     _check_head(model, describe(config))
     if config.lora is not None:
         _inject_lora(model, config)
+    use_fp32_products(model)
     return cast(PreTrainedModel, model)
 
 

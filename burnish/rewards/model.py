@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.model import Dtype
+from burnish.config.model import Dtype, PrecisionConfig
 from burnish.config.rewards import ModelReward as ModelRewardConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer, resolve_device
@@ -57,6 +57,7 @@ def load_model_reward(
         model=config.model,
         micro_batch_size=config.micro_batch_size,
         trainable=False,
+        precision=PrecisionConfig(dtype=dtype),
     )
     own = load_tokenizer(config.model)
     same = own.get_vocab() == policy_tokenizer.get_vocab()

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.attention import NO_MASK
+from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, check_compute_dtype, describe
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.lora import adapters_off, merged_weights
@@ -103,6 +104,7 @@ class TorchTrainEngine:
         for parameter in model.parameters():  # what is frozen; the optimizer cast the rest
             parameter.data = parameter.data.to(DTYPES[spec.precision.dtype])
         model.eval()
+        use_fp32_products(model)
         check_compute_dtype(self.body, describe(spec.model), backward=spec.trainable)
 
     # ---- computing -------------------------------------------------------------------------

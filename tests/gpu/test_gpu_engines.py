@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from burnish.config.model import Dtype, ModelConfig, ScratchConfig
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
@@ -16,7 +16,7 @@ from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.train.base import Loss
 from burnish.train.torch import EngineSpec, TorchTrainEngine
-from burnish.types import Batch, rows_to_batch
+from burnish.types import Batch, Stats, rows_to_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +46,14 @@ def model_on(device: str, dtype: Dtype = "fp32") -> LlamaForCausalLM:
 
 
 def train_engine(device: str, dtype: Dtype = "fp32", **train: object) -> TorchTrainEngine:
-    spec = EngineSpec("policy", TrainConfig(**{"lr": 1e-3, **train}), MODEL, micro_batch_size=3)
-    return TorchTrainEngine(model_on(device, dtype), spec)
+    spec = EngineSpec(
+        "policy",
+        TrainConfig(**{"lr": 1e-3, **train}),
+        MODEL,
+        micro_batch_size=3,
+        precision=PrecisionConfig(dtype=dtype),
+    )
+    return TorchTrainEngine(model_on(device), spec)
 
 
 def sampled(
@@ -142,8 +148,11 @@ def test_sampler_logprobs_are_near_the_fp32_train_engines(
     assert len({c.token_ids for c in done.values()}) == len(done)
 
 
-def test_a_bf16_step_moves_the_fp32_masters(ragged_batch: Batch, nll: Loss) -> None:
-    engine = train_engine("cuda", "bf16", gradient_checkpointing=True)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_half_precision_step_moves_the_fp32_masters(
+    dtype: Dtype, ragged_batch: Batch, nll: Loss
+) -> None:
+    engine = train_engine("cuda", dtype, gradient_checkpointing=True)
     before = float(engine.logprobs(ragged_batch).sum())
     for _ in range(3):
         engine.forward_backward(ragged_batch, nll)
@@ -152,3 +161,35 @@ def test_a_bf16_step_moves_the_fp32_masters(ragged_batch: Batch, nll: Loss) -> N
     assert engine.optimizer is not None
     assert {m.dtype for m in engine.optimizer.masters} == {torch.float32}
     assert {m.device.type for m in engine.optimizer.masters} == {"cuda"}
+
+
+@pytest.mark.parametrize(("dtype", "relative"), [("bf16", 0.05), ("fp16", 0.01)])
+def test_half_precision_gradients_are_near_the_cpus_in_fp32(
+    dtype: Dtype, relative: float, ragged_batch: Batch, nll: Loss
+) -> None:
+    """The norm of the whole gradient, whose entries are rounded some tens of times to 8 or 11
+    bits."""
+    norms = []
+    for engine in (train_engine("cuda", dtype), train_engine("cpu")):
+        engine.forward_backward(ragged_batch, nll)
+        norms.append(engine.optim_step().grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=relative)
+
+
+def test_an_overflow_on_the_gpu_skips_the_step_and_lowers_the_scale(
+    ragged_batch: Batch, nll: Loss
+) -> None:
+    engine = train_engine("cuda", "fp16")
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    scales = []
+    for _ in range(3):
+        engine.forward_backward(
+            ragged_batch, lambda o, b: (-1e9 * o.logprobs.sum() / b.num_tokens, Stats())
+        )
+        stats = engine.optim_step()
+        assert stats.skipped and stats.overflow
+        scales.append(stats.loss_scale)
+    assert scales == [65536, 65536, 32768]
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+    engine.forward_backward(ragged_batch, nll)
+    assert not engine.optim_step().skipped

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+import burnish.rollout.cpu_linear as cpu_linear
+from burnish.config.rollout import LocalEngine
 from burnish.models.half_linear import use_fp32_products
+from burnish.rollout.base import Request, Sampling
 from burnish.rollout.cpu_linear import fp32_copies, onednn_layers, onednn_linear
+from burnish.rollout.local import LocalRolloutEngine
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -63,3 +71,31 @@ def test_only_plain_fp32_and_fp16_layers_are_taken() -> None:
         nn.Linear(8, 8), Other(8, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).half()
     )
     assert onednn_layers(model) == [model[0], model[3]]
+
+
+def test_an_fp16_engine_sees_new_weights_and_keeps_no_copies_when_left_early(
+    lively_model: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for parameter in lively_model.parameters():
+        parameter.data = parameter.data.half()
+    num_switched = use_fp32_products(lively_model)
+    used: list[int] = []
+
+    def counted(layers: Any) -> Any:
+        used.append(len(layers))
+        return onednn_linear(layers)
+
+    monkeypatch.setattr("burnish.rollout.local.onednn_linear", counted)
+    engine = LocalRolloutEngine(lively_model, tiny_tokenizer, LocalEngine())
+    request, sampling = Request("a", (7, 9, 12), n=2), Sampling(max_tokens=16, temperature=0.0)
+    first = next(engine.generate([request], sampling)).token_ids  # the generator is dropped
+    assert set(used) == {num_switched}, "every layer, at every step"
+    with torch.no_grad():
+        lively_model.lm_head.weight.copy_(lively_model.lm_head.weight.flip(0))
+    changed = next(engine.generate([request], sampling)).token_ids
+    vocabulary = lively_model.config.vocab_size
+    assert changed[0] == vocabulary - 1 - first[0], "the head's rows are in the opposite order"
+    held = [x for x in gc.get_objects() if type(x) is cpu_linear.Fp32Layer]
+    assert not held

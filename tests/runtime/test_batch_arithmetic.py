@@ -3,6 +3,7 @@ are printed when it starts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+import burnish
 from burnish.cli import app
+from burnish.config import JobConfig
 
 NOWHERE = "no-such-model"
 
@@ -79,3 +82,37 @@ def test_with_good_batch_sizes_the_missing_model_is_what_is_said(recipe: Path) -
     result = call("rl", recipe, "train.train_batch_size=16")
     assert result.exit_code == 2 and f"{NOWHERE} does not exist" in result.stderr
     assert call("rl", recipe, "train.train_batch_size=16", "--dry-run").exit_code == 0
+
+
+GOLDEN = """\
+Batch arithmetic
+
+  name                          value   how
+ ──────────────────────────────────────────────────────────────────────────
+  train_batch_size (B)          8       samples per optimizer step
+  data-parallel ranks (D)       1
+  micro_train_batch_size (b)    4       samples per backward pass and rank
+  gradient_accumulation_steps   2       B / (b x D)
+  rollout_batch_size (P)        4       prompts per rollout
+  n_samples_per_prompt (n)      4
+  samples per rollout           16      P x n
+  epochs_per_rollout            1       passes over the buffer
+  optimizer steps per rollout   2       epochs x P x n / B
+"""
+
+
+def test_a_run_prints_its_batch_arithmetic_before_its_first_step(
+    rl: Callable[..., JobConfig],
+    reward: Callable[[str], float],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """16 samples in steps of 8 are 2 updates; 8 in passes of 4 are 2 passes."""
+    monkeypatch.setenv("COLUMNS", "100")
+    config = rl("max_steps=1", "train.train_batch_size=8", "train.micro_train_batch_size=4")
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    log = (run_dir / "run.log").read_text(encoding="utf-8")
+    for text in (capsys.readouterr().out, log):
+        plain = "\n".join(line.rstrip() for line in text.splitlines())
+        assert GOLDEN in plain
+        assert plain.index(GOLDEN) < plain.index("step 1/1")

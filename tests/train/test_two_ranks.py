@@ -20,6 +20,8 @@ from torch import Tensor
 from burnish.train.ranks import ALONE, Ranks
 from burnish.types import Stats
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 _SPEC = importlib.util.spec_from_file_location("two_ranks", SCRIPT)
 assert _SPEC is not None and _SPEC.loader is not None

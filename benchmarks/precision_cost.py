@@ -362,7 +362,7 @@ def _matmul_seconds(name: str, shape: tuple[int, int, int], device: str) -> floa
         for _ in range(count):
             product(left, weight)
         if device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
     timed(2)

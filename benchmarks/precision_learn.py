@@ -95,7 +95,11 @@ def add_arguments(parts: Any) -> None:
     parser = parts.add_parser("learn", help="the demo's recipe in each format, and the table")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
-        "--dtypes", choices=DTYPES, nargs="*", default=list(DTYPES), help="may be empty"
+        "--dtypes",
+        choices=DTYPES,
+        nargs="*",
+        default=list(DTYPES),
+        help="none: the table only",
     )
     parser.add_argument(
         "--control", action="store_true", help=f"also the mixed runs {', '.join(CONTROLS)}"

@@ -54,6 +54,10 @@ GAE: dict[str, Any] = {
         "lr_warmup_ratio": 0.2,
     },
 }
+# 2^24 overflows at first, so the loss scale moves down, and up again after 2 clean steps.
+FP16: dict[str, Any] = {
+    "precision": {"dtype": "fp16", "initial_scale_power": 24, "loss_scale_window": 2},
+}
 
 
 @pytest.fixture
@@ -61,13 +65,14 @@ def recipe(tmp_path: Path) -> Callable[..., JobConfig]:
     """``recipe("grpo", "max_steps=12", name="a")``: 24 prompts, 4 a step, saved at every step.
 
     Kinds: grpo (moving average), lora (dropout; the sampler has a copy of the weights), gae
-    (critic, adaptive KL in the reward, several shuffled updates per rollout), sft.
+    (critic, adaptive KL in the reward, several shuffled updates per rollout), fp16 (a loss scale that
+    moves), sft.
     """
     rows = [{"prompt": f"{i}=", "label": str(i), "response": str(i)} for i in range(24)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_reward.py").write_text(REWARD)
-    kinds: dict[str, dict[str, Any]] = {"grpo": GRPO, "lora": LORA, "gae": GAE}
+    kinds: dict[str, dict[str, Any]] = {"grpo": GRPO, "lora": LORA, "gae": GAE, "fp16": FP16}
 
     def make(kind: str, *overrides: str, name: str = "run") -> JobConfig:
         common = {

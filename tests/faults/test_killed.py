@@ -26,7 +26,7 @@ def _last_weights(run_dir: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("grpo", 1), ("lora", 2), ("gae", 3), ("sft", 4)])
+@pytest.mark.parametrize(("kind", "seed"), [("grpo", 1), ("lora", 2), ("gae", 3), ("sft", 4), ("fp16", 8)])
 def test_a_killed_and_resumed_run_measures_the_same_bits(
     kind: str, seed: int, recipe: Recipe, children: Any, measured: Measured
 ) -> None:
@@ -36,6 +36,9 @@ def test_a_killed_and_resumed_run_measures_the_same_bits(
     assert kills, "no kill came in time, so nothing was tried"
     expected = measured(Path(whole.run_dir))
     assert [line["step"] for line in expected] == list(range(1, 13))
+    if kind == "fp16":
+        assert len({line["train/loss_scale"] for line in expected}) > 2
+        assert expected[-1]["train/skipped_total"] > 0
     assert measured(Path(killed.run_dir)) == expected
     assert read_samples(Path(killed.run_dir)) == read_samples(Path(whole.run_dir))
     assert _last_weights(Path(killed.run_dir)) == _last_weights(Path(whole.run_dir))

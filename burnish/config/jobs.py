@@ -157,6 +157,16 @@ class RLConfig(TrainingJob):
                 f"rollout.generate_max_len={self.rollout.generate_max_len}"
             )
 
+    def advice(self) -> Iterator[str]:
+        trainer, sampler = self.precision.dtype, self.precision.sampler_dtype
+        if sampler != trainer:
+            yield (
+                f"precision.rollout_dtype: the trainer computes in {trainer} and the rollout "
+                f"engine in {sampler}: their log-probs differ for the same weights, and the "
+                "update takes the difference for a change of the policy; leave rollout_dtype out "
+                "to use one format (the gap is measured at every step: train/mismatch_*)"
+            )
+
     def _advantage_rules(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
         uses_gae = isinstance(advantage, GaeAdvantage)

@@ -171,13 +171,6 @@ class PrecisionConfig(Node):
                         f"{name} acts on a dynamic loss scale only, and loss_scale="
                         f"{self.loss_scale:g} is constant; remove one of the two"
                     )
-        if self.sampler_dtype != self.dtype:
-            yield (
-                f"the trainer computes in {self.dtype} and the rollout engine in "
-                f"{self.sampler_dtype}: their log-probs differ for the same weights, and the "
-                "update takes the difference for a change of the policy; leave rollout_dtype out "
-                "to use one format (the gap is measured at every step: train/mismatch_*)"
-            )
 
     def _is_set(self, name: str) -> bool:
         return bool(self.model_dump()[name] != type(self).model_fields[name].default)

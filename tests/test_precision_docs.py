@@ -1,0 +1,33 @@
+"""docs/precision.md: its table of formats is the computed one, and the tests it names exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from burnish.formats import markdown_table
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_formats_is_the_computed_one() -> None:
+    assert markdown_table().strip() in PAGE
+
+
+def test_every_statement_names_tests_that_exist() -> None:
+    rows = re.findall(r"^\| ([PB]\d+) \|(.*)\|$", PAGE, flags=re.MULTILINE)
+    expected = [f"P{i}" for i in range(1, 15)] + [f"B{i}" for i in range(1, 8)]
+    assert [name for name, _ in rows] == expected
+    for name, row in rows:
+        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", row)
+        assert named, f"{name} names no test"
+        for file, test in named:
+            text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert f"def {test}(" in text, f"{name}: {file} has no {test}"
+
+
+def test_every_figure_is_there() -> None:
+    figures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", PAGE)
+    assert figures
+    assert all((ROOT / "docs" / figure).is_file() for figure in figures)

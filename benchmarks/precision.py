@@ -1,7 +1,7 @@
 """What number format costs and changes: learning, time, memory, log-prob error; and the figures.
 
     python benchmarks/precision.py learn [--seeds 0 1 2] [--dtypes fp32 bf16 fp16] [--control]
-    python benchmarks/precision.py cost [--micro 1 4 16] [--device cpu|cuda]
+    python benchmarks/precision.py cost [--micro 1 4 8] [--device cpu|cuda]
     python benchmarks/precision.py gap
     python benchmarks/precision.py figures [--results DIR] [--to docs/figures]
 

@@ -1,6 +1,6 @@
 """``precision.py cost``: one train step in each format: time, memory by its parts, and the claims.
 
-A step is forward, backward and update of 16 packed rows of 32 prompt and 96 response tokens, with
+A step is forward, backward and update of 8 packed rows of 32 prompt and 96 response tokens, with
 a mean log-prob loss (and the entropy, as in an RL step). Every case is a process of its own; the
 formats of one micro-batch size take turns, step by step, so that what else the machine does falls
 on all of them, and the ratios are fair. ``tf32`` (CUDA only) is fp32 with
@@ -49,7 +49,7 @@ from common import (
 from precision_claims import claims_table
 
 CASES = ("fp32", "tf32", "bf16", "fp16")
-ROWS, PROMPT, RESPONSE = 16, 32, 96
+ROWS, PROMPT, RESPONSE = 8, 32, 96
 TINY_ROWS, TINY_PROMPT, TINY_RESPONSE = 4, 4, 12
 FIRST_SCALE_POWER = 8
 PARTS = ("weights", "masters", "gradients", "moments")
@@ -65,7 +65,7 @@ _SCRIPT = Path(__file__).with_name("precision.py")
 def add_arguments(parts: Any) -> None:
     """The subcommand and its options."""
     parser = parts.add_parser("cost", help="time and memory of a train step in each format")
-    parser.add_argument("--micro", type=int, nargs="+", default=[1, 4, 16], help="rows per pass")
+    parser.add_argument("--micro", type=int, nargs="+", default=[1, 4, 8], help="rows per pass")
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each case")
     parser.add_argument("--dtypes", choices=CASES, nargs="+", help="default: all there are")
     parser.add_argument("--device", default="auto")

@@ -31,6 +31,7 @@ from burnish.observe.progress import Progress, close_logging, setup_logging
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.observe.timeline import Timeline
+from burnish.runtime.base import WorkerLostError
 
 log = logging.getLogger("burnish")
 
@@ -143,6 +144,8 @@ class Session:
         """The step at which the best metric was last measured."""
         self._saved_step = -1
         self._spikes = SpikeAlarm()
+        self.recover: Callable[[WorkerLostError], None] | None = None
+        """Brings workers back after some were lost; None: nothing can be lost."""
 
     def __enter__(self) -> Session:
         return self
@@ -190,12 +193,19 @@ class Session:
         self._restore(state)
         # Only now is it sure that this recipe and the run in the folder belong together.
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        if self.recover is not None and self._saved_step < 0:
+            self._save(state)  # where to go back to if a worker is lost in the first steps
+            self._saved_step = -1
         with self._signals():
             if self._saved_step < 0 and evaluate is not None:  # else step 0 is in the log already
                 self._record(0, evaluate(0))
             while self.step < self.total_steps:
                 self._stop_if_asked(state)
-                self._one_step(state, step, evaluate, eval_every)
+                try:
+                    self._one_step(state, step, evaluate, eval_every)
+                except WorkerLostError as lost:
+                    self._go_back(state, lost)
+                    continue
                 if self._checkpoint_due():
                     self._save(state)
         if self.config.checkpoint.best_metric and self._measured_step < 0:
@@ -305,6 +315,14 @@ class Session:
         drop_samples_after(self.run_dir, self.step)
         restore_rng(session["rng"])
         self.progress.message(f"resumed from {newest} at step {self.step} of {self.total_steps}")
+
+    def _go_back(self, state: State, lost: WorkerLostError) -> None:
+        """Have the workers replaced, and go on from the newest checkpoint."""
+        if self.recover is None:
+            raise lost
+        self.progress.message(f"{lost}; going back to the newest checkpoint")
+        self.recover(lost)
+        self._restore(state)
 
     # ---- signals -----------------------------------------------------------------------------
 

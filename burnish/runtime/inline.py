@@ -17,13 +17,11 @@ from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs
+from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
-
-POLICY_SPANS = {"logprobs": "logprobs", "forward_backward": "train", "optim_step": "optim"}
-CRITIC_SPANS = {"values": "values", "forward_backward": "critic", "optim_step": "critic"}
-
 
 class InlineRuntime:
     """Engines in this process, on one device."""
@@ -35,8 +33,10 @@ class InlineRuntime:
         precision: PrecisionConfig,
         device: str,
         timeline: Timeline,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
+        self.ranks = ranks
         self.device = resolve_device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -47,7 +47,7 @@ class InlineRuntime:
         """A train engine over a causal LM (policy, reference)."""
         model = load_causal_lm(spec.model, dtype=self._load_dtype(spec), device=self.device)
         self._add_end_token(model)
-        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
+        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer, ranks=self.ranks)
         return timed(engine, self.timeline, spans)
 
     def scalar_model(
@@ -59,9 +59,9 @@ class InlineRuntime:
             dtype=self._load_dtype(spec),
             device=self.device,
             seed=seed,
-            new_head=True,
+            new_head=spec.trainable,
         )
-        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
+        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer, ranks=self.ranks)
         return timed(engine, self.timeline, spans)
 
     def frozen_base(self, policy: TorchTrainEngine) -> HasLogprobs:
@@ -108,3 +108,6 @@ class InlineRuntime:
     def sync(self, policy: TorchTrainEngine, rollout: LocalRolloutEngine) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""
         return timed(InprocSync(policy, rollout), self.timeline, {"push": "sync"})
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 import yaml
 
-from burnish.checkpoint import CheckpointStore
+from burnish.checkpoint import CheckpointError, CheckpointStore
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
 from burnish.config.arithmetic import batch_table
@@ -203,11 +203,10 @@ class Session:
                 self._stop_if_asked(state)
                 try:
                     self._one_step(state, step, evaluate, eval_every)
-                except WorkerLostError as lost:
-                    self._go_back(state, lost)
-                    continue
-                if self._checkpoint_due():
-                    self._save(state)
+                    if self._checkpoint_due():
+                        self._save(state)
+                except (WorkerLostError, CheckpointError) as error:
+                    self._go_back(state, error)
         if self.config.checkpoint.best_metric and self._measured_step < 0:
             log.warning(
                 "checkpoint.best_metric=%s was never measured; metrics of this run: %s",
@@ -316,10 +315,12 @@ class Session:
         restore_rng(session["rng"])
         self.progress.message(f"resumed from {newest} at step {self.step} of {self.total_steps}")
 
-    def _go_back(self, state: State, lost: WorkerLostError) -> None:
-        """Have the workers replaced, and go on from the newest checkpoint."""
-        if self.recover is None:
-            raise lost
+    def _go_back(self, state: State, error: Exception) -> None:
+        """Have lost workers replaced, and go on from the newest checkpoint. Raises ``error`` where
+        it is about something else."""
+        lost = error if isinstance(error, WorkerLostError) else error.__cause__
+        if self.recover is None or not isinstance(lost, WorkerLostError):
+            raise error
         self.progress.message(f"{lost}; going back to the newest checkpoint")
         self.recover(lost)
         self._restore(state)

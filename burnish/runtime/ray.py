@@ -38,6 +38,7 @@ BUCKET_BYTES = 512 << 20
 
 
 def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run tells nobody of itself
     try:
         import ray
     except ImportError as error:
@@ -69,6 +70,7 @@ class RayRuntime:
         self.precision, self.timeline = precision, timeline
         self.ray = _ray()
         self.groups: list[Group] = []
+        self.rollouts: list[RemoteRolloutEngine] = []
         self.restarts = 0
         self._started_here = False
         self._connect(list(roles))
@@ -237,10 +239,17 @@ class RayRuntime:
         return timed(ObjectStoreSync(policy, rollout), self.timeline, {"push": "sync"})
 
     def close(self) -> None:
-        """End the workers, and Ray where it was started here."""
-        for group in self.groups:
-            group.end()
-        if self._started_here and self.ray.is_initialized():
+        """End the workers, give their places back, and end Ray where it was started here."""
+        from ray.util.placement_group import remove_placement_group
+
+        if not self.ray.is_initialized():
+            return
+        for engine in [*self.groups, *self.rollouts]:
+            engine.end()
+        for places in {id(made): made for made, _ in self._places.values()}.values():
+            remove_placement_group(places)
+        self.groups, self.rollouts, self._places = [], [], {}
+        if self._started_here:
             self.ray.shutdown()
             self._started_here = False
 
@@ -408,6 +417,7 @@ class RemoteRolloutEngine:
         self._buckets: list[Any] = []
         """The weights they have, so that a replacement can be given them."""
         self.workers = runtime.start("rollout", RolloutWorker, self.size)
+        runtime.rollouts.append(self)
         self._wait([w.build.remote(model, config) for w in self.workers])
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
@@ -483,6 +493,12 @@ class RemoteRolloutEngine:
 
     def wake(self) -> None:
         """Nothing to do."""
+
+    def end(self) -> None:
+        """End the workers at once."""
+        for worker in self.workers:
+            self.runtime.ray.kill(worker)
+        self.workers = []
 
     def _wait(self, refs: list[Any]) -> list[Any]:
         ray = self.runtime.ray

@@ -46,8 +46,8 @@ class RunError(RuntimeError):
 class StoppedError(RunError):
     """A step that is whole and after which going on makes no sense. ``metrics`` are the step's."""
 
-    def __init__(self, cause: Exception, metrics: Metrics) -> None:
-        super().__init__(str(cause))
+    def __init__(self, why: str, metrics: Metrics) -> None:
+        super().__init__(why)
         self.metrics = metrics
 
 
@@ -193,12 +193,12 @@ class Session:
         self._restore(state)
         # Only now is it sure that this recipe and the run in the folder belong together.
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
-        if self.recover is not None and self._saved_step < 0:
-            self._save(state)  # where to go back to if a worker is lost in the first steps
-            self._saved_step = -1
         with self._signals():
-            if self._saved_step < 0 and evaluate is not None:  # else step 0 is in the log already
-                self._record(0, evaluate(0))
+            if self._saved_step < 0:  # else step 0 is in the log already
+                if evaluate is not None:
+                    self._record(0, evaluate(0))
+                if self.recover is not None:  # where to go back to from the first steps
+                    self._save(state)
             while self.step < self.total_steps:
                 self._stop_if_asked(state)
                 try:
@@ -207,6 +207,7 @@ class Session:
                         self._save(state)
                 except (WorkerLostError, CheckpointError) as error:
                     self._go_back(state, error)
+        self._warn_of_skips()
         if self.config.checkpoint.best_metric and self._measured_step < 0:
             log.warning(
                 "checkpoint.best_metric=%s was never measured; metrics of this run: %s",
@@ -214,6 +215,15 @@ class Session:
                 ", ".join(sorted(self._last)),
             )
         return self._last
+
+    def _warn_of_skips(self) -> None:
+        skipped = self._last.get("train/skipped_total", 0.0)
+        if skipped > self.step / 2:
+            log.warning(
+                "%d optimizer steps were skipped because the loss or the gradient was not finite: "
+                "this run has learned little (see train/skipped_steps in the report)",
+                skipped,
+            )
 
     def _one_step(
         self,
@@ -238,17 +248,20 @@ class Session:
         self.progress.step(number, metrics)
 
     def _stop(self, state: State, stop: StoppedError) -> NoReturn:
-        """Save, say why, and raise."""
-        self._save(state)
-        write_text(self.run_dir / STOPPED_FILE, f"step {self.step}: {stop}\n")
-        log.error("stopped at step %d: %s", self.step, stop)
-        raise StoppedError(
-            RunError(
-                f"stopped at step {self.step} of {self.total_steps}: {stop}. The run is saved; go "
-                f"on with other settings by --resume {self.run_dir} KEY=VALUE"
-            ),
-            stop.metrics,
-        ) from stop
+        """Save if there is something worth saving, say why, and raise."""
+        try:
+            self._save(state)
+            saved = "The run is saved"
+        except CheckpointError as error:
+            saved = f"This step is not saved: {error}"
+        more = " max_steps=MORE" if self.step == self.total_steps else ""
+        why = (
+            f"stopped at step {self.step} of {self.total_steps}: {stop}. {saved}; go on with other "
+            f"settings by --resume {self.run_dir} KEY=VALUE{more}"
+        )
+        write_text(self.run_dir / STOPPED_FILE, why + "\n")
+        log.info(why)
+        raise StoppedError(why, stop.metrics) from stop
 
     def _record(self, step: int, metrics: Metrics) -> None:
         if "train/loss" in metrics:
@@ -289,6 +302,7 @@ class Session:
         log.info("checkpoint %s", path)
 
     def _restore(self, state: State) -> None:
+        (self.run_dir / STOPPED_FILE).unlink(missing_ok=True)  # it is about the last time
         newest = self.store.latest()
         if newest is None and self.store.all():
             raise RunError(
@@ -308,6 +322,7 @@ class Session:
         self.step = self._saved_step = session["step"]
         self._last = dict(session["last"])
         self.metrics.rewind(self.step)
+        self._spikes = SpikeAlarm()
         for line in read_metrics(self.run_dir):
             if "train/loss" in line:
                 self._spikes.check(line["train/loss"])

@@ -95,6 +95,9 @@ def _check_head(model: Any, name: str) -> None:
         if isinstance(error, NotImplementedError):
             raise ModelError(f"{name}: {error}") from error
         raise
+    check_weights(model, name)
+    if not (bool(whole.isfinite().all()) and bool(ours.isfinite().all())):
+        _raise_overflow(model.dtype, name)
     if not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.abs().max())):
         raise ModelError(
             f"{name} ({type(model).__name__}) changes its logits after the output projection "
@@ -106,7 +109,8 @@ def _check_head(model: Any, name: str) -> None:
 def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
     """Raise ModelError where ``body`` uses an operation that its device lacks in its format.
 
-    Two tokens forward, and backward to their embeddings (no gradient of a weight is made).
+    Two tokens forward, and backward to their embeddings. Raises ModelError, too, where what comes
+    out is not finite.
     """
     embedding = body.get_input_embeddings()
     if embedding.weight.dtype == torch.float32:
@@ -121,6 +125,28 @@ def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
     except (NotImplementedError, RuntimeError) as error:
         _raise_if_lacking(error, body, name)
         raise
+    if not bool(hidden.isfinite().all()):
+        _raise_overflow(embedding.weight.dtype, name)
+
+
+@torch.no_grad()
+def check_weights(model: Any, name: str) -> None:
+    """Raise ModelError where a weight is not finite: broken at its source, or too large for its
+    format."""
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
+            raise ModelError(
+                f"{name}: the weight {parameter_name} is not finite in {parameter.dtype} (fp16 "
+                f"ends at {torch.finfo(torch.float16).max:g}); if it is in precision.dtype=fp32, "
+                "use bf16 or fp32, else the model is broken"
+            )
+
+
+def _raise_overflow(dtype: torch.dtype, name: str) -> None:
+    raise ModelError(
+        f"{name}: its activations are not finite in {dtype} for a few tokens, although its weights "
+        "are: they grow beyond the format; use precision.dtype=bf16 or fp32"
+    )
 
 
 def _raise_if_lacking(error: Exception, model: Any, name: str) -> None:

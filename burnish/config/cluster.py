@@ -66,14 +66,15 @@ class ClusterConfig(Node):
         if self.runtime == "inline":
             if self.ray_address is not None:
                 yield "ray_address is set and runtime=inline uses no Ray; set runtime=ray"
-            several = [r for r in ("policy", "reference", "critic", "rollout") if self.ranks(r) > 1]
+            roles: tuple[ClusterRole, ...] = ("policy", "reference", "critic", "rollout")
+            several = [r for r in roles if self.ranks(r) > 1]
             if several:
                 yield (
                     f"{several[0]} has {self.ranks(several[0])} workers and runtime=inline has one "
                     "process; set runtime=ray"
                 )
         for role in sorted(COLOCATED[self.layout] - {"policy", "reward"}):
-            anchor = "critic" if self.layout == "colocate_critic_reward" else "policy"
+            anchor: ClusterRole = "critic" if self.layout == "colocate_critic_reward" else "policy"
             if role != anchor and self.ranks(role) != self.ranks(anchor):
                 yield (
                     f"layout={self.layout} puts {anchor} and {role} into the same places, and they "

@@ -40,8 +40,8 @@ from burnish.rewards.model import load_model_reward
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
-from burnish.train.base import HasLogprobs, Role
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.base import HasLogprobs, Role, TrainEngine
+from burnish.train.torch import EngineSpec
 from burnish.types import Batch, Group, Prompt
 
 log = logging.getLogger("burnish")
@@ -188,9 +188,7 @@ def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
     )
 
 
-def _reference(
-    config: RLConfig, runtime: Runtime, policy: TrainEngine
-) -> HasLogprobs | None:
+def _reference(config: RLConfig, runtime: Runtime, policy: TrainEngine) -> HasLogprobs | None:
     if not config.algorithm.kl.init_kl_coef:
         return None
     own = config.reference.model if config.reference is not None else None

@@ -201,12 +201,7 @@ class Session:
                     self._save(state)
             while self.step < self.total_steps:
                 self._stop_if_asked(state)
-                try:
-                    self._one_step(state, step, evaluate, eval_every)
-                    if self._checkpoint_due():
-                        self._save(state)
-                except (WorkerLostError, CheckpointError) as error:
-                    self._go_back(state, error)
+                self._step_and_save(state, step, evaluate, eval_every)
         self._warn_of_skips()
         if self.config.checkpoint.best_metric and self._measured_step < 0:
             log.warning(
@@ -224,6 +219,21 @@ class Session:
                 "this run has learned little (see train/skipped_steps in the report)",
                 skipped,
             )
+
+    def _step_and_save(
+        self,
+        state: State,
+        step: Callable[[int], Metrics],
+        evaluate: Callable[[int], Metrics] | None,
+        eval_every: int,
+    ) -> None:
+        """One step; where a worker is lost in it, back to the newest checkpoint instead."""
+        try:
+            self._one_step(state, step, evaluate, eval_every)
+            if self._checkpoint_due():
+                self._save(state)
+        except (WorkerLostError, CheckpointError) as error:
+            self._go_back(state, error)
 
     def _one_step(
         self,

@@ -44,12 +44,11 @@ def pack_batch(batch: Batch) -> Packed:
 
 def unpack_batch(packed: Packed) -> Batch:
     """The inverse of :func:`pack_batch`. Copies: shared arrays are read-only."""
-    return Batch(
-        **{
-            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-            for name, value in packed.items()
-        }
-    )
+    values: dict[str, Any] = {
+        name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+        for name, value in packed.items()
+    }
+    return Batch(**values)
 
 
 def pack_weight(name: str, tensor: Tensor) -> tuple[str, Any, str]:

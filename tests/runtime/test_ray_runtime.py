@@ -134,9 +134,7 @@ def test_a_lora_policy_and_its_base_live_on_the_same_workers(rl: MakeConfig, rew
 def test_layouts_change_places_and_no_number(rl: MakeConfig, reward: Any) -> None:
     runs = []
     for layout in ("colocate_all", "colocate_actor_ref", "separate"):
-        config = rl(
-            *RAY, *GAE, f"cluster.layout={layout}", f"run_dir={rl().run_dir}-{layout}"
-        )
+        config = rl(*RAY, *GAE, f"cluster.layout={layout}", f"run_dir={rl().run_dir}-{layout}")
         runs.append(read_metrics(burnish.run(config, rewards=reward).run_dir))
     compare(runs[0], runs[1])
     compare(runs[0], runs[2])
@@ -201,7 +199,12 @@ class Killer(threading.Thread):
         self, run_dir: Path, kind: str, *, lines: int, seed: int, number: int = signal.SIGKILL
     ) -> None:
         super().__init__(daemon=True)
-        self.log, self.kind, self.lines, self.number = run_dir / "metrics.jsonl", kind, lines, number
+        self.log, self.kind, self.lines, self.number = (
+            run_dir / "metrics.jsonl",
+            kind,
+            lines,
+            number,
+        )
         self.rng = random.Random(seed)
         self.hit: int | None = None
 

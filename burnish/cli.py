@@ -120,30 +120,62 @@ Resume = Annotated[
         "--resume", metavar="RUN", help="Go on with the run in this folder.", show_default=False
     ),
 ]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="Run on this Ray cluster (auto, or host:port): cluster.runtime=ray with that address.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
-def sft(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+def sft(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    ray_address: RayAddress = None,
+) -> None:
     """Supervised fine-tuning on demonstrations."""
-    _job("sft", arguments or [], dry_run=dry_run, resume=resume)
+    _job("sft", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
 
 
 @app.command()
-def rm(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+def rm(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    ray_address: RayAddress = None,
+) -> None:
     """A reward model from preference pairs."""
-    _job("rm", arguments or [], dry_run=dry_run, resume=resume)
+    _job("rm", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
 
 
 @app.command()
-def rl(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+def rl(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    ray_address: RayAddress = None,
+) -> None:
     """Reinforcement learning from rewards: PPO, GRPO and their family."""
-    _job("rl", arguments or [], dry_run=dry_run, resume=resume)
+    _job("rl", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
 
 
 @app.command()
-def evaluate(arguments: Arguments = None, dry_run: DryRun = False) -> None:
+def evaluate(
+    arguments: Arguments = None, dry_run: DryRun = False, ray_address: RayAddress = None
+) -> None:
     """pass@1 and pass@k of a model on held-out prompts."""
-    _job("evaluate", arguments or [], dry_run=dry_run, resume=None)
+    _job("evaluate", _on_ray(arguments, ray_address), dry_run=dry_run, resume=None)
+
+
+def _on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
+    """The arguments with the overrides that ``--ray-address`` stands for."""
+    more = [] if address is None else ["cluster.runtime=ray", f"cluster.ray_address={address}"]
+    return [*(arguments or []), *more]
 
 
 def _job(job: str, arguments: list[str], *, dry_run: bool, resume: Path | None) -> None:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from burnish.config.algorithm import AlgorithmConfig, GaeAdvantage, GroupAdvantage
 from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout, derive_batch
 from burnish.config.base import Node, PathText
+from burnish.config.cluster import ClusterConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
@@ -33,6 +34,8 @@ class JobConfig(Node):
     """The model that is trained (for rl: the policy)."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where the parts of the job run."""
 
     @model_validator(mode="after")
     def _report_all_broken_rules(self) -> JobConfig:
@@ -69,7 +72,7 @@ class _SupervisedJob(TrainingJob):
 
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
-        return _derive(self.train)
+        return _derive(self.train, self.cluster)
 
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
@@ -128,7 +131,7 @@ class RLConfig(TrainingJob):
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
         plan = replace(
-            _derive(self.train),
+            _derive(self.train, self.cluster),
             rollout_batch_size=self.rollout.rollout_batch_size,
             n_samples_per_prompt=self.rollout.n_samples_per_prompt,
             epochs_per_rollout=self.train.epochs_per_rollout,
@@ -245,11 +248,12 @@ JOBS: dict[str, type[JobConfig]] = {
 }
 
 
-def _derive(train: TrainConfig) -> BatchPlan:
+def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
     return derive_batch(
         train_batch_size=train.train_batch_size,
         micro_train_batch_size=train.micro_train_batch_size,
         gradient_accumulation_steps=train.gradient_accumulation_steps,
+        data_parallel_size=cluster.policy_ranks,
         token_budget=train.max_tokens_per_micro_batch is not None,
     )
 

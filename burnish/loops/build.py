@@ -39,9 +39,9 @@ from burnish.rewards.build import build_rewards
 from burnish.rewards.model import load_model_reward
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner
-from burnish.runtime.inline import InlineRuntime
-from burnish.train.base import HasLogprobs, Role
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.runtime.base import Runtime
+from burnish.train.base import HasLogprobs, Role, TrainEngine
+from burnish.train.torch import EngineSpec
 from burnish.types import Batch, Group, Prompt
 
 log = logging.getLogger("burnish")
@@ -52,7 +52,7 @@ WeightedRewards = Sequence[tuple[Reward, float]]
 
 
 def build_rl(
-    config: RLConfig, runtime: InlineRuntime, functions: Functions, run_dir: Path
+    config: RLConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> tuple[RL, Evaluator | None]:
     """The parts of an RL run and its evaluator. Data and rewards first: their mistakes are the
     quickest to find."""
@@ -107,7 +107,7 @@ def build_rl(
 
 
 def build_evaluation(
-    config: EvaluateConfig, runtime: InlineRuntime, functions: Functions, run_dir: Path
+    config: EvaluateConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> Evaluator:
     """The evaluator of an ``evaluate`` job."""
     assert config.eval.generate_max_len is not None
@@ -120,7 +120,7 @@ def build_evaluation(
 
 
 def build_supervised(
-    config: SFTConfig | RewardModelConfig, runtime: InlineRuntime
+    config: SFTConfig | RewardModelConfig, runtime: Runtime
 ) -> tuple[Supervised, int]:
     """The parts of an SFT or reward-model run, and its number of optimizer steps."""
     sft = isinstance(config, SFTConfig)
@@ -188,9 +188,7 @@ def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
     )
 
 
-def _reference(
-    config: RLConfig, runtime: InlineRuntime, policy: TorchTrainEngine
-) -> HasLogprobs | None:
+def _reference(config: RLConfig, runtime: Runtime, policy: TrainEngine) -> HasLogprobs | None:
     if not config.algorithm.kl.init_kl_coef:
         return None
     own = config.reference.model if config.reference is not None else None
@@ -201,13 +199,13 @@ def _reference(
 
 
 def _rewards(
-    config: RLConfig | EvaluateConfig, runtime: InlineRuntime, functions: Functions
+    config: RLConfig | EvaluateConfig, runtime: Runtime, functions: Functions
 ) -> WeightedRewards:
     return build_rewards(
         config.rewards,
         functions=functions,
         model_reward=lambda entry: load_model_reward(
-            entry, runtime.tokenizer, dtype=config.precision.dtype, device=str(runtime.device)
+            entry, runtime.tokenizer, lambda spec: runtime.scalar_model(spec, seed=0, spans={})
         ),
     )
 

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.model import Dtype, PrecisionConfig
 from burnish.config.rewards import ModelReward as ModelRewardConfig
 from burnish.config.train import TrainConfig
-from burnish.models.load import load_tokenizer, resolve_device
-from burnish.models.value_head import load_scalar_model
+from burnish.models.load import load_tokenizer
 from burnish.rewards.base import RewardInput
 from burnish.train.base import TrainEngine
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.torch import EngineSpec
 from burnish.types import rows_to_batch
 
 Encode = Callable[[RewardInput], Sequence[int]]
@@ -41,28 +39,24 @@ class ModelReward:
 def load_model_reward(
     config: ModelRewardConfig,
     policy_tokenizer: PreTrainedTokenizerBase,
-    *,
-    dtype: Dtype,
-    device: str,
+    make_engine: Callable[[EngineSpec], TrainEngine],
 ) -> ModelReward:
-    """The reward model of a recipe entry.
+    """The reward model of a recipe entry, in an engine that ``make_engine`` makes.
 
     Where it has the policy's vocabulary the sampled token ids are scored as they are; otherwise
     prompt and response are tokenised for it. Raises ModelError where it has no trained head.
     """
-    model = load_scalar_model(config.model, dtype=dtype, device=resolve_device(device))
     spec = EngineSpec(
         role="reward",
         train=TrainConfig(layout="packed"),
         model=config.model,
         micro_batch_size=config.micro_batch_size,
         trainable=False,
-        precision=PrecisionConfig(dtype=dtype),
     )
     own = load_tokenizer(config.model)
     same = own.get_vocab() == policy_tokenizer.get_vocab()
     encode = _ids if same else _encoder(own)
-    return ModelReward(config.name or "model", TorchTrainEngine(model, spec), encode)
+    return ModelReward(config.name or "model", make_engine(spec), encode)
 
 
 def _ids(item: RewardInput) -> Sequence[int]:

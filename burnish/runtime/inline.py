@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,13 +17,13 @@ from burnish.config.rollout import LocalEngine
 from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.timeline import Timeline, timed
+from burnish.rollout.base import RolloutEngine
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
-from burnish.train.base import HasLogprobs
+from burnish.train.base import HasLogprobs, TrainEngine
+from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
-
-POLICY_SPANS = {"logprobs": "logprobs", "forward_backward": "train", "optim_step": "optim"}
-CRITIC_SPANS = {"values": "values", "forward_backward": "critic", "optim_step": "critic"}
 
 
 class InlineRuntime:
@@ -35,8 +36,10 @@ class InlineRuntime:
         precision: PrecisionConfig,
         device: str,
         timeline: Timeline,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
+        self.ranks = ranks
         self.device = resolve_device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -50,8 +53,7 @@ class InlineRuntime:
         """A train engine over a causal LM (policy, reference)."""
         model = load_causal_lm(spec.model, dtype=self._load_dtype(spec), device=self.device)
         self._add_end_token(model)
-        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
-        return timed(engine, self.timeline, spans)
+        return self._engine(model, spec, spans)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
@@ -62,22 +64,24 @@ class InlineRuntime:
             dtype=self._load_dtype(spec),
             device=self.device,
             seed=seed,
-            new_head=True,
+            new_head=spec.trainable,
         )
-        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
-        return timed(engine, self.timeline, spans)
+        return self._engine(model, spec, spans)
 
-    def frozen_base(self, policy: TorchTrainEngine) -> HasLogprobs:
+    def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
         """The reference model inside a LoRA policy."""
-        return timed(FrozenBase(policy), self.timeline, {"logprobs": "reference"})
+        return timed(
+            FrozenBase(cast(TorchTrainEngine, policy)), self.timeline, {"logprobs": "reference"}
+        )
 
-    def rollout(self, policy: TorchTrainEngine, config: LocalEngine) -> LocalRolloutEngine:
+    def rollout(self, policy: TrainEngine, config: LocalEngine) -> LocalRolloutEngine:
         """A rollout engine for ``policy``: over its own weights, or over a copy in another
         dtype."""
         wanted = self.precision.sampler_dtype
-        model = policy.model
+        trainer = cast(TorchTrainEngine, policy)
+        model = trainer.model
         if wanted != self.precision.dtype:
-            base = policy.spec.model.model_copy(update={"lora": None})
+            base = trainer.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
             self._add_end_token(model)
@@ -89,13 +93,17 @@ class InlineRuntime:
         self._add_end_token(network)
         return LocalRolloutEngine(network, self.tokenizer, config)
 
+    def _engine(
+        self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
+    ) -> TorchTrainEngine:
+        own = replace(spec, precision=self.precision)
+        engine = TorchTrainEngine(model, own, tokenizer=self.tokenizer, ranks=self.ranks)
+        return timed(engine, self.timeline, spans)
+
     def _load_dtype(self, spec: EngineSpec) -> Dtype:
         """fp32 where all weights are trained: they become the masters, unrounded."""
         whole = spec.trainable and spec.model.lora is None
         return "fp32" if whole else self.precision.dtype
-
-    def _with_precision(self, spec: EngineSpec) -> EngineSpec:
-        return replace(spec, precision=self.precision)
 
     def _add_end_token(self, model: PreTrainedModel) -> None:
         """Make the chat template's end of turn an end token of the model, here and in its
@@ -108,6 +116,10 @@ class InlineRuntime:
         ends |= {turn, int(self.tokenizer.eos_token_id)}
         config.eos_token_id = sorted(ends) if len(ends) > 1 else turn
 
-    def sync(self, policy: TorchTrainEngine, rollout: LocalRolloutEngine) -> InprocSync:
+    def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""
-        return timed(InprocSync(policy, rollout), self.timeline, {"push": "sync"})
+        ends = cast(TorchTrainEngine, policy), cast(LocalRolloutEngine, rollout)
+        return timed(InprocSync(*ends), self.timeline, {"push": "sync"})
+
+    def close(self) -> None:
+        """Nothing to end."""

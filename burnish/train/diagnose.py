@@ -145,16 +145,16 @@ class _Watch:
 
     def check(
         self,
-        tensor: Tensor,
+        tensor: Tensor | None,
         stage: Stage,
         module: str,
         side: Literal["input", "output"] = "output",
         *,
         allow_minus_inf: bool = False,
     ) -> None:
-        """Take note of a tensor that is not finite, and raise _Found unless the pass is to go on."""
-        if self.found is not None or not tensor.is_floating_point():
-            return
+        """Take note of a tensor that is not finite; raises _Found unless the pass is to go on."""
+        if tensor is None or self.found is not None or not tensor.is_floating_point():
+            return  # (None: a gradient that nothing asks for)
         finite = torch.isfinite(tensor)
         if allow_minus_inf:
             finite |= tensor == -torch.inf

@@ -181,6 +181,7 @@ def publish(optimizer: Any, *, stage: int) -> None:
     """Masters into the weights that compute, on all ranks."""
     parts = vars(optimizer)
     if stage == 3:
+        optimizer._partition_all_parameters()  # what stayed whole on every rank is gathered anew
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if optimizer.persistent_parameters:

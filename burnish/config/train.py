@@ -48,17 +48,19 @@ class DeepSpeedEngine(Node):
 
     def rules(self) -> Iterator[str]:
         if self.adam_offload and self.zero_stage == 0:
-            yield "adam_offload moves shards of the optimizer, and zero_stage=0 has none; use 1 to 3"
+            yield (
+                "adam_offload moves shards of the optimizer, and zero_stage=0 has none; use 1 to 3"
+            )
         for name in ("param_offload", "zero_init"):
             if self.model_dump()[name] and self.zero_stage != 3:
                 yield (
-                    f"{name} is about shards of the weights, and zero_stage={self.zero_stage} keeps "
-                    "them whole; use zero_stage=3"
+                    f"{name} is about shards of the weights, and zero_stage={self.zero_stage} "
+                    "keeps them whole; use zero_stage=3"
                 )
         if self.zero_hpz_partition_size > 1 and self.zero_stage != 3:
             yield (
-                f"zero_hpz_partition_size={self.zero_hpz_partition_size} keeps a second shard of the "
-                f"weights, and zero_stage={self.zero_stage} keeps them whole; use zero_stage=3"
+                f"zero_hpz_partition_size={self.zero_hpz_partition_size} keeps a second shard of "
+                f"the weights, and zero_stage={self.zero_stage} keeps them whole; use zero_stage=3"
             )
 
 
@@ -130,22 +132,21 @@ def engine_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str
         return
     if engine.zero_stage == 0 and precision.dtype == "fp16":
         yield (
-            "train.engine.zero_stage=0 with precision.dtype=fp16: there DeepSpeed ignores hysteresis "
-            "and the floor of the loss scale, and does not multiply the loss by it; use zero_stage=1 "
-            "(the same memory on one rank), or dtype=bf16"
+            "train.engine.zero_stage=0 with precision.dtype=fp16: there DeepSpeed ignores "
+            "hysteresis and the floor of the loss scale, and does not multiply the loss by it; use "
+            "zero_stage=1 (the same memory on one rank), or dtype=bf16"
         )
     elif engine.zero_stage == 0 and precision.dtype != precision.grad_accum_dtype:
         yield (
-            f"train.engine.zero_stage=0 with precision.dtype={precision.dtype}: there DeepSpeed adds "
-            f"gradients up in {precision.dtype} only; use zero_stage=1 (the same memory on one "
-            f"rank), or precision.grad_accum_dtype={precision.dtype}"
+            f"train.engine.zero_stage=0 with precision.dtype={precision.dtype}: there DeepSpeed "
+            f"adds gradients up in {precision.dtype} only; use zero_stage=1 (the same memory on "
+            f"one rank), or precision.grad_accum_dtype={precision.dtype}"
         )
-    if precision.dtype == "fp16" and not precision.loss_scale:
-        if precision.min_loss_scale != int(precision.min_loss_scale):
-            yield (
-                f"precision.min_loss_scale={precision.min_loss_scale:g}: DeepSpeed takes whole "
-                "numbers only; use 1 or more"
-            )
+    if precision.dtype == "fp16" and precision.min_loss_scale % 1:
+        yield (
+            f"precision.min_loss_scale={precision.min_loss_scale:g}: DeepSpeed takes whole numbers "
+            "only; use 1 or more"
+        )
 
 
 class RLTrainConfig(TrainConfig):

@@ -19,6 +19,7 @@ from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs
+from burnish.train.engines import loading, make_engine, shares_weights
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 
 POLICY_SPANS = {"logprobs": "logprobs", "forward_backward": "train", "optim_step": "optim"}
@@ -48,23 +49,23 @@ class InlineRuntime:
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> TorchTrainEngine:
         """A train engine over a causal LM (policy, reference)."""
-        model = load_causal_lm(spec.model, dtype=self._load_dtype(spec), device=self.device)
+        dtype = self._load_dtype(spec)
+        with loading(spec, dtype):
+            model = load_causal_lm(spec.model, dtype=dtype, device=self.device)
         self._add_end_token(model)
-        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
+        engine = make_engine(model, self._with_precision(spec), tokenizer=self.tokenizer)
         return timed(engine, self.timeline, spans)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> TorchTrainEngine:
         """A train engine over a scalar model (critic, reward); a language model gets a new head."""
-        model = load_scalar_model(
-            spec.model,
-            dtype=self._load_dtype(spec),
-            device=self.device,
-            seed=seed,
-            new_head=True,
-        )
-        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
+        dtype = self._load_dtype(spec)
+        with loading(spec, dtype):
+            model = load_scalar_model(
+                spec.model, dtype=dtype, device=self.device, seed=seed, new_head=True
+            )
+        engine = make_engine(model, self._with_precision(spec), tokenizer=self.tokenizer)
         return timed(engine, self.timeline, spans)
 
     def frozen_base(self, policy: TorchTrainEngine) -> HasLogprobs:
@@ -72,11 +73,11 @@ class InlineRuntime:
         return timed(FrozenBase(policy), self.timeline, {"logprobs": "reference"})
 
     def rollout(self, policy: TorchTrainEngine, config: LocalEngine) -> LocalRolloutEngine:
-        """A rollout engine for ``policy``: over its own weights, or over a copy in another
-        dtype."""
+        """A rollout engine for ``policy``: over its own weights, or over a copy where the dtype is
+        another or they are in shards."""
         wanted = self.precision.sampler_dtype
         model = policy.model
-        if wanted != self.precision.dtype:
+        if wanted != self.precision.dtype or not shares_weights(policy.spec):
             base = policy.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)

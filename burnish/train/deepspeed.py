@@ -25,8 +25,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from burnish.config.model import Dtype, PrecisionConfig
-from burnish.config.train import DeepSpeedEngine, TrainConfig, engine_rules
+from burnish.config.model import Dtype
+from burnish.config.train import DeepSpeedEngine, engine_rules
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, _check_head, check_compute_dtype, describe
 from burnish.models.lora import merged_weights
@@ -37,14 +37,9 @@ from burnish.train.forward import BatchForward, dummy_batch
 from burnish.train.optim import lr_factor
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.state import (
-    MOMENTS,
-    Shards,
-    check_names,
+    ShardedState,
     read_description,
-    read_into,
-    read_step,
     write_description,
-    write_tensors,
 )
 from burnish.train.torch import EngineSpec, _enable_checkpointing
 from burnish.train.zero import (
@@ -98,14 +93,12 @@ class DeepSpeedTrainEngine:
         self.skipped_total = self.consecutive_skips = 0
         self._since_step: list[tuple[Batch, Loss]] = []
         self._losses: list[Tensor] = []
-        accelerator = self._library.accelerator.get_accelerator()
-        self.device = torch.device(accelerator.current_device_name())
+        self.device = torch.device(_accelerator(self._library).current_device_name())
         self.forward = BatchForward(model, spec.role, spec.train, temperature=spec.temperature)
         self.scalar = self.forward.scalar
         self.body: PreTrainedModel = self.forward.body
-        self.shards = Shards((), (), ranks, replicated=True)
-        self.ema: dict[int, Tensor] = {}
-        """Moving averages by id of the flat master they follow."""
+        self._state: ShardedState | None = None
+        self._scaler: Any = None
         self._start()
         use_fp32_products(model)
         self._check_model()
@@ -132,10 +125,12 @@ class DeepSpeedTrainEngine:
             self._scaler = vars(self.engine.optimizer).get("loss_scaler")
             if self._scaler is not None and self._scaler.dynamic:
                 self._scaler.raise_error_at_min_scale = False  # at_floor is found without a raise
-            self.shards = find_shards(
+            shards = find_shards(
                 self.model, self.engine.optimizer, stage=self.config.zero_stage, ranks=self.ranks
             )
-            self._set_masters(masters)
+            shards.take(masters)  # DeepSpeed made its own of rounded weights
+            ema_decay = self.spec.train.ema_decay
+            self._state = ShardedState(shards, self._adamw.state, ema_decay)
             if self.spec.train.gradient_checkpointing:
                 _enable_checkpointing(self.body)
         self.model.eval()
@@ -149,23 +144,12 @@ class DeepSpeedTrainEngine:
         shard where the model was loaded in shards) if that is another format."""
         dtype, masters = DTYPES[self.spec.precision.dtype], {}
         for name, parameter in self.model.named_parameters():
-            held = [parameter, parameter.ds_tensor] if is_cut(parameter) else [parameter]
+            held = [parameter, vars(parameter)["ds_tensor"]] if is_cut(parameter) else [parameter]
             if parameter.requires_grad and self._half:
                 masters[name] = held[-1].detach().float()
             for tensor in held:
                 tensor.data = tensor.data.to(dtype)
         return masters
-
-    @torch.no_grad()
-    def _set_masters(self, masters: dict[str, Tensor]) -> None:
-        """What was loaded becomes the fp32 masters; DeepSpeed made its own of rounded weights."""
-        for shard in self.shards.all:
-            if shard.name in masters and shard.flat is not None:
-                whole = masters[shard.name].numel() == shard.numel
-                own = masters[shard.name].reshape(-1)
-                shard.of(shard.flat).copy_(shard.cut(own) if whole else own[: shard.count])
-        if self.spec.train.ema_decay is not None:
-            self.ema = {id(flat): flat.detach().clone() for flat in self.shards.flats}
 
     def _check_model(self) -> None:
         """What loading could not look at, because the weights were in shards."""
@@ -252,7 +236,7 @@ class DeepSpeedTrainEngine:
         Raises NonFiniteError with the first bad tensor at the floor of the loss scale, and after
         ``max_consecutive_skips`` skipped steps in a row.
         """
-        assert self._adamw is not None, f"the {self.role} engine is frozen"
+        assert self._state is not None, f"the {self.role} engine is frozen"
         finite_loss = not self._losses or bool(torch.stack(self._losses).isfinite().all())
         finite_loss = not self.ranks.any(not finite_loss)
         stats = self._step(finite_loss)
@@ -263,7 +247,7 @@ class DeepSpeedTrainEngine:
         else:
             self.version += 1
             self.consecutive_skips = 0
-            self._follow()
+            self._state.follow()
         stats = replace(stats, skipped_total=self.skipped_total)
         try:
             self._check_hope(stats)
@@ -306,13 +290,6 @@ class DeepSpeedTrainEngine:
         divides by it.)"""
         return 1.0 if self._scaler is None else float(self._scaler.cur_scale)
 
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """The moving average, after a step."""
-        decay = self.spec.train.ema_decay
-        for flat in self.shards.flats if decay is not None else []:
-            self.ema[id(flat)].lerp_(flat, 1.0 - float(decay or 0.0))
-
     def _check_hope(self, stats: StepStats) -> None:
         """Raise NonFiniteError where the steps to come would be skipped as well."""
         reason = why_stop(
@@ -333,18 +310,12 @@ class DeepSpeedTrainEngine:
     def _first_bad(self) -> str:
         """Where the gradient of the step stops being finite, on the first rank where it does. All
         ranks compute all their micro-batches once more."""
-        scale = self.loss_scale * self.ranks.size
         found: list[str] = []
         self.model.train()
         for batch, loss in self._since_step:
             for rows in self._split(batch):
-
-                def scaled(
-                    batch: Batch = batch, rows: list[int] = rows, loss: Loss = loss
-                ) -> Tensor:
-                    return scale * self._micro_loss(self.forward, batch, rows, loss)[0]
-
-                bad = first_bad_tensor(self.model, scaled, to_the_end=True)
+                compute = partial(self._scaled_loss, batch, rows, loss)
+                bad = first_bad_tensor(self.model, compute, to_the_end=True)
                 if bad is not None:
                     found.append(f"First bad tensor: {bad} (rows {rows} of the batch).")
         self.model.eval()
@@ -356,6 +327,10 @@ class DeepSpeedTrainEngine:
             f"(precision.grad_accum_dtype={self.spec.precision.grad_accum_dtype}), or dropout drew "
             "other numbers."
         )
+
+    def _scaled_loss(self, batch: Batch, rows: list[int], loss: Loss) -> Tensor:
+        scale = self.loss_scale * self.ranks.size
+        return scale * self._micro_loss(self.forward, batch, rows, loss)[0]
 
     # ---- weights and state -----------------------------------------------------------------
 
@@ -375,64 +350,14 @@ class DeepSpeedTrainEngine:
     @property
     def state_bytes(self) -> int:
         """Size of what :meth:`save` writes."""
-        entries = self.shards.numel * (1 + bool(self.ema))
-        if self._num_updates is not None:
-            entries += self.shards.numel * len(MOMENTS) + len(self.shards.all)
-        return 4 * entries
-
-    @property
-    def _num_updates(self) -> float | None:
-        """Updates that Adam has made; None before the first, and then there are no moments."""
-        return next((float(s["step"]) for s in self._adam_state.values() if "step" in s), None)
-
-    @property
-    def _adam_state(self) -> dict[Tensor, dict[str, Tensor]]:
-        assert self._adamw is not None
-        return self._adamw.state
+        assert self._state is not None, f"the {self.role} engine is frozen"
+        return self._state.num_bytes
 
     def save(self, folder: Path) -> None:
-        """Weights (fp32 masters), moments, EMA and version, in the format of the torch engine.
-
-        All ranks take part, and the first writes, one parameter at a time. Raises OSError on all
-        ranks where it cannot.
-        """
-        assert self._adamw is not None, f"the {self.role} engine is frozen"
-        error: OSError | None = None
-        updates = self._num_updates
-        for kind, tensors in self._kinds(updates).items():
-            try:
-                if self.ranks.rank == 0 and error is None:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    shapes = [(s.name, () if kind == "step" else s.shape) for s in self.shards.all]
-                    write_tensors(folder / f"{kind}.safetensors", shapes, tensors)
-            except OSError as failed:
-                error = failed
-            for _ in tensors:  # the other ranks wait for this one in every parameter
-                pass
-        if self.ranks.rank == 0 and error is None:
-            try:
-                self._describe(folder)
-            except OSError as failed:
-                error = failed
-        told = self.ranks.gather(None if error is None else str(error))[0]
-        if error is not None:
-            raise error
-        if told is not None:
-            raise OSError(f"rank 0 could not write the checkpoint: {told}")
-
-    def _kinds(self, updates: float | None) -> dict[str, Iterator[Tensor]]:
-        """What is in a checkpoint, by kind."""
-        kinds = {"master": self.shards.whole(lambda flat: flat)}
-        if updates is not None:
-            for moment in MOMENTS:
-                kinds[moment] = self.shards.whole(partial(self._moment, moment))
-            kinds["step"] = (torch.tensor(updates) for _ in self.shards.all)
-        if self.ema:
-            kinds["ema"] = self.shards.whole(lambda flat: self.ema[id(flat)])
-        return kinds
-
-    def _moment(self, name: str, flat: Tensor) -> Tensor:
-        return self._adam_state[flat][name]
+        """Weights (fp32 masters), moments, EMA and version, in the files of the torch engine. All
+        ranks take part, and the first writes. Raises OSError on all ranks where it cannot."""
+        assert self._state is not None, f"the {self.role} engine is frozen"
+        self._state.save(folder, partial(self._describe, folder))
 
     def _describe(self, folder: Path) -> None:
         state = {
@@ -450,24 +375,9 @@ class DeepSpeedTrainEngine:
     def load(self, folder: Path) -> None:
         """Take back what an engine's :meth:`save` wrote, with any number of ranks. Every rank reads
         its own shards. Raises ValueError for a checkpoint of another model or role."""
-        assert self._adamw is not None, f"the {self.role} engine is frozen"
+        assert self._state is not None, f"the {self.role} engine is frozen"
         state = read_description(folder, role=self.role, model=self.spec.model)
-        master = folder / "master.safetensors"
-        check_names(master, [(s.name, s.shape) for s in self.shards.all])
-        read_into(master, self.shards, lambda flat: flat)
-        self._adam_state.clear()  # a checkpoint of step 0 has no moments
-        if (folder / "step.safetensors").is_file():
-            updates = read_step(folder / "step.safetensors")
-            for flat in self.shards.flats:
-                moments = {name: torch.zeros_like(flat) for name in MOMENTS}
-                step = torch.tensor(updates, dtype=torch.float32, device=flat.device)
-                self._adam_state[flat] = {"step": step, **moments}
-            for name in MOMENTS:
-                read_into(folder / f"{name}.safetensors", self.shards, partial(self._moment, name))
-        if self.ema:  # one switched on since then starts from these weights
-            ema = folder / "ema.safetensors"
-            source = ema if ema.is_file() else master
-            read_into(source, self.shards, lambda flat: self.ema[id(flat)])
+        self._state.load(folder)
         publish(self.engine.optimizer, stage=self.config.zero_stage)
         self.version = int(state["version"])
         self.skipped_total = int(state["skipped_total"])
@@ -497,6 +407,10 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
+def _accelerator(library: Any) -> Any:
+    return library.accelerator.get_accelerator()
+
+
 def check_version(version: str) -> None:
     """Raise DeepSpeedError for a version of DeepSpeed that trains wrongly, or too large."""
     found = Version(version)
@@ -508,28 +422,29 @@ def check_version(version: str) -> None:
         )
     if found < OLDEST:
         raise DeepSpeedError(
-            f"DeepSpeed {version} steps over gradients that are not finite in fp32 and bf16 at "
-            f"stage 3 and at stage 1; install {OLDEST} or newer"
+            f"DeepSpeed {version} does not check gradients in fp32 and bf16 at stage 3, so that a "
+            f"step over one that is not finite ruins the weights; install {OLDEST} or newer"
         )
 
 
 def _join(library: Any, ranks: Ranks) -> None:
     """DeepSpeed's communication over the process group that is there; a group of one process is
     made where there is none."""
-    accelerator = library.accelerator.get_accelerator()
+    accelerator = _accelerator(library)
     if not torch.distributed.is_initialized() and ranks.size == 1:
         backend = accelerator.communication_backend_name()
         torch.distributed.init_process_group(
             "gloo" if accelerator.device_name() == "cpu" else backend,
-            store=torch.distributed.HashStore(),
+            store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
             rank=0,
             world_size=1,
         )
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0
     if world != ranks.size:
         raise DeepSpeedError(
-            f"this engine was given {ranks.size} ranks and torch.distributed has {world}: DeepSpeed "
-            "works over the whole process group; start as many processes as the engine has ranks"
+            f"this engine was given {ranks.size} ranks and torch.distributed has {world}: "
+            "DeepSpeed works over the whole process group; start as many processes as the engine "
+            "has ranks"
         )
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it; launchers set it
     with _on_this_machine(library):
@@ -544,7 +459,7 @@ def _on_this_machine(library: Any) -> Iterator[None]:
     which training does without. And it refuses fp16 where oneDNN has no fp16 products; Burnish
     computes them through fp32 (``models/half_linear.py``).
     """
-    accelerator = library.accelerator.get_accelerator()
+    accelerator = _accelerator(library)
     module: Any = sys.modules["deepspeed.comm.torch"]
     if accelerator.device_name() != "cpu" or "build_shm_op" not in vars(module):
         yield
@@ -568,7 +483,7 @@ def loading(engine: DeepSpeedEngine, dtype: Dtype, ranks: Ranks) -> Iterator[Non
     _join(library, ranks)
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero_section(engine),
         **({dtype: {"enabled": True}} if dtype != "fp32" else {}),

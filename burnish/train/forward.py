@@ -106,7 +106,7 @@ def _teach(layer: nn.Linear, extra_forward: Callable[..., Any]) -> None:
     def forward(hidden: Tensor, extra: tuple[Any, ...] | None = None) -> Any:
         return plain(hidden) if extra is None else extra_forward(hidden, *extra)
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _token_logprobs(

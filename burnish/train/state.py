@@ -3,15 +3,16 @@
 The files are those of :class:`burnish.train.torch.TorchTrainEngine`: ``master``, ``exp_avg``,
 ``exp_avg_sq``, ``step`` and perhaps ``ema`` ``.safetensors`` by parameter name, ``engine.json`` and
 ``hf/``. So a run may change its engine, its ZeRO stage and its number of ranks.
-:class:`Shards` says which entries of which parameter a rank holds, :func:`write_tensors` writes one
-tensor at a time.
+:class:`Shards` says which entries of which parameter a rank holds, :class:`ShardedState` saves and
+loads them, one parameter at a time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,15 @@ class Shards:
         """Entries of all parameters."""
         return sum(s.numel for s in self.all)
 
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the masters to ``weights``: whole parameters, or what is here of them."""
+        for shard in self.all:
+            if shard.name in weights and shard.flat is not None:
+                given = weights[shard.name].reshape(-1)
+                own = shard.cut(given) if given.numel() == shard.numel else given[: shard.count]
+                shard.of(shard.flat).copy_(own)
+
     def whole(self, pick: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
         """Every parameter's whole tensor, fp32, one at a time. ``pick`` maps a flat master to what
         is wanted of it (itself, or a moment in the same layout). All ranks take part."""
@@ -83,6 +93,104 @@ class Shards:
             if not self.replicated:
                 self.ranks.sum_([full])  # exact: an entry is 0 on all ranks but one
             yield full.view(shard.shape)
+
+
+class ShardedState:
+    """fp32 masters, Adam's moments and the moving average, in shards: what a checkpoint holds."""
+
+    def __init__(
+        self, shards: Shards, adam: MutableMapping[Tensor, dict[str, Any]], ema_decay: float | None
+    ) -> None:
+        """``adam``: the state of a torch optimizer over ``shards.flats``."""
+        self.shards, self.adam, self.ema_decay = shards, adam, ema_decay
+        self.ema: dict[int, Tensor] = {}
+        """Moving averages by id of the flat master they follow."""
+        if ema_decay is not None:
+            self.ema = {id(flat): flat.detach().clone() for flat in shards.flats}
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """The moving average, after a step."""
+        if self.ema_decay is not None:
+            for flat in self.shards.flats:
+                self.ema[id(flat)].lerp_(flat, 1.0 - self.ema_decay)
+
+    @property
+    def num_updates(self) -> float | None:
+        """That Adam has made; None before the first, and then there are no moments."""
+        return next((float(s["step"]) for s in self.adam.values() if "step" in s), None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what :meth:`save` writes."""
+        entries = self.shards.numel * (1 + bool(self.ema))
+        if self.num_updates is not None:
+            entries += self.shards.numel * len(MOMENTS) + len(self.shards.all)
+        return 4 * entries
+
+    def save(self, folder: Path, describe: Callable[[], None]) -> None:
+        """Write the tensors, and what ``describe`` writes, into ``folder``.
+
+        All ranks take part, and the first writes, one parameter at a time. Raises OSError on all
+        ranks where it cannot.
+        """
+        ranks, error = self.shards.ranks, None
+        for kind, tensors in self._kinds().items():
+            shapes = [(s.name, () if kind == "step" else s.shape) for s in self.shards.all]
+            try:
+                if ranks.rank == 0 and error is None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_tensors(folder / f"{kind}.safetensors", shapes, tensors)
+            except OSError as failed:
+                error = failed
+            for _ in tensors:  # the other ranks wait for this one in every parameter
+                pass
+        try:
+            if ranks.rank == 0 and error is None:
+                describe()
+        except OSError as failed:
+            error = failed
+        told = ranks.gather(None if error is None else str(error))[0]
+        if error is not None:
+            raise error
+        if told is not None:
+            raise OSError(f"rank 0 could not write the checkpoint: {told}")
+
+    def _kinds(self) -> dict[str, Iterator[Tensor]]:
+        """What is in a checkpoint, by kind."""
+        kinds, updates = {"master": self.shards.whole(lambda flat: flat)}, self.num_updates
+        if updates is not None:
+            for name in MOMENTS:
+                kinds[name] = self.shards.whole(partial(self._moment, name))
+            kinds["step"] = (torch.tensor(updates) for _ in self.shards.all)
+        if self.ema:
+            kinds["ema"] = self.shards.whole(lambda flat: self.ema[id(flat)])
+        return kinds
+
+    def _moment(self, name: str, flat: Tensor) -> Tensor:
+        moment: Tensor = self.adam[flat][name]
+        return moment
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take back what :meth:`save` wrote with any number of ranks: every rank reads its own
+        shards. Raises ValueError for a checkpoint of another model."""
+        master = folder / "master.safetensors"
+        check_names(master, [(s.name, s.shape) for s in self.shards.all])
+        read_into(master, self.shards, lambda flat: flat)
+        self.adam.clear()  # a checkpoint of step 0 has no moments
+        if (folder / "step.safetensors").is_file():
+            updates = read_step(folder / "step.safetensors")
+            for flat in self.shards.flats:
+                moments = {name: torch.zeros_like(flat) for name in MOMENTS}
+                step = torch.tensor(updates, dtype=torch.float32, device=flat.device)
+                self.adam[flat] = {"step": step, **moments}
+            for name in MOMENTS:
+                read_into(folder / f"{name}.safetensors", self.shards, partial(self._moment, name))
+        if self.ema:  # one switched on since then starts from these weights
+            ema = folder / "ema.safetensors"
+            source = ema if ema.is_file() else master
+            read_into(source, self.shards, lambda flat: self.ema[id(flat)])
 
 
 def write_tensors(

@@ -133,8 +133,8 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def find_shards(model: nn.Module, optimizer: Any, *, stage: int, ranks: Ranks) -> Shards:
-    """Where DeepSpeed's ``optimizer`` keeps the fp32 master of every trained parameter of ``model``,
-    on this rank."""
+    """Where DeepSpeed's ``optimizer`` keeps the fp32 master of every trained parameter of
+    ``model``, on this rank."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     parts = vars(optimizer)
     if stage == 3:

@@ -1,13 +1,14 @@
 """What test_deepspeed_engine.py runs: as a script on one rank of two, and in the test on one rank
 alone.
 
-``python deepspeed_ranks.py PART FOLDER RANK`` meets the other rank through FOLDER, runs the cases of
-PART and writes ``PART-rank<RANK>.safetensors`` and ``.json`` there.
+``python deepspeed_ranks.py PART FOLDER RANK`` meets the other rank through FOLDER, runs the cases
+of PART and writes ``PART-rank<RANK>.safetensors`` and ``.json`` there.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 import weakref
@@ -254,7 +255,7 @@ def skips(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
         "skipped_total": [s.skipped_total for s in steps],
         "scales": [s.loss_scale for s in steps],
         "version": engine.version,
-        "unmoved": [same(a, b) for a, b in zip(states, states[1:], strict=False)],
+        "unmoved": [same(a, b) for a, b in itertools.pairwise(states)],
     }
 
 

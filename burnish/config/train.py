@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node
 from burnish.config.model import PrecisionConfig
@@ -64,7 +64,17 @@ class DeepSpeedEngine(Node):
             )
 
 
-TrainEngineConfig = Annotated[TorchEngine | DeepSpeedEngine, Field(discriminator="kind")]
+def _torch_unless_named(value: Any) -> Any:
+    """``engine: deepspeed`` is short for its defaults; without a kind it is the torch engine."""
+    if isinstance(value, str):
+        return {"kind": value}
+    return {"kind": "torch", **value} if isinstance(value, dict) else value
+
+
+TrainEngineConfig = Annotated[
+    Annotated[TorchEngine | DeepSpeedEngine, Field(discriminator="kind")],
+    BeforeValidator(_torch_unless_named),
+]
 
 
 class TrainConfig(Node):

@@ -412,6 +412,17 @@ def test_formats_that_a_stage_cannot_keep_to_are_refused(
         script.make(case, ALONE)
 
 
+def test_an_engine_may_be_named_alone() -> None:
+    recipe = {
+        "job": "sft",
+        "model": {"scratch": {}},
+        "data": {"sources": ["x.jsonl"]},
+        "train": {"train_batch_size": 4, "engine": "deepspeed"},
+    }
+    config = load_config(recipe, ["train.engine.zero_stage=3"])
+    assert config.train.engine.model_dump()["zero_stage"] == 3
+
+
 @pytest.mark.parametrize(
     ("engine", "told"),
     [

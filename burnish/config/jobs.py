@@ -17,7 +17,13 @@ from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataC
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
 from burnish.config.rollout import EvalConfig, LocalEngine, RolloutConfig
-from burnish.config.train import CheckpointConfig, ObserveConfig, RLTrainConfig, TrainConfig
+from burnish.config.train import (
+    CheckpointConfig,
+    ObserveConfig,
+    RLTrainConfig,
+    TrainConfig,
+    engine_rules,
+)
 
 
 class JobConfig(Node):
@@ -76,6 +82,7 @@ class _SupervisedJob(TrainingJob):
 
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
+        yield from engine_rules(self.train, self.precision)
 
 
 class SFTConfig(_SupervisedJob):
@@ -143,6 +150,7 @@ class RLConfig(TrainingJob):
 
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
+        yield from engine_rules(self.train, self.precision)
         yield from self._advantage_rules()
         yield from self._kl_rules()
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):

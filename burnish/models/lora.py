@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -62,14 +62,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(
+    model: nn.Module, only: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, tensor) of every parameter, adapters added to their base weights in
-    fp32."""
+    fp32. ``only``: the parameters (by their names in ``model``) that are there; None: all."""
     deltas = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or (only is not None and name not in only):
             continue
         owner, _, leaf = name.rpartition(".base_layer.")
         if not owner:

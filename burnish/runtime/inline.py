@@ -22,6 +22,7 @@ from burnish.rollout.local import LocalRolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs, TrainEngine
+from burnish.train.engines import loading, make_engine, shares_weights
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 
@@ -51,7 +52,9 @@ class InlineRuntime:
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> TorchTrainEngine:
         """A train engine over a causal LM (policy, reference)."""
-        model = load_causal_lm(spec.model, dtype=self._load_dtype(spec), device=self.device)
+        dtype = self._load_dtype(spec)
+        with loading(spec, dtype, self.ranks):
+            model = load_causal_lm(spec.model, dtype=dtype, device=self.device)
         self._add_end_token(model)
         return self._engine(model, spec, spans)
 
@@ -59,13 +62,11 @@ class InlineRuntime:
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> TorchTrainEngine:
         """A train engine over a scalar model (critic, reward); a language model gets a new head."""
-        model = load_scalar_model(
-            spec.model,
-            dtype=self._load_dtype(spec),
-            device=self.device,
-            seed=seed,
-            new_head=spec.trainable,
-        )
+        dtype = self._load_dtype(spec)
+        with loading(spec, dtype, self.ranks):
+            model = load_scalar_model(
+                spec.model, dtype=dtype, device=self.device, seed=seed, new_head=spec.trainable
+            )
         return self._engine(model, spec, spans)
 
     def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
@@ -75,12 +76,12 @@ class InlineRuntime:
         )
 
     def rollout(self, policy: TrainEngine, config: LocalEngine) -> LocalRolloutEngine:
-        """A rollout engine for ``policy``: over its own weights, or over a copy in another
-        dtype."""
+        """A rollout engine for ``policy``: over its own weights, or over a copy where the dtype is
+        another or they are in shards."""
         wanted = self.precision.sampler_dtype
         trainer = cast(TorchTrainEngine, policy)
         model = trainer.model
-        if wanted != self.precision.dtype:
+        if wanted != self.precision.dtype or not shares_weights(trainer.spec):
             base = trainer.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
@@ -97,7 +98,7 @@ class InlineRuntime:
         self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
     ) -> TorchTrainEngine:
         own = replace(spec, precision=self.precision)
-        engine = TorchTrainEngine(model, own, tokenizer=self.tokenizer, ranks=self.ranks)
+        engine = make_engine(model, own, tokenizer=self.tokenizer, ranks=self.ranks)
         return timed(engine, self.timeline, spans)
 
     def _load_dtype(self, spec: EngineSpec) -> Dtype:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from burnish.train.base import Role, StepStats
+
 Stage = Literal["weight", "forward", "loss", "backward", "gradient"]
 
 
@@ -74,15 +76,46 @@ class BadTensor:
         return ""
 
 
-def first_bad_tensor(model: nn.Module, compute: Callable[[], Tensor]) -> BadTensor | None:
+def why_stop(
+    stats: StepStats, *, role: Role, skips: int, limit: int, constant_scale: bool
+) -> tuple[str, str] | None:
+    """(why, what to try) where the steps to come would be skipped as ``stats``' was; else None.
+
+    ``skips``: steps in a row that no smaller loss scale would have cured; ``limit``:
+    ``train.max_consecutive_skips``.
+    """
+    if stats.at_floor:
+        return (
+            f"the gradient of the {role} overflows with the loss scale at its floor "
+            f"(precision.min_loss_scale={stats.loss_scale:g})",
+            "a lower train.lr, a smaller train.max_grad_norm, or precision.dtype=bf16",
+        )
+    if not stats.skipped or skips < limit:
+        return None
+    hint = "a lower train.lr, or look at the data and rewards of these rows"
+    if constant_scale:
+        hint += f"; or a loss_scale below {stats.loss_scale:g}, or a dynamic one (0)"
+    return (
+        f"{skips} steps of the {role} in a row were skipped because the loss or the gradient was "
+        f"not finite (train.max_consecutive_skips={limit})",
+        hint,
+    )
+
+
+def first_bad_tensor(
+    model: nn.Module, compute: Callable[[], Tensor], *, to_the_end: bool = False
+) -> BadTensor | None:
     """Run ``compute`` (a forward pass of ``model`` that returns the scaled scalar loss) and its
     gradient; the first tensor in order of execution that is not finite, None where all are finite.
+
+    ``to_the_end``: go on to the end of the pass after a bad tensor too. Ranks that hold shards of
+    one model have to, because the others wait for them in every module.
 
     Nothing is accumulated: ``parameter.grad`` and the hooks of the model are as before, also where
     ``compute`` raises. With dropout the pass is a new draw, and may be finite where the first was
     not.
     """
-    watch = _Watch()
+    watch = _Watch(to_the_end)
     try:
         _check_weights(model, watch)
         _hook_modules(model, watch)
@@ -104,23 +137,24 @@ class _Found(Exception):
 class _Watch:
     """What was found, and the hooks to take away at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, to_the_end: bool) -> None:
+        self.to_the_end = to_the_end
         self.found: BadTensor | None = None
         self.in_forward = True
         self.handles: list[RemovableHandle] = []
 
     def check(
         self,
-        tensor: Tensor,
+        tensor: Tensor | None,
         stage: Stage,
         module: str,
         side: Literal["input", "output"] = "output",
         *,
         allow_minus_inf: bool = False,
     ) -> None:
-        """Raises _Found, after taking note, for a tensor that is not finite."""
-        if self.found is not None or not tensor.is_floating_point():
-            return
+        """Take note of a tensor that is not finite; raises _Found unless the pass is to go on."""
+        if tensor is None or self.found is not None or not tensor.is_floating_point():
+            return  # (None: a gradient that nothing asks for)
         finite = torch.isfinite(tensor)
         if allow_minus_inf:
             finite |= tensor == -torch.inf
@@ -136,7 +170,8 @@ class _Watch:
             largest=float(sizes.max()) if sizes.numel() else 0.0,
             side=side,
         )
-        raise _Found
+        if not self.to_the_end:
+            raise _Found
 
     def remove_hooks(self) -> None:
         for handle in self.handles:

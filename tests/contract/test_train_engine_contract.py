@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, Outputs, Role, TrainEngine
+from burnish.train.deepspeed import DeepSpeedTrainEngine
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats
 
@@ -51,12 +53,34 @@ def torch_engine(wanted: Wanted) -> TrainEngine:
     return TorchTrainEngine(model, spec, tokenizer=load_tokenizer(MODEL))
 
 
-ENGINES: dict[str, Callable[[Wanted], TrainEngine]] = {"torch": torch_engine}
+def deepspeed_engine(wanted: Wanted, stage: int) -> TrainEngine:
+    scalar = wanted.role in ("critic", "reward")
+    model: Any = load_scalar_model(MODEL, new_head=True) if scalar else load_causal_lm(MODEL)
+    sizes = {"reduce_bucket_size": 50_000, "param_persistence_threshold": 40}
+    engine = {"kind": "deepspeed", "zero_stage": stage, **sizes}
+    spec = EngineSpec(
+        wanted.role,
+        TrainConfig(lr=wanted.lr, engine=engine),
+        MODEL,
+        micro_batch_size=wanted.micro,
+        total_steps=10,
+        temperature=wanted.temperature,
+    )
+    return DeepSpeedTrainEngine(model, spec, tokenizer=load_tokenizer(MODEL))
+
+
+ENGINES: dict[str, Callable[[Wanted], TrainEngine]] = {
+    "torch": torch_engine,
+    **{f"deepspeed-{n}": partial(deepspeed_engine, stage=n) for n in range(4)},
+}
 
 Make = Callable[[Wanted], TrainEngine]
 
 
-@pytest.fixture(params=ENGINES)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ENGINES if name != "torch"]
+
+
+@pytest.fixture(params=["torch", *SLOW])
 def make(request: pytest.FixtureRequest) -> Make:
     return ENGINES[request.param]
 

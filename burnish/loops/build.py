@@ -209,6 +209,7 @@ def _rewards(
         model_reward=lambda entry: load_model_reward(
             entry, runtime.tokenizer, dtype=config.precision.dtype, device=str(runtime.device)
         ),
+        tokenizer=runtime.tokenizer,
     )
 
 

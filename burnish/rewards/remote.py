@@ -64,8 +64,8 @@ class RemoteReward:
         parts = [items[i : i + size] for i in range(0, len(items), size)]
         requests = [(self._body(part), len(part)) for part in parts]
         if self._loop is None or self._client is None:
-            self._loop = LoopThread(f"reward-{self.name}")
             self._client = RewardClient(self._config, name=self.name, token=self._token)
+            self._loop = LoopThread(f"reward-{self.name}")
         answers = self._loop.run(self._client.ask_all(requests))
         scores: list[float | SampleError] = []
         for part, answer in zip(parts, answers, strict=True):
@@ -89,10 +89,13 @@ class RemoteReward:
 
     def close(self) -> None:
         """Close the connections and end the event loop's thread, where there is one."""
-        if self._loop is not None and self._client is not None:
-            self._loop.run(self._client.close())
-            self._loop.close()
+        loop, client = self._loop, self._client
         self._loop = self._client = None
+        if loop is not None and client is not None:
+            try:
+                loop.run(client.close())
+            finally:
+                loop.close()
 
     def _body(self, items: Sequence[RewardInput]) -> bytes:
         labels = [self._label(item) for item in items]

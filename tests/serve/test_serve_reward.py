@@ -22,7 +22,7 @@ from burnish.rewards.model import load_model_reward
 from burnish.rewards.remote import RemoteReward as Remote
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.serve.reward import _listener
-from burnish.serve.scorer import load_text_scorer
+from burnish.serve.scorer import TextScorer, load_text_scorer
 from burnish.types import Prompt, Sample
 
 Serving = Callable[..., Any]
@@ -122,6 +122,28 @@ def test_truncate_left_keeps_the_end_and_counts_it(serving: Serving) -> None:
         assert reply["extra_logs"]["num_tokens"][0] == 10
         (row,) = (r for p in server.gate.passes for r in p if r.truncated)
         assert server.app._scorer.tokenizer.decode(list(row.ids)) == "3456789012"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pieces"),
+    [(None, ["abcd"]), ("", ["abcd"]), ("a", ["a", "bcd"]), ("x", ["abcd"]), ("abcde", ["abcd"])],
+)
+def test_no_token_reaches_across_the_end_of_the_prompt(
+    prompt: str | None, pieces: list[str]
+) -> None:
+    """The tokenizer sees the query cut there, where it really begins with the prompt."""
+    seen: list[str] = []
+
+    class Tokenizer:
+        bos_token, eos_token_id = None, 0
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            seen.append(text)
+            return {"input_ids": [1] * len(text)}
+
+    scorer = TextScorer(None, Tokenizer(), ServeOptions(), max_len=9)  # type: ignore[arg-type]
+    assert len(scorer.encode("abcd", prompt).ids) == 4
+    assert [text for text in seen if text] == pieces
 
 
 def test_a_score_that_is_not_finite_is_null_and_spoils_no_other(serving: Serving) -> None:

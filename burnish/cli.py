@@ -303,6 +303,69 @@ def export(  # house: ok typer makes the options from the signature
     typer.echo(f"wrote {written}")
 
 
+class ServedOverlong(StrEnum):
+    """What a reward server does with a text that is too long."""
+
+    error = "error"
+    truncate_left = "truncate_left"
+
+
+@app.command("serve-reward")
+def serve_reward(  # house: ok typer makes the options from the signature
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or hub name.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 5000,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the token to ask for."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the model.")] = Dtype.fp32,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one forward pass.")
+    ] = 16384,
+    max_wait_ms: Annotated[
+        float, typer.Option(min=0, help="Longest wait for others to fill a pass.")
+    ] = 5.0,
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest text in tokens. Default: what the model can read."),
+    ] = None,
+    overlong: Annotated[
+        ServedOverlong, typer.Option(help="A longer text: refuse it, or cut its left end off.")
+    ] = ServedOverlong.error,
+    append_eos: Annotated[
+        bool, typer.Option("--append-eos", help="End every text with the end token.")
+    ] = False,
+    max_items: Annotated[int, typer.Option(min=1, help="Texts in one request.")] = 1024,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Size of a request.")] = 16 << 20,
+    max_queue: Annotated[int, typer.Option(min=1, help="Texts that may wait.")] = 4096,
+) -> None:
+    """Answer HTTP requests with the scores of a reward model, in the form of OpenRLHF's servers."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from burnish.serve.base import ServeOptions
+    from burnish.serve.reward import serve_reward
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        token_env=token_env,
+        dtype=dtype.value,
+        device=device,
+        max_batch_tokens=max_batch_tokens,
+        max_wait_ms=max_wait_ms,
+        max_len=max_len,
+        overlong=overlong.value,
+        append_eos=append_eos,
+        max_items=max_items,
+        max_request_bytes=max_request_bytes,
+        max_queue=max_queue,
+    )
+    serve_reward(model, options, version=__version__)
+
+
 @app.command()
 def demo(
     model: Annotated[

@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": BASE | {"environments", "models", "train"},
     "rollout": BASE | {"models", "rewards", "environments"},
     "sync": BASE | {"train", "rollout"},
+    "serve": BASE | {"models", "train", "rewards"},
     # runtime builds engines; loops ask it for them
     "runtime": LOOPS,
     "loops": LOOPS | {"runtime"},

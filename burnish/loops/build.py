@@ -207,6 +207,7 @@ def _rewards(
         model_reward=lambda entry: load_model_reward(
             entry, runtime.tokenizer, lambda spec: runtime.scalar_model(spec, seed=0, spans={})
         ),
+        tokenizer=runtime.tokenizer,
     )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rewards import ModelReward as ModelRewardConfig
 from burnish.config.train import TrainConfig
-from burnish.models.load import load_tokenizer
+from burnish.models.load import load_tokenizer, resolve_device
+from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import RewardInput
 from burnish.train.base import TrainEngine
-from burnish.train.torch import EngineSpec
+from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import rows_to_batch
 
 Encode = Callable[[RewardInput], Sequence[int]]
@@ -26,14 +29,18 @@ class ModelReward:
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
         """One score per item."""
-        rows = [list(self.encode(item)) for item in items]
-        masks = [[False] * (len(row) - 1) + [True] for row in rows]
-        batch = rows_to_batch(rows, masks, prompt_lens=[0] * len(rows))
-        scores: list[float] = self.engine.values(batch)[batch.offsets[1:] - 1].tolist()
-        return scores
+        return score_rows(self.engine, [list(self.encode(item)) for item in items])
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+def score_rows(engine: TrainEngine, rows: Sequence[Sequence[int]]) -> list[float]:
+    """The score of each row of token ids. No row may be empty."""
+    masks = [[False] * (len(row) - 1) + [True] for row in rows]
+    batch = rows_to_batch(rows, masks, prompt_lens=[0] * len(rows))
+    scores: list[float] = engine.values(batch)[batch.offsets[1:] - 1].tolist()
+    return scores
 
 
 def load_model_reward(
@@ -46,17 +53,47 @@ def load_model_reward(
     Where it has the policy's vocabulary the sampled token ids are scored as they are; otherwise
     prompt and response are tokenised for it. Raises ModelError where it has no trained head.
     """
-    spec = EngineSpec(
-        role="reward",
-        train=TrainConfig(layout="packed"),
-        model=config.model,
-        micro_batch_size=config.micro_batch_size,
-        trainable=False,
-    )
+    spec = _spec(config.model, micro_batch_size=config.micro_batch_size)
     own = load_tokenizer(config.model)
     same = own.get_vocab() == policy_tokenizer.get_vocab()
     encode = _ids if same else _encoder(own)
     return ModelReward(config.name or "model", make_engine(spec), encode)
+
+
+def load_reward_engine(
+    model: ModelConfig,
+    *,
+    dtype: Dtype,
+    device: str,
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+) -> TorchTrainEngine:
+    """A frozen engine in the role ``reward`` whose passes take ``micro_batch_size`` rows, or rows
+    of ``max_tokens`` together. Raises ModelError where the model has no trained head."""
+    scalar = load_scalar_model(model, dtype=dtype, device=resolve_device(device))
+    spec = _spec(model, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
+    return TorchTrainEngine(scalar, replace(spec, precision=PrecisionConfig(dtype=dtype)))
+
+
+def _spec(
+    model: ModelConfig, *, micro_batch_size: int | None, max_tokens: int | None = None
+) -> EngineSpec:
+    return EngineSpec(
+        role="reward",
+        train=TrainConfig(layout="packed", max_tokens_per_micro_batch=max_tokens),
+        model=model,
+        micro_batch_size=micro_batch_size,
+        trainable=False,
+    )
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str = "") -> list[int]:
+    """Prompt + response as token ids, with the special tokens that the tokenizer puts in front
+    (unless a chat template wrote them already). Tokens do not reach across the border."""
+    begin = str(tokenizer.bos_token or "")
+    rendered = bool(begin) and prompt.startswith(begin)  # by a chat template
+    head = tokenizer(prompt, add_special_tokens=not rendered)["input_ids"]
+    return [*head, *tokenizer(response, add_special_tokens=False)["input_ids"]]
 
 
 def _ids(item: RewardInput) -> Sequence[int]:
@@ -65,11 +102,8 @@ def _ids(item: RewardInput) -> Sequence[int]:
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     def encode(item: RewardInput) -> Sequence[int]:
-        begin = str(tokenizer.bos_token or "")
-        rendered = bool(begin) and item.prompt.text.startswith(begin)  # by a chat template
-        prompt = tokenizer(item.prompt.text, add_special_tokens=not rendered)["input_ids"]
-        response = tokenizer(item.sample.text, add_special_tokens=False)["input_ids"]
+        ids = encode_text(tokenizer, item.prompt.text, item.sample.text)
         ended = item.sample.finish_reason == "stop"
-        return [*prompt, *response, *([int(tokenizer.eos_token_id)] if ended else [])]
+        return [*ids, *([int(tokenizer.eos_token_id)] if ended else [])]
 
     return encode

@@ -82,5 +82,5 @@ def word_sums(payload: Tensor) -> tuple[int, int]:
 
 def _digest(payload: Tensor, kind: str) -> str:
     if kind == "xxh3":
-        return xxhash.xxh3_128_hexdigest(memoryview(payload.cpu().numpy()))
+        return xxhash.xxh3_128_hexdigest(payload.cpu().numpy())  # type: ignore[arg-type]
     return "{:016x}{:016x}".format(*word_sums(payload))

@@ -53,7 +53,7 @@ class CollectiveSender(ChannelSender):
         while self._works[slot]:
             number, work = self._works[slot][0]
             try:
-                work.wait()
+                self._group.wait(work)
             except RuntimeError as error:
                 self._dead = f"a broadcast failed: {error}"
                 late = [
@@ -114,7 +114,7 @@ class CollectiveReceiver(ChannelReceiver):
         def finish() -> tuple[bytes, Tensor]:
             try:
                 if work is not None:
-                    work.wait()
+                    self._group.wait(work)
             except RuntimeError as error:
                 self._dead = f"a broadcast failed: {error}"
                 raise LinkError(
@@ -133,15 +133,16 @@ class _Group:
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         channel.meet()
+        self._channel, self._on_cpu = channel, device.type != "cuda"
         size, limit = len(channel.receivers) + 1, timedelta(seconds=channel.timeout_s)
         store = dist.PrefixStore("group", channel.store)  # type: ignore[attr-defined]
         self._group: Any
-        if device.type == "cuda":  # not run
+        if self._on_cpu:
+            self._group = dist.ProcessGroupGloo(store, channel.rank, size, limit)
+        else:  # not run
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group = dist.ProcessGroupNCCL(store, channel.rank, size, options)
-        else:
-            self._group = dist.ProcessGroupGloo(store, channel.rank, size, limit)
         self._options = dist.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
 
@@ -152,7 +153,16 @@ class _Group:
         except RuntimeError as error:
             raise LinkError(f"a broadcast could not begin: {error}") from error
 
+    def wait(self, work: Any) -> None:
+        """Until a broadcast is done (CUDA: until it comes before what this stream does next).
+        Raises RuntimeError where it fails or takes too long."""
+        if self._on_cpu:
+            work.wait(timedelta(seconds=self._channel.timeout_s))
+        else:
+            work.wait()
+
     def close(self) -> None:
+        """End the connections."""
         with suppress(RuntimeError):
             self._group.shutdown()
         self._group = None

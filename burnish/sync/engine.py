@@ -164,7 +164,8 @@ class SyncedEngine:
         try:
             self._load(incoming.version, incoming)
         except Exception as error:
-            incoming.close(str(error) or type(error).__name__)
+            with suppress(SyncError):  # what went wrong first is what to tell
+                incoming.close(str(error) or type(error).__name__)
             if isinstance(error, SyncError):
                 raise
             raise SyncError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,6 +41,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.view(-1)
 
 
+@settings(deadline=None)
 @given(kinds=TENSORS, size=st.integers(1, 64), hold=st.booleans())
 def test_what_goes_in_comes_out(
     kinds: list[tuple[tuple[int, ...], torch.dtype]],
@@ -69,6 +70,7 @@ def test_what_goes_in_comes_out(
     assert link.answers == [(0, None)] and not link.sent
 
 
+@settings(deadline=None)
 @given(kinds=TENSORS, size=st.integers(1, 64))
 def test_buckets_hold_their_size_and_only_larger_tensors_are_split(
     kinds: list[tuple[tuple[int, ...], torch.dtype]], size: int
@@ -128,6 +130,7 @@ def test_a_bucket_waits_for_its_buffer_only_when_its_first_tensor_is_there() -> 
     ]
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_changed_byte_of_a_header_is_seen(data: st.DataObject) -> None:
     for message in (Bucket(1, 2, 3, 4, "xxh3:00", ()), End(1, 2, 3, 4, 5)):

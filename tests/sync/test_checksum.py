@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,6 +57,7 @@ def test_xxh3_is_the_published_one() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(count=st.integers(1, 400), seed=st.integers(0, 5), data=st.data())
 def test_any_flipped_bit_is_seen(kind: str, count: int, seed: int, data: st.DataObject) -> None:
     payload = random_bytes(count, seed)
@@ -67,6 +68,7 @@ def test_any_flipped_bit_is_seen(kind: str, count: int, seed: int, data: st.Data
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=60), data=st.data())
 def test_any_two_swapped_words_are_seen(kind: str, words: list[int], data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(words) - 2))
@@ -78,6 +80,7 @@ def test_any_two_swapped_words_are_seen(kind: str, words: list[int], data: st.Da
     assert equal == same
 
 
+@settings(deadline=None)
 @given(
     words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=40),
     changes=st.tuples(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1)),
@@ -112,6 +115,7 @@ def test_a_top_bit_that_moves_far_is_seen(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(sizes=st.tuples(st.integers(1, 50), st.integers(1, 50)), seed=st.integers(0, 20))
 def test_swapped_and_missing_parts_are_seen(kind: str, sizes: tuple[int, int], seed: int) -> None:
     parts = [random_bytes(4 * size, seed + i) for i, size in enumerate(sizes)]

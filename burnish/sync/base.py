@@ -9,8 +9,8 @@ to its engine; at the end it checks that nothing is missing. Whatever does not f
 
 Reading order of this package: base, checksum, buckets (tensors <-> buckets), engine (the two ends:
 :class:`~burnish.sync.engine.WeightSender` and :class:`~burnish.sync.engine.SyncedEngine`), store
-(small messages), then one file per way that bytes go: collective, ipc, disk; and inproc, where none
-go.
+(small messages), links, then one file per way that bytes go: collective, ipc, disk; connect, which
+chooses among them; and inproc, where none go.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
+from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Request, Sampling
@@ -31,7 +32,8 @@ from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Abort, Bucket, End, LinkError, SyncError
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.collective import CollectiveReceiver, CollectiveSender
-from burnish.sync.disk import DiskReceiver, DiskSender
+from burnish.sync.connect import Meeting, open_receiver, open_sender
+from burnish.sync.disk import DiskSender
 from burnish.sync.engine import SyncedEngine, WeightSender
 from burnish.sync.ipc import SharedReceiver, SharedSender
 from burnish.sync.store import Channel, connect_store, serve_store
@@ -63,9 +65,8 @@ class Context:
         self.store.set(f"meet/{what}/{self.rank}", "1")
         self.store.wait([f"meet/{what}/{r}" for r in range(3)])
 
-    def channel(self, name: str, *, timeout_s: float = PATIENT, receivers: int = 2) -> Channel:
-        rank = self.rank if receivers == 2 else max(0, self.rank - 1)
-        return Channel(self.store, name, rank=rank, num_receivers=receivers, timeout_s=timeout_s)
+    def channel(self, name: str, timeout_s: float) -> Channel:
+        return Channel(self.store, name, rank=self.rank, num_receivers=2, timeout_s=timeout_s)
 
 
 # ---- engines -------------------------------------------------------------------------------------
@@ -127,26 +128,27 @@ def tried(call: Callable[[], Any]) -> dict[str, Any]:
 # ---- both ends of each kind ----------------------------------------------------------------------
 
 
+def config(context: Context, kind: str, name: str) -> LinkSync | DiskSync:
+    if kind == "disk":
+        folder = str(context.folder / name)
+        return DiskSync(kind="disk", folder=folder, bucket_bytes=20_000, timeout_s=PATIENT)
+    return LinkSync(kind=kind, bucket_bytes=BUCKET, timeout_s=PATIENT)
+
+
 def sender(
     context: Context, kind: str, name: str, engine: Any, dtype: Dtype | None = None
 ) -> WeightSender | DiskSender:
-    if kind == "disk":
-        return DiskSender(engine, context.folder / name, bucket_bytes=20_000, dtype=dtype)
-    make = CollectiveSender if kind == "collective" else SharedSender
-    return WeightSender(engine, make(context.channel(name), bucket_bytes=BUCKET), dtype=dtype)
+    meeting = Meeting(context.store, name, num_receivers=2, rank=0)
+    return open_sender(config(context, kind, name), engine, meeting, dtype=dtype)
 
 
 def receiver(
     context: Context, kind: str, name: str, engine: LocalRolloutEngine, receivers: int = 2
 ) -> SyncedEngine:
     expected = {n: tuple(p.shape) for n, p in engine.model.named_parameters()}
-    if kind == "disk":
-        source: Any = DiskReceiver(context.folder / name, timeout_s=PATIENT, expected=expected)
-    else:
-        make = CollectiveReceiver if kind == "collective" else SharedReceiver
-        link = make(context.channel(name, receivers=receivers))
-        source = LinkReceiver(link, expected=expected)
-    return SyncedEngine(engine, source)
+    rank = context.rank if receivers == 2 else 1
+    meeting = Meeting(context.store, name, num_receivers=receivers, rank=rank)
+    return open_receiver(config(context, kind, name), engine, meeting, expected=expected)
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -415,11 +417,10 @@ def two_trainer_ranks(context: Context, kind: str) -> dict[str, Any]:
             dist.init_process_group("gloo", store=store, rank=context.rank, world_size=2)
         plain = trainer()
         out["tokens"] = expected_tokens(plain, "fp32")
-        engine, link = Sharded(plain), None
-        if context.rank == 0:
-            make = CollectiveSender if kind == "collective" else SharedSender
-            link = make(context.channel(name, receivers=1), bucket_bytes=BUCKET)
-        end = WeightSender(engine, link)
+        meeting = Meeting(context.store, name, num_receivers=1, rank=0)
+        sends = meeting if context.rank == 0 else None
+        end = open_sender(config(context, kind, name), Sharded(plain), sends)
+        link = end.link
         out["push"] = tried(end.push)
         end.link = Silent(link, 2) if link is not None else None
         out["broken"] = tried(end.push)

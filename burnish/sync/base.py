@@ -157,6 +157,10 @@ class ReceiveLink(Protocol):
         """
         ...
 
+    def look_ahead(self) -> None:
+        """Let the next bucket come in meanwhile, if it has been announced. Does not wait."""
+        ...
+
     def answer(self, push: int, problem: str | None) -> None:
         """Tell the sender how a hand-over went; None: accepted."""
         ...

@@ -32,6 +32,9 @@ ALIGN = 16
 """Tensors begin at multiples of this: the size of the widest element."""
 MOST_PIECES = 4096
 """In one bucket, so that its header stays a small message."""
+LOOK_AHEAD_BYTES = 4 << 20
+"""After so many bytes given out, see whether the next bucket can come in: a look costs as much as
+copying some hundred kB."""
 
 
 class _Open:
@@ -232,8 +235,12 @@ class BucketsIn:
             self._names.add(piece.name, piece.shape, where)
 
     def _tensors(self, bucket: Bucket, payload: Tensor) -> Iterator[tuple[str, Tensor]]:
+        looked = 0
         for piece in bucket.pieces:
             self.num_bytes += piece.num_bytes
+            if piece.offset >= looked:
+                self._link.look_ahead()
+                looked = piece.offset + LOOK_AHEAD_BYTES
             data = payload[piece.offset : piece.offset + piece.num_bytes]
             if self._part is None and piece.num_bytes == _whole_bytes(piece):
                 yield piece.name, self._own(data, piece)

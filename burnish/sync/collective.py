@@ -85,6 +85,12 @@ class CollectiveReceiver(ChannelReceiver):
         self._dead = self._dead or "it was closed here"
         self._group.close()
 
+    def look_ahead(self) -> None:
+        """Start to receive the next bucket if its header is there: its buffer is the one whose
+        bytes were given out before the last ones."""
+        if self._ahead is None and self._dead is None and self.channel.peek():
+            self._ahead = self._start()
+
     def _take(self) -> tuple[bytes, Tensor]:
         if self._dead is not None:
             raise LinkError(
@@ -94,9 +100,7 @@ class CollectiveReceiver(ChannelReceiver):
         finish = self._ahead or self._start()
         self._ahead = None
         taken = finish()
-        # What was given out before is no longer in use: its buffer is free for the next bucket.
-        if self.channel.peek():
-            self._ahead = self._start()
+        self.look_ahead()
         return taken
 
     def _start(self) -> Callable[[], tuple[bytes, Tensor]]:

@@ -84,6 +84,9 @@ class SharedReceiver(ChannelReceiver):
         self._reading: int | None = None
         self._closed = False
 
+    def look_ahead(self) -> None:
+        """Nothing: the bytes are here when their header is."""
+
     def answer(self, push: int, problem: str | None) -> None:
         """Tell the sender how the hand-over went."""
         self._mark_read()

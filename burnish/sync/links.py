@@ -98,6 +98,10 @@ class ChannelReceiver(ABC):
         message = decode(header)  # after the bytes were taken, so that the next are in step
         return message, payload if isinstance(message, Bucket) else None
 
+    @abstractmethod
+    def look_ahead(self) -> None:
+        """Let the next bytes come in meanwhile, if their header is there."""
+
     def answer(self, push: int, problem: str | None) -> None:
         """Tell the sender how the hand-over went."""
         self.channel.answer(push, problem)

@@ -39,6 +39,9 @@ class MemoryLink:
         header, self._given = self.sent.popleft()
         return decode(header), self._given
 
+    def look_ahead(self) -> None:
+        pass
+
     def answer(self, push: int, problem: str | None) -> None:
         self.answers.append((push, problem))
 

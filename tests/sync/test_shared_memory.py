@@ -18,7 +18,7 @@ from burnish.sync.base import LinkError, SyncError
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.collective import CollectiveReceiver
 from burnish.sync.engine import WeightSender
-from burnish.sync.store import Channel, connect_store
+from burnish.sync.store import Channel, connect_store, serve_store
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +30,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def both(
     timeout_s: float = 30.0, bucket_bytes: int = 1024
 ) -> tuple[ipc.SharedSender, ipc.SharedReceiver]:
-    """Two ends in two threads of this process."""
-    store, made = HashStore(), []
+    """Two ends in two threads of this process, each with a connection to the store."""
+    store, made = serve_store("127.0.0.1", timeout_s=timeout_s), []
 
     def receive() -> None:
-        channel = Channel(store, "x", rank=1, num_receivers=1, timeout_s=timeout_s)
+        other = connect_store("127.0.0.1", store.port, timeout_s=timeout_s)
+        channel = Channel(other, "x", rank=1, num_receivers=1, timeout_s=timeout_s)
         made.append(ipc.SharedReceiver(channel))
 
     thread = threading.Thread(target=receive)

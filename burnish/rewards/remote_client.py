@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import random
-import ssl
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -100,7 +99,7 @@ class RewardClient:
             timeout=httpx.Timeout(config.read_timeout_s, connect=config.connect_timeout_s),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
             trust_env=config.use_proxy,
-            verify=ssl.create_default_context(),  # the system's authorities, and SSL_CERT_FILE
+            verify=httpx.create_ssl_context(trust_env=True),  # SSL_CERT_FILE, proxy or not
         )
         stop = stop_after_attempt(config.retries + len(self._servers))
         self._retrying = AsyncRetrying(

@@ -100,6 +100,7 @@ def _run_rl(config: RLConfig, run_dir: Path, functions: Mapping[str, Any]) -> di
             )
         finally:
             parts.runner.rewards.close()
+            parts.runner.engine.close()
 
 
 def _with_gap_warning(
@@ -155,6 +156,7 @@ def _run_evaluate(
         metrics = evaluator.evaluate(0)
     finally:
         evaluator.runner.rewards.close()
+        evaluator.runner.engine.close()
     (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
     metrics_log = MetricsLog(run_dir)
     metrics_log.log(0, metrics)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 15
 
 
 class WeightList:

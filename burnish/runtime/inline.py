@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
+from burnish.models.lora import merged_weights
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.timeline import Timeline, timed
+from burnish.rollout.base import RolloutEngine
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.vllm import VllmRolloutEngine
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
@@ -68,23 +72,39 @@ class InlineRuntime:
         """The reference model inside a LoRA policy."""
         return timed(FrozenBase(policy), self.timeline, {"logprobs": "reference"})
 
-    def rollout(self, policy: TorchTrainEngine, config: LocalEngine) -> LocalRolloutEngine:
-        """A rollout engine for ``policy``: over its own weights, or over a copy in another
-        dtype."""
+    def rollout(
+        self, policy: TorchTrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RolloutEngine:
+        """A rollout engine for ``policy``, for rows of up to ``max_len`` tokens (None: as the
+        model allows): over its own weights, over a copy in another dtype, or vLLM (which gets
+        them at the first sync)."""
         wanted = self.precision.sampler_dtype
-        model = policy.model
+        model: Any = policy.model
+        if isinstance(config, VllmEngine):
+            return self._vllm(model, config, max_len)
         if wanted != self.precision.dtype:
             base = policy.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
             self._add_end_token(model)
-        return LocalRolloutEngine(model, self.tokenizer, config)  # type: ignore[arg-type]
+        return LocalRolloutEngine(model, self.tokenizer, config)
 
-    def standalone_rollout(self, model: ModelConfig, config: LocalEngine) -> LocalRolloutEngine:
+    def standalone_rollout(
+        self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RolloutEngine:
         """A rollout engine without a trainer (evaluation of a finished model)."""
-        network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=self.device)
+        device = "cpu" if isinstance(config, VllmEngine) else self.device
+        network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=device)
         self._add_end_token(network)
-        return LocalRolloutEngine(network, self.tokenizer, config)
+        if isinstance(config, LocalEngine):
+            return LocalRolloutEngine(network, self.tokenizer, config)
+        engine = self._vllm(network, config, max_len)
+        engine.load_weights(0, merged_weights(network))
+        return engine
+
+    def _vllm(self, model: Any, config: VllmEngine, max_len: int | None) -> VllmRolloutEngine:
+        dtype = self.precision.sampler_dtype
+        return VllmRolloutEngine(model, self.tokenizer, config, dtype=dtype, max_model_len=max_len)
 
     def _load_dtype(self, spec: EngineSpec) -> Dtype:
         """fp32 where all weights are trained: they become the masters, unrounded."""
@@ -105,6 +125,6 @@ class InlineRuntime:
         ends |= {turn, int(self.tokenizer.eos_token_id)}
         config.eos_token_id = sorted(ends) if len(ends) > 1 else turn
 
-    def sync(self, policy: TorchTrainEngine, rollout: LocalRolloutEngine) -> InprocSync:
+    def sync(self, policy: TorchTrainEngine, rollout: RolloutEngine) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""
         return timed(InprocSync(policy, rollout), self.timeline, {"push": "sync"})

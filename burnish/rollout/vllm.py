@@ -18,7 +18,6 @@ import importlib.util
 import os
 import random
 import shutil
-import sys
 import tempfile
 import weakref
 from collections import deque
@@ -107,7 +106,10 @@ class VllmRolloutEngine:
             raise
         self._closer.detach()
         _alive.add(id(self))
-        self._closer = weakref.finalize(self, _clean_up, self._llm, self._folder, id(self))
+        left = self._llm.collective_rpc("burnish_shared_name")[0] if self.on_cpu else None
+        self._closer = weakref.finalize(
+            self, _clean_up, self._llm, self._folder, id(self), left=left
+        )
 
     def _arguments(self, skeleton: PreTrainedModel) -> dict[str, Any]:
         """What vLLM is started with."""
@@ -134,8 +136,7 @@ class VllmRolloutEngine:
             "enforce_eager": config.enforce_eager or self.on_cpu,
             "enable_sleep_mode": not self.on_cpu,
             "gpu_memory_utilization": config.gpu_memory_utilization,
-            # (by this file, which mends vLLM where a worker imports it)
-            "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
+            "worker_extension_cls": f"{__name__}.MendedWorker",  # see __getattr__
             "disable_log_stats": True,
             **cache,
         }
@@ -381,10 +382,7 @@ def _prepare_process() -> bool:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads too
     from vllm.platforms import current_platform
 
-    on_cpu = bool(current_platform.is_cpu())
-    if on_cpu:
-        use_plain_linear()
-    return on_cpu
+    return bool(current_platform.is_cpu())
 
 
 def use_plain_linear() -> None:
@@ -399,11 +397,16 @@ def use_plain_linear() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-if "vllm" in sys.modules:  # a worker's process, which imports this file before it makes its model
-    from vllm.platforms import current_platform as _platform
+def __getattr__(name: str) -> Any:
+    """``MendedWorker``: what vLLM looks up by this name in every worker's process, before it makes
+    the model there; so this is where vLLM is mended."""
+    if name != "MendedWorker":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from vllm.platforms import current_platform
 
-    if _platform.is_cpu():
+    if current_platform.is_cpu():
         use_plain_linear()
+    return WorkerExtension
 
 
 def _check(skeleton: PreTrainedModel, config: VllmEngine, dtype: Dtype) -> None:
@@ -464,13 +467,17 @@ def _same_random_numbers() -> Iterator[None]:
         np.random.set_state(numbers)
 
 
-def _clean_up(llm: Any, folder: Path, engine: int) -> None:
-    """End ``llm`` and, with the last engine, vLLM's process groups in this process."""
+def _clean_up(llm: Any, folder: Path, engine: int, *, left: str | None = None) -> None:
+    """End ``llm`` and, with the last engine, vLLM's process groups in this process; ``left`` begins
+    the names of shared memory that vLLM's workers on CPU leave behind."""
     shutil.rmtree(folder, ignore_errors=True)
     if llm is None:
         return
     llm.engine_core.shutdown()
     del llm
+    if left:
+        for segment in Path("/dev/shm").glob(f"{left}-*"):
+            segment.unlink(missing_ok=True)
     _alive.discard(engine)
     if not _alive:
         from vllm.distributed import parallel_state

@@ -7,6 +7,7 @@ here imports vllm (``vllm.py`` does); its objects arrive as arguments.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -118,6 +119,10 @@ class WorkerExtension:
     """What every vLLM worker can do besides its own methods (``worker_extension_cls``)."""
 
     model_runner: Any
+
+    def burnish_shared_name(self) -> str | None:
+        """How the names of this engine's shared memory begin (on CPU)."""
+        return os.environ.get("VLLM_DIST_IDENT")
 
     def burnish_load(self, source: Any, dtype: torch.dtype) -> dict[str, Any]:
         """Load from a stream or a folder of safetensors; report what the model then holds:

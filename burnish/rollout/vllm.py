@@ -16,13 +16,10 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
-import random
 import shutil
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,7 @@ from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.requests import StopRule, check_requests, end_tokens
 from burnish.rollout.vllm_model import cache_bytes, check_head_dim, check_split, skeleton_of
+from burnish.rollout.vllm_process import keeping_default_group, new_folder, process_kept
 from burnish.rollout.vllm_weights import (
     WeightStream,
     WorkerExtension,
@@ -55,7 +53,8 @@ _CPU_BLOCK = 32
 share more of a prompt."""
 _MOST_CPU_CACHE = 4 << 30
 _alive: set[int] = set()
-"""Engines of this process: the last one to close ends vLLM's process groups."""
+"""The engine of this process, if there is one: vLLM's groups are global, and ending one engine ends
+them for all."""
 
 
 class StaleWeightsError(RuntimeError):
@@ -94,22 +93,24 @@ class VllmRolloutEngine:
         self._problem: str | None = "it has no weights yet; call load_weights first"
         self._samples: dict[str, _Sample] = {}
         self._num_samples = 0
+        if _alive:
+            raise ModelError(
+                "this process has a vLLM engine already, and vLLM keeps one set of process groups "
+                "for all: close the other one first"
+            )
         self.on_cpu = _prepare_process()
         _check(skeleton, config, dtype)
-        self._folder = Path(tempfile.mkdtemp(prefix="burnish-vllm-"))
-        self._closer = weakref.finalize(self, _clean_up, None, self._folder, id(self))
+        self._folder = new_folder()
         try:
             skeleton.config.save_pretrained(self._folder)
-            self._llm = _start(self._folder, self._arguments(skeleton))
+            self._llm, ours = _start(self._folder, self._arguments(skeleton))
         except BaseException:
-            self._closer()
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._closer.detach()
         _alive.add(id(self))
         left = self._llm.collective_rpc("burnish_shared_name")[0] if self.on_cpu else None
-        self._closer = weakref.finalize(
-            self, _clean_up, self._llm, self._folder, id(self), left=left
-        )
+        parts = self._llm, self._folder, id(self)
+        self._closer = weakref.finalize(self, _clean_up, *parts, left=left, ours=ours)
 
     def _arguments(self, skeleton: PreTrainedModel) -> dict[str, Any]:
         """What vLLM is started with."""
@@ -425,62 +426,49 @@ def _check(skeleton: PreTrainedModel, config: VllmEngine, dtype: Dtype) -> None:
         check_head_dim(skeleton.config, CPUAttentionBackend.get_supported_head_sizes())
 
 
-def _start(folder: Path, arguments: dict[str, Any]) -> Any:
-    """A vLLM engine; its own errors become a ModelError. The process's random numbers and its right
-    to set its threads, which vLLM takes, are given back."""
+def _start(folder: Path, arguments: dict[str, Any]) -> tuple[Any, bool]:
+    """A vLLM engine, and whether it made the process's default group; its own errors become a
+    ModelError."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    ours = not torch.distributed.is_initialized()
+    if not ours and torch.distributed.get_world_size() > 1:
         raise ModelError(
             "the vLLM engine runs in a process without other ranks, and this one belongs to a "
             f"group of {torch.distributed.get_world_size()}; give it a process of its own"
         )
-    set_threads = torch.set_num_threads
     try:
-        with _same_random_numbers():
-            return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
+        with process_kept(folder):
+            llm = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
+        return llm, ours
     except Exception as error:
+        _end_groups(ours=ours)
         said = str(error).strip().splitlines() or [type(error).__name__]
+        name = importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0]
         raise ModelError(
-            f"vLLM {importlib.metadata.version(_distribution())} could not be started with this "
-            f"model ({arguments['dtype']}, max_model_len={arguments['max_model_len']}): {said[0]}"
+            f"{name} {importlib.metadata.version(name)} could not be started with this model "
+            f"({arguments['dtype']}, max_model_len={arguments['max_model_len']}): {said[0]}"
         ) from error
-    finally:
-        torch.set_num_threads = set_threads
 
 
-def _distribution() -> str:
-    names = importlib.metadata.packages_distributions().get("vllm", ["vllm"])
-    return names[0]
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Inside, seeding Python, numpy and torch has no effect on what follows."""
-    python, numbers = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
-
-
-def _clean_up(llm: Any, folder: Path, engine: int, *, left: str | None = None) -> None:
-    """End ``llm`` and, with the last engine, vLLM's process groups in this process; ``left`` begins
-    the names of shared memory that vLLM's workers on CPU leave behind."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if llm is None:
-        return
-    llm.engine_core.shutdown()
+def _clean_up(llm: Any, folder: Path, engine: int, *, left: str | None, ours: bool) -> None:
+    """End ``llm`` and its groups. ``left`` begins the names of shared memory that vLLM's workers on
+    CPU leave behind."""
+    with keeping_default_group(keep=not ours):
+        llm.engine_core.shutdown()
     del llm
+    _end_groups(ours=ours)
+    shutil.rmtree(folder, ignore_errors=True)
     if left:
         for segment in Path("/dev/shm").glob(f"{left}-*"):
             segment.unlink(missing_ok=True)
     _alive.discard(engine)
-    if not _alive:
-        from vllm.distributed import parallel_state
-
-        parallel_state.cleanup_dist_env_and_memory()
     gc.collect()
+
+
+def _end_groups(*, ours: bool) -> None:
+    from vllm.distributed import parallel_state
+
+    with keeping_default_group(keep=not ours):
+        parallel_state.cleanup_dist_env_and_memory()

@@ -82,7 +82,8 @@ def test_an_evaluation_samples_with_vllm_what_the_local_engine_samples(
             "eval": {"generate_max_len": 4},
             "engine": {"kind": kind},
         }
-        plain = [e for e in evaluation if "n_samples" not in e and "pass_k" not in e]
+        dropped = ("eval.n_samples", "eval.pass_k", "eval.temperature")
+        plain = [e for e in evaluation if not e.startswith(dropped)]
         config = load_config(tree, [*plain, "eval.temperature=0"])
         scores[kind] = burnish.run(config, rewards=reward).metrics
     assert scores["vllm"]["eval/reward"] == scores["local"]["eval/reward"]

@@ -34,7 +34,12 @@ from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.requests import StopRule, check_requests, end_tokens
 from burnish.rollout.vllm_model import cache_bytes, check_head_dim, check_split, skeleton_of
-from burnish.rollout.vllm_process import keeping_default_group, new_folder, process_kept
+from burnish.rollout.vllm_process import (
+    keeping_default_group,
+    new_folder,
+    process_kept,
+    remove_traces,
+)
 from burnish.rollout.vllm_weights import (
     WeightStream,
     WorkerExtension,
@@ -438,12 +443,14 @@ def _start(folder: Path, arguments: dict[str, Any]) -> tuple[Any, bool]:
             "the vLLM engine runs in a process without other ranks, and this one belongs to a "
             f"group of {torch.distributed.get_world_size()}; give it a process of its own"
         )
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # of sockets between the processes
     try:
-        with process_kept(folder):
+        with process_kept():
             llm = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
         return llm, ours
     except Exception as error:
         _end_groups(ours=ours)
+        remove_traces(os.environ.get("VLLM_DIST_IDENT"))
         said = str(error).strip().splitlines() or [type(error).__name__]
         name = importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0]
         raise ModelError(
@@ -453,16 +460,13 @@ def _start(folder: Path, arguments: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def _clean_up(llm: Any, folder: Path, engine: int, *, left: str | None, ours: bool) -> None:
-    """End ``llm`` and its groups. ``left`` begins the names of shared memory that vLLM's workers on
-    CPU leave behind."""
+    """End ``llm`` and its groups. ``left`` is the name of what its workers on CPU leave behind."""
     with keeping_default_group(keep=not ours):
         llm.engine_core.shutdown()
     del llm
     _end_groups(ours=ours)
     shutil.rmtree(folder, ignore_errors=True)
-    if left:
-        for segment in Path("/dev/shm").glob(f"{left}-*"):
-            segment.unlink(missing_ok=True)
+    remove_traces(left)
     _alive.discard(engine)
     gc.collect()
 

@@ -15,26 +15,36 @@ import torch
 
 
 def new_folder() -> Path:
-    """A temporary folder whose path is short: sockets are made in it, and a socket's path has at
-    most 107 characters."""
+    """A temporary folder for the config and for sockets, with a short path: a socket's has at most
+    107 characters."""
     usual = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="burnish-vllm-", dir=usual if len(usual) < 40 else "/tmp"))
 
 
 @contextmanager
-def process_kept(folder: Path) -> Iterator[None]:
-    """Inside, seeding Python, numpy and torch has no effect on what follows, the process's right to
-    set its number of threads cannot be taken, and temporary files go to ``folder``."""
+def process_kept() -> Iterator[None]:
+    """Inside, seeding Python, numpy and torch has no effect on what follows, and the process's
+    right to set its number of threads cannot be taken."""
     python, numbers = random.getstate(), np.random.get_state()
-    set_threads, temporary = torch.set_num_threads, tempfile.tempdir
-    tempfile.tempdir = str(folder)
+    set_threads = torch.set_num_threads
     try:
         with torch.random.fork_rng():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numbers)
-        torch.set_num_threads, tempfile.tempdir = set_threads, temporary
+        torch.set_num_threads = set_threads
+
+
+def remove_traces(name: str | None) -> None:
+    """Remove what vLLM on CPU leaves under ``name``: its workers' shared memory, and the file by
+    which they met. (Not the folder of that file: a store that outlives its engine opens the file
+    once more when it is collected, and where the folder is gone it tries for 300 s.)"""
+    if not name:
+        return
+    for segment in Path("/dev/shm").glob(f"{name}-*"):
+        segment.unlink(missing_ok=True)
+    (Path(tempfile.gettempdir()) / name).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -121,7 +121,8 @@ class WorkerExtension:
     model_runner: Any
 
     def burnish_shared_name(self) -> str | None:
-        """How the names of this engine's shared memory begin (on CPU)."""
+        """How the names of this engine's shared memory begin, and of the file by which its
+        processes met (on CPU)."""
         return os.environ.get("VLLM_DIST_IDENT")
 
     def burnish_load(self, source: Any, dtype: torch.dtype) -> dict[str, Any]:

@@ -557,23 +557,17 @@ def test_a_process_has_one_engine_at_a_time(loaded: VllmRolloutEngine) -> None:
 # ---- several processes -------------------------------------------------------------------------
 
 
-def shared_memory() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("vllm", "burnish"))}
+def traces() -> set[str]:
+    """Shared memory and temporary files of vLLM and of ours."""
+    folders = Path("/dev/shm"), Path(tempfile.gettempdir())
+    names = (path.name for folder in folders for path in folder.iterdir())
+    return {name for name in names if name.startswith(("vllm_dist", "burnish-"))}
 
 
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files go. (pytest's own folder has a path too long for sockets.)"""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
-        monkeypatch.undo()
-
-
-def test_two_processes_share_the_model_take_weights_and_end_without_a_trace(
-    temporary: Path,
-) -> None:
-    before = shared_memory()
+def test_two_processes_share_the_model_take_weights_and_end_without_a_trace() -> None:
+    while _kept:
+        _kept.popitem()[1].close()
+    before = traces()
     config = config_of(tied=True, heads=4, kv=2)
     sizes = config.scratch.model_copy(update={"hidden_size": 128})
     config = ModelConfig(scratch=sizes)
@@ -590,7 +584,7 @@ def test_two_processes_share_the_model_take_weights_and_end_without_a_trace(
             engine.load_weights(3, missing)
         refused(engine, 2)
     _, alive = psutil.wait_procs(workers, timeout=60)
-    assert not alive and shared_memory() == before and list(temporary.iterdir()) == []
+    assert not alive and traces() == before
     assert not torch.distributed.is_initialized()
 
 
@@ -625,12 +619,14 @@ def test_a_model_that_vllm_cannot_run_is_refused_when_it_is_made(
     sizes: dict[str, int],
     options: dict[str, int],
     told: str,
-    temporary: Path,
 ) -> None:
+    while _kept:
+        _kept.popitem()[1].close()
+    before = traces()
     scratch = ScratchConfig(**{"hidden_size": 64, "num_kv_heads": 2, **sizes})
     with pytest.raises(ModelError, match=told):
         start(ModelConfig(scratch=scratch), **options)
-    assert list(temporary.iterdir()) == [] and not torch.distributed.is_initialized()
+    assert traces() == before and not torch.distributed.is_initialized()
 
 
 def test_no_request_outgrows_what_the_engine_was_started_with(loaded: VllmRolloutEngine) -> None:

@@ -16,7 +16,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
-from burnish.config.rollout import EvalConfig, LocalEngine, RolloutConfig
+from burnish.config.rollout import EvalConfig, LocalEngine, RolloutConfig, RolloutEngineConfig
 from burnish.config.sync import LinkSync, SyncConfig, one_process_rules
 from burnish.config.train import (
     CheckpointConfig,
@@ -242,7 +242,7 @@ class EvaluateConfig(JobConfig):
     """What scores the responses."""
     on_reward_failure: FailurePolicy = FailurePolicy()
     """What happens when a reward fails."""
-    engine: LocalEngine = LocalEngine()
+    engine: RolloutEngineConfig = LocalEngine()
     """Which engine samples."""
     device: str = "auto"
     """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or

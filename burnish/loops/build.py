@@ -62,7 +62,8 @@ def build_rl(
     held_out = _held_out(config.eval, config, runtime.tokenizer, new_tokens)
     scores = _rewards(config, runtime, functions)
     policy = runtime.language_model(_rl_spec(config, "policy"))
-    rollout = runtime.rollout(policy, config.rollout.engine)
+    longest = max(data.prompt_max_len + new_tokens, _longest(config.eval, new_tokens))
+    rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
     kl = _kl_controller(config.algorithm.kl)
     critic, value_loss = None, None
     if isinstance(config.algorithm.advantage, GaeAdvantage):
@@ -113,7 +114,8 @@ def build_evaluation(
     assert config.eval.generate_max_len is not None
     held_out = _held_out(config.eval, config, runtime.tokenizer, config.eval.generate_max_len)
     scores = _rewards(config, runtime, functions)
-    engine = runtime.standalone_rollout(config.model, config.engine)
+    longest = _longest(config.eval, config.eval.generate_max_len)
+    engine = runtime.standalone_rollout(config.model, config.engine, max_len=longest)
     plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
     sampling = _eval_sampling(config.eval, plain)
     return _evaluator(config.eval, engine, scores, sampling, held_out, config, run_dir)
@@ -248,6 +250,13 @@ def _held_out(
     new_tokens = config.generate_max_len or new_tokens
     data = _within_positions(config.data, job.model, new_tokens=new_tokens)
     return load_prompts(data, tokenizer, limit=config.num_prompts)
+
+
+def _longest(config: EvalConfig | None, new_tokens: int) -> int:
+    """Most tokens of an evaluation's prompt with its response; 0 without evaluation."""
+    if config is None:
+        return 0
+    return config.data.prompt_max_len + (config.generate_max_len or new_tokens)
 
 
 def _supervised_data(

@@ -108,6 +108,7 @@ def _run_rl(config: RLConfig, run_dir: Path, functions: Mapping[str, Any]) -> di
             )
         finally:
             parts.runner.rewards.close()
+            parts.runner.engine.close()
 
 
 def _with_gap_warning(
@@ -166,6 +167,7 @@ def _run_evaluate(
             metrics = evaluator.evaluate(0)
         finally:
             evaluator.runner.rewards.close()
+            evaluator.runner.engine.close()
     finally:
         runtime.close()
     (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import RolloutEngineConfig
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine
 from burnish.train.base import HasLogprobs, TrainEngine
@@ -51,11 +51,16 @@ class Runtime(Protocol):
         """The reference model inside a LoRA policy."""
         ...
 
-    def rollout(self, policy: TrainEngine, config: LocalEngine) -> RolloutEngine:
-        """A rollout engine that gets its weights from ``policy``."""
+    def rollout(
+        self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RolloutEngine:
+        """A rollout engine that gets its weights from ``policy``, for rows of up to ``max_len``
+        tokens (None: as the model allows)."""
         ...
 
-    def standalone_rollout(self, model: ModelConfig, config: LocalEngine) -> RolloutEngine:
+    def standalone_rollout(
+        self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RolloutEngine:
         """A rollout engine without a trainer (evaluation of a finished model)."""
         ...
 

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
+from burnish.models.lora import merged_weights
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.vllm import VllmRolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs, TrainEngine
@@ -75,24 +77,40 @@ class InlineRuntime:
             FrozenBase(cast(TorchTrainEngine, policy)), self.timeline, {"logprobs": "reference"}
         )
 
-    def rollout(self, policy: TrainEngine, config: LocalEngine) -> LocalRolloutEngine:
-        """A rollout engine for ``policy``: over its own weights, or over a copy where the dtype is
-        another or they are in shards."""
+    def rollout(
+        self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RolloutEngine:
+        """A rollout engine for ``policy``, for rows of up to ``max_len`` tokens (None: as the
+        model allows): over its own weights, over a copy where the dtype is another or they are in
+        shards, or vLLM (which gets them at the first sync)."""
         wanted = self.precision.sampler_dtype
         trainer = cast(TorchTrainEngine, policy)
-        model = trainer.model
+        model: Any = trainer.model
+        if isinstance(config, VllmEngine):
+            return self._vllm(model, config, max_len)
         if wanted != self.precision.dtype or not shares_weights(trainer.spec):
             base = trainer.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
             self._add_end_token(model)
-        return LocalRolloutEngine(model, self.tokenizer, config)  # type: ignore[arg-type]
+        return LocalRolloutEngine(model, self.tokenizer, config)
 
-    def standalone_rollout(self, model: ModelConfig, config: LocalEngine) -> LocalRolloutEngine:
+    def standalone_rollout(
+        self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RolloutEngine:
         """A rollout engine without a trainer (evaluation of a finished model)."""
-        network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=self.device)
+        device = "cpu" if isinstance(config, VllmEngine) else self.device
+        network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=device)
         self._add_end_token(network)
-        return LocalRolloutEngine(network, self.tokenizer, config)
+        if isinstance(config, LocalEngine):
+            return LocalRolloutEngine(network, self.tokenizer, config)
+        engine = self._vllm(network, config, max_len)
+        engine.load_weights(0, merged_weights(network))
+        return engine
+
+    def _vllm(self, model: Any, config: VllmEngine, max_len: int | None) -> VllmRolloutEngine:
+        dtype = self.precision.sampler_dtype
+        return VllmRolloutEngine(model, self.tokenizer, config, dtype=dtype, max_model_len=max_len)
 
     def _engine(
         self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
@@ -119,8 +137,7 @@ class InlineRuntime:
 
     def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""
-        ends = cast(TorchTrainEngine, policy), cast(LocalRolloutEngine, rollout)
-        return timed(InprocSync(*ends), self.timeline, {"push": "sync"})
+        return timed(InprocSync(cast(TorchTrainEngine, policy), rollout), self.timeline, {"push": "sync"})
 
     def close(self) -> None:
         """Nothing to end."""

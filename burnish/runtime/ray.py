@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import RolloutEngineConfig
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, WorkerLostError
@@ -236,14 +236,18 @@ class RayRuntime:
             {"logprobs": "reference"},
         )
 
-    def rollout(self, policy: TrainEngine, config: LocalEngine) -> RemoteRolloutEngine:
+    def rollout(
+        self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RemoteRolloutEngine:
         """Workers that get their weights from ``policy``."""
         base = cast(RemoteTrainEngine, policy).group.spec.model.model_copy(update={"lora": None})
-        return RemoteRolloutEngine(self, base, config)
+        return RemoteRolloutEngine(self, base, config, max_len=max_len)
 
-    def standalone_rollout(self, model: ModelConfig, config: LocalEngine) -> RemoteRolloutEngine:
+    def standalone_rollout(
+        self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RemoteRolloutEngine:
         """Workers with a model's own weights."""
-        return RemoteRolloutEngine(self, model, config)
+        return RemoteRolloutEngine(self, model, config, max_len=max_len)
 
     def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> ObjectStoreSync:
         """Weights through the object store."""
@@ -259,7 +263,7 @@ class RayRuntime:
         for group in self.groups:
             group.end()
         for rollout in self.rollouts:
-            rollout.end()
+            rollout.close()
         for places in {id(made): made for made, _ in self._places.values()}.values():
             remove_placement_group(places)
         self.groups, self.rollouts, self._places = [], [], {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import ModelConfig
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import RolloutEngineConfig
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.worker import (
@@ -190,15 +190,22 @@ class RemoteFrozenBase:
 class RemoteRolloutEngine:
     """Several rollout workers as one ``rollout.base.RolloutEngine``."""
 
-    def __init__(self, runtime: RayRuntime, model: ModelConfig, config: LocalEngine) -> None:
-        self.runtime, self.model, self.config = runtime, model, config
+    def __init__(
+        self,
+        runtime: RayRuntime,
+        model: ModelConfig,
+        config: RolloutEngineConfig,
+        *,
+        max_len: int | None,
+    ) -> None:
+        self.runtime, self.model, self.config, self.max_len = runtime, model, config, max_len
         self.version = 0
         self.size = runtime.config.ranks("rollout")
         self._buckets: list[Any] = []
         """The weights they have, so that a replacement can be given them."""
         self.workers = runtime.start("rollout", RolloutWorker, self.size)
         runtime.rollouts.append(self)
-        self._wait([w.build.remote(model, config) for w in self.workers])
+        self._wait([w.build.remote(model, config, max_len) for w in self.workers])
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Completions as they finish on any worker. The requests of a worker that dies are done
@@ -248,7 +255,7 @@ class RemoteRolloutEngine:
         self.runtime.ray.kill(self.workers[index])
         fresh = self.runtime.start_one("rollout", RolloutWorker, index, self.size)
         self.workers[index] = fresh
-        self._wait([fresh.build.remote(self.model, self.config)])
+        self._wait([fresh.build.remote(self.model, self.config, self.max_len)])
         if self._buckets:
             self._wait([fresh.load_weights.remote(self.version, *self._buckets)])
 
@@ -272,8 +279,8 @@ class RemoteRolloutEngine:
     def wake(self) -> None:
         """Nothing to do."""
 
-    def end(self) -> None:
-        """End the workers at once."""
+    def close(self) -> None:
+        """End the workers at once. May be called twice."""
         for worker in self.workers:
             self.runtime.ray.kill(worker)
         self.workers = []

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import RolloutEngineConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
@@ -207,9 +207,9 @@ class RolloutWorker(_Worker):
 
     engine: RolloutEngine
 
-    def build(self, model: ModelConfig, config: LocalEngine) -> None:
+    def build(self, model: ModelConfig, config: RolloutEngineConfig, max_len: int | None) -> None:
         """Load the model and make the engine."""
-        self.engine = self._runtime().standalone_rollout(model, config)
+        self.engine = self._runtime().standalone_rollout(model, config, max_len=max_len)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling

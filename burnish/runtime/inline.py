@@ -137,7 +137,9 @@ class InlineRuntime:
 
     def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""
-        return timed(InprocSync(cast(TorchTrainEngine, policy), rollout), self.timeline, {"push": "sync"})
+        return timed(
+            InprocSync(cast(TorchTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
+        )
 
     def close(self) -> None:
         """Nothing to end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -48,28 +48,33 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes with its base weights alone."""
+    """Inside, the model computes with its base weights alone. What requires gradients stays."""
     layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
     trainable = [p for p in model.parameters() if p.requires_grad]
-    for layer in layers:
-        layer.enable_adapters(False)
     try:
+        _enable(layers, False, trainable)
         yield
     finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for parameter in trainable:  # peft's switch also touches requires_grad
-            parameter.requires_grad_(True)
+        _enable(layers, True, trainable)
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _enable(layers: Sequence[LoraLayer], on: bool, trainable: Sequence[nn.Parameter]) -> None:
+    for layer in layers:
+        layer.enable_adapters(on)
+    for parameter in trainable:  # peft's switch also touches requires_grad, which FSDP2 reads once
+        parameter.requires_grad_(True)
+
+
+def merged_weights(
+    model: nn.Module, names: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, tensor) of every parameter, adapters added to their base weights in
-    fp32."""
+    fp32. ``names``: of these parameters only (a layer's base weight and adapters go together)."""
     deltas = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or (names is not None and name not in names):
             continue
         owner, _, leaf = name.rpartition(".base_layer.")
         if not owner:

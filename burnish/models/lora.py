@@ -42,8 +42,18 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
             "from the "
             "projection's weight alone); name inner layers, or use all-linear"
         )
+    _fill_empty_adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+def _fill_empty_adapters(model: nn.Module) -> None:
+    """peft puts adapters where their layer is: on the meta device too, without values."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer) and layer.lora_A[ADAPTER].weight.is_meta:
+            for part in (layer.lora_A, layer.lora_B):
+                part.to_empty(device="cpu")
+            layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
 @contextmanager

@@ -26,7 +26,9 @@ def _last_weights(run_dir: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("grpo", 1), ("lora", 2), ("gae", 3), ("sft", 4), ("fp16", 8)])
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("grpo", 1), ("lora", 2), ("gae", 3), ("sft", 4), ("fp16", 8)]
+)
 def test_a_killed_and_resumed_run_measures_the_same_bits(
     kind: str, seed: int, recipe: Recipe, children: Any, measured: Measured
 ) -> None:

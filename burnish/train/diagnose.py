@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 Stage = Literal["weight", "forward", "loss", "backward", "gradient"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+"""In the order in which they are looked at."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from burnish.models.empty import fill_rows
 from burnish.models.load import DTYPES, check_head, describe, raise_if_lacking
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, Outputs
-from burnish.train.diagnose import first_bad_tensor
+from burnish.train.diagnose import STAGES, first_bad_tensor
 from burnish.train.optim import Optimizer
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.sharded_state import PendingSave, ShardedOptimizer, local, own_rows
@@ -241,21 +241,25 @@ class ShardedTrainEngine(TorchTrainEngine):
         return Outputs(*(None if t is None else t[:0] for t in (logprobs, entropy, values)))
 
     def _first_bad_here(self) -> str | None:
-        """This rank's micro-batches once more, watched; every rank makes every pass."""
+        """The micro-batches once more, watched, by all ranks together; what comes first in the
+        order of execution on any of them, as a bad row of one rank is seen by all that gather
+        it."""
         assert self.optimizer is not None
         cast(FSDPModule, self.root).set_requires_gradient_sync(True)
         units = cast(list[nn.Module], self.units)
-        found: str | None = None
+        found: list[tuple[int, int, str]] = []
+        micros = [(b, rows, loss) for b, loss in self._since_step for rows in self._split(b)]
         self.model.train()
-        for batch, loss in self._since_step:
-            for rows in self._split(batch):
-                compute = partial(self._scaled_loss, batch, rows, loss)
-                bad = first_bad_tensor(self.model, compute, units=units)
-                self.optimizer.zero_grad()
-                if bad is not None and found is None:
-                    found = f"First bad tensor: {bad} (rows {rows} of the batch)."
+        for number, (batch, rows, loss) in enumerate(micros):
+            compute = partial(self._scaled_loss, batch, rows, loss)
+            bad = first_bad_tensor(self.model, compute, units=units)
+            self.optimizer.zero_grad()
+            if bad is not None:
+                text = f"First bad tensor: {bad} (rows {rows} of the batch)."
+                found.append((number, STAGES.index(bad.stage), text))
         self.model.eval()
-        return found
+        first = [own for own in self.ranks.gather(min(found, default=None)) if own is not None]
+        return min(first)[2] if first else None
 
     # ---- state -----------------------------------------------------------------------------
 

@@ -117,6 +117,7 @@ def make_engine(
     train = TrainConfig(
         **{
             "lr": 1e-3,
+            "adam_eps": 1e-6,  # gradients differ by 1e-9, which is then no step of its own
             "max_tokens_per_micro_batch": split.get("budget"),
             "engine": TorchEngine(sharding="full", **case.engine),
             **case.train,
@@ -131,7 +132,7 @@ def make_engine(
         total_steps=10,
         **spec,
     )
-    engine = torch_engine(model, own, ranks=ranks)
+    engine = torch_engine(model, own, tokenizer=load_tokenizer(config), ranks=ranks)
     assert isinstance(engine, ShardedTrainEngine) == (ranks.group is not None)
     return engine
 

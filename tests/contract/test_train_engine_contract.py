@@ -7,7 +7,7 @@ oracle.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.train import TrainConfig
+from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, Outputs, Role, TrainEngine
+from burnish.train.fsdp import ShardedTrainEngine
+from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats
 
@@ -37,27 +39,47 @@ class Wanted:
     lr: float = 1e-2
 
 
-def torch_engine(wanted: Wanted) -> TrainEngine:
+def torch_engine(wanted: Wanted, ranks: Ranks = ALONE, **engine: Any) -> TrainEngine:
     scalar = wanted.role in ("critic", "reward")
     model: Any = load_scalar_model(MODEL, new_head=True) if scalar else load_causal_lm(MODEL)
     spec = EngineSpec(
         wanted.role,
-        TrainConfig(lr=wanted.lr),
+        TrainConfig(lr=wanted.lr, engine=TorchEngine(**engine)),
         MODEL,
         micro_batch_size=wanted.micro,
         total_steps=10,
         temperature=wanted.temperature,
     )
-    return TorchTrainEngine(model, spec, tokenizer=load_tokenizer(MODEL))
+    kind = TorchTrainEngine if ranks.group is None else ShardedTrainEngine
+    return kind(model, spec, tokenizer=load_tokenizer(MODEL), ranks=ranks)
 
 
-ENGINES: dict[str, Callable[[Wanted], TrainEngine]] = {"torch": torch_engine}
+def sharded_engine(wanted: Wanted) -> TrainEngine:
+    """FSDP2 over one rank; test_fsdp_engine.py has two."""
+    return torch_engine(wanted, Ranks(torch.distributed.group.WORLD), sharding="full")
+
+
+ENGINES: dict[str, Callable[[Wanted], TrainEngine]] = {
+    "torch": torch_engine,
+    "torch, sharded": sharded_engine,
+}
 
 Make = Callable[[Wanted], TrainEngine]
 
 
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(params=ENGINES)
 def make(request: pytest.FixtureRequest) -> Make:
+    if request.param == "torch, sharded":
+        request.getfixturevalue("group_of_one")
     return ENGINES[request.param]
 
 

@@ -11,6 +11,7 @@ Nothing is padded at rest or in transit; padding and packing are choices of ``tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -216,7 +217,7 @@ class Stats:
             means[name] = (have_num + num, have_den + den)
         maxima = dict(self.maxima)
         for name, value in other.maxima.items():
-            maxima[name] = max(float(maxima[name]), float(value)) if name in maxima else value
+            maxima[name] = _larger(float(maxima[name]), float(value)) if name in maxima else value
         sums = dict(self.sums)
         for name, value in other.sums.items():
             sums[name] = sums.get(name, 0.0) + value
@@ -231,6 +232,11 @@ class Stats:
             for name, value in source.items():
                 out[prefix + name] = float(value)
         return out
+
+
+def _larger(one: float, other: float) -> float:
+    """The maximum; NaN if either is."""
+    return other if other > one or math.isnan(other) else one
 
 
 def rows_to_batch(

@@ -31,3 +31,7 @@ def test_every_figure_is_there() -> None:
     figures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", PAGE)
     assert figures
     assert all((ROOT / "docs" / figure).is_file() for figure in figures)
+
+
+def test_no_result_is_still_to_come() -> None:
+    assert "RESULTS_" not in PAGE

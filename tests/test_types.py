@@ -176,3 +176,9 @@ def test_adding_does_not_change_the_parts() -> None:
     first = Stats({"x": (1, 2)}, {"m": 1.0}, {"s": 1.0})
     _ = first + first
     assert first == Stats({"x": (1, 2)}, {"m": 1.0}, {"s": 1.0})
+
+
+def test_a_maximum_with_a_nan_anywhere_is_nan() -> None:
+    one, nan = Stats(maxima={"m": 1.0}), Stats(maxima={"m": float("nan")})
+    for total in (one + nan, nan + one, one + nan + one):
+        assert total.floats()["m"] != total.floats()["m"]

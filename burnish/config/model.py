@@ -115,7 +115,7 @@ class PrecisionConfig(Node):
     grad_accum_dtype: Dtype = "fp32"
     """Format in which gradients of micro-batches add up: fp32, or ``dtype`` itself (2 bytes per
     parameter less between steps, and small gradients are lost in large sums)."""
-    loss_scale: float | None = Field(None, ge=0)
+    loss_scale: float | None = Field(None, ge=0, le=2.0**120)
     """fp16: the loss is multiplied by this before backward and the gradient divided by it after.
     0 or None: dynamic. Any other value: constant."""
     initial_scale_power: int = Field(16, ge=0, le=120)
@@ -142,14 +142,16 @@ class PrecisionConfig(Node):
                 if self._is_set(name):
                     yield (
                         f"{name} is set and dtype={self.dtype} needs no loss scaling (its smallest "
-                        "numbers are as small as fp32's); remove it, or use dtype=fp16"
+                        "numbers are as small as fp32's); remove it (on a command line: "
+                        f"precision.{name}={self._default(name)}), or use dtype=fp16"
                     )
         if self.grad_accum_dtype not in ("fp32", self.dtype):
             yield (
                 f"grad_accum_dtype={self.grad_accum_dtype} with dtype={self.dtype}: gradients add "
                 f"up in fp32 or in the compute format itself; use fp32 or {self.dtype}"
             )
-        if self.dtype == "fp16" and self.min_loss_scale > 2.0**self.initial_scale_power:
+        dynamic = self.dtype == "fp16" and not self.loss_scale
+        if dynamic and self.min_loss_scale > 2.0**self.initial_scale_power:
             yield (
                 f"min_loss_scale={self.min_loss_scale:g} is above the first loss scale, 2^"
                 f"{self.initial_scale_power} = {2.0**self.initial_scale_power:g}; lower it, or "
@@ -172,8 +174,20 @@ class PrecisionConfig(Node):
                         f"{self.loss_scale:g} is constant; remove one of the two"
                     )
 
+    def overrides_for(self, dtype: Dtype) -> str:
+        """What to write on a command line to go on in ``dtype``, which has no loss scaling."""
+        scaling = [n for n in ("loss_scale", *_DYNAMIC) if self._is_set(n)]
+        undone = [f"precision.{name}={self._default(name)}" for name in scaling]
+        if self.grad_accum_dtype == self.dtype:
+            undone.append("precision.grad_accum_dtype=fp32")
+        return " ".join([f"precision.dtype={dtype}", *undone])
+
     def _is_set(self, name: str) -> bool:
         return bool(self.model_dump()[name] != type(self).model_fields[name].default)
+
+    def _default(self, name: str) -> str:
+        default = type(self).model_fields[name].default
+        return "null" if default is None else str(default).lower()
 
 
 _DYNAMIC = (

@@ -137,7 +137,7 @@ class Updates:
 
     stats: dict[str, Stats] = field(default_factory=dict)
     steps: dict[str, list[StepStats]] = field(default_factory=dict)
-    failure: NonFiniteError | None = None
+    failures: dict[str, NonFiniteError] = field(default_factory=dict)
 
     def add(self, role: str, stats: Stats) -> None:
         """Add what one forward_backward measured."""
@@ -149,13 +149,15 @@ class Updates:
         try:
             stats = engine.optim_step()
         except NonFiniteError as error:
-            stats, self.failure = error.stats, error
+            stats = error.stats
+            self.failures.setdefault(role, error)  # the first one says where it began
         self.steps.setdefault(role, []).append(stats)
 
     def checked(self, metrics: Metrics) -> Metrics:
         """``metrics``; raises StoppedError with them where an update said to stop."""
-        if self.failure is not None:
-            raise StoppedError(self.failure, metrics) from self.failure
+        if self.failures:
+            first = next(iter(self.failures.values()))
+            raise StoppedError(" Also: ".join(map(str, self.failures.values())), metrics) from first
         return metrics
 
     def metrics(self) -> Metrics:

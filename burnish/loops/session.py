@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 import yaml
 
-from burnish.checkpoint import CheckpointStore
+from burnish.checkpoint import CheckpointError, CheckpointStore
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
 from burnish.config.arithmetic import batch_table
@@ -45,8 +45,8 @@ class RunError(RuntimeError):
 class StoppedError(RunError):
     """A step that is whole and after which going on makes no sense. ``metrics`` are the step's."""
 
-    def __init__(self, cause: Exception, metrics: Metrics) -> None:
-        super().__init__(str(cause))
+    def __init__(self, why: str, metrics: Metrics) -> None:
+        super().__init__(why)
         self.metrics = metrics
 
 
@@ -198,6 +198,13 @@ class Session:
                 self._one_step(state, step, evaluate, eval_every)
                 if self._checkpoint_due():
                     self._save(state)
+        skipped = self._last.get("train/skipped_total", 0.0)
+        if skipped > self.step / 2:
+            log.warning(
+                "%d optimizer steps were skipped because the loss or the gradient was not finite: "
+                "this run has learned little (see train/skipped_steps in the report)",
+                skipped,
+            )
         if self.config.checkpoint.best_metric and self._measured_step < 0:
             log.warning(
                 "checkpoint.best_metric=%s was never measured; metrics of this run: %s",
@@ -229,17 +236,20 @@ class Session:
         self.progress.step(number, metrics)
 
     def _stop(self, state: State, stop: StoppedError) -> NoReturn:
-        """Save, say why, and raise."""
-        self._save(state)
-        write_text(self.run_dir / STOPPED_FILE, f"step {self.step}: {stop}\n")
-        log.error("stopped at step %d: %s", self.step, stop)
-        raise StoppedError(
-            RunError(
-                f"stopped at step {self.step} of {self.total_steps}: {stop}. The run is saved; go "
-                f"on with other settings by --resume {self.run_dir} KEY=VALUE"
-            ),
-            stop.metrics,
-        ) from stop
+        """Save if there is something worth saving, say why, and raise."""
+        try:
+            self._save(state)
+            saved = "The run is saved"
+        except CheckpointError as error:
+            saved = f"This step is not saved: {error}"
+        more = " max_steps=MORE" if self.step == self.total_steps else ""
+        why = (
+            f"stopped at step {self.step} of {self.total_steps}: {stop}. {saved}; go on with other "
+            f"settings by --resume {self.run_dir} KEY=VALUE{more}"
+        )
+        write_text(self.run_dir / STOPPED_FILE, why + "\n")
+        log.info(why)
+        raise StoppedError(why, stop.metrics) from stop
 
     def _record(self, step: int, metrics: Metrics) -> None:
         if "train/loss" in metrics:
@@ -280,6 +290,7 @@ class Session:
         log.info("checkpoint %s", path)
 
     def _restore(self, state: State) -> None:
+        (self.run_dir / STOPPED_FILE).unlink(missing_ok=True)  # it is about the last time
         newest = self.store.latest()
         if newest is None and self.store.all():
             raise RunError(

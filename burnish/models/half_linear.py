@@ -1,9 +1,10 @@
 """fp16 linear layers on a CPU, computed through fp32.
 
-PyTorch's own fp16 matrix product on a CPU without fp16 instructions is 3 to 4 times slower than
-its fp32 one (docs/lab-notebook.md). fp16 to fp32 is exact, so a product of the fp32 forms, rounded
-once at the end, is what an fp16 product with fp32 accumulation is. Weights stay in fp16; their fp32
-form exists for a moment, a block at a time. Attention is not here: it stays PyTorch's.
+PyTorch's own fp16 matrix products on a CPU without fp16 instructions are 3 to 4 times slower than
+its fp32 ones forward, and 15 times forward and backward together (docs/lab-notebook.md). fp16 to
+fp32 is exact, so a product of the fp32 forms, rounded once at the end, is what an fp16 product
+with fp32 accumulation is. Weights stay in fp16; their fp32 form exists for a moment, a block at a
+time. Attention is not here: it stays PyTorch's.
 
 For sampling, where every token reads every weight, see ``rollout/cpu_linear.py``.
 """
@@ -11,7 +12,6 @@ For sampling, where every token reads every weight, see ``rollout/cpu_linear.py`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +27,8 @@ def use_fp32_products(model: nn.Module, dtype: torch.dtype | None = None) -> int
     """Let the plain fp16 linear layers of ``model`` on the CPU compute through fp32, for good.
 
     ``dtype``: what they compute in; None: what their weights are in now (a sharded model keeps
-    fp32 weights and gathers fp16 ones). Returns how many were switched; layers that have a forward
-    of their own are left alone, so a second call only takes new layers (adapters). A layer that is
-    moved to another dtype or device later computes as ever.
+    fp32 weights and gathers fp16 ones). Returns how many were switched; a second call only takes
+    new layers (adapters). A layer that is moved to another dtype or device later computes as ever.
     """
     layers = [
         module
@@ -37,11 +36,18 @@ def use_fp32_products(model: nn.Module, dtype: torch.dtype | None = None) -> int
         if type(module) is nn.Linear
         and (dtype or module.weight.dtype) == torch.float16
         and module.weight.device.type == "cpu"
-        and "forward" not in vars(module)
     ]
     for layer in layers:
-        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+        layer.__class__ = WideLinear  # (a forward of its own would be a reference to itself)
     return len(layers)
+
+
+class WideLinear(nn.Linear):
+    """A linear layer that computes fp16 on a CPU through fp32."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return linear(inputs, self.weight, self.bias)
 
 
 def is_slow_half(tensor: Tensor) -> bool:
@@ -83,10 +89,6 @@ def _blocks(weight: Tensor) -> Iterator[slice]:
     size = max(1, BLOCK_ENTRIES // max(1, weight.shape[1]))
     for begin in range(0, weight.shape[0], size):
         yield slice(begin, begin + size)
-
-
-def _forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
-    return linear(inputs, layer.weight, layer.bias)
 
 
 class _HalfLinear(torch.autograd.Function):

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -78,6 +80,7 @@ def load_causal_lm(
         else:
             model = _from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
         model = place(model, dtype=dtype, device=device)
+        check_weights(model.named_parameters(), describe(config))
         check_head(model, describe(config))
     use_burnish_attention(model)
     if config.lora is not None:
@@ -103,6 +106,8 @@ def check_head(model: Any, name: str) -> None:
         if isinstance(error, NotImplementedError):
             raise ModelError(f"{name}: {error}") from error
         raise
+    if not (bool(whole.isfinite().all()) and bool(ours.isfinite().all())):
+        raise_overflow(model.dtype, name)
     if not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.abs().max())):
         raise ModelError(
             f"{name} ({type(model).__name__}) changes its logits after the output projection "
@@ -114,7 +119,8 @@ def check_head(model: Any, name: str) -> None:
 def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
     """Raise ModelError where ``body`` uses an operation that its device lacks in its format.
 
-    Two tokens forward, and backward to their embeddings (no gradient of a weight is made).
+    Two tokens forward, and backward to their embeddings. Raises ModelError, too, where what comes
+    out is not finite.
     """
     embedding = body.get_input_embeddings()
     if embedding.weight.dtype == torch.float32:
@@ -129,6 +135,29 @@ def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
     except (NotImplementedError, RuntimeError) as error:
         raise_if_lacking(error, body, name)
         raise
+    if not bool(hidden.isfinite().all()):
+        raise_overflow(embedding.weight.dtype, name)
+
+
+@torch.no_grad()
+def check_weights(weights: Iterable[tuple[str, Tensor]], name: str) -> None:
+    """Raise ModelError where a weight of the model ``name`` is not finite: broken at its source, or
+    too large for its format."""
+    for parameter_name, parameter in weights:
+        if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
+            raise ModelError(
+                f"{name}: the weight {parameter_name} is not finite in {parameter.dtype} (fp16 "
+                f"ends at {torch.finfo(torch.float16).max:g}); if it is in precision.dtype=fp32, "
+                "use bf16 or fp32, else the model is broken"
+            )
+
+
+def raise_overflow(dtype: torch.dtype, name: str) -> None:
+    """The ModelError for activations that are not finite."""
+    raise ModelError(
+        f"{name}: its activations are not finite in {dtype} for a few tokens, although its weights "
+        "are: they grow beyond the format; use precision.dtype=bf16 or fp32"
+    )
 
 
 def raise_if_lacking(error: Exception, model: Any, name: str) -> None:

@@ -129,7 +129,8 @@ def _matmul_into(out: Tensor, grad: Tensor, weight: Tensor) -> None:
 
 
 def _add_matmul(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total += grad.T @ hidden, in fp32 also where the operands are half precision."""
+    """total += grad.T @ hidden; ``total`` is fp32. The product of a chunk is rounded to the
+    operands' format, but for fp16 on a CPU, which goes through fp32 anyway."""
     if grad.dtype == torch.float32 or is_slow_half(grad):
         total.addmm_(grad.T.float(), hidden.float())
     else:

@@ -12,6 +12,10 @@ from torch import Tensor
 from burnish.types import FinishReason
 
 
+class SamplingError(ArithmeticError):
+    """The policy's logits are not numbers, so nothing can be sampled from them."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How responses are sampled; see ``config.rollout.SamplingConfig`` for the fields' meaning."""

@@ -20,6 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from burnish.models.half_linear import WideLinear
+
 
 @dataclass(frozen=True)
 class Fp32Layer:
@@ -38,7 +40,8 @@ def onednn_layers(model: nn.Module) -> list[nn.Linear]:
     return [
         module
         for module in model.modules()
-        if type(module) is nn.Linear
+        if isinstance(module, nn.Linear)
+        and type(module) in (nn.Linear, WideLinear)
         and module.weight.dtype in (torch.float32, torch.float16)
         and module.weight.device.type == "cpu"
     ]
@@ -65,17 +68,13 @@ def fp32_copies(layers: Sequence[nn.Linear]) -> Iterator[list[Fp32Layer]]:
 @contextmanager
 def onednn_linear(layers: Sequence[Fp32Layer]) -> Iterator[None]:
     """Inside, ``layers`` compute through oneDNN, without gradients; outside they are as before."""
-    before = [vars(wide.layer).get("forward") for wide in layers]
     for wide in layers:
         wide.layer.forward = partial(_forward, wide)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for wide, forward in zip(layers, before, strict=True):
-            if forward is None:
-                del wide.layer.forward
-            else:
-                wide.layer.forward = forward  # type: ignore[method-assign]
+        for wide in layers:
+            del wide.layer.forward
 
 
 def _forward(wide: Fp32Layer, inputs: Tensor) -> Tensor:

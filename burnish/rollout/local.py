@@ -10,6 +10,7 @@ Reading order: ``generate`` -> ``_admit`` (prefill) -> ``_decode`` -> ``_retire`
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.rollout import LocalEngine
 from burnish.models.attention import NO_MASK, KVCache, Segment, decode_plan, plan_segments
-from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.cpu_linear import fp32_copies, onednn_layers, onednn_linear
 from burnish.rollout.cuda_graphs import DecodeGraphs
 from burnish.rollout.sampling import sample_tokens, uniforms_for
@@ -151,6 +152,19 @@ class LocalRolloutEngine:
         )
         return out.last_hidden_state
 
+    def what_is_broken(self) -> str:
+        """Why logits are not finite, for people."""
+        for name, weight in self.model.named_parameters():
+            if not bool(weight.isfinite().all()):
+                where = f"its weight {name} is not finite"
+                break
+        else:
+            where = f"its weights are finite, so an activation overflows in {weight.dtype}"
+        return (
+            f"the policy at version {self.version} gives log-probs that are not finite: {where}. "
+            "An update went wrong (a lower train.lr) or the format is too narrow (precision.dtype)"
+        )
+
     def graphs_for(self, num_slots: int, capacity: int) -> DecodeGraphs:
         """Decode steps recorded over a cache of at least this size, kept from call to call."""
         have = self._graphs.cache if self._graphs is not None else None
@@ -277,7 +291,10 @@ class _Run:
         tokens, logprobs = sample_tokens(logits, uniforms, self.sampling)
         self.tokens[first:] = tokens
         self.positions[first:] += 1
-        for sequence, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        found = logprobs.tolist()
+        if not all(map(math.isfinite, found)):
+            raise SamplingError(self.engine.what_is_broken())
+        for sequence, token, logprob in zip(rows, tokens.tolist(), found, strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
 

@@ -65,7 +65,8 @@ def _draw_filtered(weights: Tensor, uniforms: Tensor, sampling: Sampling) -> Ten
     running = (ordered * keep).cumsum(-1)
     goal = uniforms[:, None] * running[:, -1:]
     place = torch.searchsorted(running, goal, right=True)
-    place = torch.minimum(place, keep.sum(-1, keepdim=True) - 1)
+    # (no token is kept where the weights are not numbers; the caller looks for that)
+    place = torch.minimum(place, keep.sum(-1, keepdim=True) - 1).clamp_(min=0)
     return index.gather(-1, place)[:, 0]
 
 

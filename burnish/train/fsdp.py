@@ -29,14 +29,22 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.models.empty import fill_rows
-from burnish.models.load import DTYPES, check_head, describe, raise_if_lacking
+from burnish.models.load import (
+    DTYPES,
+    ModelError,
+    check_head,
+    check_weights,
+    describe,
+    raise_if_lacking,
+    raise_overflow,
+)
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, Outputs
 from burnish.train.diagnose import STAGES, first_bad_tensor
 from burnish.train.optim import Optimizer
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.sharded_state import PendingSave, ShardedOptimizer, local, own_rows
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.torch import EngineSpec, TorchTrainEngine, shortened
 from burnish.types import Batch, Stats, rows_to_batch
 
 log = logging.getLogger("burnish")
@@ -173,21 +181,36 @@ class ShardedTrainEngine(TorchTrainEngine):
         return super()._make_optimizer(kind)
 
     def _check_format(self) -> None:
-        name = describe(self.spec.model)
+        """As the plain engine's, by a pass of the sharded model; all ranks raise what one finds."""
+        name, dtype = describe(self.spec.model), DTYPES[self.spec.precision.dtype]
+        parts = ((n, local(p).to(dtype)) for n, p in self.model.named_parameters())
+        problem: str | None = None
+        try:
+            check_weights(parts, name)
+        except ModelError as error:
+            problem = str(error)
+        problems = [text for text in self.ranks.gather(problem) if text is not None]
+        if problems:
+            raise ModelError(problems[0])
         if self._was_empty and not self.scalar:
             with torch.no_grad():
                 self.root(partial(check_head, self.model, name))
             self._reshard()
-        if self.spec.precision.dtype == "fp32":
-            return
+        if dtype != torch.float32:
+            self._try_pass(name, dtype)
+
+    def _try_pass(self, name: str, dtype: torch.dtype) -> None:
+        """Raise ModelError where a pass over one row cannot be computed."""
         try:
             with torch.set_grad_enabled(self.spec.trainable):
-                outputs = self._outputs(NO_ROWS.to(self.device), with_entropy=False)
+                found = _sum_of(self._outputs(NO_ROWS.to(self.device), with_entropy=False))
                 if self.spec.trainable:
-                    _sum_of(outputs).backward()
+                    found.backward()
         except (NotImplementedError, RuntimeError) as error:
             raise_if_lacking(error, self.body, name)
             raise
+        if not bool(found.isfinite()):
+            raise_overflow(dtype, name)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         self._reshard()
@@ -255,7 +278,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             bad = first_bad_tensor(self.model, compute, units=units)
             self.optimizer.zero_grad()
             if bad is not None:
-                text = f"First bad tensor: {bad} (rows {rows} of the batch)."
+                text = f"First bad tensor: {bad} (rows {shortened(rows)} of the batch)."
                 found.append((number, STAGES.index(bad.stage), text))
         self.model.eval()
         first = [own for own in self.ranks.gather(min(found, default=None)) if own is not None]
@@ -280,8 +303,9 @@ class ShardedTrainEngine(TorchTrainEngine):
     def save(self, folder: Path) -> None:
         """Each rank its own rows (``master-00001-of-00002.safetensors`` ...), rank 0 the rest.
 
-        Called by all ranks, with a folder that all of them see. Returns when all is written; raises
-        OSError on all ranks where one could not write.
+        Called by all ranks, with a folder that all of them see. Returns when all is written. Raises
+        OSError on all ranks where one could not write, and ValueError, with nothing written, where
+        a weight is not finite.
         """
         self._start_save(folder, copy=False).wait()
 
@@ -295,6 +319,8 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
         assert isinstance(self.optimizer, ShardedOptimizer), f"the {self.role} engine is frozen"
+        broken = self.ranks.gather(self.optimizer.broken_master())
+        self._check_finite(next((name for name in broken if name is not None), None))
         group = self._saving_group()
         if self._pending is not None:
             self._pending.join()

@@ -127,7 +127,7 @@ class DynamicLossScaler:
 
     def load_state_dict(self, state: State) -> None:
         """Take back what :meth:`state_dict` gave."""
-        self.scale = float(state["scale"])
+        self.scale = max(float(state["scale"]), self.min_loss_scale)  # the floor may be a new one
         self._left = min(int(state["left"]), self.hysteresis)
         self._clean_steps = int(state["clean_steps"])
 

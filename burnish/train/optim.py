@@ -103,7 +103,6 @@ class Optimizer:
         for master, parameter in zip(masters, self.params, strict=True):
             parameter.data = master.to(dtype)
             if self.sums_fp32:
-                master.grad = torch.zeros_like(master)
                 parameter.register_post_accumulate_grad_hook(_adds_to(master))
 
     def step(self, version: int, *, finite_loss: bool = True, ranks: Ranks = ALONE) -> StepStats:
@@ -114,7 +113,7 @@ class Optimizer:
         same on all.
         """
         grads, scale = self.gradients(ranks), self.scaler.scale
-        if scale != 1.0:
+        if grads and scale != 1.0:
             torch._foreach_div_(grads, scale)
         norm = self._norm(grads, ranks)
         lr = self.peak_lr * lr_factor(version, self.config, self.total_steps)
@@ -177,14 +176,16 @@ class Optimizer:
             torch._foreach_lerp_(self.ema, self.masters, 1.0 - self.config.ema_decay)
 
     def zero_grad(self) -> None:
-        """Forget the gradient. Sums of half-precision gradients are kept and zeroed, all else is
-        freed."""
+        """Forget and free the gradient."""
         for master, parameter in zip(self.masters, self.params, strict=True):
-            if self.half and self.sums_fp32:
-                assert master.grad is not None
-                master.grad.zero_()
-            else:
-                master.grad = parameter.grad = None
+            master.grad = parameter.grad = None
+
+    def broken_master(self) -> str | None:
+        """Name of a trained parameter that is not finite, if there is one."""
+        for name, master in zip(self.names, self.masters, strict=True):
+            if not bool(master.isfinite().all()):
+                return str(name)
+        return None
 
     @property
     def num_bytes(self) -> int:
@@ -242,8 +243,11 @@ def _adds_to(master: Tensor) -> Callable[[Tensor], None]:
     """A hook that adds a parameter's complete gradient to the master's fp32 sum and frees it."""
 
     def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None and master.grad is not None
-        master.grad.add_(parameter.grad)
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
         parameter.grad = None
 
     return hook

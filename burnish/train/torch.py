@@ -22,7 +22,7 @@ from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.attention import NO_MASK
 from burnish.models.half_linear import use_fp32_products
-from burnish.models.load import DTYPES, check_compute_dtype, describe
+from burnish.models.load import DTYPES, check_compute_dtype, check_weights, describe
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.lora import adapters_off, merged_weights
 from burnish.models.tensor_files import tensor_sets
@@ -85,6 +85,8 @@ class TorchTrainEngine:
         self._since_step: list[tuple[Batch, Loss]] = []
         """What the gradient is made of so far, to look for the first bad tensor in."""
         self._losses: list[Tensor] = []
+        self._told: str | None = None
+        """The first bad tensor, once it was looked for; until a step is taken again."""
         self.device = device or next(model.parameters()).device
         self._no_mask = NO_MASK.to(self.device)
         self.scalar = spec.role in ("critic", "reward")
@@ -118,8 +120,11 @@ class TorchTrainEngine:
         )
 
     def _check_format(self) -> None:
-        """Raise ModelError where the device lacks an operation of the model in its format."""
-        check_compute_dtype(self.body, describe(self.spec.model), backward=self.spec.trainable)
+        """Raise ModelError where the model's weights or activations do not fit its format, or the
+        device lacks an operation in it."""
+        name = describe(self.spec.model)
+        check_weights(self.model.named_parameters(), name)
+        check_compute_dtype(self.body, name, backward=self.spec.trainable)
 
     # ---- computing -------------------------------------------------------------------------
 
@@ -261,7 +266,7 @@ class TorchTrainEngine:
             self.consecutive_skips += not (self.optimizer.scaler.adapts and finite_loss)
         else:
             self.version += 1
-            self.consecutive_skips = 0
+            self.consecutive_skips, self._told = 0, None
         stats = replace(stats, skipped_total=self.skipped_total)
         try:
             self._check_hope(stats)
@@ -277,19 +282,28 @@ class TorchTrainEngine:
                 f"the gradient of the {self.role} overflows with the loss scale at its floor "
                 f"(precision.min_loss_scale={stats.loss_scale:g})"
             )
-            hint = "a lower train.lr, a smaller train.max_grad_norm, or precision.dtype=bf16"
+            hint = (
+                f"{self.spec.precision.overrides_for('bf16')}, a lower learning rate, or a smaller "
+                "train.max_grad_norm"
+            )
         elif stats.skipped and self.consecutive_skips >= limit:
             why = (
                 f"{self.consecutive_skips} steps of the {self.role} in a row were skipped because "
                 f"the loss or the gradient was not finite (train.max_consecutive_skips={limit})"
             )
-            hint = "a lower train.lr, or look at the data and rewards of these rows"
+            hint = "a lower learning rate, or look at the data and rewards of these rows"
             if self.spec.precision.loss_scale:
                 hint += f"; or a loss_scale below {stats.loss_scale:g}, or a dynamic one (0)"
+            if self.spec.precision.dtype == "fp16":
+                hint += (
+                    f"; or, for values beyond 65504, {self.spec.precision.overrides_for('bf16')}"
+                )
+            self.consecutive_skips = 0  # who goes on from here has as many tries again
         else:
             return
+        self._told = self._told or self._first_bad()
         raise NonFiniteError(
-            f"{why}. {self._first_bad()} Nothing moved in this step (optimizer step "
+            f"{why}. {self._told} Nothing moved in this step (optimizer step "
             f"{self.version + 1}). Try {hint}",
             stats,
         )
@@ -313,7 +327,9 @@ class TorchTrainEngine:
             for batch, rows, loss in micros:
                 bad = first_bad_tensor(self.model, partial(self._scaled_loss, batch, rows, loss))
                 if bad is not None:
-                    return f"First bad tensor: {bad} (rows {rows} of the batch)."
+                    return f"First bad tensor: {bad} (rows {shortened(rows)} of the batch)."
+        except Exception as error:  # the stop it explains, and the checkpoint, must still come
+            return f"The first bad tensor could not be looked for: {type(error).__name__}: {error}."
         finally:
             self.model.eval()
         return None
@@ -335,14 +351,25 @@ class TorchTrainEngine:
         return self.optimizer.num_bytes
 
     def save(self, folder: Path) -> None:
-        """Weights (fp32 masters), moments, EMA and version; config and tokenizer for exports."""
+        """Weights (fp32 masters), moments, EMA and version; config and tokenizer for exports.
+
+        Raises ValueError, and writes nothing, where a weight is not finite.
+        """
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
+        self._check_finite(self.optimizer.broken_master())
         folder.mkdir(parents=True, exist_ok=True)
         for kind, tensors in self.optimizer.tensors().items():
             plain = {name: t.contiguous() for name, t in tensors.items()}
             save_file(plain, folder / f"{kind}.safetensors")
         self._write_hf(folder / "hf")
         (folder / "engine.json").write_text(self._description())
+
+    def _check_finite(self, broken: str | None) -> None:
+        if broken is not None:
+            raise ValueError(
+                f"the weights of the {self.role} are not finite, e.g. {broken}, and are not saved; "
+                "earlier checkpoints are as they were: go on from them with a lower learning rate"
+            )
 
     def _description(self) -> str:
         """What ``engine.json`` says: all that is saved and is no tensor."""
@@ -384,9 +411,9 @@ class TorchTrainEngine:
             )
         self.optimizer.load_tensors(tensor_sets(folder))
         self.version = int(state["version"])
-        self.skipped_total = int(state["skipped_total"])
-        self.consecutive_skips = int(state["consecutive_skips"])
-        if state["loss_scaler"]:  # empty for a constant scale, and a recipe may have changed
+        self.skipped_total = int(state.get("skipped_total", 0))
+        self.consecutive_skips = int(state.get("consecutive_skips", 0))
+        if state.get("loss_scaler"):  # empty for a constant scale, and a recipe may have changed
             self.optimizer.scaler.load_state_dict(state["loss_scaler"])
 
 
@@ -411,6 +438,11 @@ class FrozenBase:
         """[M] fp32 log-probs of the action tokens under the base model."""
         with adapters_off(self.policy.model):
             return self.policy.logprobs(batch)
+
+
+def shortened(rows: list[int]) -> str:
+    """Row numbers for a message."""
+    return f"{rows}" if len(rows) <= 8 else f"{rows[:8]} and {len(rows) - 8} more"
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:

@@ -65,8 +65,8 @@ def recipe(tmp_path: Path) -> Callable[..., JobConfig]:
     """``recipe("grpo", "max_steps=12", name="a")``: 24 prompts, 4 a step, saved at every step.
 
     Kinds: grpo (moving average), lora (dropout; the sampler has a copy of the weights), gae
-    (critic, adaptive KL in the reward, several shuffled updates per rollout), fp16 (a loss scale that
-    moves), sft.
+    (critic, adaptive KL in the reward, several shuffled updates per rollout), fp16 (a loss scale
+    that moves), sft.
     """
     rows = [{"prompt": f"{i}=", "label": str(i), "response": str(i)} for i in range(24)]
     data = tmp_path / "rows.jsonl"

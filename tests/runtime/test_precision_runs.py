@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from burnish.cli import app
 from burnish.config import ConfigError, JobConfig, dump_yaml
 from burnish.loops.session import StoppedError
 from burnish.observe.metrics import read_metrics
+from burnish.rollout.base import SamplingError
 
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
@@ -104,9 +106,7 @@ def test_supervised_jobs_run_in_half_precision(
     assert ("train/loss_scale" in result.metrics) == (dtype == "fp16")
 
 
-def test_a_run_whose_scale_is_far_too_high_finds_it_and_skips_no_prompt(
-    rl: MakeConfig, reward: Reward
-) -> None:
+def test_a_run_whose_scale_is_far_too_high_finds_it(rl: MakeConfig, reward: Reward) -> None:
     config = rl("precision.dtype=fp16", "precision.initial_scale_power=40", "max_steps=30")
     lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
     skipped = [line["train/skipped_steps"] for line in lines]
@@ -129,7 +129,7 @@ def test_a_run_that_only_skips_stops_with_a_checkpoint_and_says_where_it_begins(
         burnish.run(config, rewards=reward)
     said, run_dir = str(caught.value), Path(config.run_dir)
     assert said.startswith("stopped at step 3 of 9: 3 steps of the policy in a row")
-    assert "First bad tensor: " in said and "precision.max" not in said
+    assert "First bad tensor: " in said and "precision.dtype=bf16 precision.loss_scale=null" in said
     assert f"--resume {run_dir}" in said
     assert _newest(run_dir).name.endswith("3")
     assert "First bad tensor" in (run_dir / "stopped.txt").read_text(encoding="utf-8")
@@ -166,8 +166,7 @@ def test_a_run_at_the_floor_of_its_loss_scale_stops(rl: MakeConfig, reward: Rewa
 def test_the_command_stops_with_exit_code_3_and_no_traceback(
     rl: MakeConfig, tmp_path: Path
 ) -> None:
-    (tmp_path / "r.py").write_text("def r(response):\n    return float(len(response) % 3)\n")
-    config = stopping(rl, f"rewards=[{{kind: function, function: '{tmp_path / 'r.py'}:r'}}]")
+    config = stopping(rl, reward_file(tmp_path))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_yaml(config))
     done = CliRunner().invoke(app, ["rl", str(recipe)])
@@ -192,6 +191,91 @@ def test_a_stop_does_not_depend_on_being_resumed_before_it(rl: MakeConfig, rewar
         burnish.run(stopping(rl), resume=short.run_dir, rewards=reward)
 
 
+def reward_file(tmp_path: Path) -> str:
+    (tmp_path / "r.py").write_text("def r(response):\n    return float(len(response) % 3)\n")
+    return f"rewards=[{{kind: function, function: '{tmp_path / 'r.py'}:r'}}]"
+
+
+def test_the_way_out_that_a_stopped_run_names_works_on_the_command_line(
+    rl: MakeConfig, tmp_path: Path
+) -> None:
+    """The floor was raised in the recipe, so bf16 alone would be refused."""
+    config = rl(
+        "precision.dtype=fp16",
+        "precision.initial_scale_power=50",
+        f"precision.min_loss_scale={2.0**49}",
+        "max_steps=5",
+        reward_file(tmp_path),
+    )
+    recipe, run_dir = tmp_path / "recipe.yaml", Path(config.run_dir)
+    recipe.write_text(dump_yaml(config))
+    stopped = CliRunner().invoke(app, ["rl", str(recipe)])
+    assert stopped.exit_code == 3 and (run_dir / "stopped.txt").is_file()
+    hint = re.search(r"Try (precision\.dtype=bf16[^,]*),", stopped.output)
+    assert hint is not None
+    done = CliRunner().invoke(app, ["rl", "--resume", str(run_dir), *hint.group(1).split()])
+    assert done.exit_code == 0, done.output
+    assert not (run_dir / "stopped.txt").exists(), "it was about the last time"
+    assert [line["step"] for line in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
+
+
+def test_weights_that_broke_are_not_saved_and_the_good_checkpoint_stays(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    good = rl("max_steps=2", "checkpoint.every_n_steps=1")
+    burnish.run(good, rewards=reward)
+    bad = rl("max_steps=6", "train.lr=1e38", "checkpoint.every_n_steps=1")
+    with pytest.raises(CheckpointError, match=r"weights of the policy are not finite.* not saved"):
+        burnish.run(bad, resume=good.run_dir, rewards=reward)
+    assert _newest(Path(good.run_dir)).name == "step_000002"
+    burnish.run(rl("max_steps=4"), resume=good.run_dir, rewards=reward)
+    lines = read_metrics(Path(good.run_dir))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["train/skipped_total"] == 0
+
+
+@pytest.mark.parametrize("sampling", ["rollout.top_p=1.0", "rollout.top_p=0.9", "rollout.top_k=3"])
+def test_logits_that_are_not_numbers_end_a_run_in_plain_words(
+    sampling: str, rl: MakeConfig, reward: Reward
+) -> None:
+    config = rl("max_steps=6", "train.lr=1e38", sampling, "checkpoint.every_n_steps=0")
+    with pytest.raises(SamplingError, match=r"version 1 .*its weight \S+ is not finite"):
+        burnish.run(config, rewards=reward)
+
+
+def test_a_stop_at_the_last_step_says_that_more_steps_are_needed(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    with pytest.raises(StoppedError, match=r"stopped at step 3 of 3: .* max_steps=MORE"):
+        burnish.run(stopping(rl, "max_steps=3"), rewards=reward)
+
+
+def test_a_stopped_run_has_as_many_tries_again(rl: MakeConfig, reward: Reward) -> None:
+    for last in (3, 6):
+        resume = None if last == 3 else rl().run_dir
+        with pytest.raises(StoppedError, match=f"stopped at step {last} of 9: 3 steps"):
+            burnish.run(stopping(rl), resume=resume, rewards=reward)
+
+
+def test_several_updates_per_rollout_are_finished_and_told_once(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    config = stopping(rl, "train.train_batch_size=2", "max_steps=2")
+    with pytest.raises(
+        StoppedError, match=r"stopped at step 1 of 2: 3 steps of the policy"
+    ) as caught:
+        burnish.run(config, rewards=reward)
+    assert str(caught.value).count("First bad tensor") == 1
+    assert read_metrics(Path(config.run_dir))[-1]["train/skipped_steps"] == 8
+
+
+def test_a_run_that_mostly_skipped_says_so_at_its_end(
+    rl: MakeConfig, reward: Reward, capsys: pytest.CaptureFixture[str]
+) -> None:
+    burnish.run(stopping(rl, "max_steps=2"), rewards=reward)
+    assert "2 optimizer steps were skipped" in capsys.readouterr().err
+
+
 # ---- what is said about the recipe ---------------------------------------------------------------
 
 
@@ -214,6 +298,7 @@ def test_a_stop_does_not_depend_on_being_resumed_before_it(rl: MakeConfig, rewar
         ),
         (["precision.dtype=fp16", "precision.grad_accum_dtype=bf16"], "use fp32 or fp16"),
         (["precision.grad_accum_dtype=bf16"], "grad_accum_dtype=bf16 with dtype=fp32"),
+        (["precision.dtype=fp16", "precision.loss_scale=1e300"], "must be at most 1.32"),
         (["train.max_consecutive_skips=0"], "must be at least 1, got 0"),
     ],
 )

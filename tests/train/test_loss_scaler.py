@@ -180,3 +180,12 @@ def test_every_knob_of_the_recipe_reaches_the_scaler() -> None:
     assert isinstance(scaler, DynamicLossScaler)
     assert (scaler.scale, scaler.loss_scale_window, scaler.hysteresis) == (32.0, 7, 3)
     assert (scaler.min_loss_scale, scaler.consecutive_hysteresis) == (0.5, True)
+
+
+def test_a_floor_that_was_raised_since_is_where_a_resumed_scale_starts() -> None:
+    saved = DynamicLossScaler(initial_scale_power=0).state_dict()
+    scaler = DynamicLossScaler(min_loss_scale=8.0, hysteresis=1)
+    scaler.load_state_dict(saved)
+    assert scaler.scale == 8.0
+    with pytest.raises(LossScaleFloorError):
+        scaler.update(True)

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from burnish.config.model import Dtype, PrecisionConfig
-from burnish.models.load import DTYPES, ModelError
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.train import TrainConfig
+from burnish.models.load import DTYPES, ModelError, load_causal_lm
 from burnish.train.base import Loss, NonFiniteError, Outputs
 from burnish.train.loss_scaler import DynamicLossScaler
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.optim import Optimizer
+from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats
 
+TINY = ModelConfig(scratch=ScratchConfig(hidden_size=32))
 MakeEngine = Callable[..., TorchTrainEngine]
 StateOf = Callable[[TorchTrainEngine], dict[str, Tensor]]
 
@@ -189,7 +192,7 @@ def test_an_overflow_at_the_floor_raises_and_names_the_first_bad_module(
     said = str(caught.value)
     assert "min_loss_scale=1" in said and "First bad tensor: " in said
     assert "rows [0, 1, 2, 3]" in said, "the micro-batch"
-    for hint in ("train.lr", "train.max_grad_norm", "precision.dtype=bf16"):
+    for hint in ("learning rate", "train.max_grad_norm", "precision.dtype=bf16"):
         assert hint in said
     assert caught.value.stats.at_floor and caught.value.stats.skipped
     assert hashes(state_of(engine)) == before
@@ -414,3 +417,80 @@ def test_frozen_weights_are_cast_too(make_engine: MakeEngine, ragged_batch: Batc
     engine = make_engine(dtype="fp16", trainable=False)
     assert {p.dtype for p in engine.model.parameters()} == {torch.float16}
     assert engine.logprobs(replace(ragged_batch)).dtype == torch.float32
+
+
+def test_a_parameter_without_a_gradient_does_not_move_in_any_format() -> None:
+    """AdamW would decay it, and move it by its old momentum, for a gradient of 0."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+
+    config = TrainConfig(weight_decay=0.1)
+    for precision in (
+        PrecisionConfig(),
+        PrecisionConfig(dtype="bf16"),
+        PrecisionConfig(dtype="bf16", grad_accum_dtype="bf16"),
+        fp16(loss_scale=64),
+    ):
+        model = Two()
+        optimizer = Optimizer(model, config, lr=0.1, total_steps=9, precision=precision)
+        for step in range(2):
+            model.used.sum().backward()
+            optimizer.step(step)
+        assert float(model.used.detach().max()) < 1
+        assert torch.equal(optimizer.masters[1].detach(), torch.ones(2, 2)), precision
+
+
+def test_broken_weights_are_not_saved(
+    make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, tmp_path: Path
+) -> None:
+    engine = make_engine(lr=1e39, max_grad_norm=None)
+    engine.forward_backward(ragged_batch, nll)
+    engine.optim_step()
+    with pytest.raises(ValueError, match=r"weights of the policy are not finite, e\.g\. model\."):
+        engine.save(tmp_path / "policy")
+    assert not (tmp_path / "policy").exists()
+
+
+@pytest.mark.parametrize("where", ["weight", "activation"])
+def test_a_model_that_fp16_cannot_hold_is_refused_at_once(
+    where: str, make_engine: MakeEngine
+) -> None:
+    def broken(dtype: Dtype) -> TorchTrainEngine:
+        model = load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32)))
+        layer = model.model.layers[0].mlp
+        with torch.no_grad():
+            if where == "weight":
+                layer.down_proj.weight[0, 0] = 1e5
+            else:
+                for part in (layer.up_proj, layer.gate_proj, layer.down_proj):
+                    part.weight.mul_(1e4)
+        spec = EngineSpec("policy", TrainConfig(), TINY, precision=PrecisionConfig(dtype=dtype))
+        return TorchTrainEngine(model, spec)
+
+    with pytest.raises(ModelError, match=r"float16.*use (precision\.dtype=)?bf16 or fp32"):
+        broken("fp16")
+    assert broken("bf16")
+
+
+def test_the_hint_at_the_floor_undoes_every_scaling_key() -> None:
+    config = fp16(loss_scale=0, min_loss_scale=0.5, consecutive_hysteresis=True)
+    assert config.overrides_for("bf16") == (
+        "precision.dtype=bf16 precision.loss_scale=null precision.min_loss_scale=1.0 "
+        "precision.consecutive_hysteresis=false"
+    )
+
+
+def test_a_diagnosis_that_fails_does_not_hide_the_stop(
+    make_engine: MakeEngine, ragged_batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("burnish.train.torch.first_bad_tensor", out_of_memory)
+    engine = make_engine(max_consecutive_skips=1)
+    engine.forward_backward(ragged_batch, times(float("nan")))
+    with pytest.raises(NonFiniteError, match=r"in a row .*could not be looked for: MemoryError"):
+        engine.optim_step()

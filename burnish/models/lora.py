@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -58,21 +58,18 @@ def _fill_empty_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes with its base weights alone. What requires gradients stays."""
+    """Inside, the model computes with its base weights alone."""
     layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
     trainable = [p for p in model.parameters() if p.requires_grad]
+    for layer in layers:
+        layer.enable_adapters(False)
     try:
-        _enable(layers, False, trainable)
         yield
     finally:
-        _enable(layers, True, trainable)
-
-
-def _enable(layers: Sequence[LoraLayer], on: bool, trainable: Sequence[nn.Parameter]) -> None:
-    for layer in layers:
-        layer.enable_adapters(on)
-    for parameter in trainable:  # peft's switch also touches requires_grad, which FSDP2 reads once
-        parameter.requires_grad_(True)
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter in trainable:  # peft's switch also touches requires_grad
+            parameter.requires_grad_(True)
 
 
 def merged_weights(

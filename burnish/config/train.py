@@ -18,6 +18,27 @@ class TorchEngine(Node):
     device: str = "auto"
     """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
     ``cuda:1``."""
+    sharding: Literal["none", "full"] = "none"
+    """What several ranks do with the model. none: each holds all of it (replicas). full: each holds
+    its part of the weights, gradients and optimizer state (FSDP2), and a layer is gathered when it
+    is computed. One rank alone has nothing to shard."""
+    reshard_after_forward: bool = True
+    """sharding=full: free each layer's gathered weights after its forward pass and gather them
+    again for backward. False: keep them in between, which saves a third of the traffic and costs
+    the memory of the whole model in the compute format."""
+    reduce_gradients: Literal["every_pass", "once"] = "every_pass"
+    """sharding=full: when gradients are summed over ranks. every_pass: after each micro-batch;
+    between passes a rank holds its part of the sums. once: after the last micro-batch of a batch;
+    least traffic, and until then each rank holds an fp32 gradient of the whole model."""
+    cpu_offload: bool = False
+    """sharding=full: keep sharded weights, gradients and optimizer state in CPU memory, and step
+    there."""
+
+    def rules(self) -> Iterator[str]:
+        if self.sharding == "none":
+            for name in ("reshard_after_forward", "reduce_gradients", "cpu_offload"):
+                if self.model_dump()[name] != type(self).model_fields[name].default:
+                    yield f"{name} acts on a sharded model only; remove it, or use sharding=full"
 
 
 class DeepSpeedEngine(Node):

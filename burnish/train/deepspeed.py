@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, engine_rules
 from burnish.models.half_linear import use_fp32_products
-from burnish.models.load import DTYPES, _check_head, check_compute_dtype, describe
+from burnish.models.load import DTYPES, check_head, check_compute_dtype, describe
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.batching import split_over_ranks
@@ -155,7 +155,7 @@ class DeepSpeedTrainEngine:
         """What loading could not look at, because the weights were in shards."""
         check_compute_dtype(self.body, describe(self.spec.model), backward=self.spec.trainable)
         if self.config.zero_stage == 3 and not self.scalar:
-            _check_head(self.model, describe(self.spec.model))
+            check_head(self.model, describe(self.spec.model))
 
     # ---- computing -------------------------------------------------------------------------
 

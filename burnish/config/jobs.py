@@ -84,7 +84,6 @@ class _SupervisedJob(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
-        yield from _sharding_rules(self.train, self.precision)
 
 
 class SFTConfig(_SupervisedJob):
@@ -156,7 +155,6 @@ class RLConfig(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
-        yield from _sharding_rules(self.train, self.precision)
         yield from self._advantage_rules()
         yield from self._kl_rules()
         yield from one_process_rules(self.sync)
@@ -278,15 +276,6 @@ def _batch_rules(config: Any) -> Iterator[str]:
         config.batch_plan()
     except BatchError as error:
         yield str(error)
-
-
-def _sharding_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str]:
-    if train.engine.sharding == "full" and precision.grad_accum_dtype != "fp32":
-        yield (
-            f"precision.grad_accum_dtype={precision.grad_accum_dtype} with "
-            "train.engine.sharding=full: sharded gradients add up in fp32 (each rank holds its "
-            "part of them only); use fp32"
-        )
 
 
 def _several_updates(config: RLConfig) -> bool:

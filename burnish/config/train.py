@@ -159,7 +159,13 @@ class TrainConfig(Node):
 def engine_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str]:
     """One sentence for each number format that the train engine cannot keep to."""
     engine = train.engine
-    if not isinstance(engine, DeepSpeedEngine):
+    if isinstance(engine, TorchEngine):
+        if engine.sharding == "full" and precision.grad_accum_dtype != "fp32":
+            yield (
+                f"precision.grad_accum_dtype={precision.grad_accum_dtype} with "
+                "train.engine.sharding=full: sharded gradients add up in fp32 (each rank holds its "
+                "part of them only); use fp32"
+            )
         return
     if engine.zero_stage == 0 and precision.dtype == "fp16":
         yield (

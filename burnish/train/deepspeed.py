@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, engine_rules
 from burnish.models.half_linear import use_fp32_products
-from burnish.models.load import DTYPES, check_head, check_compute_dtype, describe
+from burnish.models.load import DTYPES, check_compute_dtype, check_head, describe
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.batching import split_over_ranks

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine
+from burnish.train.fsdp import torch_engine
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 
@@ -28,7 +29,7 @@ def make_engine(
 
         engine = DeepSpeedTrainEngine(model, spec, tokenizer=tokenizer, ranks=ranks)
         return cast(TorchTrainEngine, engine)  # of which runtimes use what both have
-    return TorchTrainEngine(model, spec, tokenizer=tokenizer, ranks=ranks)
+    return torch_engine(model, spec, tokenizer=tokenizer, ranks=ranks)
 
 
 @contextmanager

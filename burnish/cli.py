@@ -120,30 +120,62 @@ Resume = Annotated[
         "--resume", metavar="RUN", help="Go on with the run in this folder.", show_default=False
     ),
 ]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="Run on this Ray cluster (auto, or host:port): cluster.runtime=ray with that address.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
-def sft(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+def sft(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    ray_address: RayAddress = None,
+) -> None:
     """Supervised fine-tuning on demonstrations."""
-    _job("sft", arguments or [], dry_run=dry_run, resume=resume)
+    _job("sft", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
 
 
 @app.command()
-def rm(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+def rm(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    ray_address: RayAddress = None,
+) -> None:
     """A reward model from preference pairs."""
-    _job("rm", arguments or [], dry_run=dry_run, resume=resume)
+    _job("rm", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
 
 
 @app.command()
-def rl(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+def rl(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    ray_address: RayAddress = None,
+) -> None:
     """Reinforcement learning from rewards: PPO, GRPO and their family."""
-    _job("rl", arguments or [], dry_run=dry_run, resume=resume)
+    _job("rl", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
 
 
 @app.command()
-def evaluate(arguments: Arguments = None, dry_run: DryRun = False) -> None:
+def evaluate(
+    arguments: Arguments = None, dry_run: DryRun = False, ray_address: RayAddress = None
+) -> None:
     """pass@1 and pass@k of a model on held-out prompts."""
-    _job("evaluate", arguments or [], dry_run=dry_run, resume=None)
+    _job("evaluate", _on_ray(arguments, ray_address), dry_run=dry_run, resume=None)
+
+
+def _on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
+    """The arguments with the overrides that ``--ray-address`` stands for."""
+    more = [] if address is None else ["cluster.runtime=ray", f"cluster.ray_address={address}"]
+    return [*(arguments or []), *more]
 
 
 def _job(job: str, arguments: list[str], *, dry_run: bool, resume: Path | None) -> None:
@@ -269,6 +301,69 @@ def export(  # house: ok typer makes the options from the signature
         checkpoint, out, model=model, dtype=None if dtype is None else dtype.value, lora=lora.value
     )
     typer.echo(f"wrote {written}")
+
+
+class ServedOverlong(StrEnum):
+    """What a reward server does with a text that is too long."""
+
+    error = "error"
+    truncate_left = "truncate_left"
+
+
+@app.command("serve-reward")
+def serve_reward(  # house: ok typer makes the options from the signature
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or hub name.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 5000,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the token to ask for."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the model.")] = Dtype.fp32,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one forward pass.")
+    ] = 16384,
+    max_wait_ms: Annotated[
+        float, typer.Option(min=0, help="Longest wait for others to fill a pass.")
+    ] = 5.0,
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest text in tokens. Default: what the model can read."),
+    ] = None,
+    overlong: Annotated[
+        ServedOverlong, typer.Option(help="A longer text: refuse it, or cut its left end off.")
+    ] = ServedOverlong.error,
+    append_eos: Annotated[
+        bool, typer.Option("--append-eos", help="End every text with the end token.")
+    ] = False,
+    max_items: Annotated[int, typer.Option(min=1, help="Texts in one request.")] = 1024,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Size of a request.")] = 16 << 20,
+    max_queue: Annotated[int, typer.Option(min=1, help="Texts that may wait.")] = 4096,
+) -> None:
+    """Answer HTTP requests with the scores of a reward model, in the form of OpenRLHF's servers."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from burnish.serve.base import ServeOptions
+    from burnish.serve.reward import serve_reward
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        token_env=token_env,
+        dtype=dtype.value,
+        device=device,
+        max_batch_tokens=max_batch_tokens,
+        max_wait_ms=max_wait_ms,
+        max_len=max_len,
+        overlong=overlong.value,
+        append_eos=append_eos,
+        max_items=max_items,
+        max_request_bytes=max_request_bytes,
+        max_queue=max_queue,
+    )
+    serve_reward(model, options, version=__version__)
 
 
 @app.command()

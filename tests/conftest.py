@@ -9,9 +9,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is an oracle of test
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable
+from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
@@ -26,6 +29,10 @@ torch.set_num_threads(1)
 
 TINY = ModelConfig(scratch=ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2))
 LIVELY = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))
+
+# A machine that is busy with something else is no finding.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture
@@ -124,6 +131,23 @@ def full_state(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def state_of() -> Callable[[TorchTrainEngine], dict[str, torch.Tensor]]:
     return full_state
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(grad), None
+
+
+@pytest.fixture
+def through() -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
+    """``through(x, change)`` is x, and what comes back to x in backward is ``change(gradient)``."""
+    return _Through.apply
 
 
 @pytest.fixture

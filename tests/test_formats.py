@@ -22,7 +22,7 @@ from burnish.formats import (
 )
 from burnish.train.optim import Optimizer
 
-quick = settings(max_examples=200, deadline=None)
+quick = settings(max_examples=200)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDER = {"fp32": torch.float64, "bf16": torch.float32, "fp16": torch.float32}

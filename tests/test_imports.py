@@ -44,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": BASE | {"models"},
     "rewards": BASE | {"environments", "models", "train"},
     "rollout": BASE | {"models", "rewards", "environments"},
-    "sync": BASE | {"train", "rollout"},
+    "sync": BASE | {"models", "checkpoint", "train", "rollout"},
+    "serve": BASE | {"models", "train", "rewards"},
     # runtime builds engines; loops ask it for them
     "runtime": LOOPS,
     "loops": LOOPS | {"runtime"},

@@ -35,6 +35,12 @@ def test_the_recipe_is_valid():
     assert config.train.lr == 1e-6 and config.rewards[0].kind == "math"
 
 
+def test_the_remote_reward_is_valid():
+    recipe = yaml.load(block("yaml recipe"), Loader=RecipeLoader)
+    config = load_config(recipe | yaml.load(block("yaml remote"), Loader=RecipeLoader))
+    assert config.rewards[0].kind == "remote" and len(config.rewards[0].urls) == 2
+
+
 @pytest.mark.slow
 def test_the_python_example_runs(tmp_path):
     code = block("python example")
@@ -68,4 +74,4 @@ def test_every_command_is_in_the_table():
     from burnish.cli import app
 
     commands = {c.name or c.callback.__name__ for c in app.registered_commands}
-    assert {m for m in re.findall(r"^\| `burnish (\w+)", README, flags=re.MULTILINE)} == commands
+    assert {m for m in re.findall(r"^\| `burnish ([\w-]+)", README, flags=re.MULTILINE)} == commands

@@ -21,7 +21,7 @@ from burnish.tensors import (
     whiten,
 )
 
-quick = settings(max_examples=30, deadline=None)
+quick = settings(max_examples=30)
 seeds = st.integers(0, 2**31 - 1)
 row_lengths = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 

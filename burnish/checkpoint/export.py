@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 from peft.utils import get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,8 +28,10 @@ from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.save import CheckpointStore
 from burnish.config.model import Dtype, ModelConfig
+from burnish.formats import FORMATS
 from burnish.models.load import DTYPES, load_causal_lm
 from burnish.models.lora import merged_weights, peft_config
+from burnish.models.tensor_files import tensor_sets
 from burnish.models.value_head import load_scalar_model
 
 LoraForm = Literal["merge", "adapter"]
@@ -62,17 +64,12 @@ def export(
     source = _engine_folder(folder, role)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"the export folder {target} is not empty; choose a new one")
-    weights_file = source / ("ema.safetensors" if kind == "ema" else "master.safetensors")
-    if not weights_file.is_file():
-        raise CheckpointError(
-            f"{folder} has no {weights_file.stem} weights of {role}; was train.ema_decay set?"
-        )
+    weights = _weights(source, kind or "master")
     state = json.loads((source / "engine.json").read_text(encoding="utf-8"))
     config = ModelConfig.model_validate(state["model"])
     scalar = state["role"] in ("critic", "reward")
     if lora == "adapter":
         _check_adapter(config, state["role"])
-    weights = load_file(weights_file)
     wanted = DTYPES[dtype or "fp32"]
     if config.lora is not None:  # the checkpoint has the adapter only; its base comes from its path
         network = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
@@ -114,6 +111,19 @@ def _engine_folder(folder: Path, role: str) -> Path:
     return folder / role
 
 
+def _weights(source: Path, kind: str) -> dict[str, Tensor]:
+    """Whole tensors, however many ranks wrote them."""
+    try:
+        files = tensor_sets(source).get(kind)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if files is None:
+        raise CheckpointError(
+            f"{source.parent} has no {kind} weights of {source.name}; was train.ema_decay set?"
+        )
+    return {name: files.read(name) for name in files}
+
+
 def _check_range(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Raise CheckpointError where a finite weight would become infinite in ``dtype``."""
     if dtype != torch.float16:  # bf16 reaches as far as fp32 but for its very last numbers
@@ -123,7 +133,7 @@ def _check_range(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
         if beyond.any():
             largest = float(weight[beyond].abs().max())
             raise CheckpointError(
-                f"fp16 holds numbers up to {torch.finfo(dtype).max:g}, and {name} has one of "
+                f"fp16 holds numbers up to {FORMATS['fp16'].largest:g}, and {name} has one of "
                 f"{largest:g}, which would be written as infinite; use --dtype bf16 or fp32"
             )
 

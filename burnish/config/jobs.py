@@ -12,11 +12,19 @@ from pydantic import Field, model_validator
 from burnish.config.algorithm import AlgorithmConfig, GaeAdvantage, GroupAdvantage
 from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout, derive_batch
 from burnish.config.base import Node, PathText
+from burnish.config.cluster import ClusterConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
-from burnish.config.rollout import EvalConfig, LocalEngine, RolloutConfig
-from burnish.config.train import CheckpointConfig, ObserveConfig, RLTrainConfig, TrainConfig
+from burnish.config.rollout import EvalConfig, LocalEngine, RolloutConfig, RolloutEngineConfig
+from burnish.config.sync import LinkSync, SyncConfig, one_process_rules
+from burnish.config.train import (
+    CheckpointConfig,
+    ObserveConfig,
+    RLTrainConfig,
+    TrainConfig,
+    engine_rules,
+)
 
 
 class JobConfig(Node):
@@ -33,6 +41,8 @@ class JobConfig(Node):
     """The model that is trained (for rl: the policy)."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where the parts of the job run."""
 
     @model_validator(mode="after")
     def _report_all_broken_rules(self) -> JobConfig:
@@ -69,10 +79,11 @@ class _SupervisedJob(TrainingJob):
 
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
-        return _derive(self.train)
+        return _derive(self.train, self.cluster)
 
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
+        yield from engine_rules(self.train, self.precision)
 
 
 class SFTConfig(_SupervisedJob):
@@ -122,13 +133,16 @@ class RLConfig(TrainingJob):
     """Reference model of the KL term. None with a KL term: the policy at the start."""
     train: RLTrainConfig
     """Batches, optimizer, schedule."""
+    sync: SyncConfig = LinkSync()
+    """How the policy's weights get to the rollout engine: ``auto | inproc | ipc | collective |
+    disk``, or a node with ``kind`` and its options."""
     eval: EvalConfig | None = None
     """Held-out evaluation. None: none."""
 
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
         plan = replace(
-            _derive(self.train),
+            _derive(self.train, self.cluster),
             rollout_batch_size=self.rollout.rollout_batch_size,
             n_samples_per_prompt=self.rollout.n_samples_per_prompt,
             epochs_per_rollout=self.train.epochs_per_rollout,
@@ -140,8 +154,10 @@ class RLConfig(TrainingJob):
 
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
+        yield from engine_rules(self.train, self.precision)
         yield from self._advantage_rules()
         yield from self._kl_rules()
+        yield from one_process_rules(self.sync)
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
             yield (
                 "algorithm.policy_loss=reinforce has no ratio, so it is right for one optimizer "
@@ -226,7 +242,7 @@ class EvaluateConfig(JobConfig):
     """What scores the responses."""
     on_reward_failure: FailurePolicy = FailurePolicy()
     """What happens when a reward fails."""
-    engine: LocalEngine = LocalEngine()
+    engine: RolloutEngineConfig = LocalEngine()
     """Which engine samples."""
     device: str = "auto"
     """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
@@ -245,11 +261,12 @@ JOBS: dict[str, type[JobConfig]] = {
 }
 
 
-def _derive(train: TrainConfig) -> BatchPlan:
+def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
     return derive_batch(
         train_batch_size=train.train_batch_size,
         micro_train_batch_size=train.micro_train_batch_size,
         gradient_accumulation_steps=train.gradient_accumulation_steps,
+        data_parallel_size=cluster.policy_ranks,
         token_budget=train.max_tokens_per_micro_batch is not None,
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -59,8 +61,98 @@ class EnvironmentReward(_Reward):
     kind: Literal["environment"] = "environment"
 
 
+class RemoteReward(_Reward):
+    """A reward server over HTTP, in the form that OpenRLHF's servers have.
+
+    ``POST {"query": [prompt + response, ...], "prompts": [...], "labels": [...]}`` is answered by
+    ``{"rewards": [number, ...]}``, optionally with ``"scores"`` and ``"extra_logs": {name: number
+    or list}``, whose means become the metrics ``reward/<name>/scores`` and
+    ``reward/<name>/<key>``. ``burnish serve-reward MODEL`` is such a server."""
+
+    kind: Literal["remote"] = "remote"
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Full addresses (``http://host:5000/get_reward``) of servers that give the same rewards. A
+    request goes to the least busy one. Through http a token and all texts can be read on the way:
+    use https outside a network of your own."""
+    batch_size: int = Field(32, ge=1)
+    """Most responses in one request."""
+    max_concurrency: int = Field(16, ge=1)
+    """Most requests under way at a time, over all ``urls``."""
+    connect_timeout_s: float = Field(10.0, gt=0)
+    """Seconds a connection may take to open."""
+    read_timeout_s: float = Field(180.0, gt=0)
+    """Seconds from sending a request to the last byte of its reply."""
+    retries: int = Field(5, ge=0)
+    """Times a request is sent again after a connection error, a time-out, status 429 or 5xx, and
+    besides once more for every further URL. No other failure is repeated (but see
+    ``on_reward_failure.retries``)."""
+    backoff_s: float = Field(1.0, ge=0)
+    """Wait before the second try where no other URL is left to ask; it doubles with each further
+    try. Half of it is random. A server's Retry-After is kept to if it is longer."""
+    max_backoff_s: float = Field(30.0, ge=0)
+    """No wait is longer than this many seconds, whatever Retry-After says."""
+    rest_s: float = Field(10.0, ge=0)
+    """Seconds during which a URL that failed is not asked while another one works."""
+    max_reply_bytes: int = Field(4 << 20, ge=1)
+    """A longer reply is a failure, and is not read to its end."""
+    token_env: str | None = None
+    """Name of the environment variable whose value is sent as ``Authorization: Bearer``. (The name,
+    not the token: the recipe is written to the run folder.) None: no token."""
+    special_tokens: bool = True
+    """Write the special tokens of the response, such as its end token, into ``query``, so that the
+    server can tell an ended response from one that was cut off. False: the text without them, as
+    function rewards get it."""
+    use_proxy: bool = False
+    """Go through the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY name. False: straight to the
+    server, whatever they say."""
+
+    def rules(self) -> Iterator[str]:
+        for i, url in enumerate(self.urls):
+            yield from (f"urls[{i}] {problem}" for problem in _url_problems(url))
+        if len(set(self.urls)) < len(self.urls):
+            yield "urls has the same URL twice; give each once"
+        if self.token_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.token_env):
+            yield (
+                "token_env is not the name of an environment variable (letters, digits and "
+                "underscores); put the token into a variable, and the variable's name here"
+            )
+        if self.max_backoff_s < self.backoff_s:
+            yield (
+                f"max_backoff_s={self.max_backoff_s:g} is below backoff_s={self.backoff_s:g}; "
+                "lower backoff_s, or raise max_backoff_s"
+            )
+
+    def advice(self) -> Iterator[str]:
+        plain = [url for url in self.urls if url.startswith("http:") and not _is_local(url)]
+        if self.token_env is not None and plain:
+            host = urlsplit(plain[0]).hostname
+            yield f"the token goes to {host} unencrypted (http); use https"
+
+
+def _url_problems(url: str) -> Iterator[str]:
+    """What is wrong with a reward server's URL, without repeating a password that is in it."""
+    example = "write it as http://host:5000/get_reward"
+    try:
+        parts = urlsplit(url)
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError:  # the port, or an IPv6 address
+        yield f"has a host or port that cannot be read; {example}"
+        return
+    if parts.username is not None or parts.password is not None:
+        yield "has a user name or password in it; use token_env"
+    elif parts.scheme not in ("http", "https"):
+        yield f"is {url!r}, which begins with neither http:// nor https://; {example}"
+    elif not parts.hostname or not port_ok or re.search(r"[\s#\x00-\x1f]", url):
+        yield f"is {url!r}, which is no address of a server; {example}"
+
+
+def _is_local(url: str) -> bool:
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
 RewardConfig = Annotated[
-    FunctionReward | ModelReward | MathReward | EnvironmentReward, Field(discriminator="kind")
+    FunctionReward | ModelReward | MathReward | EnvironmentReward | RemoteReward,
+    Field(discriminator="kind"),
 ]
 
 

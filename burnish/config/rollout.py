@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node
 from burnish.config.data import PromptDataConfig
@@ -44,6 +44,48 @@ class LocalEngine(Node):
     anew."""
 
 
+class VllmEngine(Node):
+    """vLLM in the trainer's process (its workers in processes of their own where
+    tensor_parallel_size > 1). Weights are copied in after every step, checked, and never read from
+    the model's folder."""
+
+    kind: Literal["vllm"]
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs (on CPU: processes) that share one copy of the model. Must divide its attention heads
+    and its key/value heads."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Most responses decoded at the same time; the rest wait and take free places."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest prompt with its response, in tokens. None: the longest that the recipe allows
+    (prompt_max_len + generate_max_len, of training or evaluation)."""
+    gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
+    """CUDA: share of the GPU's memory for vLLM's weights and cache; the trainer needs the rest."""
+    kv_cache_bytes: int | None = Field(None, ge=1)
+    """Bytes of each process's key/value cache. None: on CPU room for ``max_num_seqs`` sequences of
+    full length, at most 4 GiB; on CUDA what gpu_memory_utilization leaves."""
+    prefix_caching: bool = True
+    """Compute the blocks that prompts have in common once; so the n samples of a prompt share its
+    prefill, but for its last block."""
+    enforce_eager: bool = False
+    """CUDA: no compiled code and no recorded graphs. (On CPU it is always so.)"""
+    sleep_between_rollouts: bool = False
+    """CUDA: after every rollout move the weights to host memory and free the cache, for the
+    trainer. On CPU vLLM has no sleep, and this does nothing."""
+
+
+def _kind_left_out(value: Any) -> Any:
+    """A name is a kind; keys without a kind are the local engine's."""
+    if isinstance(value, str):
+        return {"kind": value}
+    return {"kind": "local", **value} if isinstance(value, dict) else value
+
+
+RolloutEngineConfig = Annotated[
+    Annotated[LocalEngine | VllmEngine, Field(discriminator="kind")],
+    BeforeValidator(_kind_left_out),
+]
+
+
 class RolloutConfig(SamplingConfig):
     """One rollout: P prompts with n samples each fill the buffer that one RL step trains on."""
 
@@ -51,7 +93,7 @@ class RolloutConfig(SamplingConfig):
     """PROMPTS per rollout (P)."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Samples per prompt (n); the buffer holds P x n."""
-    engine: LocalEngine = LocalEngine()
+    engine: RolloutEngineConfig = LocalEngine()
     """Which engine samples."""
 
     def rules(self) -> Iterator[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node
+from burnish.config.model import PrecisionConfig
 
 
 class TorchEngine(Node):
@@ -17,12 +18,90 @@ class TorchEngine(Node):
     device: str = "auto"
     """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
     ``cuda:1``."""
+    sharding: Literal["none", "full"] = "none"
+    """What several ranks do with the model. none: each holds all of it (replicas). full: each holds
+    its part of the weights, gradients and optimizer state (FSDP2), and a layer is gathered when it
+    is computed. One rank alone has nothing to shard."""
+    reshard_after_forward: bool = True
+    """sharding=full: free each layer's gathered weights after its forward pass and gather them
+    again for backward. False: keep them in between, which saves a third of the traffic and costs
+    the memory of the whole model in the compute format."""
+    reduce_gradients: Literal["every_pass", "once"] = "every_pass"
+    """sharding=full: when gradients are summed over ranks. every_pass: after each micro-batch;
+    between passes a rank holds its part of the sums. once: after the last micro-batch of a batch;
+    least traffic, and until then each rank holds an fp32 gradient of the whole model."""
+    cpu_offload: bool = False
+    """sharding=full: keep sharded weights, gradients and optimizer state in CPU memory, and step
+    there."""
+
+    def rules(self) -> Iterator[str]:
+        if self.sharding == "none":
+            for name in ("reshard_after_forward", "reduce_gradients", "cpu_offload"):
+                if self.model_dump()[name] != type(self).model_fields[name].default:
+                    yield f"{name} acts on a sharded model only; remove it, or use sharding=full"
+
+
+class DeepSpeedEngine(Node):
+    """DeepSpeed's ZeRO over data-parallel ranks: state, gradients and weights in shards (extra
+    ``deepspeed``)."""
+
+    kind: Literal["deepspeed"] = "deepspeed"
+    device: Literal["auto"] = "auto"
+    """DeepSpeed finds its accelerator itself; the environment variable ``DS_ACCELERATOR`` (cpu,
+    cuda) overrules it."""
+    zero_stage: int = Field(2, ge=0, le=3)
+    """What is cut into shards. 0: nothing. 1: masters and moments. 2: gradients too. 3: weights
+    too."""
+    adam_offload: bool = False
+    """Keep masters and moments in host memory and step there (stages 1 to 3)."""
+    param_offload: bool = False
+    """Keep this rank's shard of the weights in host memory (stage 3)."""
+    zero_init: bool = False
+    """Cut weights into shards while they are read from files, so that no rank ever holds the whole
+    model (stage 3; models with a ``path``)."""
+    zero_hpz_partition_size: int = Field(1, ge=1)
+    """ZeRO++: keep a second shard of the weights within groups of this many ranks (the GPUs of a
+    node), so that backward gathers inside the node (stage 3). 1: none."""
+    param_persistence_threshold: int = Field(100_000, ge=0)
+    """Stage 3: weights of fewer entries than this stay whole on every rank."""
+    reduce_bucket_size: int = Field(50_000_000, ge=1)
+    """Gradient entries that are sent at one time; buffers of this size are held."""
+
+    def rules(self) -> Iterator[str]:
+        if self.adam_offload and self.zero_stage == 0:
+            yield (
+                "adam_offload moves shards of the optimizer, and zero_stage=0 has none; use 1 to 3"
+            )
+        for name in ("param_offload", "zero_init"):
+            if self.model_dump()[name] and self.zero_stage != 3:
+                yield (
+                    f"{name} is about shards of the weights, and zero_stage={self.zero_stage} "
+                    "keeps them whole; use zero_stage=3"
+                )
+        if self.zero_hpz_partition_size > 1 and self.zero_stage != 3:
+            yield (
+                f"zero_hpz_partition_size={self.zero_hpz_partition_size} keeps a second shard of "
+                f"the weights, and zero_stage={self.zero_stage} keeps them whole; use zero_stage=3"
+            )
+
+
+def _torch_unless_named(value: Any) -> Any:
+    """``engine: deepspeed`` is short for its defaults; without a kind it is the torch engine."""
+    if isinstance(value, str):
+        return {"kind": value}
+    return {"kind": "torch", **value} if isinstance(value, dict) else value
+
+
+TrainEngineConfig = Annotated[
+    Annotated[TorchEngine | DeepSpeedEngine, Field(discriminator="kind")],
+    BeforeValidator(_torch_unless_named),
+]
 
 
 class TrainConfig(Node):
     """Batches, optimizer and schedule."""
 
-    engine: TorchEngine = TorchEngine()
+    engine: TrainEngineConfig = TorchEngine()
     """Which engine trains."""
     train_batch_size: int | None = Field(None, ge=1)
     """B: samples per optimizer step, over all micro-batches and ranks. (Give any two of B, b and
@@ -75,6 +154,36 @@ class TrainConfig(Node):
                 "micro_train_batch_size and "
                 "gradient_accumulation_steps cannot be set as well"
             )
+
+
+def engine_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str]:
+    """One sentence for each number format that the train engine cannot keep to."""
+    engine = train.engine
+    if isinstance(engine, TorchEngine):
+        if engine.sharding == "full" and precision.grad_accum_dtype != "fp32":
+            yield (
+                f"precision.grad_accum_dtype={precision.grad_accum_dtype} with "
+                "train.engine.sharding=full: sharded gradients add up in fp32 (each rank holds its "
+                "part of them only); use fp32"
+            )
+        return
+    if engine.zero_stage == 0 and precision.dtype == "fp16":
+        yield (
+            "train.engine.zero_stage=0 with precision.dtype=fp16: there DeepSpeed ignores "
+            "hysteresis and the floor of the loss scale, and does not multiply the loss by it; use "
+            "zero_stage=1 (the same memory on one rank), or dtype=bf16"
+        )
+    elif engine.zero_stage == 0 and precision.dtype != precision.grad_accum_dtype:
+        yield (
+            f"train.engine.zero_stage=0 with precision.dtype={precision.dtype}: there DeepSpeed "
+            f"adds gradients up in {precision.dtype} only; use zero_stage=1 (the same memory on "
+            f"one rank), or precision.grad_accum_dtype={precision.dtype}"
+        )
+    if precision.dtype == "fp16" and precision.min_loss_scale % 1:
+        yield (
+            f"precision.min_loss_scale={precision.min_loss_scale:g}: DeepSpeed takes whole numbers "
+            "only; use 1 or more"
+        )
 
 
 class RLTrainConfig(TrainConfig):

@@ -39,9 +39,9 @@ from burnish.rewards.build import build_rewards
 from burnish.rewards.model import load_model_reward
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner
-from burnish.runtime.inline import InlineRuntime
-from burnish.train.base import HasLogprobs, Role
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.runtime.base import Runtime
+from burnish.train.base import HasLogprobs, Role, TrainEngine
+from burnish.train.torch import EngineSpec
 from burnish.types import Batch, Group, Prompt
 
 log = logging.getLogger("burnish")
@@ -52,7 +52,7 @@ WeightedRewards = Sequence[tuple[Reward, float]]
 
 
 def build_rl(
-    config: RLConfig, runtime: InlineRuntime, functions: Functions, run_dir: Path
+    config: RLConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> tuple[RL, Evaluator | None]:
     """The parts of an RL run and its evaluator. Data and rewards first: their mistakes are the
     quickest to find."""
@@ -62,7 +62,8 @@ def build_rl(
     held_out = _held_out(config.eval, config, runtime.tokenizer, new_tokens)
     scores = _rewards(config, runtime, functions)
     policy = runtime.language_model(_rl_spec(config, "policy"))
-    rollout = runtime.rollout(policy, config.rollout.engine)
+    longest = max(data.prompt_max_len + new_tokens, _longest(config.eval, new_tokens))
+    rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
     kl = _kl_controller(config.algorithm.kl)
     critic, value_loss = None, None
     if isinstance(config.algorithm.advantage, GaeAdvantage):
@@ -107,20 +108,21 @@ def build_rl(
 
 
 def build_evaluation(
-    config: EvaluateConfig, runtime: InlineRuntime, functions: Functions, run_dir: Path
+    config: EvaluateConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> Evaluator:
     """The evaluator of an ``evaluate`` job."""
     assert config.eval.generate_max_len is not None
     held_out = _held_out(config.eval, config, runtime.tokenizer, config.eval.generate_max_len)
     scores = _rewards(config, runtime, functions)
-    engine = runtime.standalone_rollout(config.model, config.engine)
+    longest = _longest(config.eval, config.eval.generate_max_len)
+    engine = runtime.standalone_rollout(config.model, config.engine, max_len=longest)
     plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
     sampling = _eval_sampling(config.eval, plain)
     return _evaluator(config.eval, engine, scores, sampling, held_out, config, run_dir)
 
 
 def build_supervised(
-    config: SFTConfig | RewardModelConfig, runtime: InlineRuntime
+    config: SFTConfig | RewardModelConfig, runtime: Runtime
 ) -> tuple[Supervised, int]:
     """The parts of an SFT or reward-model run, and its number of optimizer steps."""
     sft = isinstance(config, SFTConfig)
@@ -188,9 +190,7 @@ def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
     )
 
 
-def _reference(
-    config: RLConfig, runtime: InlineRuntime, policy: TorchTrainEngine
-) -> HasLogprobs | None:
+def _reference(config: RLConfig, runtime: Runtime, policy: TrainEngine) -> HasLogprobs | None:
     if not config.algorithm.kl.init_kl_coef:
         return None
     own = config.reference.model if config.reference is not None else None
@@ -201,14 +201,15 @@ def _reference(
 
 
 def _rewards(
-    config: RLConfig | EvaluateConfig, runtime: InlineRuntime, functions: Functions
+    config: RLConfig | EvaluateConfig, runtime: Runtime, functions: Functions
 ) -> WeightedRewards:
     return build_rewards(
         config.rewards,
         functions=functions,
         model_reward=lambda entry: load_model_reward(
-            entry, runtime.tokenizer, dtype=config.precision.dtype, device=str(runtime.device)
+            entry, runtime.tokenizer, lambda spec: runtime.scalar_model(spec, seed=0, spans={})
         ),
+        tokenizer=runtime.tokenizer,
     )
 
 
@@ -249,6 +250,13 @@ def _held_out(
     new_tokens = config.generate_max_len or new_tokens
     data = _within_positions(config.data, job.model, new_tokens=new_tokens)
     return load_prompts(data, tokenizer, limit=config.num_prompts)
+
+
+def _longest(config: EvalConfig | None, new_tokens: int) -> int:
+    """Most tokens of an evaluation's prompt with its response; 0 without evaluation."""
+    if config is None:
+        return 0
+    return config.data.prompt_max_len + (config.generate_max_len or new_tokens)
 
 
 def _supervised_data(

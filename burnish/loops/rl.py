@@ -23,7 +23,7 @@ from burnish.data.prompts import PromptStream
 from burnish.loops.credit import assign_advantages
 from burnish.loops.session import StoppedError
 from burnish.rollout.runner import Runner
-from burnish.sync.inproc import InprocSync
+from burnish.runtime.base import Sync
 from burnish.train.base import HasLogprobs, Loss, NonFiniteError, StepStats, TrainEngine
 from burnish.types import Batch, Group, Stats, groups_to_batch
 
@@ -40,7 +40,7 @@ class RL:
     policy: TrainEngine
     policy_loss: Loss
     kl: KlController
-    sync: InprocSync
+    sync: Sync
     keep_samples: Callable[[int, Sequence[Group], dict[str, float]], None]
     """(step, groups, sample id -> advantage): where samples are written for people to see."""
     reference: HasLogprobs | None = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from burnish.config import (
     SFTConfig,
     dump_yaml,
 )
+from burnish.config.algorithm import GaeAdvantage
+from burnish.config.cluster import ClusterRole
 from burnish.config.model import PrecisionConfig
+from burnish.config.rewards import ModelReward
 from burnish.loops.build import build_evaluation, build_rl, build_supervised
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.session import RunError, Session, StoppedError, prepare_run_dir
@@ -30,7 +34,9 @@ from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.report import build_report
 from burnish.observe.timeline import Timeline
+from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
+from burnish.runtime.ray import RayRuntime
 
 log = logging.getLogger("burnish")
 
@@ -87,8 +93,10 @@ def _seed_everything(seed: int) -> None:
 
 def _run_rl(config: RLConfig, run_dir: Path, functions: Mapping[str, Any]) -> dict[str, float]:
     metric = "eval/pass@1" if config.eval is not None else "reward/mean"
-    with Session(config, run_dir, best_metric=metric) as session:
+    with Session(config, run_dir, best_metric=metric) as session, ExitStack() as stack:
         runtime = _runtime(config, config.train.engine.device, session.timeline)
+        stack.callback(runtime.close)
+        session.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
         parts, evaluator = build_rl(config, runtime, functions, run_dir)
         try:
             return session.run(
@@ -100,6 +108,7 @@ def _run_rl(config: RLConfig, run_dir: Path, functions: Mapping[str, Any]) -> di
             )
         finally:
             parts.runner.rewards.close()
+            parts.runner.engine.close()
 
 
 def _with_gap_warning(
@@ -131,8 +140,10 @@ def _with_gap_warning(
 
 
 def _run_supervised(config: SFTConfig | RewardModelConfig, run_dir: Path) -> dict[str, float]:
-    with Session(config, run_dir, best_metric="eval/loss") as session:
+    with Session(config, run_dir, best_metric="eval/loss") as session, ExitStack() as stack:
         runtime = _runtime(config, config.train.engine.device, session.timeline)
+        stack.callback(runtime.close)
+        session.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
         parts, total = build_supervised(config, runtime)
         held_out = parts.eval_batch is not None
         return session.run(
@@ -150,11 +161,15 @@ def _run_evaluate(
     for warning in config.warnings():
         log.warning(warning)
     runtime = _runtime(config, config.device, Timeline())
-    evaluator = build_evaluation(config, runtime, functions, run_dir)
     try:
-        metrics = evaluator.evaluate(0)
+        evaluator = build_evaluation(config, runtime, functions, run_dir)
+        try:
+            metrics = evaluator.evaluate(0)
+        finally:
+            evaluator.runner.rewards.close()
+            evaluator.runner.engine.close()
     finally:
-        evaluator.runner.rewards.close()
+        runtime.close()
     (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
     metrics_log = MetricsLog(run_dir)
     metrics_log.log(0, metrics)
@@ -162,6 +177,36 @@ def _run_evaluate(
     return metrics
 
 
-def _runtime(config: JobConfig, device: str, timeline: Timeline) -> InlineRuntime:
+def _runtime(config: JobConfig, device: str, timeline: Timeline) -> Runtime:
     tokenizer = load_tokenizer(config.model)
+    if config.cluster.runtime == "ray":
+        return RayRuntime(
+            tokenizer,
+            config.model,
+            config.cluster,
+            roles=roles_of(config),
+            precision=config.precision,
+            timeline=timeline,
+        )
     return InlineRuntime(tokenizer, precision=config.precision, device=device, timeline=timeline)
+
+
+def roles_of(config: JobConfig) -> list[ClusterRole]:
+    """The roles that a job has workers for."""
+    if isinstance(config, SFTConfig):
+        return ["policy"]
+    if isinstance(config, RewardModelConfig):
+        return ["reward"]
+    assert isinstance(config, (RLConfig, EvaluateConfig))
+    rewards: list[ClusterRole] = (
+        ["reward"] if any(isinstance(r, ModelReward) for r in config.rewards) else []
+    )
+    if isinstance(config, EvaluateConfig):
+        return ["rollout", *rewards]
+    roles: list[ClusterRole] = ["policy", "rollout", *rewards]
+    if isinstance(config.algorithm.advantage, GaeAdvantage):
+        roles.append("critic")
+    own_reference = config.reference is not None and config.reference.model is not None
+    if config.algorithm.kl.init_kl_coef and (config.model.lora is None or own_reference):
+        roles.append("reference")
+    return roles

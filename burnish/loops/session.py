@@ -31,6 +31,7 @@ from burnish.observe.progress import Progress, close_logging, setup_logging
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.observe.timeline import Timeline
+from burnish.runtime.base import WorkerLostError
 
 log = logging.getLogger("burnish")
 
@@ -143,6 +144,8 @@ class Session:
         """The step at which the best metric was last measured."""
         self._saved_step = -1
         self._spikes = SpikeAlarm()
+        self.recover: Callable[[WorkerLostError], None] | None = None
+        """Brings workers back after some were lost; None: nothing can be lost."""
 
     def __enter__(self) -> Session:
         return self
@@ -191,20 +194,15 @@ class Session:
         # Only now is it sure that this recipe and the run in the folder belong together.
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
         with self._signals():
-            if self._saved_step < 0 and evaluate is not None:  # else step 0 is in the log already
-                self._record(0, evaluate(0))
+            if self._saved_step < 0:  # else step 0 is in the log already
+                if evaluate is not None:
+                    self._record(0, evaluate(0))
+                if self.recover is not None:  # where to go back to from the first steps
+                    self._save(state)
             while self.step < self.total_steps:
                 self._stop_if_asked(state)
-                self._one_step(state, step, evaluate, eval_every)
-                if self._checkpoint_due():
-                    self._save(state)
-        skipped = self._last.get("train/skipped_total", 0.0)
-        if skipped > self.step / 2:
-            log.warning(
-                "%d optimizer steps were skipped because the loss or the gradient was not finite: "
-                "this run has learned little (see train/skipped_steps in the report)",
-                skipped,
-            )
+                self._step_and_save(state, step, evaluate, eval_every)
+        self._warn_of_skips()
         if self.config.checkpoint.best_metric and self._measured_step < 0:
             log.warning(
                 "checkpoint.best_metric=%s was never measured; metrics of this run: %s",
@@ -212,6 +210,30 @@ class Session:
                 ", ".join(sorted(self._last)),
             )
         return self._last
+
+    def _warn_of_skips(self) -> None:
+        skipped = self._last.get("train/skipped_total", 0.0)
+        if skipped > self.step / 2:
+            log.warning(
+                "%d optimizer steps were skipped because the loss or the gradient was not finite: "
+                "this run has learned little (see train/skipped_steps in the report)",
+                skipped,
+            )
+
+    def _step_and_save(
+        self,
+        state: State,
+        step: Callable[[int], Metrics],
+        evaluate: Callable[[int], Metrics] | None,
+        eval_every: int,
+    ) -> None:
+        """One step; where a worker is lost in it, back to the newest checkpoint instead."""
+        try:
+            self._one_step(state, step, evaluate, eval_every)
+            if self._checkpoint_due():
+                self._save(state)
+        except (WorkerLostError, CheckpointError) as error:
+            self._go_back(state, error)
 
     def _one_step(
         self,
@@ -310,12 +332,22 @@ class Session:
         self.step = self._saved_step = session["step"]
         self._last = dict(session["last"])
         self.metrics.rewind(self.step)
-        for line in read_metrics(self.run_dir):
-            if "train/loss" in line:
-                self._spikes.check(line["train/loss"])
+        self._spikes = SpikeAlarm()
+        logged = read_metrics(self.run_dir)
+        self._spikes.replay(line["train/loss"] for line in logged if "train/loss" in line)
         drop_samples_after(self.run_dir, self.step)
         restore_rng(session["rng"])
         self.progress.message(f"resumed from {newest} at step {self.step} of {self.total_steps}")
+
+    def _go_back(self, state: State, error: Exception) -> None:
+        """Have lost workers replaced, and go on from the newest checkpoint. Raises ``error`` where
+        it is about something else."""
+        lost = error if isinstance(error, WorkerLostError) else error.__cause__
+        if self.recover is None or not isinstance(lost, WorkerLostError):
+            raise error
+        self.progress.message(f"{lost}; going back to the newest checkpoint")
+        self.recover(lost)
+        self._restore(state)
 
     # ---- signals -----------------------------------------------------------------------------
 

@@ -23,13 +23,20 @@ from torch.autograd.function import once_differentiable
 BLOCK_ENTRIES = 1 << 22
 
 
-def use_fp32_products(model: nn.Module) -> int:
+def use_fp32_products(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Let the plain fp16 linear layers of ``model`` on the CPU compute through fp32, for good.
 
-    Returns how many were switched; a second call only takes new layers (adapters). A layer that is
-    moved to another dtype or device later computes as ever.
+    ``dtype``: what they compute in; None: what their weights are in now (a sharded model keeps
+    fp32 weights and gathers fp16 ones). Returns how many were switched; a second call only takes
+    new layers (adapters). A layer that is moved to another dtype or device later computes as ever.
     """
-    layers = [m for m in model.modules() if type(m) is nn.Linear and is_slow_half(m.weight)]
+    layers = [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear
+        and (dtype or module.weight.dtype) == torch.float16
+        and module.weight.device.type == "cpu"
+    ]
     for layer in layers:
         layer.__class__ = WideLinear  # (a forward of its own would be a reference to itself)
     return len(layers)

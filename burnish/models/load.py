@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +28,8 @@ from transformers.utils.hub import cached_file
 
 import burnish.models.attention as attention
 from burnish.config.model import Dtype, ModelConfig
+from burnish.formats import FORMATS
+from burnish.models.empty import empty_model
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.lora import inject_lora
 from burnish.models.scratch import scratch_model, scratch_tokenizer
@@ -58,20 +62,30 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_causal_lm(
-    config: ModelConfig, *, dtype: Dtype = "fp32", device: torch.device | str = "cpu"
+    config: ModelConfig,
+    *,
+    dtype: Dtype = "fp32",
+    device: torch.device | str = "cpu",
+    empty: bool = False,
 ) -> PreTrainedModel:
     """A causal LM in training layout: ``dtype`` weights on ``device``, LoRA injected if asked for.
 
-    Raises ModelError where the folder, file or hub name cannot be loaded.
+    ``empty``: leave the weights on the meta device, for an engine that reads its own part of them,
+    if they can be read in parts (``empty.py`` says when); else the model comes whole. Raises
+    ModelError where the folder, file or hub name cannot be loaded.
     """
-    model: Any
-    if config.scratch is not None:
-        model = scratch_model(config.scratch, torch.float32)
-    else:
-        model = _from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
-    model = place(model, dtype=dtype, device=device)
+    model: Any = without_weights(AutoModelForCausalLM, config, dtype) if empty else None
+    if model is None:
+        if config.scratch is not None:
+            model = scratch_model(config.scratch, torch.float32)
+        else:
+            model = _from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
+        model = place(model, dtype=dtype, device=device)
     use_burnish_attention(model)
-    _check_head(model, describe(config))
+    in_parts = any(p.is_meta or not p.numel() for p in model.parameters())
+    if not in_parts:  # one in shards is looked at by its engine
+        check_weights(model.named_parameters(), describe(config))
+        check_head(model, describe(config))
     if config.lora is not None:
         _inject_lora(model, config)
     use_fp32_products(model)
@@ -79,25 +93,25 @@ def load_causal_lm(
 
 
 @torch.no_grad()
-def _check_head(model: Any, name: str) -> None:
+def check_head(model: Any, name: str) -> None:
     """Log-probs are computed from the last hidden state and the output projection alone.
 
-    Raises ModelError for a model that does more to its logits (scaling, capping): its log-probs
-    would be wrong by several nats, in the trainer and in the sampler alike, and nothing else would
-    notice.
+    ``name``: of the model, for messages. Raises ModelError for a model that does more to its logits
+    (scaling, capping): its log-probs would be wrong by several nats, in the trainer and in the
+    sampler alike, and nothing else would notice.
     """
     ids = torch.arange(1, 5, device=model.device)[None]
     try:
         whole = model(ids).logits.float()
         ours = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state).float()
     except (NotImplementedError, RuntimeError) as error:
-        _raise_if_lacking(error, model, name)
+        raise_if_lacking(error, model, name)
         if isinstance(error, NotImplementedError):
             raise ModelError(f"{name}: {error}") from error
         raise
-    check_weights(model, name)
     if not (bool(whole.isfinite().all()) and bool(ours.isfinite().all())):
-        _raise_overflow(model.dtype, name)
+        check_weights(model, name)
+        raise_overflow(model.dtype, name)
     if not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.abs().max())):
         raise ModelError(
             f"{name} ({type(model).__name__}) changes its logits after the output projection "
@@ -123,33 +137,34 @@ def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
         if backward:
             torch.autograd.grad(hidden.float().sum(), embeds)
     except (NotImplementedError, RuntimeError) as error:
-        _raise_if_lacking(error, body, name)
+        raise_if_lacking(error, body, name)
         raise
     if not bool(hidden.isfinite().all()):
-        _raise_overflow(embedding.weight.dtype, name)
+        raise_overflow(embedding.weight.dtype, name)
 
 
 @torch.no_grad()
-def check_weights(model: Any, name: str) -> None:
-    """Raise ModelError where a weight is not finite: broken at its source, or too large for its
-    format."""
-    for parameter_name, parameter in model.named_parameters():
+def check_weights(weights: Iterable[tuple[str, Tensor]], name: str) -> None:
+    """Raise ModelError where a weight of the model ``name`` is not finite: broken at its source, or
+    too large for its format."""
+    for parameter_name, parameter in weights:
         if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
             raise ModelError(
                 f"{name}: the weight {parameter_name} is not finite in {parameter.dtype} (fp16 "
-                f"ends at {torch.finfo(torch.float16).max:g}); if it is in precision.dtype=fp32, "
+                f"ends at {FORMATS['fp16'].largest:g}); if it is in precision.dtype=fp32, "
                 "use bf16 or fp32, else the model is broken"
             )
 
 
-def _raise_overflow(dtype: torch.dtype, name: str) -> None:
+def raise_overflow(dtype: torch.dtype, name: str) -> None:
+    """The ModelError for activations that are not finite."""
     raise ModelError(
         f"{name}: its activations are not finite in {dtype} for a few tokens, although its weights "
         "are: they grow beyond the format; use precision.dtype=bf16 or fp32"
     )
 
 
-def _raise_if_lacking(error: Exception, model: Any, name: str) -> None:
+def raise_if_lacking(error: Exception, model: Any, name: str) -> None:
     """A ModelError if ``error`` is PyTorch's for an operation without a form for this format."""
     said = str(error).splitlines()[0] if str(error) else ""
     formats = {"Half": "fp16", "BFloat16": "bf16"}
@@ -255,6 +270,14 @@ def hf_config(config: ModelConfig) -> PretrainedConfig | None:
     except (OSError, ValueError):
         return None
     return found
+
+
+def without_weights(auto_class: Any, config: ModelConfig, dtype: Dtype) -> Any | None:
+    """The model of :func:`empty.empty_model`; None where its weights cannot be read in parts."""
+    found = hf_config(config)
+    if found is None:  # a GGUF file, or made from scratch
+        return None
+    return empty_model(auto_class, config, found, dtype=DTYPES[dtype])
 
 
 def num_positions(config: ModelConfig) -> int | None:

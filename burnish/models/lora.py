@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,8 +42,18 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
             "from the "
             "projection's weight alone); name inner layers, or use all-linear"
         )
+    _fill_empty_adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+def _fill_empty_adapters(model: nn.Module) -> None:
+    """peft puts adapters where their layer is: on the meta device too, without values."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer) and layer.lora_A[ADAPTER].weight.is_meta:
+            for part in (layer.lora_A, layer.lora_B):
+                part.to_empty(device="cpu")
+            layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
 @contextmanager
@@ -62,14 +72,17 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(
+    model: nn.Module, only: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, tensor) of every parameter, adapters added to their base weights in
-    fp32."""
+    fp32. ``only``: these parameters, by their names in ``model`` (a layer's base weight and
+    adapters go together); None: all."""
     deltas = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or (only is not None and name not in only):
             continue
         owner, _, leaf = name.rpartition(".base_layer.")
         if not owner:

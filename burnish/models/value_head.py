@@ -22,6 +22,7 @@ from burnish.models.load import (
     load_causal_lm,
     place,
     use_burnish_attention,
+    without_weights,
 )
 from burnish.models.lora import inject_lora
 
@@ -43,16 +44,21 @@ def load_scalar_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
     new_head: bool = False,
+    empty: bool = False,
 ) -> ScalarModel:
     """A scalar model from a sequence classifier with one output, or from a causal LM with
     ``new_head``.
 
-    A new head starts at N(0, 1/(H+1)) from ``seed``. Raises ModelError where the model has no head
+    A new head starts at N(0, 1/(H+1)) from ``seed``. ``empty``: leave the other weights on the meta
+    device, as :func:`load_causal_lm` does. Raises ModelError where the model has no head
     and ``new_head`` is False (scores would be noise), or has more than one output.
     """
     if _is_classifier(config):
-        model: Any = _from_pretrained(AutoModelForSequenceClassification, config, DTYPES[dtype])
-        model = place(model, dtype=dtype, device=device)
+        auto_class = AutoModelForSequenceClassification
+        model: Any = without_weights(auto_class, config, dtype) if empty else None
+        if model is None:
+            model = _from_pretrained(auto_class, config, DTYPES[dtype])
+            model = place(model, dtype=dtype, device=device)
         if model.config.num_labels != 1:
             raise ModelError(
                 f"{describe(config)} has {model.config.num_labels} outputs, and a reward model "
@@ -69,7 +75,7 @@ def load_scalar_model(
             "be noise; "
             "train one first (burnish rm), or give a sequence classifier with one output"
         )
-    body = load_causal_lm(config, dtype=dtype, device=device).get_decoder()
+    body = load_causal_lm(config, dtype=dtype, device=device, empty=empty).get_decoder()
     width = body.config.hidden_size
     score = nn.Linear(width, 1, bias=False)
     generator = torch.Generator().manual_seed(seed)

@@ -60,8 +60,9 @@ class Reward(Protocol):
 
     name: str
 
-    def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """One finite number per item, in order. May raise; :class:`RewardSet` checks the answer."""
+    def score(self, items: Sequence[RewardInput]) -> Sequence[float | SampleError]:
+        """One finite number per item, in order; in its place, a SampleError where that item alone
+        has none. May raise; :class:`RewardSet` checks the answer."""
         ...
 
     def close(self) -> None:
@@ -86,6 +87,15 @@ class HasCounts(Protocol):
         ...
 
 
+@runtime_checkable
+class HasMeans(Protocol):
+    """A reward that measures more than its score; what it measures become means in the stats."""
+
+    def take_means(self) -> Mapping[str, tuple[float, float]]:
+        """(sum, count) of each measurement since the last call. Names differ from the counts'."""
+        ...
+
+
 @dataclass(frozen=True)
 class Scored:
     """What :meth:`RewardSet.score` gives back."""
@@ -96,8 +106,9 @@ class Scored:
     """Prompt ids of the groups left out, in order."""
     stats: Stats
     """Means ``reward/<name>`` (before weights), ``reward/mean`` (after shaping),
-    ``reward/truncated_frac`` and, where shaping is on, ``reward/shaping``; sums
-    ``reward/groups_dropped`` and ``reward/<name>/<event>``.
+    ``reward/truncated_frac``, where shaping is on ``reward/shaping``, and what a reward measures
+    besides as ``reward/<name>/<measurement>``; sums ``reward/groups_dropped`` and
+    ``reward/<name>/<event>``.
     """
 
 
@@ -235,13 +246,14 @@ class RewardSet:
         totals["mean"] = sum(sample.reward for sample in samples)
         totals["truncated_frac"] = sum(sample.finish_reason == "length" for sample in samples)
         sums: dict[str, Number] = {"reward/groups_dropped": num_dropped}
+        own: dict[str, tuple[Number, Number]] = {}
         for reward, _ in self._rewards:
             counts = reward.take_counts() if isinstance(reward, HasCounts) else {}
             sums.update({f"reward/{reward.name}/{event}": n for event, n in counts.items()})
-        return Stats(
-            means={f"reward/{name}": (total, len(samples)) for name, total in totals.items()},
-            sums=sums,
-        )
+            means = reward.take_means() if isinstance(reward, HasMeans) else {}
+            own.update({f"reward/{reward.name}/{name}": mean for name, mean in means.items()})
+        totalled = {f"reward/{name}": (total, len(samples)) for name, total in totals.items()}
+        return Stats(means=own | totalled, sums=sums)
 
 
 def describe(item: RewardInput) -> str:
@@ -291,6 +303,8 @@ def _as_list(answer: Any, count: int) -> list[Any]:
 
 
 def _number(reward: Reward, item: RewardInput, value: Any) -> float | _Failure:
+    if isinstance(value, SampleError):
+        return _Failure(str(value), value)
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if isinstance(value, (Real, np.bool_)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from burnish.config import rewards as config
 from burnish.config.explain import nearest
 from burnish.config.rewards import RewardConfig
@@ -13,6 +15,7 @@ from burnish.rewards.base import RESERVED_NAMES, Reward, RewardError
 from burnish.rewards.environment import EnvironmentReward
 from burnish.rewards.function import FunctionReward
 from burnish.rewards.math import MathReward
+from burnish.rewards.remote import RemoteReward
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -22,12 +25,14 @@ def build_rewards(
     *,
     functions: Functions | None = None,
     model_reward: Callable[[config.ModelReward], Reward] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[tuple[Reward, float]]:
     """(reward, weight) for each entry of a recipe's ``rewards``, in order, names made unique.
 
     ``functions``: callables for the entries without a ``function``, by the entry's name; a single
     one fits the only such entry whatever its name. ``model_reward`` makes rewards of kind
-    ``model``; it gets the config with the name filled in.
+    ``model``; it gets the config with the name filled in. ``tokenizer``: the policy's, for the
+    texts that rewards of kind ``remote`` send.
 
     Raises RewardError: nothing to call, nothing that can be loaded, a callable no entry takes.
     """
@@ -35,7 +40,7 @@ def build_rewards(
     chosen = _match(configs, given)
     names = _unique_names(configs)
     return [
-        (_build(c, name, given=chosen.get(i), model_reward=model_reward), c.weight)
+        (_build(c, name, chosen.get(i), model_reward=model_reward, tokenizer=tokenizer), c.weight)
         for i, (c, name) in enumerate(zip(configs, names, strict=True))
     ]
 
@@ -43,9 +48,10 @@ def build_rewards(
 def _build(
     entry: RewardConfig,
     name: str,
-    *,
     given: Callable[..., Any] | None,
+    *,
     model_reward: Callable[[config.ModelReward], Reward] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Reward:
     if isinstance(entry, config.FunctionReward):
         function = _load(entry.function, name) if given is None else given
@@ -54,6 +60,8 @@ def _build(
         return MathReward(name=name, timeout_s=entry.timeout_s, num_workers=entry.num_workers)
     if isinstance(entry, config.EnvironmentReward):
         return EnvironmentReward(name=name)
+    if isinstance(entry, config.RemoteReward):
+        return RemoteReward(entry, name=name, tokenizer=tokenizer)
     if model_reward is None:
         raise RewardError(
             f"reward {name!r} is of kind model, and this job was started without a way to make "

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from burnish.rewards.base import RewardError, RewardInput, SampleError
+from burnish.rewards.loop_thread import LoopThread
 
 _SINGLE: dict[str, Callable[[RewardInput], Any]] = {
     "prompt": lambda item: item.prompt.text,
@@ -48,7 +48,7 @@ class FunctionReward:
         self.location = _location(function)
         self._function = function
         self._parameters = _parameters(function, f"reward {name!r} ({self.location})")
-        self._loop: _Loop | None = None
+        self._loop: LoopThread | None = None
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
         """What the function returned, unchecked; SampleError where it raised on one response."""
@@ -88,7 +88,7 @@ class FunctionReward:
         waiting = [i for i, answer in enumerate(answers) if inspect.isawaitable(answer)]
         if not waiting:
             return answers
-        self._loop = self._loop or _Loop(f"reward-{self.name}")
+        self._loop = self._loop or LoopThread(f"reward-{self.name}")
         results = self._loop.run(_gather([answers[i] for i in waiting]))
         finished = dict(zip(waiting, results, strict=True))
         return [finished.get(i, answer) for i, answer in enumerate(answers)]
@@ -96,23 +96,6 @@ class FunctionReward:
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*awaitables, return_exceptions=True)
-
-
-class _Loop:
-    """An event loop in a thread of its own, because the caller's thread may already run one."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 def _parameters(function: Callable[..., Any], named: str) -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.model import Dtype, PrecisionConfig
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rewards import ModelReward as ModelRewardConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer, resolve_device
@@ -28,41 +29,71 @@ class ModelReward:
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
         """One score per item."""
-        rows = [list(self.encode(item)) for item in items]
-        masks = [[False] * (len(row) - 1) + [True] for row in rows]
-        batch = rows_to_batch(rows, masks, prompt_lens=[0] * len(rows))
-        scores: list[float] = self.engine.values(batch)[batch.offsets[1:] - 1].tolist()
-        return scores
+        return score_rows(self.engine, [list(self.encode(item)) for item in items])
 
     def close(self) -> None:
         """Nothing to end."""
 
 
+def score_rows(engine: TrainEngine, rows: Sequence[Sequence[int]]) -> list[float]:
+    """The score of each row of token ids. No row may be empty."""
+    masks = [[False] * (len(row) - 1) + [True] for row in rows]
+    batch = rows_to_batch(rows, masks, prompt_lens=[0] * len(rows))
+    scores: list[float] = engine.values(batch)[batch.offsets[1:] - 1].tolist()
+    return scores
+
+
 def load_model_reward(
     config: ModelRewardConfig,
     policy_tokenizer: PreTrainedTokenizerBase,
-    *,
-    dtype: Dtype,
-    device: str,
+    make_engine: Callable[[EngineSpec], TrainEngine],
 ) -> ModelReward:
-    """The reward model of a recipe entry.
+    """The reward model of a recipe entry, in an engine that ``make_engine`` makes.
 
     Where it has the policy's vocabulary the sampled token ids are scored as they are; otherwise
     prompt and response are tokenised for it. Raises ModelError where it has no trained head.
     """
-    model = load_scalar_model(config.model, dtype=dtype, device=resolve_device(device))
-    spec = EngineSpec(
-        role="reward",
-        train=TrainConfig(layout="packed"),
-        model=config.model,
-        micro_batch_size=config.micro_batch_size,
-        trainable=False,
-        precision=PrecisionConfig(dtype=dtype),
-    )
+    spec = _spec(config.model, micro_batch_size=config.micro_batch_size)
     own = load_tokenizer(config.model)
     same = own.get_vocab() == policy_tokenizer.get_vocab()
     encode = _ids if same else _encoder(own)
-    return ModelReward(config.name or "model", TorchTrainEngine(model, spec), encode)
+    return ModelReward(config.name or "model", make_engine(spec), encode)
+
+
+def load_reward_engine(
+    model: ModelConfig,
+    *,
+    dtype: Dtype,
+    device: str,
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+) -> TorchTrainEngine:
+    """A frozen engine in the role ``reward`` whose passes take ``micro_batch_size`` rows, or rows
+    of ``max_tokens`` together. Raises ModelError where the model has no trained head."""
+    scalar = load_scalar_model(model, dtype=dtype, device=resolve_device(device))
+    spec = _spec(model, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
+    return TorchTrainEngine(scalar, replace(spec, precision=PrecisionConfig(dtype=dtype)))
+
+
+def _spec(
+    model: ModelConfig, *, micro_batch_size: int | None, max_tokens: int | None = None
+) -> EngineSpec:
+    return EngineSpec(
+        role="reward",
+        train=TrainConfig(layout="packed", max_tokens_per_micro_batch=max_tokens),
+        model=model,
+        micro_batch_size=micro_batch_size,
+        trainable=False,
+    )
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str = "") -> list[int]:
+    """Prompt + response as token ids, with the special tokens that the tokenizer puts in front
+    (unless a chat template wrote them already). Tokens do not reach across the border."""
+    begin = str(tokenizer.bos_token or "")
+    rendered = bool(begin) and prompt.startswith(begin)  # by a chat template
+    head = tokenizer(prompt, add_special_tokens=not rendered)["input_ids"]
+    return [*head, *tokenizer(response, add_special_tokens=False)["input_ids"]]
 
 
 def _ids(item: RewardInput) -> Sequence[int]:
@@ -71,11 +102,8 @@ def _ids(item: RewardInput) -> Sequence[int]:
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     def encode(item: RewardInput) -> Sequence[int]:
-        begin = str(tokenizer.bos_token or "")
-        rendered = bool(begin) and item.prompt.text.startswith(begin)  # by a chat template
-        prompt = tokenizer(item.prompt.text, add_special_tokens=not rendered)["input_ids"]
-        response = tokenizer(item.sample.text, add_special_tokens=False)["input_ids"]
+        ids = encode_text(tokenizer, item.prompt.text, item.sample.text)
         ended = item.sample.finish_reason == "stop"
-        return [*prompt, *response, *([int(tokenizer.eos_token_id)] if ended else [])]
+        return [*ids, *([int(tokenizer.eos_token_id)] if ended else [])]
 
     return encode

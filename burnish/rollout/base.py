@@ -83,3 +83,7 @@ class RolloutEngine(Protocol):
     def wake(self) -> None:
         """Take memory again."""
         ...
+
+    def close(self) -> None:
+        """End what the engine started (processes, shared memory). Nothing is sampled after it."""
+        ...

@@ -24,7 +24,9 @@ from burnish.models.attention import NO_MASK, KVCache, Segment, decode_plan, pla
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.cpu_linear import fp32_copies, onednn_layers, onednn_linear
 from burnish.rollout.cuda_graphs import DecodeGraphs
+from burnish.rollout.requests import StopRule, check_requests, end_tokens
 from burnish.rollout.sampling import sample_tokens, uniforms_for
+from burnish.rollout.weights import WeightList
 from burnish.types import FinishReason
 
 
@@ -54,7 +56,7 @@ class LocalRolloutEngine:
         self.device = next(model.parameters()).device
         self._body = model.get_decoder()
         self._no_mask = NO_MASK.to(self.device)  # here: a copy inside a recorded graph fails
-        self._end_tokens = _end_tokens(model, tokenizer)
+        self._end_tokens = end_tokens(model.generation_config, tokenizer)
         self._graphs: DecodeGraphs | None = None
         self._layers = onednn_layers(model)
 
@@ -63,7 +65,7 @@ class LocalRolloutEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Completions as they finish. Raises ValueError, at the first one, for an empty prompt, one
         that cannot fit and a ``max_tokens`` below 1."""
-        self._check(requests, sampling)
+        check_requests(requests, sampling, limit=self.model.config.max_position_embeddings)
         self.model.eval()
         run = _Run(self, sampling, deque(self._split(requests)))
         with fp32_copies(self._layers) as layers:
@@ -82,21 +84,12 @@ class LocalRolloutEngine:
         Raises ValueError where a name is unknown, a shape differs, or a parameter was not given.
         """
         own = dict(self.model.named_parameters())
+        wanted = WeightList({name: parameter.shape for name, parameter in own.items()})
         with torch.no_grad():
             for name, tensor in tensors:
-                if name not in own:
-                    raise ValueError(f"weight {name} is not a parameter of the rollout model")
-                target = own.pop(name)
-                if target.shape != tensor.shape:
-                    raise ValueError(
-                        f"weight {name} is {list(tensor.shape)}, the rollout model has "
-                        f"{list(target.shape)}"
-                    )
-                target.copy_(tensor)
-        if own:
-            raise ValueError(
-                f"{len(own)} weights were not given, e.g. {sorted(own)[0]}: they would be stale"
-            )
+                wanted.take(name, tensor)
+                own[name].copy_(tensor)
+        wanted.finish()
         self.version = version
 
     def sleep(self) -> None:
@@ -106,28 +99,11 @@ class LocalRolloutEngine:
     def wake(self) -> None:
         """Nothing to do: memory is taken again when needed."""
 
-    # ---- parts -----------------------------------------------------------------------------
+    def close(self) -> None:
+        """As :meth:`sleep`: nothing else is held."""
+        self.sleep()
 
-    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        limit = self.model.config.max_position_embeddings
-        for request in requests:
-            room = request.limit(sampling)
-            if room < 1:
-                raise ValueError(
-                    f"request {request.request_id}: max_tokens={room}: a response has at least "
-                    "one token"
-                )
-            if not request.prompt_ids:
-                raise ValueError(
-                    f"request {request.request_id} has an empty prompt; give at least one token"
-                )
-            need = len(request.prompt_ids) + room
-            if need > limit:
-                raise ValueError(
-                    f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + "
-                    f"generate_max_len {room} = {need}, and the model has positions for {limit}; "
-                    "shorten one of them"
-                )
+    # ---- parts -----------------------------------------------------------------------------
 
     def _split(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
         """(request, sample index) lists that fit into the slots, each sharing one prefill."""
@@ -204,9 +180,7 @@ class _Run:
         self.positions = torch.zeros(
             0, dtype=torch.int64, device=engine.device
         )  # [B] where it goes
-        self.stop_tokens = engine._end_tokens | set(sampling.stop_token_ids)
-        # No token is shorter than one byte, so a stop string spans at most this many tokens.
-        self.stop_window = max((len(s.encode()) for s in sampling.stop), default=0) + 4
+        self.stop_rule = StopRule(engine.tokenizer, sampling, engine._end_tokens)
 
     def can_admit(self) -> bool:
         """Whether the next waiting prompt and all its samples find free slots."""
@@ -322,13 +296,7 @@ class _Run:
         self.tokens, self.positions = self.tokens[index], self.positions[index]
 
     def _finished(self, sequence: _Sequence) -> FinishReason | None:
-        if sequence.tokens[-1] in self.stop_tokens:
-            return "stop"
-        if self.sampling.stop:
-            tail = self.engine.tokenizer.decode(sequence.tokens[-self.stop_window :])
-            if any(stop in tail for stop in self.sampling.stop):
-                return "stop"
-        return "length" if len(sequence.tokens) >= sequence.request.limit(self.sampling) else None
+        return self.stop_rule.finished(sequence.tokens, sequence.request.limit(self.sampling))
 
     def _completion(self, sequence: _Sequence, reason: FinishReason | None) -> Completion:
         assert reason is not None
@@ -341,11 +309,3 @@ class _Run:
             text=str(self.engine.tokenizer.decode(sequence.tokens, skip_special_tokens=True)),
             version=self.engine.version,
         )
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Token ids that end a response: the tokenizer's and those of the generation config."""
-    ends = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
-    config = model.generation_config
-    more = config.eos_token_id if config is not None else None
-    return ends | set([more] if isinstance(more, int) else more or [])

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
+from burnish.models.lora import merged_weights
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.timeline import Timeline, timed
+from burnish.rollout.base import RolloutEngine
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.vllm import VllmRolloutEngine
+from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
-from burnish.train.base import HasLogprobs
+from burnish.train.base import HasLogprobs, TrainEngine
+from burnish.train.engines import loading, make_engine, shares_weights
+from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
-
-POLICY_SPANS = {"logprobs": "logprobs", "forward_backward": "train", "optim_step": "optim"}
-CRITIC_SPANS = {"values": "values", "forward_backward": "critic", "optim_step": "critic"}
 
 
 class InlineRuntime:
@@ -35,8 +39,10 @@ class InlineRuntime:
         precision: PrecisionConfig,
         device: str,
         timeline: Timeline,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
+        self.ranks = ranks
         self.device = resolve_device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -48,54 +54,75 @@ class InlineRuntime:
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> TorchTrainEngine:
         """A train engine over a causal LM (policy, reference)."""
-        model = load_causal_lm(spec.model, dtype=self._load_dtype(spec), device=self.device)
+        dtype = self._load_dtype(spec)
+        with loading(spec, dtype, self.ranks):
+            model = load_causal_lm(spec.model, dtype=dtype, device=self.device)
         self._add_end_token(model)
-        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
-        return timed(engine, self.timeline, spans)
+        return self._engine(model, spec, spans)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> TorchTrainEngine:
         """A train engine over a scalar model (critic, reward); a language model gets a new head."""
-        model = load_scalar_model(
-            spec.model,
-            dtype=self._load_dtype(spec),
-            device=self.device,
-            seed=seed,
-            new_head=True,
-        )
-        engine = TorchTrainEngine(model, self._with_precision(spec), tokenizer=self.tokenizer)
-        return timed(engine, self.timeline, spans)
+        dtype = self._load_dtype(spec)
+        with loading(spec, dtype, self.ranks):
+            model = load_scalar_model(
+                spec.model, dtype=dtype, device=self.device, seed=seed, new_head=spec.trainable
+            )
+        return self._engine(model, spec, spans)
 
-    def frozen_base(self, policy: TorchTrainEngine) -> HasLogprobs:
+    def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
         """The reference model inside a LoRA policy."""
-        return timed(FrozenBase(policy), self.timeline, {"logprobs": "reference"})
+        return timed(
+            FrozenBase(cast(TorchTrainEngine, policy)), self.timeline, {"logprobs": "reference"}
+        )
 
-    def rollout(self, policy: TorchTrainEngine, config: LocalEngine) -> LocalRolloutEngine:
-        """A rollout engine for ``policy``: over its own weights, or over a copy in another
-        dtype."""
+    def rollout(
+        self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RolloutEngine:
+        """A rollout engine for ``policy``, for rows of up to ``max_len`` tokens (None: as the
+        model allows): over its own weights, over a copy where the dtype is another or they are in
+        shards, or vLLM (which gets them at the first sync)."""
         wanted = self.precision.sampler_dtype
-        model = policy.model
-        if wanted != self.precision.dtype:
-            base = policy.spec.model.model_copy(update={"lora": None})
+        trainer = cast(TorchTrainEngine, policy)
+        model: Any = trainer.model
+        if isinstance(config, VllmEngine):
+            return self._vllm(model, config, max_len)
+        if wanted != self.precision.dtype or not shares_weights(trainer.spec):
+            base = trainer.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
             self._add_end_token(model)
-        return LocalRolloutEngine(model, self.tokenizer, config)  # type: ignore[arg-type]
+        return LocalRolloutEngine(model, self.tokenizer, config)
 
-    def standalone_rollout(self, model: ModelConfig, config: LocalEngine) -> LocalRolloutEngine:
+    def standalone_rollout(
+        self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RolloutEngine:
         """A rollout engine without a trainer (evaluation of a finished model)."""
-        network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=self.device)
+        device = "cpu" if isinstance(config, VllmEngine) else self.device
+        network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=device)
         self._add_end_token(network)
-        return LocalRolloutEngine(network, self.tokenizer, config)
+        if isinstance(config, LocalEngine):
+            return LocalRolloutEngine(network, self.tokenizer, config)
+        engine = self._vllm(network, config, max_len)
+        engine.load_weights(0, merged_weights(network))
+        return engine
+
+    def _vllm(self, model: Any, config: VllmEngine, max_len: int | None) -> VllmRolloutEngine:
+        dtype = self.precision.sampler_dtype
+        return VllmRolloutEngine(model, self.tokenizer, config, dtype=dtype, max_model_len=max_len)
+
+    def _engine(
+        self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
+    ) -> TorchTrainEngine:
+        own = replace(spec, precision=self.precision)
+        engine = make_engine(model, own, tokenizer=self.tokenizer, ranks=self.ranks)
+        return timed(engine, self.timeline, spans)
 
     def _load_dtype(self, spec: EngineSpec) -> Dtype:
         """fp32 where all weights are trained: they become the masters, unrounded."""
         whole = spec.trainable and spec.model.lora is None
         return "fp32" if whole else self.precision.dtype
-
-    def _with_precision(self, spec: EngineSpec) -> EngineSpec:
-        return replace(spec, precision=self.precision)
 
     def _add_end_token(self, model: PreTrainedModel) -> None:
         """Make the chat template's end of turn an end token of the model, here and in its
@@ -108,6 +135,11 @@ class InlineRuntime:
         ends |= {turn, int(self.tokenizer.eos_token_id)}
         config.eos_token_id = sorted(ends) if len(ends) > 1 else turn
 
-    def sync(self, policy: TorchTrainEngine, rollout: LocalRolloutEngine) -> InprocSync:
+    def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""
-        return timed(InprocSync(policy, rollout), self.timeline, {"push": "sync"})
+        return timed(
+            InprocSync(cast(TorchTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
+        )
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,1 +1,1 @@
-"""Weights from the trainer to the rollout engine."""
+"""Weights from the trainer to the rollout engine: versioned, in buckets, verified."""

@@ -3,6 +3,7 @@ module."""
 
 from __future__ import annotations
 
+from burnish.rollout.base import RolloutEngine
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.train.torch import TorchTrainEngine
 
@@ -10,13 +11,15 @@ from burnish.train.torch import TorchTrainEngine
 class InprocSync:
     """Keeps a rollout engine at the policy's version."""
 
-    def __init__(self, policy: TorchTrainEngine, rollout: LocalRolloutEngine) -> None:
+    def __init__(self, policy: TorchTrainEngine, rollout: RolloutEngine) -> None:
         self.policy, self.rollout = policy, rollout
-        self.shared = rollout.model is policy.model
+        local = isinstance(rollout, LocalRolloutEngine)
+        self.shared = local and rollout.model is policy.model  # type: ignore[attr-defined]
         self.push()
 
     def push(self) -> None:
-        """Hand the policy's weights over (by copy only where the dtypes differ) and its version."""
+        """Hand the policy's weights over (no copy where the rollout engine holds
+        the same module) and its version."""
         if self.shared:
             self.rollout.version = self.policy.version
         else:

@@ -11,15 +11,20 @@ Not seen: values inside a module that never leave it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from burnish.train.base import Role, StepStats
+
 Stage = Literal["weight", "forward", "loss", "backward", "gradient"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+"""In the order in which they are looked at."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +79,65 @@ class BadTensor:
         return ""
 
 
-def first_bad_tensor(model: nn.Module, compute: Callable[[], Tensor]) -> BadTensor | None:
+def why_stop(
+    stats: StepStats, *, role: Role, skips: int, limit: int, constant_scale: bool
+) -> tuple[str, str] | None:
+    """(why, what to try) where the steps to come would be skipped as ``stats``' was; else None.
+
+    ``skips``: steps in a row that no smaller loss scale would have cured; ``limit``:
+    ``train.max_consecutive_skips``.
+    """
+    if stats.at_floor:
+        return (
+            f"the gradient of the {role} overflows with the loss scale at its floor "
+            f"(precision.min_loss_scale={stats.loss_scale:g})",
+            "a lower train.lr, a smaller train.max_grad_norm, or precision.dtype=bf16",
+        )
+    if not stats.skipped or skips < limit:
+        return None
+    hint = "a lower train.lr, or look at the data and rewards of these rows"
+    if constant_scale:
+        hint += f"; or a loss_scale below {stats.loss_scale:g}, or a dynamic one (0)"
+    return (
+        f"{skips} steps of the {role} in a row were skipped because the loss or the gradient was "
+        f"not finite (train.max_consecutive_skips={limit})",
+        hint,
+    )
+
+
+def first_bad_tensor(
+    model: nn.Module,
+    compute: Callable[[], Tensor],
+    *,
+    units: Sequence[nn.Module] = (),
+    to_the_end: bool = False,
+) -> BadTensor | None:
     """Run ``compute`` (a forward pass of ``model`` that returns the scaled scalar loss) and its
     gradient; the first tensor in order of execution that is not finite, None where all are finite.
+
+    ``to_the_end``: go on to the end of the pass after a bad tensor too. Ranks that hold shards of
+    one model have to, because the others wait for them in every module.
 
     Nothing is accumulated: ``parameter.grad`` and the hooks of the model are as before, also where
     ``compute`` raises. With dropout the pass is a new draw, and may be finite where the first was
     not.
+
+    ``units``: the FSDP2 modules of a model whose parameters are sharded over ranks. Then every rank
+    calls this at the same time, the pass goes on to its end whatever it finds (the others wait for
+    this rank in it), and the gradient is left in ``parameter.grad``.
     """
-    watch = _Watch()
+    watch = _Watch(stops=not (units or to_the_end))
     try:
         _check_weights(model, watch)
         _hook_modules(model, watch)
+        _hook_gathered(model, units, watch)
         loss = compute()
         watch.check(loss.detach(), "loss", "")
         watch.in_forward = False  # gradient checkpointing runs modules again: not watched
-        _backward(model, loss, watch)
+        if units:
+            loss.backward()  # (autograd.grad would leave out what FSDP2 does)
+        else:
+            _backward(model, loss, watch)
     except _Found:
         pass
     finally:
@@ -104,23 +152,25 @@ class _Found(Exception):
 class _Watch:
     """What was found, and the hooks to take away at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stops: bool) -> None:
         self.found: BadTensor | None = None
+        self.stops = stops
         self.in_forward = True
         self.handles: list[RemovableHandle] = []
 
     def check(
         self,
-        tensor: Tensor,
+        tensor: Tensor | None,
         stage: Stage,
         module: str,
         side: Literal["input", "output"] = "output",
         *,
         allow_minus_inf: bool = False,
     ) -> None:
-        """Raises _Found, after taking note, for a tensor that is not finite."""
-        if self.found is not None or not tensor.is_floating_point():
-            return
+        """Take note of the first tensor that is not finite, and raise _Found if that ends the
+        pass."""
+        if tensor is None or self.found is not None or not tensor.is_floating_point():
+            return  # (None: a gradient that nothing asks for)
         finite = torch.isfinite(tensor)
         if allow_minus_inf:
             finite |= tensor == -torch.inf
@@ -136,7 +186,8 @@ class _Watch:
             largest=float(sizes.max()) if sizes.numel() else 0.0,
             side=side,
         )
-        raise _Found
+        if self.stops:
+            raise _Found
 
     def remove_hooks(self) -> None:
         for handle in self.handles:
@@ -145,9 +196,30 @@ class _Watch:
 
 def _check_weights(model: nn.Module, watch: _Watch) -> None:
     for name, parameter in model.named_parameters():
-        watch.check(parameter.detach(), "weight", name)
+        watch.check(_own_part(parameter.detach()), "weight", name)
     for name, buffer in model.named_buffers():  # (stored attention masks hold -inf)
         watch.check(buffer, "weight", name, allow_minus_inf=True)
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """A sharded tensor's rows on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _hook_gathered(model: nn.Module, units: Sequence[nn.Module], watch: _Watch) -> None:
+    """Check the gradients of the parameters that a unit gathers, before they are summed over
+    ranks."""
+
+    def hook(unit: nn.Module, args: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and _own_part(parameter) is parameter:
+                check = partial(watch.check, stage="gradient", module=name)
+                watch.handles.append(parameter.register_hook(lambda grad, c=check: c(grad)))
+
+    for unit in units:
+        watch.handles.append(unit.register_forward_pre_hook(hook))
 
 
 def _hook_modules(model: nn.Module, watch: _Watch) -> None:

@@ -3,14 +3,14 @@ EMA.
 
 Model state per trained parameter: fp32 training 4 (weight) + 4 (gradient) + 8 (moments) = 16
 bytes; fp16 and bf16 2 (weight) + 4 (gradient sum) + 4 (master) + 8 (moments) = 18, and for a moment
-2 more per gradient in flight. With ``grad_accum_dtype`` = the compute format 2 + 2 + 4 + 8 = 16
-between steps, and 4 more in the step.
+2 more per gradient in flight. With ``grad_accum_dtype`` = the compute format 2 + 2 + 4 + 8 = 16,
+and 4 for the gradient in the step. Gradients are there from backward to step only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import DTYPES
+from burnish.models.tensor_files import TensorFiles
 from burnish.train.base import StepStats
 from burnish.train.loss_scaler import LossScaleFloorError, make_loss_scaler
 from burnish.train.ranks import ALONE, Ranks
@@ -69,12 +70,11 @@ class Optimizer:
         self.names, self.params = zip(
             *[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True
         )
-        for p in self.params:
-            p.data = p.data.float()
         self.half = precision.dtype != "fp32"
-        self.masters: list[Tensor] = [p.detach() if self.half else p for p in self.params]
-        if self.half:
-            self._give_rounded_weights(DTYPES[precision.dtype])
+        """The model has half-precision weights of its own, beside the masters."""
+        self.rows: dict[str, tuple[int, int]] = {}
+        """[begin, end) of the rows that this rank has of a parameter; not there: all."""
+        self.masters = self._take_masters(DTYPES[precision.dtype])
         decay = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim >= 2]
         plain = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim < 2]
         groups = [
@@ -90,8 +90,17 @@ class Optimizer:
         )
         self.ema = [m.detach().clone() for m in self.masters] if config.ema_decay else None
 
-    def _give_rounded_weights(self, dtype: torch.dtype) -> None:
-        for master, parameter in zip(self.masters, self.params, strict=True):
+    def _take_masters(self, dtype: torch.dtype) -> list[Tensor]:
+        """The fp32 weights that are stepped; the model computes in ``dtype``."""
+        for parameter in self.params:
+            parameter.data = parameter.data.float()
+        masters: list[Tensor] = [p.detach() if self.half else p for p in self.params]
+        if self.half:
+            self._give_rounded_weights(masters, dtype)
+        return masters
+
+    def _give_rounded_weights(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
+        for master, parameter in zip(masters, self.params, strict=True):
             parameter.data = master.to(dtype)
             if self.sums_fp32:
                 parameter.register_post_accumulate_grad_hook(_adds_to(master))
@@ -106,7 +115,7 @@ class Optimizer:
         grads, scale = self.gradients(ranks), self.scaler.scale
         if grads and scale != 1.0:
             torch._foreach_div_(grads, scale)
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = self._norm(grads, ranks)
         lr = self.peak_lr * lr_factor(version, self.config, self.total_steps)
         overflow = not bool(torch.isfinite(norm))
         skipped = overflow or not finite_loss
@@ -153,6 +162,10 @@ class Optimizer:
         ranks.sum_(grads)
         return grads
 
+    def _norm(self, grads: Sequence[Tensor], ranks: Ranks) -> Tensor:
+        """L2 norm of the whole gradient, the same bits on every rank."""
+        return torch.nn.utils.get_total_norm(grads)
+
     @torch.no_grad()
     def _publish(self) -> None:
         """Masters into the model's half-precision weights, and into the moving average."""
@@ -174,6 +187,11 @@ class Optimizer:
                 return str(name)
         return None
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of :meth:`tensors`."""
+        return sum(t.nbytes for kind in self.tensors().values() for t in kind.values())
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint needs, by kind and parameter name; tensors are not copied."""
         kinds: dict[str, dict[str, Tensor]] = {
@@ -191,31 +209,32 @@ class Optimizer:
         return kinds
 
     @torch.no_grad()
-    def load_tensors(self, kinds: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take back :meth:`tensors`. Raises ValueError where names or shapes are not this
-        model's."""
+    def load_tensors(self, kinds: Mapping[str, TensorFiles]) -> None:
+        """Take back :meth:`tensors`, of which only this rank's rows are read. Raises ValueError
+        where names or shapes are not this model's."""
         have = kinds["master"]
         if set(have) != set(self.names):
             odd = sorted(set(have) ^ set(self.names))[:3]
             raise ValueError(
                 f"the checkpoint is of another model: parameters differ, e.g. {', '.join(odd)}"
             )
+        for name, parameter in zip(self.names, self.params, strict=True):
+            if have.shape(name) != tuple(parameter.shape):
+                raise ValueError(
+                    f"the checkpoint is of another model: {name} is {list(have.shape(name))} there "
+                    f"and {list(parameter.shape)} here"
+                )
         self.adamw.state.clear()  # a checkpoint of step 0 has no moments
         for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
-            if have[name].shape != master.shape:
-                raise ValueError(
-                    f"the checkpoint is of another model: {name} is {list(have[name].shape)} there "
-                    f"and {list(master.shape)} here"
-                )
-            master.copy_(have[name])
-            if name in kinds.get("exp_avg", {}):
-                moments = {k: kinds[k][name].to(master.device) for k in ("exp_avg", "exp_avg_sq")}
-                self.adamw.state[master] = {
-                    **moments,
-                    "step": kinds["step"][name].to(master.device, torch.float32, copy=True),
-                }
+            rows = self.rows.get(name)
+            master.copy_(have.read(name, rows))
+            if name in kinds.get("exp_avg", ()):
+                read = {k: kinds[k].read(name, rows) for k in ("exp_avg", "exp_avg_sq")}
+                state = {k: value.to(master.device, copy=True) for k, value in read.items()}
+                step = kinds["step"].read(name).to(master.device, torch.float32, copy=True)
+                self.adamw.state[master] = {**state, "step": step}
             if self.ema is not None:  # one switched on since then starts from these weights
-                self.ema[i].copy_(kinds.get("ema", have)[name])
+                self.ema[i].copy_(kinds.get("ema", have).read(name, rows))
         if self.half:
             torch._foreach_copy_(list(self.params), self.masters)
 

@@ -30,7 +30,9 @@ class Ranks:
     def __init__(
         self, group: ProcessGroup | None = None, *, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        self._group, self._bucket_bytes = group, bucket_bytes
+        self.group = group
+        """What was given."""
+        self._bucket_bytes = bucket_bytes
         self.rank = 0 if group is None else group.rank()
         """From 0."""
         self.size = 1 if group is None else group.size()
@@ -58,7 +60,7 @@ class Ranks:
         from torch.distributed import ReduceOp, all_reduce
 
         values = torch.tensor(flags, dtype=torch.int32, device=self._device())
-        all_reduce(values, op=ReduceOp.MAX, group=self._group)
+        all_reduce(values, op=ReduceOp.MAX, group=self.group)
         return [bool(v) for v in values.tolist()]
 
     def gather(self, value: T) -> list[T]:
@@ -68,7 +70,7 @@ class Ranks:
         from torch.distributed import all_gather_object
 
         values: list[T] = [value] * self.size
-        all_gather_object(values, value, group=self._group)
+        all_gather_object(values, value, group=self.group)
         return values
 
     def sum_stats(self, stats: Stats) -> Stats:
@@ -89,10 +91,10 @@ class Ranks:
 
         device, first = self._device(), bucket[0]
         if len(bucket) == 1 and first.is_contiguous() and first.device.type == device.type:
-            all_reduce(first, group=self._group)
+            all_reduce(first, group=self.group)
             return
         flat = torch.cat([t.reshape(-1) for t in bucket]).to(device)
-        all_reduce(flat, group=self._group)
+        all_reduce(flat, group=self.group)
         sums = flat.split([t.numel() for t in bucket])
         for tensor, total in zip(bucket, sums, strict=True):
             tensor.copy_(total.view(tensor.shape))
@@ -101,7 +103,7 @@ class Ranks:
         """Where the group wants its tensors: NCCL takes none on the CPU."""
         from torch.distributed import get_backend
 
-        on_gpu = get_backend(self._group) == "nccl"
+        on_gpu = get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

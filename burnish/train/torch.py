@@ -7,14 +7,14 @@ Reading order: ``forward_backward`` -> ``_outputs`` -> ``train/batching.py`` ->
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,6 +25,7 @@ from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, check_compute_dtype, check_weights, describe
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.lora import adapters_off, merged_weights
+from burnish.models.tensor_files import tensor_sets
 from burnish.train.base import Loss, NonFiniteError, Outputs, Role, StepStats
 from burnish.train.batching import Arranged, arrange, read_and_target, split_over_ranks
 from burnish.train.diagnose import first_bad_tensor
@@ -74,7 +75,9 @@ class TorchTrainEngine:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         ranks: Ranks = ALONE,
+        device: torch.device | None = None,
     ) -> None:
+        """``device``: where to compute; None: where the model is."""
         self.model, self.spec, self.role = model, spec, spec.role
         self.tokenizer, self.ranks = tokenizer, ranks
         self.version = 0
@@ -84,31 +87,44 @@ class TorchTrainEngine:
         self._losses: list[Tensor] = []
         self._told: str | None = None
         """The first bad tensor, once it was looked for; until a step is taken again."""
-        self.device = next(model.parameters()).device
+        self.device = device or next(model.parameters()).device
         self._no_mask = NO_MASK.to(self.device)
         self.scalar = spec.role in ("critic", "reward")
         body = model.model if self.scalar else model.get_decoder()  # type: ignore[operator]
         self.body = cast(PreTrainedModel, body)
-        self.optimizer: Optimizer | None = None
-        if spec.trainable:
-            lr = spec.lr or spec.train.lr
-            self.optimizer = Optimizer(
-                model,
-                spec.train,
-                lr=lr,
-                total_steps=spec.total_steps,
-                precision=spec.precision,
-            )
-            if spec.train.gradient_checkpointing:
-                _enable_checkpointing(self.body)
-        else:
+        if not spec.trainable:
             model.requires_grad_(False)
-        for parameter in model.parameters():  # what is frozen; the optimizer cast the rest
-            parameter.data = parameter.data.to(DTYPES[spec.precision.dtype])
+        elif spec.train.gradient_checkpointing:
+            _enable_checkpointing(self.body)
+        dtype = DTYPES[spec.precision.dtype]
+        for parameter in model.parameters():  # what is frozen; the optimizer casts the rest
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
         model.eval()
-        use_fp32_products(model)
-        check_weights(model, describe(spec.model))
-        check_compute_dtype(self.body, describe(spec.model), backward=spec.trainable)
+        self._place()
+        self.optimizer = self._make_optimizer() if spec.trainable else None
+        use_fp32_products(model, dtype)
+        self._check_format()
+
+    def _place(self) -> None:
+        """Put the model where and how it computes: here it is there already."""
+
+    def _make_optimizer(self, kind: type[Optimizer] = Optimizer) -> Optimizer:
+        spec = self.spec
+        return kind(
+            self.model,
+            spec.train,
+            lr=spec.lr or spec.train.lr,
+            total_steps=spec.total_steps,
+            precision=spec.precision,
+        )
+
+    def _check_format(self) -> None:
+        """Raise ModelError where the model's weights or activations do not fit its format, or the
+        device lacks an operation in it."""
+        name = describe(self.spec.model)
+        check_weights(self.model.named_parameters(), name)
+        check_compute_dtype(self.body, name, backward=self.spec.trainable)
 
     # ---- computing -------------------------------------------------------------------------
 
@@ -128,7 +144,7 @@ class TorchTrainEngine:
         stats = Stats()
         self._since_step.append((batch, loss))
         self.model.train()
-        for rows in self._split(batch):
+        for rows in self._backward_passes(batch):
             scalar, micro_stats = self._micro_loss(batch, rows, loss)
             (scalar * self.optimizer.scaler.scale).backward()
             self._losses.append(scalar.detach())
@@ -139,6 +155,10 @@ class TorchTrainEngine:
         ):  # optim_step would wait here anyway; so the time is counted here
             torch.cuda.synchronize(self.device)
         return self.ranks.sum_stats(stats)
+
+    def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
+        """:meth:`_split`, for passes that add to the gradient."""
+        yield from self._split(batch)
 
     def _micro_loss(self, batch: Batch, rows: list[int], loss: Loss) -> tuple[Tensor, Stats]:
         micro = batch.select(rows).to(self.device)
@@ -152,14 +172,18 @@ class TorchTrainEngine:
             outputs = self._outputs(micro, with_entropy=False)
             result = outputs.logprobs if name == "logprobs" else outputs.values
             assert result is not None
-            index = [torch.arange(begins[r], begins[r + 1]) for r in rows]
-            out[torch.cat(index)] = result.cpu()
+            for row, values in zip(rows, result.cpu().split(micro.lengths.tolist()), strict=True):
+                out[begins[row] : begins[row + 1]] = values
         self.ranks.sum_([out])  # exact: an entry is 0 on all ranks but one
         return out
 
     def _split(self, batch: Batch) -> list[list[int]]:
         """Rows of this rank's micro-batches. Replicas wait for each other in the step only, so a
         pass over no rows is left out."""
+        return [rows for rows in self._parts(batch) if rows]
+
+    def _parts(self, batch: Batch) -> list[list[int]]:
+        """Rows of this rank's micro-batches, as many as every other rank has; some may be empty."""
         train = self.spec.train
         parts = split_over_ranks(
             batch,
@@ -168,7 +192,7 @@ class TorchTrainEngine:
             max_tokens=train.max_tokens_per_micro_batch,
             layout=train.layout,
         )
-        return [rows for rows in parts[self.ranks.rank] if rows]
+        return parts[self.ranks.rank]
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         arranged = arrange(batch, self.spec.train.layout)
@@ -303,7 +327,7 @@ class TorchTrainEngine:
             for batch, rows, loss in micros:
                 bad = first_bad_tensor(self.model, partial(self._scaled_loss, batch, rows, loss))
                 if bad is not None:
-                    return f"First bad tensor: {bad} (rows {_shortened(rows)} of the batch)."
+                    return f"First bad tensor: {bad} (rows {shortened(rows)} of the batch)."
         except Exception as error:  # the stop it explains, and the checkpoint, must still come
             return f"The first bad tensor could not be looked for: {type(error).__name__}: {error}."
         finally:
@@ -324,7 +348,7 @@ class TorchTrainEngine:
     def state_bytes(self) -> int:
         """Size of what :meth:`save` writes."""
         assert self.optimizer is not None
-        return sum(t.nbytes for kind in self.optimizer.tensors().values() for t in kind.values())
+        return self.optimizer.num_bytes
 
     def save(self, folder: Path) -> None:
         """Weights (fp32 masters), moments, EMA and version; config and tokenizer for exports.
@@ -332,16 +356,24 @@ class TorchTrainEngine:
         Raises ValueError, and writes nothing, where a weight is not finite.
         """
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
-        broken = self.optimizer.broken_master()
+        self._check_finite(self.optimizer.broken_master())
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind, tensors in self.optimizer.tensors().items():
+            plain = {name: t.contiguous() for name, t in tensors.items()}
+            save_file(plain, folder / f"{kind}.safetensors")
+        self._write_hf(folder / "hf")
+        (folder / "engine.json").write_text(self._description())
+
+    def _check_finite(self, broken: str | None) -> None:
         if broken is not None:
             raise ValueError(
                 f"the weights of the {self.role} are not finite, e.g. {broken}, and are not saved; "
                 "earlier checkpoints are as they were: go on from them with a lower learning rate"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        for kind, tensors in self.optimizer.tensors().items():
-            plain = {name: t.contiguous() for name, t in tensors.items()}
-            save_file(plain, folder / f"{kind}.safetensors")
+
+    def _description(self) -> str:
+        """What ``engine.json`` says: all that is saved and is no tensor."""
+        assert self.optimizer is not None
         state = {
             "role": self.role,
             "version": self.version,
@@ -350,8 +382,10 @@ class TorchTrainEngine:
             "loss_scaler": self.optimizer.scaler.state_dict(),
             "model": self.spec.model.model_dump(mode="json"),
         }
-        (folder / "engine.json").write_text(json.dumps(state, indent=1))
-        hf = folder / "hf"
+        return json.dumps(state, indent=1)
+
+    def _write_hf(self, hf: Path) -> None:
+        """Config and tokenizer, for exports."""
         self.body.config.save_pretrained(hf)
         if not self.scalar:  # the tokens that end a response, beside the tokenizer's
             text = self.model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
@@ -375,10 +409,7 @@ class TorchTrainEngine:
             raise ValueError(
                 f"{folder} has adapters for {_base(saved)}, and this recipe's base is {_base(own)}"
             )
-        kinds: dict[str, Mapping[str, Tensor]] = {
-            file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))
-        }
-        self.optimizer.load_tensors(kinds)
+        self.optimizer.load_tensors(tensor_sets(folder))
         self.version = int(state["version"])
         self.skipped_total = int(state.get("skipped_total", 0))
         self.consecutive_skips = int(state.get("consecutive_skips", 0))
@@ -409,7 +440,8 @@ class FrozenBase:
             return self.policy.logprobs(batch)
 
 
-def _shortened(rows: list[int]) -> str:
+def shortened(rows: list[int]) -> str:
+    """Row numbers for a message."""
     return f"{rows}" if len(rows) <= 8 else f"{rows[:8]} and {len(rows) - 8} more"
 
 

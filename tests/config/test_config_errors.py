@@ -72,7 +72,10 @@ def test_a_key_like_no_other_is_answered_with_the_keys_that_exist(rl_recipe):
         ),
         ("data.sources=[]", "data.sources: must have 1 or more items, got []"),
         ("train.adam_betas=[0.9, 0.9, 0.9]", "train.adam_betas: must have at most 2 items"),
-        ("rollout.engine.kind=vlm", "rollout.engine.kind: must be one of local, got 'vlm'"),
+        (
+            "rollout.engine.kind=vlm",
+            "rollout.engine: unknown kind 'vlm' (nearest: vllm); kinds: local, vllm",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_what_the_key_takes(rl_recipe, override, said):

@@ -6,7 +6,8 @@ oracle.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine
+from burnish.config.rollout import LocalEngine, VllmEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.vllm import INSTALL, VllmRolloutEngine
 
-MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))
+SIZES = ScratchConfig(hidden_size=64, num_heads=2, num_kv_heads=1, tie_word_embeddings=False)
+MODEL = ModelConfig(scratch=SIZES)  # heads of 32: the smallest that every engine computes
 TOKENIZER = load_tokenizer(MODEL)
 REQUESTS = [
     Request("a", (7, 8, 9), n=3, seed=1),
@@ -32,19 +35,32 @@ def local_engine() -> RolloutEngine:
     return LocalRolloutEngine(load_causal_lm(MODEL), TOKENIZER, LocalEngine(max_batch_size=4))
 
 
-ENGINES: dict[str, Callable[[], RolloutEngine]] = {"local": local_engine}
+def vllm_engine() -> RolloutEngine:
+    return VllmRolloutEngine(load_causal_lm(MODEL), TOKENIZER, VllmEngine(kind="vllm"))
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> RolloutEngine:
+ENGINES: dict[str, Callable[[], RolloutEngine]] = {"local": local_engine, "vllm": vllm_engine}
+NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=INSTALL)
+MARKS = {"vllm": [pytest.mark.slow, NO_VLLM]}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=MARKS.get(n, ())) for n in ENGINES])
+def started(request: pytest.FixtureRequest) -> Iterator[RolloutEngine]:
+    """Once for the file: some take seconds to start."""
     made = ENGINES[request.param]()
-    made.load_weights(1, lively(0).items())
-    return made
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engine(started: RolloutEngine) -> RolloutEngine:
+    started.load_weights(1, lively(0).items())
+    return started
 
 
 def lively(seed: int) -> dict[str, Tensor]:
     """Weights whose distributions are far from uniform."""
-    other = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False, seed=seed))
+    other = ModelConfig(scratch=SIZES.model_copy(update={"seed": seed}))
     parameters = load_causal_lm(other).named_parameters()
     return {n: p.detach() * (8 if p.ndim == 2 else 1) for n, p in parameters}
 
@@ -140,16 +156,20 @@ def test_new_weights_are_sampled_from_under_their_version(engine: RolloutEngine)
 
 def test_weights_that_do_not_fit_are_refused(engine: RolloutEngine) -> None:
     good = lively(1)
-    for wrong in (
-        good | {"model.extra.weight": torch.zeros(1)},
-        {n: t for n, t in good.items() if n != "lm_head.weight"},
-        good | {"model.norm.weight": torch.ones(3)},
+    twice = [("model.norm.weight", good["model.norm.weight"]), *good.items()]
+    for wrong, name in (
+        ([*good.items(), ("model.extra.weight", torch.zeros(1))], r"model\.extra\.weight"),
+        ([(n, t) for n, t in good.items() if n != "lm_head.weight"], r"lm_head\.weight"),
+        ((good | {"model.norm.weight": torch.ones(3)}).items(), r"model\.norm\.weight"),
+        ((good | {"model.norm.weight": torch.ones(1)}).items(), r"model\.norm\.weight"),
+        (twice, r"model\.norm\.weight was given twice"),
     ):
-        with pytest.raises(
-            ValueError, match=r"model\.extra\.weight|lm_head\.weight|model\.norm\.weight"
-        ):
-            engine.load_weights(9, wrong.items())
+        with pytest.raises(ValueError, match=name):
+            engine.load_weights(9, wrong)
         assert engine.version == 1
+    engine.load_weights(2, good.items())
+    assert engine.version == 2, "a good load mends it"
+    assert all(c.version == 2 for c in run(engine, Sampling(2)).values())
 
 
 def test_sleeping_and_waking_change_nothing(engine: RolloutEngine) -> None:

@@ -7,8 +7,9 @@ oracle.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.train import TrainConfig
+from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, Outputs, Role, TrainEngine
+from burnish.train.deepspeed import DeepSpeedTrainEngine
+from burnish.train.fsdp import ShardedTrainEngine
+from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats
 
@@ -37,27 +41,68 @@ class Wanted:
     lr: float = 1e-2
 
 
-def torch_engine(wanted: Wanted) -> TrainEngine:
+def torch_engine(wanted: Wanted, ranks: Ranks = ALONE, **engine: Any) -> TrainEngine:
     scalar = wanted.role in ("critic", "reward")
     model: Any = load_scalar_model(MODEL, new_head=True) if scalar else load_causal_lm(MODEL)
     spec = EngineSpec(
         wanted.role,
-        TrainConfig(lr=wanted.lr),
+        TrainConfig(lr=wanted.lr, engine=TorchEngine(**engine)),
         MODEL,
         micro_batch_size=wanted.micro,
         total_steps=10,
         temperature=wanted.temperature,
     )
-    return TorchTrainEngine(model, spec, tokenizer=load_tokenizer(MODEL))
+    kind = TorchTrainEngine if ranks.group is None else ShardedTrainEngine
+    return kind(model, spec, tokenizer=load_tokenizer(MODEL), ranks=ranks)
 
 
-ENGINES: dict[str, Callable[[Wanted], TrainEngine]] = {"torch": torch_engine}
+def deepspeed_engine(wanted: Wanted, stage: int) -> TrainEngine:
+    scalar = wanted.role in ("critic", "reward")
+    model: Any = load_scalar_model(MODEL, new_head=True) if scalar else load_causal_lm(MODEL)
+    sizes = {"reduce_bucket_size": 50_000, "param_persistence_threshold": 40}
+    engine = {"kind": "deepspeed", "zero_stage": stage, **sizes}
+    spec = EngineSpec(
+        wanted.role,
+        TrainConfig(lr=wanted.lr, engine=engine),
+        MODEL,
+        micro_batch_size=wanted.micro,
+        total_steps=10,
+        temperature=wanted.temperature,
+    )
+    return DeepSpeedTrainEngine(model, spec, tokenizer=load_tokenizer(MODEL))
+
+
+def sharded_engine(wanted: Wanted) -> TrainEngine:
+    """FSDP2 over one rank; test_fsdp_engine.py has two."""
+    return torch_engine(wanted, Ranks(torch.distributed.group.WORLD), sharding="full")
+
+
+ENGINES: dict[str, Callable[[Wanted], TrainEngine]] = {
+    "torch": torch_engine,
+    "torch, sharded": sharded_engine,
+    **{f"deepspeed-{n}": partial(deepspeed_engine, stage=n) for n in range(4)},
+}
 
 Make = Callable[[Wanted], TrainEngine]
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+FAST = ["torch", "torch, sharded"]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ENGINES if name not in FAST]
+
+
+@pytest.fixture(params=[*FAST, *SLOW])
 def make(request: pytest.FixtureRequest) -> Make:
+    if request.param == "torch, sharded":
+        request.getfixturevalue("group_of_one")
     return ENGINES[request.param]
 
 

@@ -4,7 +4,6 @@ behind."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,18 +22,19 @@ from burnish.types import Batch
 SCRATCH = ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
 
 
-class InfBackward(torch.autograd.Function):
+Through = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+
+
+@pytest.fixture
+def inf_backward(through: Through) -> Callable[[Tensor], Tensor]:
     """The identity, with inf for the first entry of its gradient."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def with_inf(grad: Tensor) -> Tensor:
         out = grad.clone()
         out.view(-1)[0] = torch.inf
         return out
+
+    return lambda x: through(x, with_inf)
 
 
 def to_half(model: nn.Module) -> None:
@@ -183,9 +183,9 @@ def test_a_loss_that_overflows_is_named(model: LlamaForCausalLM, ragged_batch: B
 
 
 def test_a_bad_gradient_from_behind_the_last_module_is_seen_at_its_output(
-    model: LlamaForCausalLM, ragged_batch: Batch
+    model: LlamaForCausalLM, ragged_batch: Batch, inf_backward: Callable[[Tensor], Tensor]
 ) -> None:
-    bad = first_bad_tensor(model, pass_over(model, ragged_batch, between=InfBackward.apply))
+    bad = first_bad_tensor(model, pass_over(model, ragged_batch, between=inf_backward))
     assert bad is not None
     assert (bad.stage, bad.module, bad.side) == ("backward", "model.norm", "output")
     assert bad.num_bad == 1
@@ -194,11 +194,14 @@ def test_a_bad_gradient_from_behind_the_last_module_is_seen_at_its_output(
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj"])
 def test_the_module_whose_own_backward_overflows_is_named_among_those_that_read_the_same_input(
-    model: LlamaForCausalLM, ragged_batch: Batch, name: str
+    model: LlamaForCausalLM,
+    ragged_batch: Batch,
+    name: str,
+    inf_backward: Callable[[Tensor], Tensor],
 ) -> None:
     module = model.model.layers[0].get_submodule(name)
     plain = module.forward
-    module.forward = lambda x: plain(InfBackward.apply(x))
+    module.forward = lambda x: plain(inf_backward(x))
     bad = first_bad_tensor(model, pass_over(model, ragged_batch))
     assert bad is not None
     expected = ("backward", f"model.layers.0.{name}", "input")
@@ -207,10 +210,10 @@ def test_the_module_whose_own_backward_overflows_is_named_among_those_that_read_
 
 
 def test_a_bad_gradient_of_a_parameter_is_named(
-    model: LlamaForCausalLM, ragged_batch: Batch
+    model: LlamaForCausalLM, ragged_batch: Batch, inf_backward: Callable[[Tensor], Tensor]
 ) -> None:
     module = model.model.layers[0].mlp.down_proj
-    module.forward = lambda x: nn.functional.linear(x, InfBackward.apply(module.weight))
+    module.forward = lambda x: nn.functional.linear(x, inf_backward(module.weight))
     bad = first_bad_tensor(model, pass_over(model, ragged_batch))
     assert bad is not None
     name, shape = "model.layers.0.mlp.down_proj.weight", (32, 128)
@@ -246,7 +249,7 @@ def test_a_pass_is_found_bad_exactly_where_a_gradient_overflows_in_fp16(
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_with_adapters_only_what_is_trained_has_gradients_and_the_culprit_is_found(
-    ragged_batch: Batch, checkpointing: bool
+    ragged_batch: Batch, checkpointing: bool, inf_backward: Callable[[Tensor], Tensor]
 ) -> None:
     model = load_causal_lm(ModelConfig(scratch=SCRATCH, lora=LoraConfig(lora_rank=4)))
     if checkpointing:
@@ -255,13 +258,13 @@ def test_with_adapters_only_what_is_trained_has_gradients_and_the_culprit_is_fou
     assert first_bad_tensor(model, pass_over(model, ragged_batch)) is None
     base = model.model.layers[1].mlp.up_proj.base_layer
     plain = base.forward
-    base.forward = lambda x: plain(InfBackward.apply(x))
+    base.forward = lambda x: plain(inf_backward(x))
     bad = first_bad_tensor(model, pass_over(model, ragged_batch))
     assert bad is not None and bad.stage == "backward"
     assert bad.module == "model.layers.1.mlp.up_proj.base_layer"
     del base.forward
     lora_b = model.model.layers[0].self_attn.q_proj.lora_B["default"]
-    lora_b.forward = lambda x: nn.functional.linear(x, InfBackward.apply(lora_b.weight))
+    lora_b.forward = lambda x: nn.functional.linear(x, inf_backward(lora_b.weight))
     bad = first_bad_tensor(model, pass_over(model, ragged_batch))
     assert bad is not None and bad.stage == "gradient"
     assert bad.module == "model.layers.0.self_attn.q_proj.lora_B.default.weight"
@@ -269,14 +272,12 @@ def test_with_adapters_only_what_is_trained_has_gradients_and_the_culprit_is_fou
 
 
 def test_a_tied_embedding_is_checked_with_the_sum_of_both_its_gradients(
-    ragged_batch: Batch,
+    ragged_batch: Batch, inf_backward: Callable[[Tensor], Tensor]
 ) -> None:
     model = load_causal_lm(ModelConfig(scratch=SCRATCH))
     embedding = model.model.embed_tokens
     assert model.lm_head.weight is embedding.weight
-    embedding.forward = lambda ids: nn.functional.embedding(
-        ids, InfBackward.apply(embedding.weight)
-    )
+    embedding.forward = lambda ids: nn.functional.embedding(ids, inf_backward(embedding.weight))
     bad = first_bad_tensor(model, pass_over(model, ragged_batch))
     assert bad is not None
     assert (bad.stage, bad.module) == ("gradient", "model.embed_tokens.weight")

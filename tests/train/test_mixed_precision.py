@@ -24,6 +24,7 @@ from burnish.types import Batch, Stats
 
 TINY = ModelConfig(scratch=ScratchConfig(hidden_size=32))
 MakeEngine = Callable[..., TorchTrainEngine]
+Through = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 StateOf = Callable[[TorchTrainEngine], dict[str, Tensor]]
 
 
@@ -201,21 +202,13 @@ def test_an_overflow_at_the_floor_raises_and_names_the_first_bad_module(
 
 
 def test_the_module_named_at_the_floor_is_the_one_that_overflows(
-    make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
+    make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, through: Through
 ) -> None:
-    """Backward through layer 0's MLP multiplies by 1e6: its gradient is the first to overflow."""
+    """Backward through layer 0's MLP multiplies by 3.6e9: its gradient is the first to overflow."""
     engine = make_engine(precision=fp16(initial_scale_power=0, hysteresis=1))
-
-    class Explode(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: Tensor) -> Tensor:
-            return grad * 60000.0 * 60000.0
-
-    engine.body.layers[0].mlp.down_proj.register_forward_hook(lambda m, i, o: Explode.apply(o))
+    engine.body.layers[0].mlp.down_proj.register_forward_hook(
+        lambda m, i, out: through(out, lambda grad: grad * 60000.0 * 60000.0)
+    )
     engine.forward_backward(ragged_batch, nll)
     with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp"):
         engine.optim_step()
@@ -359,22 +352,17 @@ def test_an_operation_that_the_device_lacks_in_fp16_is_named(
     kind: str,
     named: str,
     make_engine: MakeEngine,
+    through: Through,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two operations without an fp16 form on a CPU, whose errors PyTorch words in two ways."""
     plain = LlamaMLP.forward
 
-    class InBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: Tensor) -> Tensor:
-            return grad + LACKING[kind](grad)
+    def add(x: Tensor) -> Tensor:
+        return x + LACKING[kind](x)
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return plain(self, InBackward.apply(x) if backward else x + LACKING[kind](x))
+        return plain(self, through(x, add) if backward else add(x))
 
     monkeypatch.setattr(LlamaMLP, "forward", forward)
     with pytest.raises(ModelError, match=f"in fp16 on cpu: .*no fp16 form of {named}"):

@@ -1,0 +1,83 @@
+"""Where the parts of a job run: in this process, or as groups of workers on a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from burnish.config.base import Node
+
+Layout = Literal["colocate_all", "colocate_actor_ref", "colocate_critic_reward", "separate"]
+ClusterRole = Literal["policy", "reference", "critic", "reward", "rollout"]
+
+COLOCATED: dict[Layout, frozenset[ClusterRole]] = {
+    "colocate_all": frozenset({"policy", "reference", "critic", "reward", "rollout"}),
+    "colocate_actor_ref": frozenset({"policy", "reference"}),
+    "colocate_critic_reward": frozenset({"critic", "reward"}),
+    "separate": frozenset(),
+}
+"""Which roles share their places: worker i of each is in the same place."""
+
+
+class ClusterConfig(Node):
+    """One process, or groups of workers on Ray."""
+
+    runtime: Literal["inline", "ray"] = "inline"
+    """``inline``: everything in this process. ``ray``: every role is a group of worker processes,
+    on this machine or on a cluster; the loop and its numbers are the same."""
+    ray_address: str | None = None
+    """Address of a running Ray cluster (``auto``, or ``host:port`` of its head). None: a Ray of our
+    own is started on this machine and ended with the run."""
+    layout: Layout = "colocate_all"
+    """Which roles share their places (GPUs). colocate_all: all of them; colocate_actor_ref: policy
+    and reference; colocate_critic_reward: critic and reward models; separate: none."""
+    policy_ranks: int = Field(1, ge=1)
+    """Data-parallel ranks of the policy."""
+    reference_ranks: int | None = Field(None, ge=1)
+    """Ranks of the reference model. None: as the policy."""
+    critic_ranks: int | None = Field(None, ge=1)
+    """Ranks of the critic. None: as the policy."""
+    rollout_workers: int | None = Field(None, ge=1)
+    """Rollout engines that share the requests. None: as many as the policy has ranks."""
+    cpus_per_worker: float = Field(1.0, gt=0)
+    """CPUs that a place has; the workers in it share them, and use that many threads."""
+    gpus_per_worker: float = Field(0.0, ge=0)
+    """GPUs that a place has; the workers in it share them. 0: on CPUs."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Longest wait until all workers have started and met; then the missing ones are named."""
+    call_timeout_s: float = Field(3600.0, gt=0)
+    """Longest wait for one call of a worker (a whole forward_backward, say); then it counts as
+    hung, and is named."""
+    max_restarts: int = Field(3, ge=0)
+    """How often workers that died are replaced in one run."""
+
+    def ranks(self, role: ClusterRole) -> int:
+        """Workers of a role."""
+        own = {
+            "reference": self.reference_ranks,
+            "critic": self.critic_ranks,
+            "rollout": self.rollout_workers,
+        }.get(role)
+        return own or self.policy_ranks
+
+    def rules(self) -> Iterator[str]:
+        if self.runtime == "inline":
+            if self.ray_address is not None:
+                yield "ray_address is set and runtime=inline uses no Ray; set runtime=ray"
+            roles: tuple[ClusterRole, ...] = ("policy", "reference", "critic", "rollout")
+            several = [r for r in roles if self.ranks(r) > 1]
+            if several:
+                yield (
+                    f"{several[0]} has {self.ranks(several[0])} workers and runtime=inline has one "
+                    "process; set runtime=ray"
+                )
+        for role in sorted(COLOCATED[self.layout] - {"policy", "reward"}):
+            anchor: ClusterRole = "critic" if self.layout == "colocate_critic_reward" else "policy"
+            if role != anchor and self.ranks(role) != self.ranks(anchor):
+                yield (
+                    f"layout={self.layout} puts {anchor} and {role} into the same places, and they "
+                    f"have {self.ranks(anchor)} and {self.ranks(role)} workers; give them equal "
+                    "numbers, or use layout=separate"
+                )

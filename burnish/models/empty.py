@@ -1,0 +1,100 @@
+"""Models without weights, for ranks that read only their own rows of each weight.
+
+That works where every weight is in safetensors files under the model's own names and shapes, as
+most HuggingFace folders are. It does not for GGUF files, for models made from scratch, for
+quantised weights, and where transformers renames or joins weights while it loads them (some
+mixtures of experts); those models are loaded whole, on every rank, before they are cut.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from burnish.config.model import ModelConfig
+from burnish.models.tensor_files import Rows, TensorFiles
+
+log = logging.getLogger("burnish")
+
+
+def empty_model(
+    auto_class: Any, config: ModelConfig, found: PretrainedConfig, *, dtype: torch.dtype
+) -> Any | None:
+    """The model that ``found`` (the folder's config) describes, its parameters on the meta device
+    and its buffers as they should be. None where its weights cannot be read in parts."""
+    files = _weight_files(config)
+    if files is None or "quantization_config" in found.to_dict():
+        return None
+    with init_empty_weights(include_buffers=False):
+        model = auto_class.from_config(
+            found, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+    model.tie_weights()  # (what was tied before is not, on the meta device)
+    odd = [n for n, p in model.named_parameters() if not _fits(files, n, p)]
+    if odd:
+        log.warning(
+            "%s has no %s of the model's shape in its safetensors files, so every rank reads the "
+            "whole model before it keeps its part",
+            config.path,
+            odd[0],
+        )
+        return None
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(
+            str(config.path), revision=config.revision or "main"
+        )
+    except OSError:  # the folder has none: transformers made one from the config
+        log.debug("%s has no generation config", config.path)
+    return model
+
+
+@torch.no_grad()
+def fill_rows(parameters: Mapping[str, tuple[Tensor, Rows]], config: ModelConfig) -> None:
+    """Read rows [begin, end) of each named parameter into its tensor; nothing else is read."""
+    files = _weight_files(config)
+    assert files is not None, "an empty model comes from safetensors files"
+    for name, (tensor, rows) in parameters.items():
+        tensor.copy_(files.read(_stored_name(name), rows))
+
+
+def _stored_name(name: str) -> str:
+    """Adapters stand around a layer, and move its weight down by one name."""
+    return name.replace(".base_layer.", ".")
+
+
+def _fits(files: TensorFiles, name: str, parameter: nn.Parameter) -> bool:
+    return name in files and files.shape(name) == tuple(parameter.shape)
+
+
+def _weight_files(config: ModelConfig) -> TensorFiles | None:
+    """The safetensors files of a HuggingFace folder or hub model; None where there are none."""
+    index = _find(config, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        names = [SAFE_WEIGHTS_NAME]
+    else:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    paths = [_find(config, name) for name in names]
+    found = [path for path in paths if path is not None]
+    return TensorFiles(found) if found and len(found) == len(paths) else None
+
+
+def _find(config: ModelConfig, name: str) -> Path | None:
+    found = cached_file(
+        str(config.path),
+        name,
+        revision=config.revision or "main",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)

@@ -1,0 +1,331 @@
+"""The HTTP side of remote rewards: which server is asked, how often, and what counts as a reply.
+
+Reading order: ``RewardClient.ask_all`` -> ``_ask`` (tries) -> ``_try`` (one server) -> ``_send``;
+then ``read_reply``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+
+from burnish.config.rewards import RemoteReward
+
+log = logging.getLogger("burnish")
+
+COUNTS = ("requests", "retries", "bad_logs")
+"""What a client counts; names that ``extra_logs`` cannot have."""
+
+_MAX_LOGS = 64
+_EXCERPT = 200
+_ERROR_BODY_BYTES = 64 << 10
+
+
+class RemoteError(Exception):
+    """No reply that can be used: which URL, what came, what was expected."""
+
+
+class _TemporaryError(RemoteError):
+    """The same request may well succeed later, or elsewhere."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.elsewhere = False
+        """Whether another server was awake when it was raised."""
+
+
+class _BadReplyError(RemoteError):
+    """The server is up and talks nonsense. Asking again would give the same; others may do well."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A checked reply to a request for n rewards."""
+
+    rewards: tuple[float | str, ...]
+    """[n]. A text says what stands in the place of a number."""
+    logs: Mapping[str, tuple[float, int]]
+    """(sum, count) of each entry of ``extra_logs``, and of ``scores``."""
+    bad_logs: tuple[str, ...] = ()
+    """Why other entries of ``extra_logs`` are left out."""
+
+
+@dataclass
+class _Server:
+    url: str
+    busy: int = 0
+    """Requests under way."""
+    rests_until: float = 0.0
+    """time.monotonic seconds"""
+    turn: int = 0
+    """Number of the last request it got."""
+    shown: str = field(init=False)
+    """The URL without its query, which may hold a secret."""
+
+    def __post_init__(self) -> None:
+        self.shown = self.url.partition("?")[0]
+
+
+class RewardClient:
+    """Sends requests to equal servers. All methods belong to one event loop."""
+
+    def __init__(self, config: RemoteReward, *, name: str, token: str | None) -> None:
+        self._config, self._name, self._token = config, name, token
+        self._servers = [_Server(url) for url in config.urls]
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._random = random.Random()  # not the global one, whose state checkpoints hold
+        self._turn = 0
+        self.counts: Counter[str] = Counter()
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        connections = config.max_concurrency
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(config.read_timeout_s, connect=config.connect_timeout_s),
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            trust_env=config.use_proxy,
+            verify=httpx.create_ssl_context(trust_env=True),  # SSL_CERT_FILE, proxy or not
+        )
+        stop = stop_after_attempt(config.retries + len(self._servers))
+        self._retrying = AsyncRetrying(
+            stop=stop,
+            wait=self._wait_s,
+            retry=retry_if_exception_type(_TemporaryError),
+            before_sleep=self._count_retry,
+            reraise=True,
+        )
+
+    async def ask_all(self, requests: Sequence[tuple[bytes, int]]) -> list[Reply | RemoteError]:
+        """The reply to each (JSON body, number of rewards it asks for), or why there is none."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._ask(body, count)) for body, count in requests]
+        return [task.result() for task in tasks]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _ask(self, body: bytes, count: int) -> Reply | RemoteError:
+        retrying = self._retrying.copy()  # one object keeps the state of one request
+        try:
+            return await retrying(self._try, body, count)
+        except RemoteError as error:
+            tries = int(retrying.statistics.get("attempt_number", 1))
+            return RemoteError(f"{error} (tried {tries} times)") if tries > 1 else error
+
+    async def _try(self, body: bytes, count: int) -> Reply:
+        async with self._slots:
+            server = self._pick()
+            server.busy += 1
+            self.counts["requests"] += 1
+            try:
+                data, kind = await self._send(server, body)
+                return self._reply(server, data, kind, count=count)
+            except (_TemporaryError, _BadReplyError) as error:
+                self._rest(server, error)
+                raise
+            finally:
+                server.busy -= 1
+
+    def _pick(self) -> _Server:
+        """The least busy server that does not rest, in turn; where all rest, the next to wake."""
+        now = time.monotonic()
+        awake = [server for server in self._servers if server.rests_until <= now]
+        if awake:
+            chosen = min(awake, key=lambda server: (server.busy, server.turn))
+        else:
+            chosen = min(self._servers, key=lambda server: (server.rests_until, server.busy))
+        self._turn += 1
+        chosen.turn = self._turn
+        return chosen
+
+    def _rest(self, server: _Server, error: RemoteError) -> None:
+        asked = error.retry_after_s if isinstance(error, _TemporaryError) else 0.0
+        now, seconds = time.monotonic(), asked or self._config.rest_s
+        if server.rests_until <= now:  # else it was said already
+            others = len(self._servers) > 1
+            more = f"; it is not asked for {seconds:g} s while others work" if others else ""
+            log.warning("reward %r: %s%s", self._name, error, more)
+        server.rests_until = max(server.rests_until, now + seconds)
+        if isinstance(error, _TemporaryError):
+            error.elsewhere = any(s.rests_until <= now for s in self._servers if s is not server)
+
+    def _wait_s(self, state: RetryCallState) -> float:
+        """Seconds before the next try. None before another server is tried for the first time."""
+        error = state.outcome.exception() if state.outcome is not None else None
+        assert isinstance(error, _TemporaryError)
+        rounds = state.attempt_number - len(self._servers)
+        if rounds < 0 and error.elsewhere:
+            return 0.0
+        config = self._config
+        grown = min(config.backoff_s * 2.0 ** max(rounds, 0), config.max_backoff_s)
+        return max(error.retry_after_s, grown * self._random.uniform(0.5, 1.0))
+
+    def _count_retry(self, _: RetryCallState) -> None:
+        self.counts["retries"] += 1
+
+    async def _send(self, server: _Server, body: bytes) -> tuple[bytes, str]:
+        """(body, content type) of a reply with status 200."""
+        config = self._config
+        try:
+            async with asyncio.timeout(config.connect_timeout_s + config.read_timeout_s):
+                async with self._client.stream("POST", server.url, content=body) as response:
+                    data = await self._read(server, response)
+        except TimeoutError as error:
+            what = f"gave no whole reply within read_timeout_s={config.read_timeout_s:g}"
+            raise _TemporaryError(f"{server.shown} {what}") from error
+        except httpx.TransportError as error:
+            what = f"{type(error).__name__}: {error}".removesuffix(": ")
+            if isinstance(error, httpx.ConnectTimeout):
+                what += f"; connect_timeout_s={config.connect_timeout_s:g}"
+            elif isinstance(error, httpx.TimeoutException):
+                what += f"; read_timeout_s={config.read_timeout_s:g}"
+            message = f"{server.shown} gave no whole reply ({self._shown(what)})"
+            raise _TemporaryError(message) from error
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+            what = self._shown(f"{type(error).__name__}: {error}")
+            raise RemoteError(f"{server.shown} cannot be asked ({what})") from error
+        status = response.status_code
+        if status == httpx.codes.OK:
+            return data, response.headers.get("content-type", "no content type")
+        said = self._excerpt(data)
+        message = f"{server.shown} answered with status {status}: {said}; 200 was expected"
+        if status == httpx.codes.TOO_MANY_REQUESTS or status >= 500:
+            after = _retry_after_s(response.headers.get("retry-after", ""))
+            raise _TemporaryError(message, retry_after_s=min(after, config.max_backoff_s))
+        raise RemoteError(message)
+
+    async def _read(self, server: _Server, response: httpx.Response) -> bytes:
+        """The body; of a failure, its beginning."""
+        ok = response.status_code == httpx.codes.OK
+        limit = self._config.max_reply_bytes if ok else _ERROR_BODY_BYTES
+        encoding = response.headers.get("content-encoding", "identity")
+        if ok and encoding != "identity":
+            raise _BadReplyError(
+                f"{server.shown} replied with content-encoding {self._excerpt(encoding)}, and was "
+                "asked for identity"
+            )
+        data = bytearray()
+        async for chunk in response.aiter_raw():
+            data += chunk
+            if len(data) > limit and ok:
+                raise _BadReplyError(
+                    f"{server.shown} replied with more than max_reply_bytes={limit} bytes"
+                )
+            if len(data) > limit:  # and perhaps in the middle of the token
+                token = (self._token or "").encode()
+                whole = bytes(data).replace(token, b"[token]") if token else bytes(data)
+                return whole[: len(whole) - len(token)]
+        return bytes(data)
+
+    def _reply(self, server: _Server, data: bytes, kind: str, *, count: int) -> Reply:
+        try:
+            reply = read_reply(data, count)
+        except (ValueError, RecursionError) as error:
+            wrong = isinstance(error, _WrongShapeError)
+            said = str(error) if wrong else f"which is no JSON ({error})"
+            raise _BadReplyError(
+                f"{server.shown} replied with {self._excerpt(data)} ({self._excerpt(kind)}), "
+                f'{said}; expected is {{"rewards": [...]}} with {count} finite '
+                f"number{'s' if count > 1 else ''}"
+            ) from error
+        return Reply(
+            tuple(self._shown(v) if isinstance(v, str) else v for v in reply.rewards),
+            {self._shown(name): mean for name, mean in reply.logs.items()},
+            tuple(self._shown(text) for text in reply.bad_logs),
+        )
+
+    def _excerpt(self, said: bytes | str) -> str:
+        text = said.decode("utf-8", errors="replace") if isinstance(said, bytes) else said
+        return self._shown(repr(text))
+
+    def _shown(self, text: str) -> str:
+        """Not too long, and without the token: a server may send back what it was sent."""
+        text = text.replace(self._token, "[token]") if self._token else text
+        half = _EXCERPT // 2
+        return text if len(text) <= _EXCERPT else f"{text[:half]} ... {text[-half:]}"
+
+
+class _WrongShapeError(ValueError):
+    """JSON, but not a reply."""
+
+
+def read_reply(data: bytes, count: int) -> Reply:
+    """The body of a reply to a request for ``count`` rewards.
+
+    One item's reward may be bad (null, NaN, a text) without spoiling the others'; all else raises
+    ValueError. What is wrong with ``extra_logs`` costs no reward: it is left out and listed.
+    """
+    reply = json.loads(data.decode("utf-8"))
+    if not isinstance(reply, dict) or "rewards" not in reply:
+        raise _WrongShapeError("which has no 'rewards'")
+    rewards = reply["rewards"]
+    if count == 1 and _is_number(rewards):
+        rewards = [rewards]
+    if not isinstance(rewards, list):
+        raise _WrongShapeError("in which 'rewards' is no list")
+    if len(rewards) != count:
+        raise _WrongShapeError(f"in which 'rewards' has {len(rewards)} entries")
+    checked = [float(v) if _is_number(v) else json.dumps(v) for v in rewards]
+    given = reply.get("extra_logs")
+    found: dict[str, Any] = given if isinstance(given, dict) else {}
+    logs: dict[str, tuple[float, int]] = {}
+    bad = [] if given is None or isinstance(given, dict) else ["extra_logs is no mapping"]
+    scores = {} if reply.get("scores") is None else {"scores": reply["scores"]}
+    for key, value in (scores | found).items():
+        mean = _mean(value, count)
+        if not key or len(key) > _MAX_LOGS or key in COUNTS:
+            bad.append(f"extra_logs has the name {key[: _MAX_LOGS + 1]!r}")
+        elif mean is None or len(logs) == _MAX_LOGS:
+            bad.append(f"extra_logs[{key!r}] is neither a number nor a list of {count}")
+        else:
+            logs[key] = mean
+    return Reply(tuple(checked), logs, tuple(bad))
+
+
+def _is_number(value: Any) -> bool:
+    """A finite JSON number. (Python's True is an int.)"""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the largest float
+        return False
+
+
+def _mean(value: Any, count: int) -> tuple[float, int] | None:
+    """(sum, count) of one entry of ``extra_logs``; a single number counts for every item."""
+    values = value if isinstance(value, list) else [value] * count
+    numbers = [float(v) for v in values if isinstance(v, bool) or _is_number(v)]
+    return (math.fsum(numbers), count) if len(numbers) == len(values) == count else None
+
+
+def _retry_after_s(header: str) -> float:
+    """Seconds that Retry-After asks for (a number or a date, RFC 9110 10.2.3); 0 for anything
+    else."""
+    try:
+        return max(float(int(header)), 0.0)
+    except ValueError:
+        pass
+    try:
+        when = parsedate_to_datetime(header)
+    except ValueError:
+        return 0.0
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=UTC)
+    return max((when - datetime.now(UTC)).total_seconds(), 0.0)

@@ -1,0 +1,66 @@
+"""What all rollout engines agree on about a request: which are refused, which tokens end a
+response, and when a response is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from burnish.rollout.base import Request, Sampling
+from burnish.types import FinishReason
+
+
+def check_requests(
+    requests: Sequence[Request], sampling: Sampling, *, limit: int, holder: str = "the model has"
+) -> None:
+    """Raise ValueError for an empty prompt, one that cannot fit into ``limit`` positions with its
+    response, and a ``max_tokens`` below 1. ``holder`` begins the words about the limit."""
+    for request in requests:
+        room = request.limit(sampling)
+        if room < 1:
+            raise ValueError(
+                f"request {request.request_id}: max_tokens={room}: a response has at least "
+                "one token"
+            )
+        if not request.prompt_ids:
+            raise ValueError(
+                f"request {request.request_id} has an empty prompt; give at least one token"
+            )
+        need = len(request.prompt_ids) + room
+        if need > limit:
+            raise ValueError(
+                f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + "
+                f"generate_max_len {room} = {need}, and {holder} positions for {limit}; "
+                "shorten one of them"
+            )
+
+
+def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Token ids that end a response: the tokenizer's and those of the generation config."""
+    ends = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
+    more = config.eos_token_id if config is not None else None
+    return ends | set([more] if isinstance(more, int) else more or [])
+
+
+class StopRule:
+    """When a response is finished: at an end or stop token, at a stop string (both stay in it), or
+    at its length limit."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, ends: Iterable[int]
+    ) -> None:
+        self.tokenizer, self.strings = tokenizer, sampling.stop
+        self.tokens = set(ends) | set(sampling.stop_token_ids)
+        # No token is shorter than one byte, so a stop string spans at most this many tokens.
+        self._window = max((len(s.encode()) for s in sampling.stop), default=0) + 4
+
+    def finished(self, tokens: Sequence[int], limit: int) -> FinishReason | None:
+        """Why the response ``tokens`` is finished with its last token; None where it goes on."""
+        if tokens[-1] in self.tokens:
+            return "stop"
+        if self.strings:
+            tail = str(self.tokenizer.decode(list(tokens[-self._window :])))
+            if any(string in tail for string in self.strings):
+                return "stop"
+        return "length" if len(tokens) >= limit else None

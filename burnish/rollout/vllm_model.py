@@ -1,0 +1,70 @@
+"""What vLLM is told about a model, and which models it cannot run. Nothing here imports vllm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from burnish.models.load import ModelError
+
+
+def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without weights (on the meta device), with the names and shapes that a trainer
+    hands over, and a config that names its class.
+
+    Raises ModelError where the model's state is more than its parameters.
+    """
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"):
+        bare: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(bare).__name__]
+    parameters = {name for name, _ in bare.named_parameters(remove_duplicate=False)}
+    if extra := sorted(bare.state_dict().keys() - parameters):
+        raise ModelError(
+            f"{type(bare).__name__} keeps {extra[0]} beside its parameters, which a trainer does "
+            "not hand over, so vLLM would not have it; use rollout.engine.kind=local"
+        )
+    bare.config = config
+    return bare
+
+
+def check_split(config: Any, parallel: int) -> None:
+    """Raise ModelError where ``parallel`` processes cannot share the heads evenly."""
+    for name, heads in (
+        ("attention", config.num_attention_heads),
+        ("key/value", config.num_key_value_heads),
+    ):
+        if heads % parallel:
+            fits = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise ModelError(
+                f"rollout.engine.tensor_parallel_size={parallel} does not divide the model's "
+                f"{heads} {name} heads; use one of {fits}"
+            )
+
+
+def check_head_dim(config: Any, known: Sequence[int]) -> None:
+    """Raise ModelError where vLLM's attention on CPU has no form for the model's heads. (It would
+    start, and die at the first token.)"""
+    size = _head_dim(config)
+    if size not in known:
+        raise ModelError(
+            f"vLLM on CPU has no attention for heads of {size} (hidden_size / num_heads), only for "
+            f"{list(known)}; use rollout.engine.kind=local, or a model with such heads"
+        )
+
+
+def cache_bytes(config: Any, length: int, *, dtype: torch.dtype, block: int) -> int:
+    """Bytes of one sequence of ``length`` tokens in the key/value cache, in whole blocks, and a
+    spare block."""
+    blocks = -(-length // block) + 1
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * _head_dim(config)
+    return int(blocks * block * per_token * dtype.itemsize)
+
+
+def _head_dim(config: Any) -> int:
+    given = config.to_dict().get("head_dim")
+    return int(given or config.hidden_size // config.num_attention_heads)

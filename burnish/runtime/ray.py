@@ -1,0 +1,272 @@
+"""Engines as groups of Ray workers. The only file that imports ray.
+
+A group of train workers is a train engine: each call goes to all ranks, a batch through Ray's
+object store once, and rank 0 answers. A group of rollout workers is a rollout engine: requests are
+spread over them, and those of a worker that dies are done again by its replacement. So the loops
+are the same as in one process, and so are their numbers.
+
+Here: what starts where. The engines made of workers are in ``remote.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
+from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.rollout import RolloutEngineConfig
+from burnish.observe.timeline import Timeline, timed
+from burnish.rollout.base import RolloutEngine
+from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, WorkerLostError
+from burnish.runtime.remote import (
+    Group,
+    ObjectStoreSync,
+    RemoteFrozenBase,
+    RemoteRolloutEngine,
+    RemoteTrainEngine,
+    first_line,
+)
+from burnish.runtime.worker import Place
+from burnish.train.base import HasLogprobs, TrainEngine
+from burnish.train.torch import EngineSpec
+
+log = logging.getLogger("burnish")
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run tells nobody of itself
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterError(
+            f"cluster.runtime=ray needs the package ray, and importing it failed ({error}); "
+            "install it with: pip install 'burnish[ray]'"
+        ) from None
+    return ray
+
+
+class RayRuntime:
+    """Implements ``runtime.base.Runtime`` and ``Recoverable``."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model: ModelConfig,
+        config: ClusterConfig,
+        *,
+        roles: Iterable[ClusterRole],
+        precision: PrecisionConfig,
+        timeline: Timeline,
+    ) -> None:
+        """Join or start Ray and reserve the places of all ``roles``.
+
+        Raises ClusterError where the cluster is too small or cannot be reached.
+        """
+        self.tokenizer, self.model, self.config = tokenizer, model, config
+        self.precision, self.timeline = precision, timeline
+        self.ray = _ray()
+        self.groups: list[Group] = []
+        self.rollouts: list[RemoteRolloutEngine] = []
+        self.restarts = 0
+        self._started_here = False
+        self._connect(list(roles))
+        self._places = self._reserve(list(roles))
+
+    # ---- the cluster -----------------------------------------------------------------------
+
+    def _connect(self, roles: Sequence[ClusterRole]) -> None:
+        if self.ray.is_initialized():
+            return
+        common = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+        environment = {"env_vars": {"OMP_NUM_THREADS": str(self._threads())}}
+        if self.config.ray_address is not None:
+            try:
+                self.ray.init(
+                    address=self.config.ray_address, runtime_env=environment, log_to_driver=False
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ClusterError(
+                    f"cluster.ray_address={self.config.ray_address!r}: no Ray cluster of this "
+                    f"version ({self.ray.__version__}) answers there ({first_line(error)}); start "
+                    "one with 'ray start --head', or leave ray_address out to start a local one"
+                ) from error
+            return
+        cpus = sum(self._bundle(group)["CPU"] * n for group, n in self._layout(roles))
+        # Ray's own count of CPUs is what it hands out, not what it uses; a local run may have
+        # more workers than cores (tests, laptops), which is slow and works.
+        self.ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999)),
+            **common,
+            runtime_env=environment,
+        )
+        self._started_here = True
+
+    def _threads(self) -> int:
+        return max(1, int(self.config.cpus_per_worker))
+
+    def _layout(self, roles: Sequence[ClusterRole]) -> list[tuple[list[ClusterRole], int]]:
+        """(roles that share places, number of places) of every set of places."""
+        together = [r for r in roles if r in COLOCATED[self.config.layout]]
+        sets = [together] if together else []
+        sets += [[r] for r in roles if r not in together]
+        return [(s, max(self.config.ranks(r) for r in s)) for s in sets]
+
+    def _bundle(self, roles: Sequence[ClusterRole]) -> dict[str, float]:
+        bundle = {"CPU": self.config.cpus_per_worker}
+        if self.config.gpus_per_worker:
+            bundle["GPU"] = self.config.gpus_per_worker
+        return bundle
+
+    def _reserve(self, roles: Sequence[ClusterRole]) -> dict[ClusterRole, Any]:
+        """A placement group for every set of places; checked against the whole cluster first."""
+        from ray.util.placement_group import placement_group
+
+        sets = self._layout(roles)
+        wanted = ", ".join(f"{n} x {'+'.join(group)}" for group, n in sets)
+        have = self.ray.cluster_resources()
+        for kind in ("GPU", "CPU"):
+            need = sum(self._bundle(group).get(kind, 0.0) * n for group, n in sets)
+            if need > have.get(kind, 0.0):
+                raise ClusterError(
+                    f"the layout {self.config.layout} needs {need:g} {kind}s "
+                    f"({wanted}) and the cluster has "
+                    f"{have.get(kind, 0.0):g}; use fewer ranks or workers, a layout that shares "
+                    "more, or a larger cluster"
+                )
+        places: dict[ClusterRole, Any] = {}
+        for group, count in sets:
+            made = placement_group([self._bundle(group)] * count, strategy="PACK")
+            ready, _ = self.ray.wait([made.ready()], timeout=self.config.start_timeout_s)
+            if not ready:
+                raise ClusterError(
+                    f"no room for {count} x {'+'.join(group)} within "
+                    f"{self.config.start_timeout_s:g} s (cluster.start_timeout_s): the cluster has "
+                    f"{have} in all, and other jobs may hold it"
+                )
+            places |= {role: (made, len(group)) for role in group}
+        return places
+
+    def start(self, role: ClusterRole, worker_class: type, count: int) -> list[Any]:
+        """``count`` fresh workers of a role in its places, answering. Raises ClusterError that
+        names those that do not."""
+        workers = [self.start_one(role, worker_class, i, count) for i in range(count)]
+        pings = [w.ping.remote() for w in workers]
+        ready, missing = self.ray.wait(
+            pings, num_returns=count, timeout=self.config.start_timeout_s
+        )
+        if missing:
+            names = [f"{role} {pings.index(ref)}" for ref in missing]
+            raise ClusterError(
+                f"{len(missing)} of {count} workers did not start within "
+                f"{self.config.start_timeout_s:g} s (cluster.start_timeout_s): {', '.join(names)}"
+            )
+        self.ray.get(ready)
+        return workers
+
+    def start_one(self, role: ClusterRole, worker_class: type, rank: int, size: int) -> Any:
+        """One worker process."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        places, sharing = self._places[role]
+        gpus = self.config.gpus_per_worker / sharing
+        device = "cuda" if gpus else "cpu"
+        remote = self.ray.remote(worker_class).options(
+            num_cpus=self.config.cpus_per_worker / sharing,
+            num_gpus=gpus,
+            max_restarts=0,  # a worker without its state is of no use: it is replaced, knowingly
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                places, placement_group_bundle_index=rank
+            ),
+        )
+        place = Place(role, rank, size, device, self._threads())
+        return remote.remote(place, self.model, self.precision)
+
+    def spend_restart(self, what: str) -> None:
+        """Count a replacement. Raises ClusterError where there were too many."""
+        self.restarts += 1
+        if self.restarts > self.config.max_restarts:
+            raise ClusterError(
+                f"{what}, and cluster.max_restarts={self.config.max_restarts} workers were "
+                "replaced already; look at why they die (memory? the driver's log?), then go on "
+                "by --resume"
+            )
+        log.warning("%s; replaced (%d of %d)", what, self.restarts, self.config.max_restarts)
+
+    def recover(self, lost: WorkerLostError) -> None:
+        """Replace all train groups that are not whole, with fresh weights."""
+        self.spend_restart(str(lost))
+        for group in self.groups:
+            if not group.whole():
+                group.restart()
+
+    # ---- engines ---------------------------------------------------------------------------
+
+    def language_model(
+        self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
+    ) -> RemoteTrainEngine:
+        """A group of ranks over a causal LM."""
+        return timed(
+            RemoteTrainEngine(self._group(spec, scalar=False, seed=0)), self.timeline, spans
+        )
+
+    def scalar_model(
+        self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
+    ) -> RemoteTrainEngine:
+        """A group of ranks over a scalar model."""
+        return timed(
+            RemoteTrainEngine(self._group(spec, scalar=True, seed=seed)), self.timeline, spans
+        )
+
+    def _group(self, spec: EngineSpec, *, scalar: bool, seed: int) -> Group:
+        group = Group(self, spec, scalar=scalar, seed=seed)
+        self.groups.append(group)
+        return group
+
+    def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
+        """The reference model inside a LoRA policy."""
+        return timed(
+            RemoteFrozenBase(cast(RemoteTrainEngine, policy)),
+            self.timeline,
+            {"logprobs": "reference"},
+        )
+
+    def rollout(
+        self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RemoteRolloutEngine:
+        """Workers that get their weights from ``policy``."""
+        base = cast(RemoteTrainEngine, policy).group.spec.model.model_copy(update={"lora": None})
+        return RemoteRolloutEngine(self, base, config, max_len=max_len)
+
+    def standalone_rollout(
+        self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
+    ) -> RemoteRolloutEngine:
+        """Workers with a model's own weights."""
+        return RemoteRolloutEngine(self, model, config, max_len=max_len)
+
+    def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> ObjectStoreSync:
+        """Weights through the object store."""
+        ends = cast(RemoteTrainEngine, policy), cast(RemoteRolloutEngine, rollout)
+        return timed(ObjectStoreSync(*ends), self.timeline, {"push": "sync"})
+
+    def close(self) -> None:
+        """End the workers, give their places back, and end Ray where it was started here."""
+        from ray.util.placement_group import remove_placement_group
+
+        if not self.ray.is_initialized():
+            return
+        for group in self.groups:
+            group.end()
+        for rollout in self.rollouts:
+            rollout.close()
+        for places in {id(made): made for made, _ in self._places.values()}.values():
+            remove_placement_group(places)
+        self.groups, self.rollouts, self._places = [], [], {}
+        if self._started_here:
+            self.ray.shutdown()
+            self._started_here = False

@@ -1,0 +1,162 @@
+"""Rows of many requests, put together into forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from burnish.serve.scorer import Row
+
+log = logging.getLogger("burnish")
+
+
+class QueueFullError(RuntimeError):
+    """More rows wait than may."""
+
+
+class ScoreError(RuntimeError):
+    """The pass that a row was in failed, or the server is stopping."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    row: Row
+    answer: asyncio.Future[float]
+    since: float
+    """time.monotonic seconds"""
+
+
+class Batcher:
+    """Collects rows until they fill a pass of ``max_tokens``, or the oldest has waited
+    ``max_wait_s``; ``score`` runs in one thread of its own, so the event loop stays free and one
+    pass is computed at a time. Rows that come meanwhile wait for the next.
+
+    All methods belong to one event loop. At most ``max_queue`` rows wait.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[Row]], list[float]],
+        *,
+        max_tokens: int,
+        max_wait_s: float,
+        max_queue: int,
+    ) -> None:
+        self._score = score
+        self._max_tokens, self._max_wait_s, self._max_queue = max_tokens, max_wait_s, max_queue
+        self._queue: deque[_Waiting] = deque()
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._task: asyncio.Task[None] | None = None
+        self.num_passes = 0
+        """Forward passes so far."""
+
+    @property
+    def queue_length(self) -> int:
+        """Rows that wait."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> bool:
+        """Whether rows that wait will be scored."""
+        return self._task is not None and not self._task.done()
+
+    def start(self) -> None:
+        """Begin to take rows from the queue."""
+        self._task = asyncio.create_task(self._work())
+
+    async def stop(self) -> None:
+        """End the thread after the pass under way. Rows without a score get a ScoreError."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for waiting in self._queue:
+            _fail(waiting, "the server is stopping")
+        self._queue.clear()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def scores(self, rows: Sequence[Row]) -> list[float]:
+        """One score per row. Raises QueueFullError, and ScoreError where a pass failed."""
+        if not self.running:
+            raise ScoreError("the server is stopping")
+        if len(self._queue) + len(rows) > self._max_queue:
+            raise QueueFullError(f"{len(self._queue)} texts wait, and {self._max_queue} may")
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        answers = [loop.create_future() for _ in rows]
+        self._queue += [_Waiting(r, a, now) for r, a in zip(rows, answers, strict=True)]
+        self._arrived.set()
+        # Where this is cancelled, so are the answers, and their rows are not computed any more.
+        scores = await asyncio.gather(*answers, return_exceptions=True)
+        for score in scores:
+            if isinstance(score, BaseException):
+                raise score
+        return [score for score in scores if isinstance(score, float)]
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._fill()
+            batch = self._take()
+            if not batch:
+                continue
+            try:
+                rows = [waiting.row for waiting in batch]
+                scores = await loop.run_in_executor(self._thread, self._score, rows)
+                scored = list(zip(batch, scores, strict=True))
+            except Exception as error:  # becomes the answer of every row in the pass
+                log.exception("a pass over %d texts failed", len(batch))
+                for waiting in batch:
+                    _fail(waiting, f"the model failed ({type(error).__name__})", error)
+                continue
+            except BaseException:
+                for waiting in batch:
+                    _fail(waiting, "the server is stopping")
+                raise
+            self.num_passes += 1
+            for waiting, score in scored:
+                if not waiting.answer.done():
+                    waiting.answer.set_result(score)
+
+    async def _fill(self) -> None:
+        """Return when there is a pass to make."""
+        while not self._queue:
+            self._arrived.clear()
+            await self._arrived.wait()
+        until = self._queue[0].since + self._max_wait_s
+        while sum(len(w.row.ids) for w in self._queue) < self._max_tokens:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+
+    def _take(self) -> list[_Waiting]:
+        """The oldest rows, as many as a pass holds, without those that nobody waits for."""
+        batch: list[_Waiting] = []
+        room = self._max_tokens
+        while self._queue:
+            waiting = self._queue[0]
+            if waiting.answer.done():
+                self._queue.popleft()
+                continue
+            room -= len(waiting.row.ids)
+            if batch and room < 0:
+                break
+            batch.append(self._queue.popleft())
+        return batch
+
+
+def _fail(waiting: _Waiting, why: str, cause: Exception | None = None) -> None:
+    if not waiting.answer.done():
+        error = ScoreError(why)
+        error.__cause__ = cause
+        waiting.answer.set_exception(error)

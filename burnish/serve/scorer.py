@@ -1,0 +1,82 @@
+"""Texts to token ids, and token ids to scores. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.model import ModelConfig
+from burnish.models.load import load_tokenizer, num_positions
+from burnish.rewards.model import encode_text, load_reward_engine, score_rows
+from burnish.serve.base import ServeError, ServeOptions
+from burnish.train.base import TrainEngine
+
+
+class TextError(ValueError):
+    """A text that cannot be scored: why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A text, ready for the model."""
+
+    ids: tuple[int, ...]
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class TextScorer:
+    """A reward model with its tokenizer. Either method may run beside the other, in a thread of its
+    own; neither beside itself."""
+
+    engine: TrainEngine
+    tokenizer: PreTrainedTokenizerBase
+    options: ServeOptions
+    max_len: int
+    """Longest row in tokens."""
+
+    def encode(self, query: str, prompt: str | None) -> Row:
+        """Token ids of ``query``. Where it begins with ``prompt``, no token reaches across that
+        border, as none does where the policy writes.
+
+        Raises TextError: no token at all, or more than ``max_len`` and ``overlong`` is ``error``.
+        """
+        query = query.encode("utf-8", errors="replace").decode("utf-8")  # half surrogate pairs
+        cut = len(prompt) if prompt and query.startswith(prompt) else len(query)
+        ids = encode_text(self.tokenizer, query[:cut], query[cut:])
+        eos = int(self.tokenizer.eos_token_id)
+        if self.options.append_eos and ids[-1:] != [eos]:
+            ids.append(eos)
+        if not ids:
+            raise TextError("has no tokens; there is nothing to score")
+        if len(ids) <= self.max_len:
+            return Row(tuple(ids))
+        if self.options.overlong == "error":
+            raise TextError(
+                f"has {len(ids)} tokens, and the limit is {self.max_len}; send shorter texts, or "
+                "start the server with --overlong truncate_left to cut tokens off the left end"
+            )
+        return Row(tuple(ids[-self.max_len :]), truncated=True)
+
+    def score(self, rows: Sequence[Row]) -> list[float]:
+        """The score of each row, in one forward pass where they have ``max_batch_tokens`` or less
+        together."""
+        return score_rows(self.engine, [row.ids for row in rows])
+
+
+def load_text_scorer(model: ModelConfig, options: ServeOptions) -> TextScorer:
+    """The model of a folder or hub name. Raises ModelError where it is no reward model, ServeError
+    where ``max_len`` is more than it can read."""
+    positions = num_positions(model)
+    if positions is not None and options.max_len is not None and options.max_len > positions:
+        raise ServeError(
+            f"max_len={options.max_len} is more than the model's {positions} positions"
+        )
+    limit = options.max_len or positions or options.max_batch_tokens
+    engine = load_reward_engine(
+        model, dtype=options.dtype, device=options.device, max_tokens=options.max_batch_tokens
+    )
+    max_len = min(limit, options.max_batch_tokens)
+    return TextScorer(engine, load_tokenizer(model), options, max_len)

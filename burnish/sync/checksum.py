@@ -1,0 +1,86 @@
+"""Checksums of buckets: one for bytes on the CPU, one for bytes on any device.
+
+They guard against accidents (a buffer used too early, a bucket in another's place, a broken link),
+not against an enemy.
+
+``xxh3`` (xxhash's 128-bit XXH3) is the one for the CPU: two different contents agree by chance once
+in 2^128 (as far as such a hash is a random function; it is no proof). ``sums`` is computed with
+torch operations where the bytes are, so that weights on a GPU need not leave it. Over the 32-bit
+words w_1 .. w_n it is the pair
+
+    S1 = sum of w_i          S2 = sum of i * w_i          (both modulo 2^64)
+
+What S1 and S2 find for certain, with n < 2^31 (8 GiB): every change within one or two words, and so
+every flipped bit and every two swapped words. Proof: |w| <= 2^31. Let words i and j change by d and
+e, which are below 2^32 in size. S1 stays only if d = -e (|d + e| < 2^64). Then S2 changes by
+(i - j) * d, which is not 0 and below 2^63 in size, so not 0 modulo 2^64 either. If only word i
+changes, S1 does. For other changes it is a matter of chance: the pair takes far more than 2^64
+values. Weights by position are what a plain sum lacks: it would not see two tensors that changed
+places. The pair takes about a tenth of the speed of ``xxh3`` on a CPU (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+from torch import Tensor
+
+from burnish.sync.base import SyncError
+
+CHUNK_WORDS = 1 << 15
+"""Words at a time on the CPU: their 64-bit products stay in the cache."""
+CHUNK_WORDS_GPU = 1 << 24
+MOST_BYTES = 4 * (2**31 - 1)
+"""Above it two swapped words could go unseen by ``sums``."""
+
+
+def checksum(payload: Tensor) -> str:
+    """``kind:digest`` of a uint8 tensor [n], with the kind that suits its device."""
+    kind = "xxh3" if payload.device.type == "cpu" else "sums"
+    return f"{kind}:{_digest(payload, kind)}"
+
+
+def verify(payload: Tensor, expected: str, where: str) -> None:
+    """Compute the checksum of what came. Raises SyncError, beginning with ``where``, where it is
+    not ``expected``."""
+    kind, _, digest = expected.partition(":")
+    if kind not in ("xxh3", "sums"):
+        raise SyncError(
+            f"{where} carries no checksum that is known here ({expected!r}), and this receiver "
+            "verifies; set sync.verify alike on both sides and use one version of burnish"
+        )
+    found = _digest(payload, kind)
+    if found != digest:
+        raise SyncError(
+            f"{where} is damaged: its checksum should be {expected}, and the {payload.numel()} "
+            f"bytes that came have {kind}:{found}; push again, and look at the link if it repeats"
+        )
+
+
+def word_sums(payload: Tensor) -> tuple[int, int]:
+    """(S1, S2) of a uint8 tensor [n], modulo 2^64; bytes after the last whole word count as one
+    word with zeros behind."""
+    whole = payload.numel() // 4 * 4
+    if payload.numel() > MOST_BYTES:
+        raise ValueError(f"{payload.numel()} bytes in one checksum; at most {MOST_BYTES}")
+    words = payload[:whole].view(torch.int32)
+    chunk = CHUNK_WORDS if payload.device.type == "cpu" else CHUNK_WORDS_GPU
+    place = torch.arange(1, min(chunk, words.numel()) + 1, device=payload.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=payload.device)
+    for begin in range(0, words.numel(), chunk):
+        part = words[begin : begin + chunk].to(torch.int64)
+        plain = part.sum()
+        sums[0] += plain
+        sums[1] += (part * place[: part.numel()]).sum() + begin * plain
+    first, second = (int(s) for s in sums)
+    if whole < payload.numel():
+        rest = bytes(payload[whole:].tolist()).ljust(4, b"\0")
+        last = int.from_bytes(rest, "little", signed=True)
+        first, second = first + last, second + (whole // 4 + 1) * last
+    return first % 2**64, second % 2**64
+
+
+def _digest(payload: Tensor, kind: str) -> str:
+    if kind == "xxh3":
+        return xxhash.xxh3_128_hexdigest(payload.cpu().numpy())  # type: ignore[arg-type]
+    return "{:016x}{:016x}".format(*word_sums(payload))

@@ -1,0 +1,172 @@
+"""Weights by broadcast: a torch.distributed group of the trainer's rank 0 and all rollout workers.
+
+The group is made beside any default group and needs none, so processes of different worlds can
+join: gloo for CPU buffers, NCCL for CUDA buffers (not run: no GPU was there). Headers, marks and
+answers go through a store (``store.py``); only bytes of weights are broadcast.
+
+Two buckets are on the move at a time: while one is sent the next one is gathered, converted and
+packed; a receiver lets the next one come in while it verifies and loads the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burnish.sync.base import LinkError
+from burnish.sync.links import ChannelReceiver, ChannelSender, split_frame
+from burnish.sync.store import Channel
+
+
+class CollectiveSender(ChannelSender):
+    """Rank 0 of the group. Made at the same time as the receivers: waits until all have joined."""
+
+    def __init__(
+        self, channel: Channel, *, bucket_bytes: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """Raises LinkError with the names of those who did not join in time."""
+        self._group = _Group(channel, torch.device(device))
+        super().__init__(
+            channel, [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in "ab"]
+        )
+        self._works: list[list[tuple[int, Any]]] = [[], []]
+
+    def close(self) -> None:
+        """End the group; receivers see that the connection is gone."""
+        super().close()
+        self._group.close()
+
+    def _before(self, payload: Tensor) -> None:
+        """Nothing: a broadcast waits for the work that fills its buffer."""
+
+    def _after(self, slot: int, payload: Tensor, number: int) -> None:
+        if payload.numel():
+            self._works[slot].append((number, self._group.broadcast(payload)))
+
+    def _wait_free(self, slot: int) -> None:
+        while self._works[slot]:
+            number, work = self._works[slot][0]
+            try:
+                self._group.wait(work)
+            except RuntimeError as error:
+                self._dead = f"a broadcast failed: {error}"
+                late = [
+                    r for r in self.channel.receivers if not self.channel.has(f"done/{number}/{r}")
+                ]
+                names = ", ".join(self.channel.who(r) for r in late) or "all receivers"
+                raise LinkError(
+                    f"a bucket did not get to {names} within {self.channel.timeout_s:g} s "
+                    f"({error}); look whether that process lives, then make a new connection"
+                ) from error
+            self._works[slot].pop(0)
+
+
+class CollectiveReceiver(ChannelReceiver):
+    """One of the other ranks of the group."""
+
+    def __init__(self, channel: Channel, *, device: torch.device | str = "cpu") -> None:
+        """Raises LinkError with the names of those who did not join in time."""
+        super().__init__(channel)
+        self._device = torch.device(device)
+        self._group = _Group(channel, self._device)
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in "ab"]
+        self._turn = 0
+        self._ahead: Callable[[], tuple[bytes, Tensor]] | None = None
+        self._dead: str | None = None
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._dead = self._dead or "it was closed here"
+        self._group.close()
+
+    def look_ahead(self) -> None:
+        """Start to receive the next bucket if its header is there: its buffer is the one whose
+        bytes were given out before the last ones."""
+        if self._ahead is None and self._dead is None and self.channel.peek():
+            self._ahead = self._start()
+
+    def _take(self) -> tuple[bytes, Tensor]:
+        if self._dead is not None:
+            raise LinkError(
+                f"connection {self.channel.name!r} cannot be used any more: {self._dead}; make a "
+                "new one on both sides"
+            )
+        finish = self._ahead or self._start()
+        self._ahead = None
+        taken = finish()
+        self.look_ahead()
+        return taken
+
+    def _start(self) -> Callable[[], tuple[bytes, Tensor]]:
+        """Read a header and let its bytes come in; what is returned waits for them."""
+        number, data = self.channel.next()
+        num_bytes, _, header = split_frame(data)
+        self._turn = 1 - self._turn
+        if self._buffers[self._turn].numel() < num_bytes:
+            self._buffers[self._turn] = torch.empty(
+                num_bytes, dtype=torch.uint8, device=self._device
+            )
+        payload = self._buffers[self._turn][:num_bytes]
+        work = self._group.broadcast(payload) if num_bytes else None
+
+        def finish() -> tuple[bytes, Tensor]:
+            try:
+                if work is not None:
+                    self._group.wait(work)
+            except RuntimeError as error:
+                self._dead = f"a broadcast failed: {error}"
+                raise LinkError(
+                    f"{num_bytes} bytes were announced and did not come within "
+                    f"{self.channel.timeout_s:g} s ({error}); look whether the sender lives, then "
+                    "make a new connection"
+                ) from error
+            self.channel.mark(number)
+            return header, payload
+
+        return finish
+
+
+class _Group:
+    """A process group that belongs to nobody else, and its one operation."""
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        channel.meet()
+        self._channel, self._on_cpu = channel, device.type != "cuda"
+        size, limit = len(channel.receivers) + 1, timedelta(seconds=channel.timeout_s)
+        store = dist.PrefixStore("group", channel.store)  # type: ignore[attr-defined]
+        self._group: Any
+        if self._on_cpu:
+            self._group = dist.ProcessGroupGloo(store, channel.rank, size, limit)
+        else:  # not run
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, channel.rank, size, options)
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = self._options.rootTensor = 0
+
+    def broadcast(self, payload: Tensor) -> Any:
+        """Start to send (rank 0) or to fill (others) a tensor; ``wait()`` on what is returned."""
+        try:
+            return self._group.broadcast([payload], self._options)
+        except RuntimeError as error:
+            raise LinkError(f"a broadcast could not begin: {error}") from error
+
+    def wait(self, work: Any) -> None:
+        """Until a broadcast is done (CUDA: until it comes before what this stream does next).
+        Raises RuntimeError where it fails or takes too long."""
+        if self._on_cpu:
+            work.wait(timedelta(seconds=self._channel.timeout_s))
+        else:
+            work.wait()
+
+    def close(self) -> None:
+        """End the connections."""
+        with suppress(RuntimeError):
+            self._group.shutdown()
+        self._group = None

@@ -1,0 +1,109 @@
+"""From a recipe's ``sync`` to the two ends of a connection, whatever its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from burnish.config.model import Dtype
+from burnish.config.sync import DiskSync, LinkSync
+from burnish.rollout.base import RolloutEngine
+from burnish.sync.base import ReceiveLink, Receiver, SendLink, Shape, SyncError
+from burnish.sync.buckets import LinkReceiver
+from burnish.sync.collective import CollectiveReceiver, CollectiveSender
+from burnish.sync.disk import DiskReceiver, DiskSender
+from burnish.sync.engine import HasWeights, SyncedEngine, WeightSender
+from burnish.sync.ipc import SharedReceiver, SharedSender
+from burnish.sync.store import Channel
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where a sender and its receivers find each other."""
+
+    store: Store
+    """Of all of them: ``serve_store`` in the sender's process, ``connect_store`` in the others."""
+    name: str
+    """Of this connection; a new one has a new name."""
+    num_receivers: int
+    rank: int
+    """0: the sender. Receivers count from 1."""
+    device: str = "cpu"
+    """Where buffers are: ``cpu`` (gloo, shared memory), or a CUDA device (NCCL, cudaIpc; not
+    run)."""
+
+    def channel(self, timeout_s: float) -> Channel:
+        """Messages of this connection."""
+        return Channel(
+            self.store,
+            self.name,
+            rank=self.rank,
+            num_receivers=self.num_receivers,
+            timeout_s=timeout_s,
+        )
+
+
+def open_sender(
+    sync: LinkSync | DiskSync,
+    policy: HasWeights,
+    meeting: Meeting | None,
+    *,
+    dtype: Dtype | None = None,
+) -> WeightSender | DiskSender:
+    """The trainer's end; ``push()`` it on every rank of the trainer at the same time.
+
+    ``meeting``: None on all ranks but the one that sends. ``dtype``: what the rollout engines
+    compute in; None: weights are sent as they are. ``sync.kind`` must not be ``auto``
+    (``config.sync.resolve_kind`` chooses). Waits for the receivers; raises LinkError with the names
+    of those who do not come in time.
+    """
+    if isinstance(sync, DiskSync):
+        folder = None if meeting is None else Path(sync.folder)
+        return DiskSender(
+            policy, folder, bucket_bytes=sync.bucket_bytes, keep=sync.keep, dtype=dtype
+        )
+    link: SendLink | None = None
+    if meeting is not None:
+        make = CollectiveSender if _is_collective(sync) else SharedSender
+        channel = meeting.channel(sync.timeout_s)
+        link = make(channel, bucket_bytes=sync.bucket_bytes, device=torch.device(meeting.device))
+    return WeightSender(policy, link, dtype=dtype, check=sync.verify)
+
+
+def open_receiver(
+    sync: LinkSync | DiskSync,
+    engine: RolloutEngine,
+    meeting: Meeting,
+    *,
+    expected: Mapping[str, Shape] | None = None,
+    hold: bool = False,
+) -> SyncedEngine:
+    """A rollout engine's end: ``receive()`` when the trainer pushes, and sample from what is
+    returned here and not from ``engine`` itself.
+
+    ``expected``: name -> shape of every weight (None: learned from the first good hand-over).
+    ``hold``: for engines that keep tensors beyond the next one. Waits as :func:`open_sender` does.
+    """
+    if isinstance(sync, DiskSync):
+        source: Receiver = DiskReceiver(
+            Path(sync.folder), timeout_s=sync.timeout_s, check=sync.verify, expected=expected
+        )
+        return SyncedEngine(engine, source)
+    channel = meeting.channel(sync.timeout_s)
+    link: ReceiveLink
+    if _is_collective(sync):
+        link = CollectiveReceiver(channel, device=torch.device(meeting.device))
+    else:
+        link = SharedReceiver(channel)
+    source = LinkReceiver(link, expected=expected, check=sync.verify, hold=hold)
+    return SyncedEngine(engine, source)
+
+
+def _is_collective(sync: LinkSync) -> bool:
+    if sync.kind == "auto":
+        raise SyncError("sync.kind=auto says nothing about where engines are: resolve it first")
+    return sync.kind == "collective"

@@ -1,0 +1,254 @@
+"""The two ends of a hand-over: the trainer that pushes and the rollout engine that receives.
+
+What a failed hand-over leaves behind decides what the rollout engine may do. Nothing was written
+yet: its old weights are whole, it refuses to sample until a good hand-over, or until somebody says
+that the old ones will do (:meth:`SyncedEngine.keep_old`). Something was written: it holds half of
+two versions and refuses until a good hand-over, whatever anybody says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from burnish.config.model import Dtype
+from burnish.models.load import DTYPES
+from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
+from burnish.sync.base import (
+    Abort,
+    Bucket,
+    End,
+    Metrics,
+    NotReadyError,
+    Receiver,
+    SendLink,
+    SyncError,
+    sync_metrics,
+    transfer_metrics,
+)
+from burnish.sync.buckets import pack
+from burnish.sync.checksum import checksum
+
+
+class HasWeights(Protocol):
+    """All that a hand-over needs of a train engine."""
+
+    version: int
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor), LoRA merged. With several ranks a collective: all iterate."""
+        ...
+
+
+class WeightSender:
+    """Pushes a train engine's weights over a link.
+
+    Every rank of the trainer has one and calls :meth:`push` at the same time; all but one have no
+    ``link``: they take part in gathering the weights and send nothing.
+    """
+
+    def __init__(
+        self,
+        policy: HasWeights,
+        link: SendLink | None,
+        *,
+        dtype: Dtype | None = None,
+        check: bool = True,
+    ) -> None:
+        self.policy, self.link, self.check = policy, link, check
+        self.dtype = None if dtype is None else DTYPES[dtype]
+        self._push = -1
+
+    def push(self) -> Metrics:
+        """Hand the weights and their version over; returns when every receiver has accepted them.
+
+        Raises SyncError where a receiver refused or said nothing in time; the others have the new
+        weights then. Pushing again is always allowed. Ranks without a link return nothing.
+        """
+        started, weights = time.perf_counter(), self.policy.weights()
+        if self.link is None:
+            _exhaust(weights)
+            return {}
+        self._push += 1
+        version = self.policy.version
+        counted = _Counted(weights)
+        try:
+            num_buckets = self._send(self.link, version, counted)
+        except Exception as error:
+            _exhaust(weights)  # the other ranks wait in the same gathers
+            with suppress(SyncError):
+                self.link.finish(Abort(self._push, version, f"{type(error).__name__}: {error}"))
+            raise
+        num_bytes = counted.num_bytes
+        self.link.finish(End(self._push, version, num_buckets, counted.num_tensors, num_bytes))
+        seconds = time.perf_counter() - started
+        return sync_metrics(version, num_bytes, buckets=num_buckets, seconds=seconds)
+
+    def _send(self, link: SendLink, version: int, weights: _Counted) -> int:
+        index = 0
+        for pieces, payload in pack(weights, link.buffer, dtype=self.dtype):
+            digest = checksum(payload) if self.check else ""
+            link.send(
+                Bucket(self._push, version, index, payload.numel(), digest, pieces=pieces), payload
+            )
+            weights.num_bytes += sum(piece.num_bytes for piece in pieces)
+            index += 1
+        return index
+
+    def close(self) -> None:
+        """Leave the connection."""
+        if self.link is not None:
+            self.link.close()
+
+
+class _Counted:
+    """Weights, counted on their way."""
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._weights = weights
+        self.num_tensors = self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for item in self._weights:
+            self.num_tensors += 1
+            yield item
+
+
+def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in weights:
+        pass
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a rollout engine may not sample."""
+
+    reason: str
+    whole: bool
+    """The engine holds one version's weights, all of them."""
+
+
+class SyncedEngine:
+    """A rollout engine whose weights come from a trainer in another process. Implements
+    :class:`burnish.rollout.base.RolloutEngine`.
+
+    ``ready``: the weights it was made with may be sampled from before the first hand-over.
+    """
+
+    def __init__(self, engine: RolloutEngine, receiver: Receiver, *, ready: bool = False) -> None:
+        self.engine, self.receiver = engine, receiver
+        self.trouble = None if ready else Trouble("no weights have come yet", whole=False)
+        """None: ready to sample."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights it samples from (the last good one, while it refuses to)."""
+        return self.engine.version
+
+    def receive(self, version: int | None = None) -> Metrics:
+        """Take one hand-over (of ``version``; None: whichever comes) into the engine.
+
+        Raises SyncError where it fails; the engine then refuses to sample, see the module.
+        """
+        started = time.perf_counter()
+        try:
+            incoming = self.receiver.open(version)
+        except Exception as error:
+            self._fail(error, wrote=False)
+            raise
+        try:
+            self._load(incoming.version, incoming)
+        except Exception as error:
+            with suppress(SyncError):  # what went wrong first is what to tell
+                incoming.close(str(error) or type(error).__name__)
+            if isinstance(error, SyncError):
+                raise
+            raise SyncError(
+                f"the rollout engine did not take version {incoming.version}: {error}"
+            ) from error
+        incoming.close(None)
+        return transfer_metrics(incoming, time.perf_counter() - started)
+
+    def keep_old(self) -> None:
+        """After a hand-over that failed before anything was written: go on with the old weights.
+
+        Raises NotReadyError where the engine does not hold one version whole.
+        """
+        if self.trouble is not None and not self.trouble.whole:
+            raise NotReadyError(
+                f"there are no old weights to go on with: {self.trouble.reason}; push again"
+            )
+        self.trouble = None
+
+    # ---- the rollout engine ------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Completions as they finish. Raises NotReadyError after a hand-over that failed."""
+        self._check_ready()
+        for completion in self.engine.generate(requests, sampling):
+            self._check_ready()
+            yield completion
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights by hand; as good as a hand-over."""
+        self._load(version, tensors)
+
+    def sleep(self) -> None:
+        """Give back caches until the next generate."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Take memory again."""
+        self.engine.wake()
+
+    # ---- parts -------------------------------------------------------------------------------
+
+    def _load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        begun = False
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            nonlocal begun
+            for item in tensors:
+                begun = True
+                yield item
+            ended.append(True)
+
+        ended: list[bool] = []
+        try:
+            self.engine.load_weights(version, watched())
+            if not ended:
+                raise SyncError(
+                    f"the rollout engine did not read version {version} to its end, so nothing "
+                    "says that it is whole"
+                )
+            if self.engine.version != version:
+                raise SyncError(
+                    f"the rollout engine says version {self.engine.version} after version "
+                    f"{version} was loaded"
+                )
+        except Exception as error:
+            self._fail(error, wrote=begun)
+            raise
+        self.trouble = None
+
+    def _fail(self, error: Exception, *, wrote: bool) -> None:
+        had = self.trouble
+        if wrote:
+            reason = f"a hand-over failed half-way, so two versions are mixed ({error})"
+            self.trouble = Trouble(reason, whole=False)
+        elif had is None or had.whole:
+            reason = f"a hand-over failed before version {self.version} was touched ({error})"
+            self.trouble = Trouble(reason, whole=True)
+
+    def _check_ready(self) -> None:
+        if self.trouble is not None:
+            old = "; or keep_old() to go on with the old weights" if self.trouble.whole else ""
+            raise NotReadyError(
+                f"the rollout engine has no weights to sample from: {self.trouble.reason}; push "
+                f"and receive again{old}"
+            )

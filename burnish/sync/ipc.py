@@ -1,0 +1,238 @@
+"""Weights through shared memory: trainer and rollout workers on one machine.
+
+The sender has two buffers that the receivers see too. On CUDA they are device memory, shared by
+cudaIpc handles (not run: no GPU was there; it follows ``torch.multiprocessing.reductions``). On the
+CPU they are files in memory (/dev/shm), which every process maps. Nothing is sent but headers: a
+receiver reads the buffer itself, and marks when it is done.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.sync.base import LinkError, SyncError
+from burnish.sync.links import ChannelReceiver, ChannelSender, split_frame
+from burnish.sync.store import Channel
+
+PREFIX = "burnish-sync-"
+
+
+class SharedSender(ChannelSender):
+    """The process whose buffers are shared. Made at the same time as the receivers: waits until all
+    have joined."""
+
+    def __init__(
+        self, channel: Channel, *, bucket_bytes: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """Raises LinkError with the names of those who did not join in time, and SyncError where
+        there is no room for the buffers."""
+        device = torch.device(device)
+        channel.meet()
+        files: list[Path] = []
+        try:
+            if device.type == "cuda":  # not run
+                buffers = [
+                    torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in "ab"
+                ]
+            else:
+                files += [_new_file(bucket_bytes), _new_file(bucket_bytes)]
+                buffers = [_map(file, bucket_bytes) for file in files]
+            for rank in channel.receivers:  # a CUDA handle counts who opened it: one for each
+                tickets = [_file_ticket(f) for f in files] or [cuda_ticket(b) for b in buffers]
+                channel.set(f"buffers/{rank}", json.dumps(tickets).encode())
+            channel.wait({r: f"mapped/{r}" for r in channel.receivers}, "did not map the buffers")
+        finally:
+            for file in files:  # mapped by all: without a name they end with the last process
+                file.unlink()
+        super().__init__(channel, buffers)
+        self._sent: list[int | None] = [None, None]
+        """Number of the last message that was sent from each buffer."""
+
+    def _before(self, payload: Tensor) -> None:
+        if payload.device.type == "cuda":  # not run
+            torch.cuda.current_stream(payload.device).synchronize()
+
+    def _after(self, slot: int, payload: Tensor, number: int) -> None:
+        self._sent[slot] = number
+
+    def _wait_free(self, slot: int) -> None:
+        number = self._sent[slot]
+        if number is not None:
+            self.channel.wait_marks(number, "did not read its bucket")
+        self._sent[slot] = None
+
+
+class SharedReceiver(ChannelReceiver):
+    """A process that reads the sender's buffers."""
+
+    def __init__(self, channel: Channel) -> None:
+        """Raises LinkError with the names of those who did not join in time, and SyncError where
+        the buffers cannot be mapped."""
+        super().__init__(channel)
+        channel.meet()
+        tickets = json.loads(channel.get(f"buffers/{channel.rank}", rank=0, what="made no buffers"))
+        self._buffers = [_open_ticket(ticket) for ticket in tickets]
+        channel.set(f"mapped/{channel.rank}", b"1")
+        self._reading: int | None = None
+        self._closed = False
+
+    def look_ahead(self) -> None:
+        """Nothing: the bytes are here when their header is."""
+
+    def answer(self, push: int, problem: str | None) -> None:
+        """Tell the sender how the hand-over went."""
+        self._mark_read()
+        super().answer(push, problem)
+
+    def close(self) -> None:
+        """Unmap the buffers."""
+        self._buffers, self._closed = [], True
+
+    def _take(self) -> tuple[bytes, Tensor]:
+        if self._closed:
+            raise LinkError(f"connection {self.channel.name!r} was closed here; make a new one")
+        self._mark_read()
+        self._reading, data = self.channel.next()
+        num_bytes, slot, header = split_frame(data)
+        return header, self._buffers[slot][:num_bytes]
+
+    def _mark_read(self) -> None:
+        if self._reading is None:
+            return
+        if self._buffers and self._buffers[0].device.type == "cuda":  # not run
+            torch.cuda.current_stream(self._buffers[0].device).synchronize()
+        self.channel.mark(self._reading)
+        self._reading = None
+
+
+# ---- files in memory ---------------------------------------------------------------------------
+
+
+def _folder() -> Path:
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def _new_file(num_bytes: int) -> Path:
+    """A file in memory, all of it reserved: writing into a mapped file that has no room would kill
+    the process. What killed processes left is removed first."""
+    for left in _folder().glob(f"{PREFIX}*"):
+        if not _lives(left.name):
+            left.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-", dir=_folder())
+    try:
+        os.posix_fallocate(handle, 0, num_bytes)
+    except OSError as error:
+        os.unlink(name)
+        raise SyncError(
+            f"no room for a buffer of {num_bytes} bytes in {_folder()} ({error}); lower "
+            "sync.bucket_bytes, or give the container more shared memory (docker: --shm-size)"
+        ) from error
+    finally:
+        os.close(handle)
+    return Path(name)
+
+
+def _lives(name: str) -> bool:
+    """Whether the process in the name of a buffer's file runs (or the name is not ours)."""
+    pid = name.removeprefix(PREFIX).partition("-")[0]
+    if not pid.isdigit():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _map(file: Path, num_bytes: int) -> Tensor:
+    return torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+def _file_ticket(file: Path) -> dict[str, Any]:
+    return {"file": str(file), "num_bytes": file.stat().st_size}
+
+
+def _open_ticket(ticket: dict[str, Any]) -> Tensor:
+    if "file" not in ticket:
+        return open_cuda_ticket(ticket)
+    file = Path(ticket["file"])
+    if not file.is_file():
+        raise SyncError(
+            f"the sender's buffer {file} is not on this machine: sync.kind=ipc needs all processes "
+            "on one machine, with one /dev/shm; use sync.kind=collective"
+        )
+    return _map(file, ticket["num_bytes"])
+
+
+# ---- CUDA (not run) ----------------------------------------------------------------------------
+
+_TICKET = (
+    "storage_device",
+    "storage_handle",
+    "storage_size_bytes",
+    "storage_offset_bytes",
+    "ref_counter_handle",
+    "ref_counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
+
+
+def cuda_ticket(buffer: Tensor) -> dict[str, Any]:
+    """What another process needs to open a CUDA buffer, as JSON. Not run."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, args = reduce_tensor(buffer)
+    values = dict(zip(_TICKET, (args[6], *args[7:10], *args[11:]), strict=True))
+    uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+    packed = {k: _packed(v) for k, v in values.items()}
+    return {"cuda": packed, "num_bytes": buffer.numel(), "uuid": uuid}
+
+
+def open_cuda_ticket(ticket: dict[str, Any]) -> Tensor:
+    """The CUDA buffer of another process, on the same GPU. Not run.
+
+    Raises SyncError where this process does not see that GPU.
+    """
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    uuids = [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+    ]
+    if ticket["uuid"] not in uuids:
+        raise SyncError(
+            f"the sender's buffer is on GPU {ticket['uuid']}, and this process sees {uuids}: "
+            "sync.kind=ipc needs both on one GPU; use sync.kind=collective"
+        )
+    values = {k: _unpacked(v) for k, v in ticket["cuda"].items()}
+    values["storage_device"] = uuids.index(ticket["uuid"])
+    size = ticket["num_bytes"]
+    return rebuild_cuda_tensor(
+        torch.Tensor,
+        (size,),
+        (1,),
+        0,
+        storage_cls=torch.storage.TypedStorage,
+        dtype=torch.uint8,
+        requires_grad=False,
+        **values,
+    )
+
+
+def _packed(value: Any) -> Any:
+    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _unpacked(value: Any) -> Any:
+    return base64.b64decode(value["base64"]) if isinstance(value, dict) else value

@@ -1,0 +1,121 @@
+"""What connections over a channel share: two buffers that take turns, headers in front of bytes,
+and answers at the end. How the bytes themselves go is left to ``collective.py`` and ``ipc.py``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from burnish.sync.base import (
+    Abort,
+    Bucket,
+    End,
+    LinkError,
+    Message,
+    SyncError,
+    decode,
+    encode,
+)
+from burnish.sync.store import Channel
+
+
+class ChannelSender(ABC):
+    """Sends buckets from two buffers in turn. Implements :class:`burnish.sync.base.SendLink`."""
+
+    def __init__(self, channel: Channel, buffers: Sequence[Tensor]) -> None:
+        self.channel, self._buffers, self._turn = channel, buffers, 0
+        self._dead: str | None = None
+
+    def buffer(self) -> Tensor:
+        """The buffer that is not on its way; waits for it if both are."""
+        self._check_alive()
+        self._turn = 1 - self._turn
+        self._wait_free(self._turn)
+        return self._buffers[self._turn]
+
+    def send(self, bucket: Bucket, payload: Tensor) -> None:
+        """Post the header and start the bytes."""
+        self._check_alive()
+        slot = next(i for i, b in enumerate(self._buffers) if b.data_ptr() == payload.data_ptr())
+        self._before(payload)
+        data = b"%d %d " % (payload.numel(), slot) + encode(bucket)
+        self._after(slot, payload, self.channel.post(data))
+
+    def finish(self, message: End | Abort) -> None:
+        """Post the end and collect the answers."""
+        self._check_alive()
+        self.channel.post(b"0 0 " + encode(message))
+        if isinstance(message, Abort):
+            return
+        for slot in range(len(self._buffers)):
+            self._wait_free(slot)
+        refused = self.channel.answers(message.push)
+        self.channel.forget_messages()
+        if refused:
+            told = "; ".join(f"{self.channel.who(r)}: {text}" for r, text in refused.items())
+            raise SyncError(
+                f"version {message.version} was refused by {len(refused)} of "
+                f"{len(self.channel.receivers)} receivers, which will not sample until a good "
+                f"hand-over: {told}"
+            )
+
+    def close(self) -> None:
+        """Leave the connection."""
+        self._dead = self._dead or "it was closed here"
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise LinkError(
+                f"connection {self.channel.name!r} cannot be used any more: {self._dead}; make a "
+                "new one on both sides"
+            )
+
+    @abstractmethod
+    def _before(self, payload: Tensor) -> None:
+        """Before receivers hear of a payload."""
+
+    @abstractmethod
+    def _after(self, slot: int, payload: Tensor, number: int) -> None:
+        """After message ``number`` with the header was posted: start to send the bytes."""
+
+    @abstractmethod
+    def _wait_free(self, slot: int) -> None:
+        """Until nobody reads what was sent from a buffer. Raises LinkError."""
+
+
+class ChannelReceiver(ABC):
+    """Receives what a :class:`ChannelSender` sends. Implements
+    :class:`burnish.sync.base.ReceiveLink`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def receive(self) -> tuple[Message, Tensor | None]:
+        """The next message and its bytes."""
+        header, payload = self._take()
+        message = decode(header)  # after the bytes were taken, so that the next are in step
+        return message, payload if isinstance(message, Bucket) else None
+
+    @abstractmethod
+    def look_ahead(self) -> None:
+        """Let the next bytes come in meanwhile, if their header is there."""
+
+    def answer(self, push: int, problem: str | None) -> None:
+        """Tell the sender how the hand-over went."""
+        self.channel.answer(push, problem)
+
+    @abstractmethod
+    def _take(self) -> tuple[bytes, Tensor]:
+        """The next header and its bytes, when they are here."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the connection."""
+
+
+def split_frame(data: bytes) -> tuple[int, int, bytes]:
+    """(bytes of the payload, buffer it is in, header) of a posted message."""
+    num_bytes, slot, header = data.split(b" ", 2)
+    return int(num_bytes), int(slot), header

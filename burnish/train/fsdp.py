@@ -1,0 +1,401 @@
+"""The torch train engine with its model sharded over ranks (FSDP2,
+``torch.distributed.fsdp.fully_shard``).
+
+Every rank holds its rows of each weight, gradient and moment; a layer's weights are gathered when
+the layer is computed. All else (losses, micro-batches, loss scaling, the step) is
+:class:`TorchTrainEngine`'s. Reading order: ``ShardedTrainEngine._place`` -> ``_outputs`` ->
+``_backward_passes`` -> ``sharded_state.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, get_process_group_ranks, new_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from burnish.config.train import TorchEngine
+from burnish.models.empty import fill_rows
+from burnish.models.load import (
+    DTYPES,
+    ModelError,
+    check_head,
+    check_weights,
+    describe,
+    raise_if_lacking,
+    raise_overflow,
+)
+from burnish.models.lora import merged_weights
+from burnish.train.base import Loss, Outputs
+from burnish.train.diagnose import STAGES, first_bad_tensor
+from burnish.train.optim import Optimizer
+from burnish.train.ranks import ALONE, Ranks
+from burnish.train.sharded_state import PendingSave, ShardedOptimizer, local, own_rows
+from burnish.train.torch import EngineSpec, TorchTrainEngine, shortened
+from burnish.types import Batch, Stats, rows_to_batch
+
+log = logging.getLogger("burnish")
+
+T = TypeVar("T")
+
+
+def torch_engine(
+    model: nn.Module,
+    spec: EngineSpec,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    ranks: Ranks = ALONE,
+    device: torch.device | None = None,
+) -> TorchTrainEngine:
+    """The torch engine that the recipe asks for: sharded over ranks, or replicas."""
+    sharded = _options(spec).sharding == "full" and ranks.group is not None
+    kind = ShardedTrainEngine if sharded else TorchTrainEngine
+    return kind(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
+
+
+class _Within(nn.Module):
+    """Computes anything as its own forward pass.
+
+    FSDP2 gathers a module's weights in its forward. What is computed here besides the body (the
+    log-prob head, which reads the output projection's weight, tied or not; the value head) finds
+    the weights that belong to no layer gathered, and leaves its gradients where FSDP2 looks for
+    them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+
+class ShardedTrainEngine(TorchTrainEngine):
+    """One model in one role, sharded over ``ranks`` (which need a process group; one rank will
+    do).
+
+    The model may come with its weights, the same on all ranks, or without (``empty=True`` where it
+    is loaded): then each rank reads its own rows. ``device``: where to compute; None: where the
+    model is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: EngineSpec,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        ranks: Ranks = ALONE,
+        device: torch.device | None = None,
+    ) -> None:
+        assert ranks.group is not None, "a sharded model needs a process group"
+        own = next(model.parameters()).device
+        device = device or (torch.device("cpu") if own.type == "meta" else own)
+        self._pending: PendingSave | None = None
+        self._save_group: ProcessGroup | None = None
+        super().__init__(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
+
+    # ---- sharding --------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:  # the masters
+                parameter.data = parameter.data.float()
+        empty = {n for n, p in self.model.named_parameters() if p.is_meta}
+        self._was_empty = bool(empty)
+        self.root = _Within(self.model)
+        self.units = self._shard()
+        self._names = _names_of_units(self.model, self.units)
+        if empty:
+            self._fill(empty)
+
+    def _shard(self) -> list[FSDPModule]:
+        """The modules that are gathered as one, the root last.
+
+        A decoder layer is one; the embedding is one where nothing else reads its weight; what is
+        left (final norm, output projection or value head, and tied embeddings) is the root's and
+        stays gathered from forward to backward, which needs it first.
+        """
+        engine, group = _options(self.spec), self.ranks.group
+        assert group is not None
+        dtype = DTYPES[self.spec.precision.dtype]
+        on_gpu = self.device.type != "cpu"
+        shard = partial(
+            fully_shard,
+            mesh=DeviceMesh.from_group(group, self.device.type),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=None if dtype == torch.float32 else dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,  # they are in the right format
+            ),
+            offload_policy=CPUOffloadPolicy(pin_memory=on_gpu)
+            if engine.cpu_offload
+            else OffloadPolicy(),
+        )
+        units = [
+            shard(block, reshard_after_forward=engine.reshard_after_forward)
+            for block in _blocks(self.body)
+        ]
+        embedding = self.body.get_input_embeddings()
+        if not _is_tied(self.model, embedding):
+            units.append(shard(embedding, reshard_after_forward=engine.reshard_after_forward))
+            units[-1].set_unshard_in_backward(False)  # its gradient does not depend on it
+        units.append(shard(self.root))
+        for unit in units:  # losses divide by global counts: gradients are summed, not averaged
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        return units
+
+    def _fill(self, empty: set[str]) -> None:
+        """Give the parameters named in ``empty`` memory for this rank's rows, and read those."""
+        offload = _options(self.spec).cpu_offload
+        home = torch.device("cpu") if offload else self.device
+
+        def with_memory(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor
+
+        self.root._apply(with_memory)
+        fill_rows(
+            {
+                name: (local(parameter), own_rows(parameter))
+                for name, parameter in self.model.named_parameters()
+                if name in empty
+            },
+            self.spec.model,
+        )
+
+    def _make_optimizer(self, kind: type[Optimizer] = ShardedOptimizer) -> Optimizer:
+        return super()._make_optimizer(kind)
+
+    def _check_format(self) -> None:
+        """As the plain engine's, by a pass of the sharded model; all ranks raise what one finds."""
+        name, dtype = describe(self.spec.model), DTYPES[self.spec.precision.dtype]
+        parts = ((n, local(p).to(dtype)) for n, p in self.model.named_parameters())
+        problem: str | None = None
+        try:
+            check_weights(parts, name)
+        except ModelError as error:
+            problem = str(error)
+        problems = [text for text in self.ranks.gather(problem) if text is not None]
+        if problems:
+            raise ModelError(problems[0])
+        if self._was_empty and not self.scalar:
+            with torch.no_grad():
+                self.root(partial(check_head, self.model, name))
+            self._reshard()
+        if dtype != torch.float32:
+            self._try_pass(name, dtype)
+
+    def _try_pass(self, name: str, dtype: torch.dtype) -> None:
+        """Raise ModelError where a pass over one row cannot be computed."""
+        try:
+            with torch.set_grad_enabled(self.spec.trainable):
+                found = _sum_of(self._outputs(NO_ROWS.to(self.device), with_entropy=False))
+                if self.spec.trainable:
+                    found.backward()
+        except (NotImplementedError, RuntimeError) as error:
+            raise_if_lacking(error, self.body, name)
+            raise
+        if not bool(found.isfinite()):
+            raise_overflow(dtype, name)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free what is still gathered after a pass without backward."""
+        for unit in self.units:
+            unit.reshard()
+        # Before torch 2.13 the list of what ran in such passes can only grow until a backward.
+        reset = getattr(self.root, "reset_iter_state", None)  # house: ok torch's, by its version
+        if reset is not None:
+            reset()
+
+    # ---- computing -------------------------------------------------------------------------
+
+    def _no_grad_pass(self, batch: Batch, name: str) -> Tensor:
+        out = super()._no_grad_pass(batch, name)
+        self._reshard()
+        return out
+
+    def _split(self, batch: Batch) -> list[list[int]]:
+        """As many passes as every other rank makes, because all gather together: some over no
+        rows."""
+        return self._parts(batch)
+
+    def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
+        passes = self._split(batch)
+        once = _options(self.spec).reduce_gradients == "once"
+        for i, rows in enumerate(passes):
+            cast(FSDPModule, self.root).set_requires_gradient_sync(not once or i + 1 == len(passes))
+            yield rows
+
+    def _micro_loss(self, batch: Batch, rows: list[int], loss: Loss) -> tuple[Tensor, Stats]:
+        if rows:
+            return super()._micro_loss(batch, rows, loss)
+        nothing = batch.select([]).to(self.device)
+        return _sum_of(self._outputs(nothing, with_entropy=False)), Stats()
+
+    def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
+        """Inside the root's forward, so that all weights are there that no layer gathers. Without
+        rows: a pass over one made-up row, of which nothing is kept; its gradient is 0."""
+        read = batch if batch.num_rows else NO_ROWS.to(self.device)
+
+        def compute() -> tuple[Tensor | None, ...]:  # FSDP2 looks for tensors in tuples
+            found = super(ShardedTrainEngine, self)._outputs(read, with_entropy=with_entropy)
+            return found.logprobs, found.entropy, found.values
+
+        logprobs, entropy, values = self.root(compute)
+        if batch.num_rows:
+            return Outputs(logprobs, entropy, values)
+        return Outputs(*(None if t is None else t[:0] for t in (logprobs, entropy, values)))
+
+    def _first_bad_here(self) -> str | None:
+        """The micro-batches once more, watched, by all ranks together; what comes first in the
+        order of execution on any of them, as a bad row of one rank is seen by all that gather
+        it."""
+        assert self.optimizer is not None
+        cast(FSDPModule, self.root).set_requires_gradient_sync(True)
+        units = cast(list[nn.Module], self.units)
+        found: list[tuple[int, int, str]] = []
+        micros = [(b, rows, loss) for b, loss in self._since_step for rows in self._split(b)]
+        self.model.train()
+        for number, (batch, rows, loss) in enumerate(micros):
+            compute = partial(self._scaled_loss, batch, rows, loss)
+            bad = first_bad_tensor(self.model, compute, units=units)
+            self.optimizer.zero_grad()
+            if bad is not None:
+                text = f"First bad tensor: {bad} (rows {shortened(rows)} of the batch)."
+                found.append((number, STAGES.index(bad.stage), text))
+        self.model.eval()
+        first = [own for own in self.ranks.gather(min(found, default=None)) if own is not None]
+        return min(first)[2] if first else None
+
+    # ---- state -----------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HuggingFace name, full tensor) in the compute format, LoRA merged, on every rank.
+
+        All ranks have to take all of them, in step: a layer is gathered when its first weight is
+        asked for and freed after its last. The tensors are copies, and the caller's.
+        """
+        for unit in self.units:
+            unit.unshard()
+            try:
+                for name, tensor in merged_weights(self.model, self._names[unit]):
+                    yield name, tensor.clone()
+            finally:
+                unit.reshard()
+
+    def save(self, folder: Path) -> None:
+        """Each rank its own rows (``master-00001-of-00002.safetensors`` ...), rank 0 the rest.
+
+        Called by all ranks, with a folder that all of them see. Returns when all is written. Raises
+        OSError on all ranks where one could not write, and ValueError, with nothing written, where
+        a weight is not finite.
+        """
+        self._start_save(folder, copy=False).wait()
+
+    def save_async(self, folder: Path) -> PendingSave:
+        """:meth:`save` as of now, written while training goes on: this rank's state is copied to
+        CPU memory first. ``engine.json`` comes last; a folder without it is no checkpoint.
+
+        A save that is still being written is waited for, so there is one at a time.
+        """
+        return self._start_save(folder, copy=True)
+
+    def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
+        assert isinstance(self.optimizer, ShardedOptimizer), f"the {self.role} engine is frozen"
+        broken = self.ranks.gather(self.optimizer.broken_master())
+        self._check_finite(next((name for name in broken if name is not None), None))
+        group = self._saving_group()
+        if self._pending is not None:
+            self._pending.join()
+        folder.mkdir(parents=True, exist_ok=True)
+        description = self._description()
+
+        def finish() -> None:
+            self._write_hf(folder / "hf")
+            (folder / "engine.json").write_text(description)
+
+        pieces = self.optimizer.pieces(copy=copy)
+        self._pending = PendingSave(folder, pieces, group, finish=finish)
+        return self._pending
+
+    def _saving_group(self) -> ProcessGroup:
+        """A gloo group that nothing else uses: a thread may talk there while training talks on the
+        ranks' own."""
+        if self._save_group is None:
+            assert self.ranks.group is not None
+            self._save_group = new_group(
+                get_process_group_ranks(self.ranks.group),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return self._save_group
+
+
+NO_ROWS = rows_to_batch([[0, 0]], [[False, True]], prompt_lens=[1])
+"""What a rank computes in a pass for which it has no rows."""
+
+
+def _sum_of(outputs: Outputs) -> Tensor:
+    """Something to call backward on: 0 where there are no rows."""
+    found = outputs.values if outputs.logprobs is None else outputs.logprobs
+    assert found is not None
+    return found.sum()
+
+
+def _blocks(body: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers: what transformers says must stay on one device."""
+    names = set(body._no_split_modules or ())
+    blocks = [module for module in body.modules() if type(module).__name__ in names]
+    if not blocks:
+        log.warning(
+            "%s names no layers that can be gathered one by one, so every rank gathers the whole "
+            "model to compute it",
+            type(body).__name__,
+        )
+    return blocks
+
+
+def _is_tied(model: nn.Module, embedding: nn.Module) -> bool:
+    """Whether another module of the model reads the embedding's weight."""
+    inside = set(embedding.modules())
+    return any(
+        parameter is own
+        for module in model.modules()
+        if module not in inside
+        for parameter in module.parameters(recurse=False)
+        for own in embedding.parameters()
+    )
+
+
+def _names_of_units(model: nn.Module, units: list[FSDPModule]) -> dict[FSDPModule, set[str]]:
+    """The parameters that each unit gathers, by the model's names."""
+    left = {name for name, _ in model.named_parameters()}
+    modules = {cast(FSDPModule, module): name for name, module in model.named_modules()}
+    names: dict[FSDPModule, set[str]] = {}
+    for unit in units:
+        prefix = f"{modules[unit]}." if unit in modules else ""  # the root's are what is left
+        names[unit] = {name for name in left if name.startswith(prefix)}
+        left -= names[unit]
+    return names
+
+
+def _options(spec: EngineSpec) -> TorchEngine:
+    return cast(TorchEngine, spec.train.engine)

@@ -1,0 +1,293 @@
+"""What a train engine's checkpoint looks like on disk, for engines that hold their state in shards.
+
+The files are those of :class:`burnish.train.torch.TorchTrainEngine`: ``master``, ``exp_avg``,
+``exp_avg_sq``, ``step`` and perhaps ``ema`` ``.safetensors`` by parameter name, ``engine.json`` and
+``hf/``. So a run may change its engine, its ZeRO stage and its number of ranks.
+:class:`Shards` says which entries of which parameter a rank holds, :class:`ShardedState` saves and
+loads them, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from burnish.config.model import ModelConfig
+from burnish.train.base import Role
+from burnish.train.ranks import Ranks
+
+Shape = tuple[int, ...]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of one trained parameter whose fp32 master this rank holds."""
+
+    name: str
+    shape: Shape
+    """Of the whole parameter."""
+    start: int = 0
+    """First entry of the flattened parameter that is here."""
+    count: int = 0
+    """How many are here (0: none)."""
+    flat: Tensor | None = None
+    """The flat fp32 tensor they stand in; None where none is here."""
+    offset: int = 0
+    """Where they begin in ``flat``."""
+
+    @property
+    def numel(self) -> int:
+        """Entries of the whole parameter."""
+        return torch.Size(self.shape).numel()
+
+    def of(self, flat: Tensor) -> Tensor:
+        """[count]: this shard in a tensor laid out as ``self.flat``; a view."""
+        return flat.detach().view(-1)[self.offset : self.offset + self.count]
+
+    def cut(self, full: Tensor) -> Tensor:
+        """[count]: this shard of a whole parameter."""
+        return full.reshape(-1)[self.start : self.start + self.count]
+
+
+class Shards:
+    """All shards of a rank, in the order of the model's parameters; the same names on all ranks."""
+
+    def __init__(
+        self, shards: Sequence[Shard], flats: Sequence[Tensor], ranks: Ranks, *, replicated: bool
+    ) -> None:
+        self.all, self.flats, self.ranks = tuple(shards), tuple(flats), ranks
+        self.replicated = replicated
+        """Whether every rank holds everything."""
+
+    @property
+    def numel(self) -> int:
+        """Entries of all parameters."""
+        return sum(s.numel for s in self.all)
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the masters to ``weights``: whole parameters, or what is here of them."""
+        for shard in self.all:
+            if shard.name in weights and shard.flat is not None:
+                given = weights[shard.name].reshape(-1)
+                own = shard.cut(given) if given.numel() == shard.numel else given[: shard.count]
+                shard.of(shard.flat).copy_(own)
+
+    def whole(self, pick: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """Every parameter's whole tensor, fp32, one at a time. ``pick`` maps a flat master to what
+        is wanted of it (itself, or a moment in the same layout). All ranks take part."""
+        for shard in self.all:
+            full = torch.zeros(shard.numel)
+            if shard.flat is not None:
+                full[shard.start : shard.start + shard.count] = shard.of(pick(shard.flat)).cpu()
+            if not self.replicated:
+                self.ranks.sum_([full])  # exact: an entry is 0 on all ranks but one
+            yield full.view(shard.shape)
+
+
+class ShardedState:
+    """fp32 masters, Adam's moments and the moving average, in shards: what a checkpoint holds."""
+
+    def __init__(
+        self, shards: Shards, adam: MutableMapping[Tensor, dict[str, Any]], ema_decay: float | None
+    ) -> None:
+        """``adam``: the state of a torch optimizer over ``shards.flats``."""
+        self.shards, self.adam, self.ema_decay = shards, adam, ema_decay
+        self.ema: dict[int, Tensor] = {}
+        """Moving averages by id of the flat master they follow."""
+        if ema_decay is not None:
+            self.ema = {id(flat): flat.detach().clone() for flat in shards.flats}
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """The moving average, after a step."""
+        if self.ema_decay is not None:
+            for flat in self.shards.flats:
+                self.ema[id(flat)].lerp_(flat, 1.0 - self.ema_decay)
+
+    @property
+    def num_updates(self) -> float | None:
+        """That Adam has made; None before the first, and then there are no moments."""
+        return next((float(s["step"]) for s in self.adam.values() if "step" in s), None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what :meth:`save` writes."""
+        entries = self.shards.numel * (1 + bool(self.ema))
+        if self.num_updates is not None:
+            entries += self.shards.numel * len(MOMENTS) + len(self.shards.all)
+        return 4 * entries
+
+    def save(self, folder: Path, describe: Callable[[], None]) -> None:
+        """Write the tensors, and what ``describe`` writes, into ``folder``.
+
+        All ranks take part, and the first writes, one parameter at a time. Raises OSError on all
+        ranks where it cannot.
+        """
+        ranks, error = self.shards.ranks, None
+        for kind, tensors in self._kinds().items():
+            shapes = [(s.name, () if kind == "step" else s.shape) for s in self.shards.all]
+            try:
+                if ranks.rank == 0 and error is None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_tensors(folder / f"{kind}.safetensors", shapes, tensors)
+            except OSError as failed:
+                error = failed
+            for _ in tensors:  # the other ranks wait for this one in every parameter
+                pass
+        try:
+            if ranks.rank == 0 and error is None:
+                describe()
+        except OSError as failed:
+            error = failed
+        told = ranks.gather(None if error is None else str(error))[0]
+        if error is not None:
+            raise error
+        if told is not None:
+            raise OSError(f"rank 0 could not write the checkpoint: {told}")
+
+    def _kinds(self) -> dict[str, Iterator[Tensor]]:
+        """What is in a checkpoint, by kind."""
+        kinds, updates = {"master": self.shards.whole(lambda flat: flat)}, self.num_updates
+        if updates is not None:
+            for name in MOMENTS:
+                kinds[name] = self.shards.whole(partial(self._moment, name))
+            kinds["step"] = (torch.tensor(updates) for _ in self.shards.all)
+        if self.ema:
+            kinds["ema"] = self.shards.whole(lambda flat: self.ema[id(flat)])
+        return kinds
+
+    def _moment(self, name: str, flat: Tensor) -> Tensor:
+        moment: Tensor = self.adam[flat][name]
+        return moment
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take back what :meth:`save` wrote with any number of ranks: every rank reads its own
+        shards. Raises ValueError for a checkpoint of another model."""
+        master = folder / "master.safetensors"
+        check_names(master, [(s.name, s.shape) for s in self.shards.all])
+        read_into(master, self.shards, lambda flat: flat)
+        self.adam.clear()  # a checkpoint of step 0 has no moments
+        if (folder / "step.safetensors").is_file():
+            updates = read_step(folder / "step.safetensors")
+            for flat in self.shards.flats:
+                moments = {name: torch.zeros_like(flat) for name in MOMENTS}
+                step = torch.tensor(updates, dtype=torch.float32, device=flat.device)
+                self.adam[flat] = {"step": step, **moments}
+            for name in MOMENTS:
+                read_into(folder / f"{name}.safetensors", self.shards, partial(self._moment, name))
+        if self.ema:  # one switched on since then starts from these weights
+            ema = folder / "ema.safetensors"
+            source = ema if ema.is_file() else master
+            read_into(source, self.shards, lambda flat: self.ema[id(flat)])
+
+
+def write_tensors(
+    path: Path, names: Sequence[tuple[str, Shape]], tensors: Iterable[Tensor]
+) -> None:
+    """A safetensors file of fp32 ``tensors``, taken and written one after another.
+
+    The library's own writer wants all of them in memory at one time.
+    """
+    header, end = {}, 0
+    for name, shape in names:
+        begin, end = end, end + 4 * torch.Size(shape).numel()
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            file.write(tensor.detach().float().contiguous().numpy().tobytes())
+
+
+def check_names(path: Path, wanted: Sequence[tuple[str, Shape]]) -> None:
+    """Raise ValueError where the parameters in the file are not the ``wanted`` ones."""
+    with safe_open(path, framework="pt") as file:
+        have = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    names = dict(wanted)
+    if odd := sorted(set(have) ^ set(names))[:3]:
+        raise ValueError(
+            f"the checkpoint is of another model: parameters differ, e.g. {', '.join(odd)}"
+        )
+    for name, shape in wanted:
+        if have[name] != shape:
+            raise ValueError(
+                f"the checkpoint is of another model: {name} is {list(have[name])} there and "
+                f"{list(shape)} here"
+            )
+
+
+def read_into(path: Path, shards: Shards, pick: Callable[[Tensor], Tensor]) -> None:
+    """This rank's shards from a file, one tensor at a time. ``pick`` as in :meth:`Shards.whole`."""
+    with safe_open(path, framework="pt") as file:
+        for shard in shards.all:
+            if shard.flat is not None:
+                shard.of(pick(shard.flat)).copy_(shard.cut(file.get_tensor(shard.name)))
+
+
+def read_step(path: Path) -> float:
+    """The number of updates that Adam has made, of a file with one for each parameter.
+
+    Raises ValueError where they differ: shards have one count for all that is in them.
+    """
+    with safe_open(path, framework="pt") as file:
+        steps = {float(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    if len(steps) > 1:
+        raise ValueError(
+            f"{path} has parameters with different numbers of updates ({min(steps):g} to "
+            f"{max(steps):g}), and DeepSpeed counts one for all; go on with train.engine.kind=torch"
+        )
+    return steps.pop()
+
+
+def write_description(
+    folder: Path,
+    state: dict[str, Any],
+    body: PreTrainedModel,
+    *,
+    model: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """``engine.json``, and what exports need beside the weights. ``model``: the language model
+    whose generation config (tokens that end a response) is written; None for scalar models."""
+    (folder / "engine.json").write_text(json.dumps(state, indent=1))
+    hf = folder / "hf"
+    body.config.save_pretrained(hf)
+    if model is not None:
+        text = model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
+        (hf / "generation_config.json").write_text(text)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(hf)
+
+
+def read_description(folder: Path, *, role: Role, model: ModelConfig) -> dict[str, Any]:
+    """``engine.json``. Raises ValueError for a checkpoint of another role, or of adapters for
+    another base."""
+    if not (folder / "engine.json").is_file():
+        raise ValueError(f"{folder.parent} holds no {role}")
+    state: dict[str, Any] = json.loads((folder / "engine.json").read_text())
+    if state["role"] != role:
+        raise ValueError(f"{folder} is the checkpoint of a {state['role']}, not of a {role}")
+    saved = ModelConfig.model_validate(state["model"])
+    if model.lora is not None and _base(saved) != _base(model):
+        raise ValueError(
+            f"{folder} has adapters for {_base(saved)}, and this recipe's base is {_base(model)}"
+        )
+    return state
+
+
+def _base(model: ModelConfig) -> dict[str, Any]:
+    """What decides the weights that adapters are added to."""
+    return model.model_dump(include={"path", "gguf_file", "revision", "scratch"}, exclude_none=True)

@@ -1,0 +1,245 @@
+"""ZeRO as seen from here: Burnish's settings in DeepSpeed's words, and where DeepSpeed keeps what.
+
+Nothing here imports deepspeed; its objects arrive as arguments. What is read of them was read in
+the source of the versions that ``deepspeed.py`` accepts. Reading order: ds_config, ZeroAdamW,
+find_shards, the loss scaler.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.model import PrecisionConfig
+from burnish.config.train import DeepSpeedEngine
+from burnish.train.ranks import Ranks
+from burnish.train.state import Shard, Shards
+from burnish.train.torch import EngineSpec
+
+
+def ds_config(spec: EngineSpec) -> dict[str, Any]:
+    """DeepSpeed's configuration of an engine.
+
+    Its batch sizes are nominal: with ``managed_gradient_accumulation`` off a step is what comes
+    before ``step()``, however many passes that is.
+    """
+    train, engine = spec.train, spec.train.engine
+    assert isinstance(engine, DeepSpeedEngine)
+    sums = spec.precision.grad_accum_dtype
+    clips_itself = engine.zero_stage == 0 and spec.precision.dtype == "fp32"
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0 if clips_itself else train.max_grad_norm or 0.0,
+        "data_types": {"grad_accum_dtype": sums},
+        "communication_data_type": sums,
+        "zero_optimization": zero_section(engine),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **_precision_section(spec.precision),
+    }
+
+
+def zero_section(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """The section ``zero_optimization``."""
+    on_host = {"device": "cpu", "pin_memory": False}
+    section: dict[str, Any] = {
+        "stage": engine.zero_stage,
+        "reduce_bucket_size": engine.reduce_bucket_size,
+    }
+    if engine.adam_offload:
+        section["offload_optimizer"] = on_host
+    if engine.param_offload:
+        section["offload_param"] = on_host
+    if engine.zero_stage == 3:
+        section["stage3_param_persistence_threshold"] = engine.param_persistence_threshold
+        section["zero_hpz_partition_size"] = engine.zero_hpz_partition_size
+    return section
+
+
+def _precision_section(precision: PrecisionConfig) -> dict[str, Any]:
+    if precision.dtype != "fp16":
+        return {"bf16": {"enabled": True}} if precision.dtype == "bf16" else {}
+    return {
+        "fp16": {
+            "enabled": True,
+            "loss_scale": precision.loss_scale or 0,
+            "initial_scale_power": precision.initial_scale_power,
+            "loss_scale_window": precision.loss_scale_window,
+            "hysteresis": precision.hysteresis,
+            "min_loss_scale": int(precision.min_loss_scale),
+            "consecutive_hysteresis": precision.consecutive_hysteresis,
+        }
+    }
+
+
+class ZeroAdamW(torch.optim.AdamW):
+    """torch's AdamW, which compiles nothing; DeepSpeed's own are C++ extensions built at first use.
+
+    It gets flat shards to step over, and can be told to leave them as they are. ``checks``: look at
+    the gradient and clip here, as DeepSpeed does at stages 1 to 3 only.
+    """
+
+    def __init__(self, model: nn.Module, spec: EngineSpec) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in trained if len(shape_of(p)) >= 2]
+        others = [p for p in trained if len(shape_of(p)) < 2]
+        groups = [
+            {"params": matrices, "weight_decay": spec.train.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        super().__init__(
+            [g for g in groups if g["params"]],
+            lr=spec.lr or spec.train.lr,
+            betas=spec.train.adam_betas,
+            eps=spec.train.adam_eps,
+            fused=True,
+        )
+        self.hold = self.checks = False
+        self.max_norm = spec.train.max_grad_norm
+        self.overflow = False
+        self._global_grad_norm = 0.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update, unless ``hold`` or, where it ``checks``, the gradient is not finite."""
+        if self.checks:
+            params = [p for group in self.param_groups for p in group["params"]]
+            norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+            self._global_grad_norm = float(norm)
+            self.overflow = not bool(torch.isfinite(norm))
+            if self.max_norm is not None and not self.overflow:
+                torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
+        if not self.hold and not (self.checks and self.overflow):
+            super().step()
+
+
+# ---- shards --------------------------------------------------------------------------------
+
+
+def is_cut(parameter: nn.Parameter) -> bool:
+    """Whether DeepSpeed keeps this parameter in shards (its own entries are then mostly away)."""
+    return hasattr(parameter, "ds_tensor")  # house: ok DeepSpeed's mark
+
+
+def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Of the whole parameter."""
+    cut: Any = parameter
+    return tuple(cut.ds_shape) if is_cut(parameter) else tuple(parameter.shape)
+
+
+def find_shards(model: nn.Module, optimizer: Any, *, stage: int, ranks: Ranks) -> Shards:
+    """Where DeepSpeed's ``optimizer`` keeps the fp32 master of every trained parameter of
+    ``model``, on this rank."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    parts = vars(optimizer)
+    if stage == 3:
+        flats = parts["fp32_partitioned_groups_flat"]
+        shards = [_shard_of_stage_3(optimizer, flats, name, p) for name, p in named]
+    elif stage:
+        # ZeRO-1 with bf16 is another class, with another name for the same thing.
+        flats = parts.get("single_partition_of_fp32_groups") or parts["fp32_groups_flat_partition"]
+        shards = [_shard_of_stage_1_and_2(flats, name, p) for name, p in named]
+    else:
+        masters = {id(p): p for _, p in named}
+        if "fp32_groups" in parts:
+            weights = itertools.chain(*parts["fp16_groups"])
+            halves = zip(weights, itertools.chain(*parts["fp32_groups"]), strict=True)
+            masters = {id(weight): master for weight, master in halves}
+        flats = [masters[id(p)] for _, p in named]
+        shards = [
+            Shard(name, tuple(p.shape), count=p.numel(), flat=flat)
+            for (name, p), flat in zip(named, flats, strict=True)
+        ]
+    return Shards(shards, flats, ranks, replicated=stage == 0)
+
+
+def _shard_of_stage_3(optimizer: Any, flats: list[Tensor], name: str, parameter: Any) -> Shard:
+    """Each parameter is cut into equal parts, the last padded."""
+    group, offset, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    total = int(parameter.ds_numel)
+    start = min(total, count * int(parameter.ds_zero_partition_rank))
+    count = min(count, total - start)
+    return Shard(name, shape_of(parameter), start, count, flats[group], offset)
+
+
+def _shard_of_stage_1_and_2(flats: list[Tensor], name: str, parameter: Any) -> Shard:
+    """All parameters of a group stand in one row, which is cut into equal parts."""
+    shape, here = tuple(parameter.shape), parameter._hp_mapping
+    if here is None:
+        return Shard(name, shape)
+    source, place = here.lp_fragment_address, here.hp_fragment_address
+    flat = flats[here.param_group_index]
+    return Shard(name, shape, source.start, source.numel, flat, place.start)
+
+
+def publish(optimizer: Any, *, stage: int) -> None:
+    """Masters into the weights that compute, on all ranks."""
+    parts = vars(optimizer)
+    if stage == 3:
+        optimizer._partition_all_parameters()  # what stayed whole on every rank is gathered anew
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        optimizer.invalidate_secondary_tensor()
+    elif stage:
+        optimizer.update_lp_params()
+    elif "fp32_groups" in parts:
+        for masters, weights in zip(parts["fp32_groups"], parts["fp16_groups"], strict=True):
+            torch._foreach_copy_(weights, masters)
+
+
+def buckets(model: nn.Module, most_bytes: int) -> Iterator[dict[str, nn.Parameter]]:
+    """Parameters by name, in order, up to ``most_bytes`` whole; an adapter stays with the weight it
+    is added to."""
+    units: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        owner = name.partition(".base_layer.")[0].partition(".lora_")[0]
+        units.setdefault(owner, {})[name] = parameter
+    bucket: dict[str, nn.Parameter] = {}
+    size = 0
+    for unit in units.values():
+        num_bytes = sum(torch.Size(shape_of(p)).numel() * p.element_size() for p in unit.values())
+        if bucket and size + num_bytes > most_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket |= unit
+        size += num_bytes
+    yield bucket
+
+
+# ---- the loss scaler -----------------------------------------------------------------------
+
+
+def is_at_floor(scaler: Mapping[str, Any]) -> bool:
+    """Whether the scaler, as it was before an overflow, had to halve and could not."""
+    if not scaler.get("dynamic", False):
+        return False
+    halves = 1 in (scaler["delayed_shift"], scaler["cur_hysteresis"])
+    return bool(halves and scaler["cur_scale"] == scaler["min_scale"])
+
+
+def scaler_state(scaler: Any) -> dict[str, float | int]:
+    """DeepSpeed's scaler as :class:`burnish.train.loss_scaler.DynamicLossScaler` writes itself."""
+    if scaler is None or not scaler.dynamic:
+        return {}
+    return {
+        "scale": float(scaler.cur_scale),
+        "left": int(scaler.cur_hysteresis),
+        "clean_steps": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
+    }
+
+
+def restore_scaler(scaler: Any, state: Mapping[str, float | int]) -> None:
+    """Take back :func:`scaler_state`; nothing for a constant scale, and a recipe may have
+    changed."""
+    if scaler is None or not scaler.dynamic or not state:
+        return
+    scaler.cur_scale = float(state["scale"])
+    scaler.cur_hysteresis = min(int(state["left"]), scaler.delayed_shift)
+    scaler.cur_iter, scaler.last_overflow_iter = int(state["clean_steps"]), -1

@@ -1,0 +1,217 @@
+"""Reward servers that fail, are slow, or are not there: what is tried again, and where."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from tenacity import AsyncRetrying
+
+from burnish.rewards import remote_client
+from burnish.rewards.base import RewardInput, SampleError
+from burnish.rewards.remote import RemoteReward as Remote
+from burnish.rewards.remote_client import _retry_after_s
+
+Serve = Callable[..., Any]
+MakeRemote = Callable[..., Remote]
+Items = Callable[..., list[RewardInput]]
+Behaviour = Callable[[Any, dict[str, Any], int], None]
+
+
+def says(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Behaviour:
+    return lambda handler, request, number: handler.reply(body, status=status, headers=headers)
+
+
+def first(bad: Behaviour, *, times: int = 1) -> Behaviour:
+    """``bad`` for the first ``times`` requests, then well."""
+
+    def behave(handler: Any, request: dict[str, Any], number: int) -> None:
+        if number < times:
+            bad(handler, request, number)
+        else:
+            handler.lengths(request)
+
+    return behave
+
+
+def hangs_up(handler: Any, request: dict[str, Any], number: int) -> None:
+    """Dies in the middle of its reply."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"rewards": [1.0')
+    handler.wfile.flush()
+    handler.close_connection = True
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def is_silent(handler: Any, request: dict[str, Any], number: int) -> None:
+    handler.server.stop.wait(30)
+    handler.close_connection = True
+
+
+def drips(handler: Any, request: dict[str, Any], number: int) -> None:
+    """One byte now and then, for ever: no single wait is long."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000000")
+    handler.end_headers()
+    while not handler.server.stop.wait(0.05):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+
+
+def failure(reward: Remote, items: list[RewardInput]) -> str:
+    """What is said about the first item, where none of them has a score."""
+    scores = reward.score(items)
+    assert len(scores) == len(items) and all(isinstance(s, SampleError) for s in scores)
+    return str(scores[0])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(says(b"oops", status=500), id="500"),
+        pytest.param(says(b"", status=503), id="503"),
+        pytest.param(says(b"", status=429, headers={"Retry-After": "0"}), id="429"),
+        pytest.param(hangs_up, id="dies in its reply"),
+    ],
+)
+def test_a_failure_that_may_pass_is_tried_again(
+    bad: Behaviour, serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    server = serve(first(bad, times=2))
+    reward = remote(server.url, retries=2)
+    assert reward.score(items("a")) == [11.0]
+    assert reward.take_counts() == {"requests": 3, "retries": 2, "bad_logs": 0}
+    assert reward.take_counts()["requests"] == 0
+    assert server.requests == server.requests[:1] * 3
+
+
+@pytest.mark.parametrize("behave", [is_silent, drips])
+def test_a_server_that_is_too_slow_is_given_up(
+    behave: Behaviour, serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    server = serve(behave)
+    times = {"read_timeout_s": 0.2, "connect_timeout_s": 0.2}
+    said = failure(remote(server.url, retries=1, **times), items("a"))
+    assert server.url in said and "read_timeout_s=0.2" in said and "tried 2 times" in said
+
+
+def test_a_server_that_is_not_there_is_named(
+    dead_url: str, remote: MakeRemote, items: Items, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = failure(remote(dead_url, retries=2), items("a"))
+    assert f"{dead_url} gave no whole reply (ConnectError" in said and "tried 3 times" in said
+    # Once, and not once for each try: it had not begun to work in between.
+    assert sum(dead_url in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 301])
+def test_other_failures_are_not_tried_again(
+    status: int, serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    server = serve(says(b"no such thing", status=status, headers={"Location": "/x"}))
+    said = failure(remote(server.url), items("a"))
+    assert len(server.requests) == 1
+    assert f"{server.url} answered with status {status}: 'no such thing'; 200" in said
+
+
+def test_a_retry_waits_as_long_as_the_server_asks_and_no_longer_than_the_limit(
+    serve: Serve, remote: MakeRemote, items: Items, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Retry-After, waits are between a half and the whole of 4, 8 and (not 16) 10 seconds;
+    Retry-After 7 is more than any first wait, and 60 more than the limit of 10."""
+    server = serve()
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(remote_client, "AsyncRetrying", partial(AsyncRetrying, sleep=sleep))
+
+    def run(behave: Behaviour) -> list[float]:
+        waits.clear()
+        server.behave, server.requests = behave, []
+        reward = remote(server.url, retries=3, backoff_s=4, max_backoff_s=10)
+        assert reward.score(items("a")) == [11.0]
+        return waits
+
+    plain = run(first(says(b"", status=500), times=3))
+    bounds = zip(plain, [(2, 4), (4, 8), (5, 10)], strict=True)
+    assert all(low <= wait <= high for wait, (low, high) in bounds)
+    assert run(first(says(b"", status=429, headers={"Retry-After": "7"}))) == [7.0]
+    assert run(first(says(b"", status=503, headers={"Retry-After": "60"}))) == [10.0]
+
+
+def test_retry_after_is_a_number_or_a_date() -> None:
+    assert _retry_after_s("12") == 12.0
+    assert _retry_after_s("-5") == _retry_after_s("soon") == _retry_after_s("") == 0.0
+    assert _retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    assert _retry_after_s("Wed, 21 Oct 2122 07:28:00 GMT") > 1e9
+
+
+# ---- several servers ----
+
+
+def test_work_is_spread_over_the_servers(serve: Serve, remote: MakeRemote, items: Items) -> None:
+    """The least busy is asked, in turn: one request at a time goes to each alternately."""
+    servers = [serve(), serve()]
+    reward = remote(*(s.url for s in servers), batch_size=1, max_concurrency=1)
+    assert reward.score(items(*"abcdefgh")) == [11.0] * 8
+    assert [len(s.requests) for s in servers] == [4, 4]
+
+
+def test_a_busy_server_gets_less(serve: Serve, remote: MakeRemote, items: Items) -> None:
+    """While the first request waits in the slow server, the other takes all the rest."""
+    quick = serve()
+
+    def waits(handler: Any, request: dict[str, Any], number: int) -> None:
+        for _ in range(2000):
+            if len(quick.requests) == 7 or handler.server.stop.wait(0.01):
+                break
+        handler.lengths(request)
+
+    slow = serve(waits)
+    reward = remote(slow.url, quick.url, batch_size=1, max_concurrency=2)
+    assert reward.score(items(*"abcdefgh")) == [11.0] * 8
+    assert [len(slow.requests), len(quick.requests)] == [1, 7]
+
+
+def test_all_requests_are_served_while_one_of_two_servers_is_dead(
+    dead_url: str,
+    serve: Serve,
+    remote: MakeRemote,
+    items: Items,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With retries 0: another server's answer is no retry of its own. The dead one rests, so it is
+    not asked again: 9 requests for 8 items."""
+    server = serve()
+    reward = remote(dead_url, server.url, batch_size=1, max_concurrency=1, retries=0, rest_s=1000)
+    assert reward.score(items(*"abcdefgh")) == [11.0] * 8
+    assert len(server.requests) == 8
+    assert reward.take_counts()["requests"] == 9
+    assert f"{dead_url} gave no whole reply" in caplog.text and "for 1000 s" in caplog.text
+
+
+def test_a_server_that_rested_is_asked_again(
+    serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    ill, well = serve(first(says(b"", status=500))), serve()
+    reward = remote(ill.url, well.url, batch_size=1, max_concurrency=1, rest_s=0)
+    assert reward.score(items(*"abcdef")) == [11.0] * 6
+    assert len(ill.requests) > 1
+
+
+def test_a_server_that_talks_nonsense_does_not_draw_all_requests(
+    serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    """It is quick, so it would always be the least busy."""
+    broken, well = serve(says(b"<html>")), serve()
+    reward = remote(broken.url, well.url, batch_size=1, max_concurrency=1, rest_s=1000)
+    scores = reward.score(items(*"abcdef"))
+    assert isinstance(scores[0], SampleError) and scores[1:] == [11.0] * 5
+    assert len(broken.requests) == 1

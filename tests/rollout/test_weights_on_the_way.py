@@ -1,0 +1,77 @@
+"""The list that new weights are crossed off, and the number they are compared by."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+from burnish.rollout.weights import WeightList, fingerprint
+
+MASK = (1 << 64) - 1
+
+
+def mixed(bits: int) -> int:
+    """SplitMix64's finaliser in Python's whole numbers, on sign-extended bits."""
+    z = bits & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def test_a_fingerprint_is_the_sum_of_mixed_bits() -> None:
+    values = [1.0, -1.5, 3e-40, 65504.0]
+    for code, dtype in (("<f", torch.float32), ("<e", torch.float16)):
+        bits = "<i" if code == "<f" else "<h"
+        expected = sum(mixed(struct.unpack(bits, struct.pack(code, x))[0]) for x in values) & MASK
+        assert fingerprint(torch.tensor(values), dtype) == expected
+
+
+def test_a_fingerprint_adds_up_over_parts_in_any_order_and_zeros_add_nothing() -> None:
+    x = torch.randn(70_000)  # more than one chunk
+    whole = fingerprint(x, torch.float32)
+    parts = [fingerprint(p, torch.float32) for p in x.split([1, 999, 69_000])]
+    assert sum(parts) & MASK == whole
+    assert fingerprint(x.view(700, 100).t(), torch.float32) == whole
+    assert fingerprint(torch.cat([torch.zeros(5), x]), torch.float32) == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_bit_anywhere_changes_a_fingerprint(dtype: torch.dtype) -> None:
+    x = torch.randn(200).to(dtype)
+    whole = fingerprint(x, dtype)
+    for i in range(200):
+        y = x.clone()
+        y.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[i] ^= 1
+        assert fingerprint(y, dtype) != whole
+
+
+def test_one_up_and_one_down_do_not_cancel() -> None:
+    """The sum of the plain bits would be the same."""
+    x = torch.ones(2)
+    y = x.clone()
+    y.view(torch.int32)[0] += 1
+    y.view(torch.int32)[1] -= 1
+    assert fingerprint(x, torch.float32) != fingerprint(y, torch.float32)
+
+
+def test_a_fingerprint_is_of_the_rounded_values() -> None:
+    x = torch.randn(100)
+    assert fingerprint(x, torch.bfloat16) == fingerprint(x.bfloat16(), torch.bfloat16)
+    assert fingerprint(x, torch.bfloat16) == fingerprint(x.bfloat16().float(), torch.bfloat16)
+
+
+def test_weights_are_crossed_off_once_each() -> None:
+    wanted = WeightList({"a": torch.Size([2]), "b": torch.Size([3])})
+    wanted.take("a", torch.ones(2))
+    with pytest.raises(ValueError, match="weight a was given twice"):
+        wanted.take("a", torch.ones(2))
+    with pytest.raises(ValueError, match="weight c is not a parameter"):
+        wanted.take("c", torch.ones(2))
+    with pytest.raises(
+        ValueError, match=r"1 weights were not given, e\.g\. b: they would be stale"
+    ):
+        wanted.finish()
+    with pytest.raises(ValueError, match=r"weight b is \[1\], the rollout model has \[3\]"):
+        wanted.take("b", torch.ones(1))

@@ -1,0 +1,313 @@
+"""The same recipes on Ray workers: the same numbers, and what happens when workers die or hang.
+
+One local Ray serves all tests of this file; every process in it has one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+import burnish
+from burnish.config import ConfigError, JobConfig
+from burnish.observe.metrics import read_metrics
+from burnish.observe.samples import read_samples
+from burnish.runtime.base import ClusterError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MakeConfig = Callable[..., JobConfig]
+RAY = ["cluster.runtime=ray", "cluster.policy_ranks=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """16 places to hand out, on whatever cores there are."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=256 << 20,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """After each run its workers are gone and their places are free again."""
+    yield
+    deadline = time.monotonic() + 30
+    while workers("") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not workers("")
+    while ray.available_resources().get("CPU") != 16 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ray.available_resources()["CPU"] == 16
+
+
+def workers(kind: str) -> list[psutil.Process]:
+    """Worker processes that hold one of our classes."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if line.startswith(("ray::TrainWorker", "ray::RolloutWorker")) and kind in line:
+            found.append(process)
+    return found
+
+
+def compare(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+    """All that was measured, step by step, but clocks and memory."""
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for first, second in zip(one, other, strict=True):
+        names = [
+            n
+            for n in first
+            if not n.startswith(("time", "memory/")) and not n.endswith("tokens_per_s")
+        ]
+        assert len(names) >= 2 and set(names) == {n for n in second if n in set(names)}
+        for name in names:
+            # fp32 sums over two ranks instead of one; gaps are of that size themselves
+            assert second[name] == pytest.approx(first[name], rel=1e-4, abs=2e-6, nan_ok=True), (
+                first["step"],
+                name,
+            )
+
+
+GAE = [
+    "algorithm.advantage=gae",
+    "algorithm.kl.init_kl_coef=0.1",
+    "algorithm.kl.placement=reward",
+    "algorithm.kl.estimator=k1",
+    "train.train_batch_size=8",
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["algorithm.kl.init_kl_coef=0.1"], id="grpo with a reference"),
+        pytest.param(GAE, id="ppo with critic and reference"),
+        pytest.param(["precision.dtype=bf16"], id="bf16"),
+        pytest.param(["train.max_tokens_per_micro_batch=40"], id="token budget"),
+    ],
+)
+def test_rl_gives_the_numbers_of_one_process(
+    options: list[str], rl: MakeConfig, reward: Any, evaluation: list[str]
+) -> None:
+    common = [*options, *evaluation, "max_steps=3", "train.lr=1e-2"]
+    inline = rl(*common, f"run_dir={rl().run_dir}-inline")
+    remote = rl(*common, *RAY, f"run_dir={rl().run_dir}-ray")
+    lines = [read_metrics(burnish.run(c, rewards=reward).run_dir) for c in (inline, remote)]
+    if "precision.dtype=bf16" in options:
+        assert all(math.isfinite(line["train/grad_norm"]) for line in lines[1][1:])
+        assert lines[1][1]["reward/mean"] == pytest.approx(lines[0][1]["reward/mean"], abs=0.1)
+        return  # two ranks round other partial sums: from step 2 on other tokens are drawn
+    compare(*lines)
+
+
+def test_a_lora_policy_and_its_base_live_on_the_same_workers(rl: MakeConfig, reward: Any) -> None:
+    options = ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2"]
+    config = rl(*options, *RAY, "max_steps=3")
+    lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
+    assert lines[0]["train/kl"] == 0.0 and lines[-1]["train/kl"] > 1e-4
+    assert all(line["train/mismatch_max"] < 1e-5 for line in lines), "merged weights arrived"
+
+
+def test_layouts_change_places_and_no_number(rl: MakeConfig, reward: Any) -> None:
+    runs = []
+    for layout in ("colocate_all", "colocate_actor_ref", "separate"):
+        config = rl(*RAY, *GAE, f"cluster.layout={layout}", f"run_dir={rl().run_dir}-{layout}")
+        runs.append(read_metrics(burnish.run(config, rewards=reward).run_dir))
+    compare(runs[0], runs[1])
+    compare(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("job", ["sft", "rm"])
+def test_supervised_jobs_give_the_numbers_of_one_process(
+    job: str, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": f"{i}=", "response": str(i), "chosen": str(i), "rejected": "+"}
+        for i in range(16)
+    ]
+    data = write_rows("rows", rows)
+    tree = {
+        "job": job,
+        "max_epochs": 2,
+        "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
+        "data": {"sources": [data]},
+        "eval_data": {"sources": [data]},
+        "train": {"train_batch_size": 4, "lr": 1e-2},
+    }
+    lines = []
+    for name, more in (("inline", []), ("ray", RAY)):
+        config = burnish.load_config({**tree, "run_dir": str(tmp_path / name)}, more)
+        lines.append(read_metrics(burnish.run(config).run_dir))
+    compare(*lines)
+
+
+def test_a_reward_model_scores_on_its_own_workers_and_evaluate_runs(
+    rl: MakeConfig, evaluation: list[str], tmp_path: Path, sums: str
+) -> None:
+    from burnish.models.value_head import load_scalar_model  # noqa: F401  (the reward's loader)
+
+    rows = [{"prompt": f"{i}=", "chosen": str(i), "rejected": "+"} for i in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    rm = burnish.load_config(
+        {
+            "job": "rm",
+            "run_dir": str(tmp_path / "rm"),
+            "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
+            "data": {"sources": [str(tmp_path / "pairs.jsonl")]},
+            "train": {"train_batch_size": 4, "lr": 1e-2},
+        }
+    )
+    folder = burnish.export(burnish.run(rm).run_dir, tmp_path / "reward", model="reward")
+    rewards = f"rewards=[{{kind: model, model: {{path: '{folder}'}}}}]"
+    lines = []
+    for name, more in (("inline", []), ("ray", RAY)):
+        config = rl(rewards, *more, f"run_dir={rl().run_dir}-{name}")
+        lines.append(read_metrics(burnish.run(config).run_dir))
+    compare(*lines)
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+class Killer(threading.Thread):
+    """Sends a signal to a worker of a kind, a moment after the log has grown to some lines."""
+
+    def __init__(
+        self, run_dir: Path, kind: str, *, lines: int, seed: int, number: int = signal.SIGKILL
+    ) -> None:
+        super().__init__(daemon=True)
+        self.log, self.kind, self.lines, self.number = (
+            run_dir / "metrics.jsonl",
+            kind,
+            lines,
+            number,
+        )
+        self.rng = random.Random(seed)
+        self.hit: int | None = None
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if self.log.is_file() and len(self.log.read_text().splitlines()) >= self.lines:
+                time.sleep(self.rng.uniform(0, 0.2))
+                found = workers(self.kind)
+                if found:
+                    victim = self.rng.choice(found)
+                    self.hit = victim.pid
+                    os.kill(victim.pid, self.number)
+                    return
+            time.sleep(0.005)
+
+
+def trained_once(run_dir: Path, *, prompts: int, samples: int) -> None:
+    found = Counter(sample["prompt_id"] for sample in read_samples(run_dir))
+    assert len(found) == prompts and set(found.values()) == {samples}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["RolloutWorker", "TrainWorker"])
+def test_a_killed_worker_is_replaced_and_the_numbers_are_those_of_an_undisturbed_run(
+    kind: str, seed: int, rl: MakeConfig, reward: Any
+) -> None:
+    """16 prompts, 4 a step, 8 steps: two epochs."""
+    common = ["max_steps=8", "train.lr=1e-2", "checkpoint.every_n_steps=2"]
+    whole = rl(*common, f"run_dir={rl().run_dir}-whole")
+    expected = read_metrics(burnish.run(whole, rewards=reward).run_dir)
+    config = rl(*common, *RAY, f"run_dir={rl().run_dir}-killed")
+    killer = Killer(Path(config.run_dir), kind, lines=1 + seed, seed=seed)
+    killer.start()
+    burnish.run(config, rewards=reward)
+    killer.join(60)
+    assert killer.hit is not None, "nothing was killed, so nothing was tried"
+    compare(expected, read_metrics(Path(config.run_dir)))
+    trained_once(Path(config.run_dir), prompts=32, samples=4)
+    log = (Path(config.run_dir) / "run.log").read_text()
+    assert "replaced (1 of 3)" in log
+
+
+def test_a_hung_rank_is_named_and_replaced(rl: MakeConfig, reward: Any) -> None:
+    common = ["max_steps=4", "checkpoint.every_n_steps=1"]
+    config = rl(*common, *RAY, "cluster.call_timeout_s=8")
+    killer = Killer(Path(config.run_dir), "TrainWorker", lines=1, seed=5, number=signal.SIGSTOP)
+    killer.start()
+    burnish.run(config, rewards=reward)
+    log = (Path(config.run_dir) / "run.log").read_text()
+    assert "rank 0 of the policy" in log or "rank 1 of the policy" in log
+    assert "did not answer within 8 s" in log and "replaced (1 of 3)" in log
+    assert [line["step"] for line in read_metrics(Path(config.run_dir))] == [1, 2, 3, 4]
+
+
+def test_too_many_deaths_end_the_run_with_its_reason(rl: MakeConfig, reward: Any) -> None:
+    config = rl(*RAY, "max_steps=4", "cluster.max_restarts=0")
+    Killer(Path(config.run_dir), "TrainWorker", lines=1, seed=6).start()
+    with pytest.raises(ClusterError, match=r"of the policy died.*max_restarts=0"):
+        burnish.run(config, rewards=reward)
+
+
+def test_mistakes_of_a_worker_reach_the_user_in_its_own_words(rl: MakeConfig, reward: Any) -> None:
+    config = rl(*RAY, "rollout.generate_max_len=60", "model.scratch.max_position_embeddings=62")
+    inline = rl("rollout.generate_max_len=60", "model.scratch.max_position_embeddings=62")
+    said = []
+    for one in (inline, config):
+        with pytest.raises(Exception) as caught:
+            burnish.run(one, rewards=reward)
+        said.append((type(caught.value), str(caught.value)))
+    assert said[0] == said[1]
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def test_more_than_the_cluster_has_is_refused_at_once(rl: MakeConfig, reward: Any) -> None:
+    gpus = rl(*RAY, "cluster.gpus_per_worker=1")
+    with pytest.raises(ClusterError, match=r"needs 2 GPUs .*the cluster has 0"):
+        burnish.run(gpus, rewards=reward)
+    many = rl(*RAY, "cluster.layout=separate", "cluster.rollout_workers=20")
+    with pytest.raises(ClusterError, match=r"needs 22 CPUs .*the cluster has 16"):
+        burnish.run(many, rewards=reward)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.policy_ranks=2"], "runtime=inline has one process; set runtime=ray"),
+        (["cluster.ray_address=auto"], "runtime=inline uses no Ray"),
+        (
+            ["cluster.runtime=ray", "cluster.policy_ranks=2", "cluster.rollout_workers=3"],
+            "puts policy and rollout into the same places, and they have 2 and 3 workers",
+        ),
+        (
+            ["cluster.runtime=ray", "cluster.policy_ranks=3"],
+            "is not a multiple of the 3 data-parallel ranks",
+        ),
+    ],
+)
+def test_clusters_that_make_no_sense_are_refused(
+    overrides: list[str], said: str, rl: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rl(*overrides)
+    assert said in str(caught.value)

@@ -1,0 +1,91 @@
+"""A run whose rewards come from a reward server: the same numbers as with the model in the run."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.config import load_config
+from burnish.config.model import ModelConfig
+from burnish.observe.metrics import read_metrics
+from burnish.rewards.base import RewardError
+
+Serving = Callable[..., Any]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, scratch: ModelConfig) -> Callable[..., Any]:
+    """``recipe(reward, name="a")``: two GRPO steps of 4 x 4 short samples."""
+    rows = [{"prompt": f"{a}+{b}=", "label": a + b} for a in range(4) for b in range(2)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(reward: dict[str, Any], *, name: str, **more: Any) -> Any:
+        tree = {
+            "job": "rl",
+            "run_dir": str(tmp_path / name),
+            "max_steps": 2,
+            "model": scratch.model_dump(),
+            "data": {"sources": [str(data)]},
+            "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "generate_max_len": 4},
+            "rewards": [{"name": "rm", **reward}],
+            "train": {"train_batch_size": 16, "lr": 1e-3},
+        }
+        return load_config(tree | more)
+
+    return make
+
+
+def test_a_run_with_a_remote_reward_is_the_run_with_the_model_itself(
+    recipe: Callable[..., Any], serving: Serving, reward_model: Path
+) -> None:
+    """Requests of 3: 16 samples make 6 a step."""
+    here = recipe({"kind": "model", "model": {"path": str(reward_model)}}, name="here")
+    wanted = read_metrics(burnish.run(here).run_dir)
+    with serving() as server:
+        urls = [f"{server.url}/get_reward"]
+        there = recipe({"kind": "remote", "urls": urls, "batch_size": 3}, name="there")
+        found = read_metrics(burnish.run(there).run_dir)
+        assert sum(len(rows) for rows in server.gate.passes) == 32
+    assert len(found) == 2
+    for one, other in zip(found, wanted, strict=True):
+        # fp32 sums in another order, through advantages that divide by a group's deviation and
+        # one AdamW step; rewards differ by tenths.
+        for metric in ("reward/mean", "reward/rm", "train/grad_norm", "rollout/response_len"):
+            assert one[metric] == pytest.approx(other[metric], rel=1e-3, abs=1e-5)
+        assert (one["reward/rm/requests"], one["reward/rm/retries"]) == (6, 0)
+        assert 2 < one["reward/rm/num_tokens"] < 12 and one["reward/rm/truncated"] == 0
+        assert one["reward/rm/scores"] == pytest.approx(one["reward/rm"], rel=1e-6)
+
+
+def test_an_evaluation_with_a_remote_reward(
+    recipe: Callable[..., Any], serving: Serving, tmp_path: Path, scratch: ModelConfig
+) -> None:
+    with serving() as server:
+        remote = {"kind": "remote", "urls": [f"{server.url}/get_reward"]}
+        rl = recipe(remote, name="unused")
+        tree = {
+            "job": "evaluate",
+            "run_dir": str(tmp_path / "eval"),
+            "model": scratch.model_dump(),
+            "eval": {"data": {"sources": list(rl.data.sources)}, "generate_max_len": 4},
+            "rewards": [remote],
+        }
+        metrics = burnish.run(load_config(tree)).metrics
+        scores = [r for rows in server.gate.passes for r in rows]
+    assert len(scores) == 8 and -100 < metrics["eval/reward"] < 100
+
+
+def test_a_run_without_its_server_says_which_url(recipe: Callable[..., Any]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/get_reward"
+    config = recipe({"kind": "remote", "urls": [url], "retries": 0}, name="alone")
+    with pytest.raises(RewardError, match=f"{url} gave no whole reply"):
+        burnish.run(config)

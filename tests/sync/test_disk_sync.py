@@ -1,0 +1,222 @@
+"""Hand-overs on disk: whole or not there, whatever happens to the writer or to the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from burnish.sync.base import LinkError, SyncError
+from burnish.sync.disk import DiskReceiver, DiskSender
+
+WEIGHTS = {
+    **{f"w{i}": torch.full((8,), float(i)) for i in range(6)},
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 4),
+    "steps": torch.tensor([3], dtype=torch.int64),
+}
+SHAPES = {name: tuple(t.shape) for name, t in WEIGHTS.items()}
+
+
+def receiver(folder: Path, **options: Any) -> DiskReceiver:
+    return DiskReceiver(folder, **{"timeout_s": 0.2, "poll_s": 0.02, **options})
+
+
+def push(folder: Path, weights_type: Any, version: int, **options: Any) -> dict[str, float]:
+    source = weights_type(WEIGHTS, version)
+    return DiskSender(source, folder, **{"bucket_bytes": 64, **options}).push()
+
+
+def test_what_is_pushed_is_received_in_files_of_the_bucket_size(
+    tmp_path: Path, weights_type: Any
+) -> None:
+    """6 x 32 + 4 + 0 + 8 = 204 bytes; two of 32 fill a file of 64, and the rest a fourth."""
+    metrics = push(tmp_path, weights_type, 5)
+    assert metrics["sync/bytes"] == 204 and metrics["sync/buckets"] == 4
+    incoming = receiver(tmp_path, expected=SHAPES).open(5)
+    got = dict(incoming)
+    incoming.close(None)
+    assert incoming.version == 5 and incoming.num_bytes == 204
+    assert got.keys() == WEIGHTS.keys()
+    assert all(got[n].shape == t.shape and torch.equal(got[n], t) for n, t in WEIGHTS.items())
+
+
+def test_weights_are_converted_before_they_are_written(tmp_path: Path, weights_type: Any) -> None:
+    metrics = push(tmp_path, weights_type, 5, dtype="bf16")
+    assert metrics["sync/bytes"] == 6 * 16 + 2 + 8
+    got = dict(receiver(tmp_path).open(5))
+    assert got["w3"].dtype is torch.bfloat16 and got["steps"].dtype is torch.int64
+
+
+def test_a_receiver_waits_for_a_version_or_for_a_new_one(tmp_path: Path, weights_type: Any) -> None:
+    ours = receiver(tmp_path)
+    with pytest.raises(LinkError, match=r"version 5 .*did not appear in .* there: nothing"):
+        ours.open(5)
+    push(tmp_path, weights_type, 4)
+    with pytest.raises(LinkError, match=r"version 5 .* there: step_000000 \(version 4\)"):
+        ours.open(5)
+    ours.open(None).close("not taken")
+    incoming = ours.open(None)
+    incoming.close(None)
+    assert incoming.version == 4
+    with pytest.raises(LinkError, match="a new version of the weights did not appear"):
+        ours.open(None)
+    push(tmp_path, weights_type, 2)  # a trainer that went back to an older checkpoint
+    assert ours.open(None).version == 2
+    assert ours.open(4).version == 4, "told of it"
+
+
+def test_old_hand_overs_are_deleted(tmp_path: Path, weights_type: Any) -> None:
+    for version in range(4):
+        push(tmp_path, weights_type, version, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+
+
+def test_a_rank_without_a_folder_gathers_and_writes_nothing(weights_type: Any) -> None:
+    taken = []
+
+    class Policy(weights_type):
+        def weights(self):
+            for item in super().weights():
+                taken.append(item[0])
+                yield item
+
+    assert DiskSender(Policy(WEIGHTS, 1), None, bucket_bytes=64).push() == {}
+    assert taken == list(WEIGHTS)
+
+
+def test_a_name_that_comes_twice_is_not_written(tmp_path: Path, weights_type: Any) -> None:
+    class Policy(weights_type):
+        def weights(self):
+            yield from super().weights()
+            yield "w0", torch.ones(8)
+
+    with pytest.raises(SyncError, match="weight w0 was given before"):
+        DiskSender(Policy(WEIGHTS, 1), tmp_path, bucket_bytes=64).push()
+    assert list(tmp_path.iterdir()) == []
+
+
+def flip(path: Path, place: int = -3) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "a byte of the weights": (lambda f: flip(f / "weights-00001.safetensors"), "is corrupted"),
+    "the end of a file": (lambda f: cut(f / "weights-00002.safetensors"), "has 1?[0-9]+ bytes"),
+    "a file": (lambda f: (f / "weights-00001.safetensors").unlink(), "weights-00001.* is missing"),
+    "the manifest": (lambda f: flip(f / "manifest.json"), "manifest.json"),
+    "half the manifest": (lambda f: cut(f / "manifest.json"), "manifest.json cannot be read"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+    "the version": (
+        lambda f: (f / "sync.json").write_text((f / "sync.json").read_text().replace("5", "6")),
+        "sync.json is corrupted",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_hand_over_is_refused_before_anything_is_given(
+    what: str, tmp_path: Path, weights_type: Any
+) -> None:
+    push(tmp_path, weights_type, 5)
+    damage, told = DAMAGE[what]
+    damage(tmp_path / "step_000000")
+    ours = receiver(tmp_path)
+    with pytest.raises(SyncError, match=rf"is damaged: .*{told}.*Nothing of it was used"):
+        ours.open(None)
+    push(tmp_path, weights_type, 5)
+    assert ours.open(5).version == 5, "the newest of that version"
+
+
+def test_without_checksums_sizes_and_names_are_still_checked(
+    tmp_path: Path, weights_type: Any
+) -> None:
+    push(tmp_path, weights_type, 5)
+    flip(tmp_path / "step_000000" / "weights-00001.safetensors")
+    assert len(dict(receiver(tmp_path, check=False).open(5))) == len(WEIGHTS)
+    cut(tmp_path / "step_000000" / "weights-00001.safetensors")
+    with pytest.raises(SyncError, match="is damaged"):
+        receiver(tmp_path, check=False).open(5)
+
+
+@pytest.mark.parametrize(
+    ("expected", "told"),
+    [
+        (SHAPES | {"more": (2,)}, r"1 of 10 weights did not come, e\.g\. more"),
+        ({n: s for n, s in SHAPES.items() if n != "w2"}, "weight w2 is not one of the 8"),
+        (SHAPES | {"w2": (4,)}, r"weight w2 is \[8\], the rollout model has \[4\]"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_anything_is_given(
+    expected: dict[str, tuple[int, ...]], told: str, tmp_path: Path, weights_type: Any
+) -> None:
+    push(tmp_path, weights_type, 5)
+    with pytest.raises(SyncError, match=told):
+        receiver(tmp_path, expected=expected).open(5)
+
+
+WRITER = """
+import sys, time, torch
+from pathlib import Path
+from burnish.sync.disk import DiskSender
+
+class Policy:
+    version = 6
+    def weights(self):
+        for i in range(6):
+            if i == 4:
+                Path(sys.argv[2]).touch()
+                time.sleep(600)
+            yield f"w{i}", torch.ones(8)
+
+DiskSender(Policy(), Path(sys.argv[1]), bucket_bytes=32).push()
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_killed_in_the_middle_leaves_nothing_that_looks_whole(
+    tmp_path: Path, weights_type: Any
+) -> None:
+    folder, there = tmp_path / "sync", tmp_path / "there"
+    push(folder, weights_type, 5)
+    command = [sys.executable, "-c", WRITER, str(folder), str(there)]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=env)
+    try:
+        limit = time.monotonic() + 120
+        while not there.exists():
+            assert process.poll() is None and time.monotonic() < limit
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    left = [p for p in folder.iterdir() if p.name.startswith(".tmp")]
+    assert left and any(left[0].glob("*.safetensors")), "killed with files half there"
+    ours = receiver(folder)
+    with pytest.raises(LinkError, match=r"version 6 .* there: step_000000 \(version 5\)"):
+        ours.open(6)
+    assert dict(ours.open(5)).keys() == WEIGHTS.keys(), "the one before is as it was"
+    push(folder, weights_type, 6)
+    assert ours.open(6).version == 6 and not left[0].exists(), "the next push tidies up"
+
+
+def test_contents_say_what_the_files_hold(tmp_path: Path, weights_type: Any) -> None:
+    push(tmp_path, weights_type, 5)
+    contents = json.loads((tmp_path / "step_000000" / "sync.json").read_text())
+    assert contents["version"] == 5
+    assert {n: tuple(s) for n, s in contents["weights"].items()} == SHAPES

@@ -1,0 +1,122 @@
+"""The files behind shared buffers: reserved, without a name once mapped, and tidied up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from burnish.sync import ipc
+from burnish.sync.base import LinkError, SyncError
+from burnish.sync.buckets import LinkReceiver
+from burnish.sync.collective import CollectiveReceiver
+from burnish.sync.engine import WeightSender
+from burnish.sync.store import Channel, connect_store, serve_store
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(ipc, "_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def both(
+    timeout_s: float = 30.0, bucket_bytes: int = 1024
+) -> tuple[ipc.SharedSender, ipc.SharedReceiver]:
+    """Two ends in two threads of this process, each with a connection to the store."""
+    store, made = serve_store("127.0.0.1", timeout_s=timeout_s), []
+
+    def receive() -> None:
+        other = connect_store("127.0.0.1", store.port, timeout_s=timeout_s)
+        channel = Channel(other, "x", rank=1, num_receivers=1, timeout_s=timeout_s)
+        made.append(ipc.SharedReceiver(channel))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    channel = Channel(store, "x", rank=0, num_receivers=1, timeout_s=timeout_s)
+    sender = ipc.SharedSender(channel, bucket_bytes=bucket_bytes)
+    thread.join(timeout_s)
+    return sender, made[0]
+
+
+def test_a_receiver_reads_the_senders_memory_and_no_file_keeps_its_name(
+    own_folder: Path, weights_type: Any
+) -> None:
+    link, ours = both()
+    assert list(own_folder.iterdir()) == [], "so nothing stays if all are killed"
+    weights = {"a": torch.randn(100), "b": torch.randn(300)}
+    sender = WeightSender(weights_type(weights), link)
+    thread = threading.Thread(target=sender.push)  # it waits for the answer
+    thread.start()
+    incoming = LinkReceiver(ours).open(3)
+    for name, tensor in incoming:
+        assert torch.equal(tensor, weights[name])
+        if name == "a":
+            address = {b.data_ptr() for b in link._buffers}
+            assert tensor.data_ptr() not in address, "mapped twice"
+            link._buffers[1][0] ^= 1
+            assert not torch.equal(tensor, weights[name]), "the same memory"
+            link._buffers[1][0] ^= 1
+    incoming.close(None)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert link.channel.store.check(["message/0"]) is False, "messages are deleted when read"
+
+
+def test_files_of_dead_processes_are_removed_and_others_stay(own_folder: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    dead = own_folder / f"{ipc.PREFIX}{ended.pid}-abc"
+    alive = own_folder / f"{ipc.PREFIX}{os.getppid()}-abc"
+    strange = own_folder / f"{ipc.PREFIX}notes"
+    for file in (dead, alive, strange):
+        file.touch()
+    ipc._new_file(64).unlink()
+    assert not dead.exists() and alive.exists() and strange.exists()
+
+
+def test_no_room_is_an_error_and_not_a_killed_process(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    channel = Channel(HashStore(), "x", rank=0, num_receivers=0, timeout_s=1)
+    with pytest.raises(SyncError, match=r"no room for a buffer of 64 bytes.*--shm-size"):
+        ipc.SharedSender(channel, bucket_bytes=64)
+    assert list(own_folder.iterdir()) == []
+
+
+def test_a_receiver_on_another_machine_is_told_what_to_use() -> None:
+    with pytest.raises(SyncError, match=r"not on this machine.*sync\.kind=collective"):
+        ipc._open_ticket({"file": "/dev/shm/burnish-sync-1-gone", "num_bytes": 64})
+
+
+def test_a_rank_that_is_there_twice_and_one_that_cannot_be_are_refused() -> None:
+    store = HashStore()
+    first = Channel(store, "x", rank=0, num_receivers=0, timeout_s=1)
+    first.meet()
+    with pytest.raises(SyncError, match=r"the sender of connection 'x' is here already"):
+        Channel(store, "x", rank=0, num_receivers=0, timeout_s=1).meet()
+    with pytest.raises(SyncError, match=r"rank 3 is not one of 0 \(the sender\) to 2"):
+        Channel(store, "x", rank=3, num_receivers=2, timeout_s=1)
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    with pytest.raises(LinkError, match=r"could not reach the store at 127\.0\.0\.1:1 within 1 s"):
+        connect_store("127.0.0.1", 1, timeout_s=1)
+
+
+def test_a_receiver_without_a_sender_says_who_is_missing() -> None:
+    for make in (ipc.SharedReceiver, CollectiveReceiver):
+        channel = Channel(HashStore(), "x", rank=2, num_receivers=2, timeout_s=0.2)
+        with pytest.raises(LinkError, match=r"^the sender, receiver 0 did not join within 0\.2 s"):
+            make(channel)

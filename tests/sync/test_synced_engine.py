@@ -1,0 +1,270 @@
+"""What a rollout engine may do after a hand-over that failed, and what the contract asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.model import LoraConfig, ModelConfig
+from burnish.config.rollout import LocalEngine
+from burnish.models.load import load_causal_lm
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local import LocalRolloutEngine
+from burnish.sync.base import Abort, LinkError, NotReadyError, SyncError
+from burnish.sync.buckets import LinkReceiver
+from burnish.sync.engine import SyncedEngine, WeightSender
+
+
+class Recorder:
+    """A rollout engine that keeps what it is given."""
+
+    def __init__(self, takes: int | None = None) -> None:
+        self.version, self.held, self.log = 0, dict[str, Tensor](), list[str]()
+        self.takes = takes
+        """Stop reading after so many weights. None: read all."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        for request in requests:
+            yield Completion(request.request_id, 0, (1,), (0.0,), "stop", "", self.version)
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == "refused":
+                raise ValueError("refused is not a parameter")
+            self.held[name] = tensor.clone()
+            if self.takes is not None and len(self.held) >= self.takes:
+                break
+        self.version = version
+
+    def sleep(self) -> None:
+        self.log.append("sleep")
+
+    def wake(self) -> None:
+        self.log.append("wake")
+
+
+WEIGHTS = {f"w{i}": torch.full((8,), float(i)) for i in range(6)}
+REQUESTS = [Request("a", (1,)), Request("b", (1,))]
+
+
+@pytest.fixture
+def ends(memory_link_type: Any, weights_type: Any) -> Any:
+    """(sender, synced engine, link) after one good hand-over of version 3."""
+    link = memory_link_type(64)
+    sender = WeightSender(weights_type(dict(WEIGHTS)), link)
+    synced = SyncedEngine(Recorder(), LinkReceiver(link))
+    sender.push()
+    synced.receive(3)
+    return sender, synced, link
+
+
+def sampled(synced: SyncedEngine) -> list[int]:
+    return [c.version for c in synced.generate(REQUESTS, Sampling(4))]
+
+
+def break_bucket(link: Any, index: int) -> None:
+    link.sent[index][1][0] ^= 1
+
+
+def test_nothing_is_sampled_before_the_first_hand_over(memory_link_type: Any) -> None:
+    synced = SyncedEngine(Recorder(), LinkReceiver(memory_link_type(64)))
+    with pytest.raises(NotReadyError, match=r"no weights have come yet; push and receive again$"):
+        sampled(synced)
+    with pytest.raises(NotReadyError, match="no old weights to go on with"):
+        synced.keep_old()
+    with pytest.raises(LinkError, match="nothing more came"):
+        synced.receive()
+    with pytest.raises(NotReadyError, match="no weights have come yet"):
+        synced.keep_old()
+    assert sampled(SyncedEngine(Recorder(), LinkReceiver(memory_link_type(64)), ready=True))
+
+
+def test_a_good_hand_over_is_sampled_from_under_its_version(ends: Any) -> None:
+    sender, synced, link = ends
+    assert sampled(synced) == [3, 3] and synced.version == 3
+    assert all(torch.equal(synced.engine.held[n], t) for n, t in WEIGHTS.items())
+    sender.policy.version = 9
+    sent, received = sender.push(), synced.receive()
+    assert sampled(synced) == [9, 9]
+    names = {"sync/version", "sync/bytes", "sync/buckets", "sync/seconds", "sync/bytes_per_s"}
+    for metrics in (sent, received):
+        assert metrics.keys() == names
+        assert metrics["sync/version"] == 9 and metrics["sync/bytes"] == 6 * 32
+        assert metrics["sync/buckets"] == 3
+        rate = metrics["sync/bytes"] / metrics["sync/seconds"]
+        assert metrics["sync/bytes_per_s"] == pytest.approx(rate)
+    assert link.answers == [(0, None), (1, None)]
+
+
+def test_damage_in_the_first_bucket_leaves_the_old_weights_whole(ends: Any) -> None:
+    sender, synced, link = ends
+    sender.push()
+    break_bucket(link, 0)
+    with pytest.raises(SyncError, match="bucket 0 of version 3 is damaged"):
+        synced.receive()
+    with pytest.raises(NotReadyError, match=r"before version 3 was touched.*or keep_old\(\)"):
+        sampled(synced)
+    synced.keep_old()
+    assert sampled(synced) == [3, 3]
+
+
+def test_damage_after_the_first_weight_needs_a_good_hand_over(ends: Any) -> None:
+    sender, synced, link = ends
+    sender.policy.version = 4
+    sender.push()
+    break_bucket(link, 1)
+    with pytest.raises(SyncError, match="bucket 1 of version 4 is damaged"):
+        synced.receive()
+    for _ in range(2):
+        with pytest.raises(NotReadyError, match="two versions are mixed"):
+            sampled(synced)
+        with pytest.raises(NotReadyError, match="two versions are mixed"):
+            synced.keep_old()
+        with pytest.raises(LinkError):  # a failure that writes nothing does not make it whole
+            synced.receive()
+    assert synced.version == 3, "the last good one"
+    sender.push()
+    synced.receive(4)
+    assert sampled(synced) == [4, 4]
+
+
+def test_weights_set_by_hand_are_as_good_as_a_hand_over(ends: Any) -> None:
+    sender, synced, link = ends
+    sender.push()
+    break_bucket(link, 1)
+    with pytest.raises(SyncError):
+        synced.receive()
+    synced.load_weights(8, WEIGHTS.items())
+    assert sampled(synced) == [8, 8]
+    with pytest.raises(ValueError, match="refused"):
+        synced.load_weights(9, [("w0", WEIGHTS["w0"]), ("refused", WEIGHTS["w1"])])
+    with pytest.raises(NotReadyError, match="two versions are mixed"):
+        sampled(synced)
+
+
+def test_a_generation_under_way_stops_when_its_weights_are_gone(ends: Any) -> None:
+    sender, synced, link = ends
+    running = synced.generate(REQUESTS, Sampling(4))
+    assert next(running).version == 3
+    sender.push()
+    break_bucket(link, 1)
+    with pytest.raises(SyncError):
+        synced.receive()
+    with pytest.raises(NotReadyError):
+        next(running)
+
+
+def test_an_engine_that_refuses_or_stops_early_is_told_on(
+    memory_link_type: Any, weights_type: Any
+) -> None:
+    """It said nothing in the second case; half of its weights would be old."""
+    link = memory_link_type(64)
+    sender = WeightSender(weights_type(WEIGHTS | {"refused": torch.ones(1)}), link)
+    synced = SyncedEngine(Recorder(), LinkReceiver(link))
+    sender.push()
+    with pytest.raises(SyncError, match="did not take version 3: refused is not a parameter"):
+        synced.receive()
+    assert link.answers == [(0, "refused is not a parameter")]
+    early = SyncedEngine(Recorder(takes=2), LinkReceiver(link))
+    sender.policy.own = WEIGHTS
+    sender.push()
+    with pytest.raises(SyncError, match="did not read version 3 to its end"):
+        early.receive()
+    with pytest.raises(NotReadyError, match="two versions are mixed"):
+        sampled(early)
+
+
+def test_an_engine_that_reports_another_version_is_told_on(
+    memory_link_type: Any, weights_type: Any
+) -> None:
+    class Stale(Recorder):
+        def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+            super().load_weights(version - 1, tensors)
+
+    link = memory_link_type(64)
+    WeightSender(weights_type(WEIGHTS), link).push()
+    synced = SyncedEngine(Stale(), LinkReceiver(link))
+    with pytest.raises(SyncError, match="says version 2 after version 3 was loaded"):
+        synced.receive()
+    with pytest.raises(NotReadyError):
+        sampled(synced)
+
+
+def test_a_rank_without_a_link_gathers_all_and_says_nothing(weights_type: Any) -> None:
+    gathered = []
+
+    class Policy:
+        version = 1
+
+        def weights(self) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in WEIGHTS.items():
+                gathered.append(name)
+                yield name, tensor
+
+    assert WeightSender(Policy(), None).push() == {}
+    assert gathered == list(WEIGHTS)
+
+
+def test_after_a_broken_link_the_sender_gathers_to_the_end_and_says_that_it_gave_up(
+    memory_link_type: Any,
+) -> None:
+    gathered = []
+
+    class Policy:
+        version = 1
+
+        def weights(self) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in WEIGHTS.items():
+                gathered.append(name)
+                yield name, tensor
+
+    link = memory_link_type(64)
+    finished = []
+
+    def broken(*_: object) -> None:
+        raise LinkError("the cable was pulled")
+
+    link.send, link.finish = broken, finished.append
+    with pytest.raises(LinkError, match="the cable was pulled"):
+        WeightSender(Policy(), link).push()
+    assert gathered == list(WEIGHTS), "the other ranks wait in the same gathers"
+    assert finished == [Abort(0, 1, "LinkError: the cable was pulled")]
+
+
+def test_sleeping_waking_and_closing_are_passed_on(ends: Any) -> None:
+    sender, synced, link = ends
+    synced.sleep()
+    synced.wake()
+    assert synced.engine.log == ["sleep", "wake"]
+    sender.close()
+    assert link.closed
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=4)])
+def test_a_torch_engine_hands_over_merged_weights(
+    lora: LoraConfig | None,
+    make_engine: Any,
+    tiny_config: ModelConfig,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    memory_link_type: Any,
+) -> None:
+    """Tied embeddings travel once."""
+    policy = make_engine(config=tiny_config.model_copy(update={"lora": lora}))
+    for parameter in policy.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    rollout = LocalRolloutEngine(load_causal_lm(tiny_config), tiny_tokenizer, LocalEngine())
+    link = memory_link_type(1024)
+    expected = {n: tuple(p.shape) for n, p in rollout.model.named_parameters()}
+    WeightSender(policy, link).push()
+    SyncedEngine(rollout, LinkReceiver(link, expected=expected)).receive()
+    tokens = torch.tensor([[7, 8, 9]])
+    with torch.no_grad():
+        ours, theirs = policy.model(tokens).logits, rollout.model(tokens).logits
+    # the adapter's product is rounded once more where it is added to the weight; logits of size 1
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)

@@ -1,0 +1,170 @@
+"""The cases of test_fsdp_engine.py: models, losses, splits and options, and how to run them with
+the sharded engine and with the plain one."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.train import TorchEngine, TrainConfig
+from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.models.value_head import load_scalar_model
+from burnish.train.fsdp import ShardedTrainEngine, torch_engine
+from burnish.train.ranks import Ranks
+from burnish.train.torch import EngineSpec, TorchTrainEngine
+
+_SPEC = importlib.util.spec_from_file_location(
+    "two_ranks", Path(__file__).with_name("two_ranks.py")
+)
+assert _SPEC is not None and _SPEC.loader is not None
+two_ranks: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["two_ranks"] = two_ranks  # its dataclasses look their module up
+_SPEC.loader.exec_module(two_ranks)
+LOSSES = two_ranks.accumulation.LOSSES
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+MODELS = {
+    "tied": ModelConfig(scratch=ScratchConfig(**SIZES)),
+    "untied": ModelConfig(scratch=ScratchConfig(**SIZES, tie_word_embeddings=False)),
+    "lora": ModelConfig(scratch=ScratchConfig(**SIZES), lora=LoraConfig(lora_rank=3)),
+}
+"""53 rows of embeddings and adapters of 3: not divisible by 2."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Five optimizer steps."""
+
+    loss: str = "sft"
+    split: str = "micro 3"
+    model: str = "tied"
+    train: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    rows: int = 10
+
+    @property
+    def key(self) -> str:
+        return f"{self.loss}, {self.split}, {self.model}, {self.train}, {self.engine}, {self.rows}"
+
+
+SPLITS = ("micro 1", "micro 3", "budget 24")
+CASES = [
+    *(
+        Case(loss, split, train={"layout": layout})
+        for loss, layout, split in itertools.product(
+            two_ranks.NAMES, two_ranks.accumulation.LAYOUTS, SPLITS
+        )
+    ),
+    *(Case(loss, "micro 1", rows=2 if "reward" in loss else 1) for loss in two_ranks.NAMES),
+]
+"""Losses, layouts and splits; and rows for one rank only."""
+
+OPTIONS = [
+    *(Case(model=name) for name in ("untied", "lora")),
+    *(Case(model=name, train={"gradient_checkpointing": True}) for name in ("tied", "lora")),
+    *(
+        Case(model=name, engine=engine)
+        for name in MODELS
+        for engine in (
+            {"reshard_after_forward": False},
+            {"reduce_gradients": "once"},
+            {"cpu_offload": True},
+        )
+    ),
+    Case(model="untied", engine={"reduce_gradients": "once"}, split="micro 1", rows=3),
+    Case(model="untied", train={"ema_decay": 0.9, "weight_decay": 0.1, "max_grad_norm": 0.05}),
+    Case(model="untied", train={"gradient_checkpointing": True}, split="budget 24"),
+]
+"""What the engine can be told."""
+
+
+def make_engine(
+    ranks: Ranks, case: Case, *, precision: PrecisionConfig = PrecisionConfig(), **spec: Any
+) -> TorchTrainEngine:
+    """The sharded engine where there are ranks, else the plain one."""
+    config, split = MODELS[case.model], two_ranks.SPLITS[case.split]
+    role = spec.pop("role", LOSSES[case.loss][0])
+    torch.manual_seed(0)  # adapters start from the global generator
+    scalar = role in ("critic", "reward")
+    model: nn.Module = (
+        load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
+    )
+    train = TrainConfig(
+        **{
+            "lr": 1e-3,
+            "adam_eps": 1e-6,  # gradients differ by 1e-9, which is then no step of its own
+            "max_tokens_per_micro_batch": split.get("budget"),
+            "engine": TorchEngine(sharding="full", **case.engine),
+            **case.train,
+        }
+    )
+    own = EngineSpec(
+        role,
+        train,
+        config,
+        micro_batch_size=split.get("micro"),
+        precision=precision,
+        total_steps=10,
+        **spec,
+    )
+    engine = torch_engine(model, own, tokenizer=load_tokenizer(config), ranks=ranks)
+    assert isinstance(engine, ShardedTrainEngine) == (ranks.group is not None)
+    return engine
+
+
+def weights(engine: TorchTrainEngine) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in engine.weights()}
+
+
+def run_case(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Log-probs or values before, weights after five steps, and what the steps said."""
+    loss = LOSSES[case.loss][1]
+    batch = two_ranks.batch_for(case.loss).select(list(range(case.rows)))
+    engine = make_engine(ranks, case)
+    outputs = engine.values(batch) if engine.scalar else engine.logprobs(batch)
+    said: dict[str, float] = {}
+    for step in range(5):
+        stats = engine.forward_backward(batch, loss)
+        norm = engine.optim_step().grad_norm
+        said |= {f"{step} {k}": v for k, v in stats.floats().items()} | {f"{step} norm": norm}
+    return {**weights(engine), "outputs": outputs}, said
+
+
+def steps_of(case: Case, engine: TorchTrainEngine, count: int) -> list[float]:
+    """Gradient norms of some steps with the case's loss."""
+    loss = two_ranks.nll if case.loss == "sft" else LOSSES[case.loss][1]
+    batch = two_ranks.batch_for(case.loss)
+    norms = []
+    for _ in range(count):
+        engine.forward_backward(batch, loss)
+        norms.append(engine.optim_step().grad_norm)
+    return norms
+
+
+def train(engine: TorchTrainEngine, steps: int) -> list[float]:
+    """Gradient norms of some steps."""
+    return steps_of(Case(), engine, steps)
+
+
+def state_hash(engine: TorchTrainEngine) -> str:
+    """Of everything a step moves on this rank."""
+    assert engine.optimizer is not None
+    digest = hashlib.sha256(str(engine.version).encode())
+    for kind, tensors in engine.optimizer.tensors().items():
+        for name, tensor in tensors.items():
+            digest.update(f"{kind}/{name}".encode() + tensor.numpy().tobytes())
+    for name, tensor in engine.weights():
+        digest.update(name.encode() + tensor.detach().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+PRECISIONS = {name: two_ranks.PRECISIONS[name] for name in ("fp32", "bf16", "fp16")}

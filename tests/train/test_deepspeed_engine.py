@@ -1,0 +1,447 @@
+"""The DeepSpeed engine gives what the torch engine gives: two processes over loopback for ZeRO 0 to
+3, started once for each part, and one rank in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from burnish.config import load_config
+from burnish.config.load import ConfigError
+from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.train.deepspeed import DeepSpeedError, check_version
+from burnish.train.loss_scaler import DynamicLossScaler
+from burnish.train.ranks import ALONE, Ranks
+from burnish.train.state import write_tensors
+
+SCRIPT = Path(__file__).with_name("deepspeed_ranks.py")
+_SPEC = importlib.util.spec_from_file_location("deepspeed_ranks", SCRIPT)
+assert _SPEC is not None and _SPEC.loader is not None
+script: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["deepspeed_ranks"] = script  # its dataclasses look their module up
+_SPEC.loader.exec_module(script)
+
+# Adam divides by the root of the second moment, so fp32 sums in another order move a weight by up
+# to some thousandths of a step of 1e-3; a wrong gradient moves it by whole steps.
+WEIGHTS = 5e-6
+OUTPUTS = 3e-6  # log-probs of size 4: a few ulps
+LOADED = ScratchConfig(hidden_size=32, num_layers=6, tie_word_embeddings=False)
+
+
+def two_processes(test: Any) -> Any:
+    """Marks of a test that may be the first to wait for two processes."""
+    return pytest.mark.slow(pytest.mark.timeout(900)(test))
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What each of the two ranks wrote."""
+
+    folder: Path
+    found: dict[str, Any]
+    tensors: tuple[dict[str, Tensor], dict[str, Tensor]]
+
+    def case(self, key: str) -> dict[str, Tensor]:
+        """A case's tensors, which both ranks have alike."""
+        own = [
+            {n.partition("|")[2]: t for n, t in r.items() if n.split("|")[0] == key}
+            for r in self.tensors
+        ]
+        assert script.same(*own), "both ranks have the same bits"
+        return own[0]
+
+
+def run_part(part: str, folder: Path) -> Reports:
+    root = str(Path(__file__).parents[2])
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": root,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore",
+    }
+    logs = [folder / f"{part}-{rank}.log" for rank in range(2)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("w") as out:
+                command = [sys.executable, str(SCRIPT), part, str(folder), str(rank)]
+                processes.append(
+                    subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+                )
+        codes = [process.wait(timeout=800) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    first, second = (
+        json.loads((folder / f"{part}-rank{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(2)
+    )
+    assert first == second, "both ranks found the same"
+    tensors = [load_file(folder / f"{part}-rank{rank}.safetensors") for rank in range(2)]
+    return Reports(folder, first, (tensors[0], tensors[1]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Reports:
+    return run_part("train", folder)
+
+
+@pytest.fixture(scope="module")
+def bad(folder: Path) -> Reports:
+    return run_part("bad", folder)
+
+
+@pytest.fixture(scope="module")
+def state(folder: Path) -> Reports:
+    model = ModelConfig(scratch=LOADED)
+    load_causal_lm(model).save_pretrained(folder / "model")
+    load_tokenizer(model).save_pretrained(folder / "model")
+    return run_part("state", folder)
+
+
+def largest_gap(own: dict[str, Tensor], expected: dict[str, Tensor], kind: str) -> float:
+    assert own.keys() == expected.keys()
+    gaps = [
+        float((own[n].float() - t.float()).abs().max())
+        for n, t in expected.items()
+        if n.startswith(kind)
+    ]
+    return max(gaps)
+
+
+# ---- the same run as on one rank of torch --------------------------------------------------
+
+
+@pytest.mark.parametrize("case", script.CASES, ids=lambda case: case.key)
+@two_processes
+def test_five_steps_over_two_ranks_are_those_of_torch_on_one(case: Any, trained: Reports) -> None:
+    """Weights, log-probs or values before and after, the base of a LoRA policy, stats, norms and
+    learning rates; ragged rows, budgets, a rank without rows."""
+    expected, said = script.run_case(case, ALONE, "torch")
+    own = trained.case(case.key)
+    assert largest_gap(own, expected, "weight") <= WEIGHTS
+    assert largest_gap(own, expected, "outputs") <= OUTPUTS
+    moved = float((expected["outputs after"] - expected["outputs before"]).abs().max())
+    assert moved > 1e-3, "training must have moved it"
+    for theirs, ours in zip(trained.found[case.key], said, strict=True):
+        assert theirs == pytest.approx(ours, abs=2e-5)  # sums of about 40 terms of size 1
+
+
+@pytest.mark.parametrize("case", script.HALF_CASES, ids=lambda case: case.key)
+@two_processes
+def test_half_precision_trains_as_torch_does(case: Any, trained: Reports) -> None:
+    """Other micro-batches round other sums, so the numbers are near, not equal: bf16 has 8 bits,
+    log-probs of size 4 move by hundredths."""
+    expected, said = script.run_case(case, ALONE, "torch")
+    own = trained.case(case.key)
+    assert largest_gap(own, expected, "outputs") <= 2e-2
+    for theirs, ours in zip(trained.found[case.key], said, strict=True):
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.01)
+
+
+@two_processes
+def test_a_frozen_model_gives_torchs_logprobs_whole_and_in_shards(trained: Reports) -> None:
+    case = script.Case("", 0, model=script.UNTIED)
+    expected = script.make(case, ALONE, "torch").logprobs(script.ragged())
+    for stage in (0, 3):
+        torch.testing.assert_close(
+            trained.tensors[1][f"frozen {stage}"], expected, atol=OUTPUTS, rtol=0
+        )
+
+
+ALONE_CASES = [
+    script.Case("fp32", stage, micro=3, precision=PrecisionConfig()) for stage in range(4)
+] + [
+    script.Case(dtype, stage, micro=3, precision=precision)
+    for dtype, precision in script.HALF.items()
+    for stage in (1, 2, 3)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALONE_CASES, ids=lambda case: case.key)
+def test_one_rank_steps_as_torch_in_every_format(case: Any, tmp_path: Path) -> None:
+    """The same micro-batches in the same formats: fp32 masters as near as fp32 sums allow."""
+    ours, theirs = (script.make(case, ALONE, kind) for kind in ("deepspeed", "torch"))
+    norms = [script.take_steps(engine, 3) for engine in (ours, theirs)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    masters = [script.saved(e, tmp_path / str(i), ALONE) for i, e in enumerate((ours, theirs))]
+    # a half weight may round the other way, and its gradient with it
+    bound = WEIGHTS if case.precision.dtype == "fp32" else 5e-5
+    assert largest_gap(*masters, "master") <= bound
+
+
+# ---- what is not finite --------------------------------------------------------------------
+
+
+@two_processes
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", script.SCALERS)
+def test_the_loss_scale_goes_as_burnishs_scaler_says(name: str, stage: int, bad: Reports) -> None:
+    """The gradient of one rank of two overflows in some steps; 43 steps, window and hysteresis
+    passed several times."""
+    scaler = DynamicLossScaler(initial_scale_power=10, **script.SCALERS[name])
+    expected = []
+    for overflow in script.PATTERN:
+        expected.append(scaler.scale)
+        scaler.update(bool(overflow))
+    assert bad.found["traces"][f"{stage} {name}"] == [*expected, scaler.scale]
+    assert len(set(expected)) > 4
+
+
+@two_processes
+@pytest.mark.parametrize("case", script.SKIP_CASES, ids=lambda case: case.key)
+def test_a_skipped_step_moves_nothing(case: Any, bad: Reports) -> None:
+    """Step 2: a gradient that is not finite on one rank. Step 3: a loss that is not, with a finite
+    gradient. Hysteresis 2 lets the one overflow pass."""
+    found = bad.found["skips"][case.key]
+    assert found["skipped"] == [False, True, True, False]
+    assert found["overflow"] == [False, True, False, False]
+    assert found["skipped_total"] == [0, 1, 2, 2] and found["version"] == 2
+    assert found["unmoved"] == [True, True, False]
+    scale = {"fp16 constant": 64.0}.get(case.name, 256.0 if "fp16" in case.name else 1.0)
+    assert found["scales"] == [scale] * 4
+
+
+@two_processes
+def test_an_overflow_at_the_floor_stops_and_names_the_first_bad_tensor(bad: Reports) -> None:
+    """From 2 with hysteresis 2: passed, 1, floor. Rank 1 alone overflows; both say the same."""
+    for stage in ("1", "2", "3"):
+        found = bad.found["floor"][stage]
+        assert found["at_floor"] and not found["after"], "the engine can be used afterwards"
+        assert "loss scale at its floor (precision.min_loss_scale=1)" in found["message"]
+        assert "arrives at the output of lm_head" in found["message"]
+
+
+@two_processes
+def test_skips_in_a_row_stop_and_say_where_it_begins(bad: Reports) -> None:
+    for stage in ("0", "2", "3"):
+        found = bad.found["limit"][stage]
+        assert "2 steps of the policy in a row were skipped" in found["message"]
+        assert "First bad tensor: loss" in found["message"] and not found["after"]
+    assert "the output of model.layers.1.mlp.down_proj" in bad.found["bad weight"]["message"]
+
+
+# ---- state ---------------------------------------------------------------------------------
+
+
+@two_processes
+@pytest.mark.parametrize("case", script.STATE_CASES, ids=lambda case: case.key)
+def test_two_ranks_go_on_bit_by_bit_from_what_two_ranks_saved(case: Any, state: Reports) -> None:
+    found = state.found[case.key]
+    assert found["reloaded"] and found["same norms"] and found["same state"]
+    assert found["versions"] == [4, 4]
+    before, announced, written = found["bytes"]
+    headers = 5 * 5000  # one JSON header a file with about a hundred bytes a parameter
+    assert before < announced <= written <= announced + headers
+
+
+@pytest.fixture(scope="module")
+def back(state: Reports) -> Reports:
+    """Two ranks saved, one went on and saved, two go on."""
+    for case in script.STATE_CASES:
+        engine, place = script.make(case, ALONE), state.folder / case.key
+        engine.load(place / "two")
+        assert script.same(
+            script.saved(engine, place / "unchanged", ALONE), tensors_in(place / "two")
+        ), "one rank has what two had"
+        script.take_steps(engine, 1)
+        engine.save(place / "alone")
+    return run_part("back", state.folder)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {f"{f.stem} {n}": t for f in files for n, t in load_file(f).items()}
+
+
+@two_processes
+@pytest.mark.parametrize("case", script.STATE_CASES, ids=lambda case: case.key)
+def test_two_ranks_one_rank_two_ranks_go_on_as_two_ranks_alone(case: Any, back: Reports) -> None:
+    place = back.folder / case.key
+    assert back.found[case.key]["version"] == 4
+    own, expected = tensors_in(place / "back"), tensors_in(place / "first")
+    # Half precision rounds other sums in the step on one rank; near 0 Adam's step is all sign.
+    bound = WEIGHTS if case.precision.dtype == "fp32" else 2e-3
+    assert largest_gap(own, expected, "master") <= bound
+
+
+@two_processes
+@pytest.mark.parametrize("case", script.STATE_CASES, ids=lambda case: case.key)
+def test_a_run_can_change_its_engine_both_ways(case: Any, state: Reports, tmp_path: Path) -> None:
+    """What two ranks of DeepSpeed saved, torch takes up; what torch saves then, DeepSpeed does."""
+    place, theirs = state.folder / case.key, script.make(case, ALONE, "torch")
+    theirs.load(place / "two")
+    assert script.same(script.saved(theirs, tmp_path / "a", ALONE), tensors_in(place / "two"))
+    script.take_steps(theirs, 1)
+    at_torch = script.saved(theirs, tmp_path / "b", ALONE)
+    ours = script.make(case, ALONE)
+    ours.load(tmp_path / "b")
+    assert script.same(script.saved(ours, tmp_path / "c", ALONE), at_torch)
+    norms = [script.take_steps(engine, 1) for engine in (ours, theirs)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    weights = [{f"weight {n}": t.detach() for n, t in e.weights()} for e in (ours, theirs)]
+    # one step; half weights are rounded, and an ulp of bf16 at 1 is 8e-3
+    bound = WEIGHTS if case.precision.dtype == "fp32" else 8e-3
+    assert largest_gap(*weights, "weight") <= bound
+
+
+@two_processes
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_with_zero_init_no_rank_ever_holds_the_whole_model(dtype: str, state: Reports) -> None:
+    """Entries of weights that were whole at one time, counted at every new weight and every
+    gathering while the model is made and read: at most the largest module. Masters are what the
+    file has, unrounded."""
+    found, own = state.found[f"zero init {dtype}"], state.case(f"zero init {dtype}")
+    total = sum(p.numel() for p in load_causal_lm(ModelConfig(scratch=LOADED)).parameters())
+    assert found["total"] == total
+    assert 0 < found["most"] < 0.1 * total
+    assert found["held"] <= 0.51 * total, "half of it, and padding"
+    file = load_file(state.folder / "model" / "model.safetensors")
+    for name, tensor in file.items():
+        assert torch.equal(own[f"master {name}"], tensor), name
+    case = script.Case(
+        "", 3, model=ModelConfig(scratch=LOADED), micro=3, precision=PrecisionConfig(dtype=dtype)
+    )
+    theirs = script.make(case, ALONE, "torch")
+    bound = OUTPUTS if dtype == "fp32" else 5e-2
+    torch.testing.assert_close(
+        own["logprobs"], theirs.logprobs(script.ragged()), atol=bound, rtol=0
+    )
+    expected = script.take_steps(theirs, 2)
+    assert found["norms"] == pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 0.01)
+
+
+def test_tensors_written_one_by_one_are_read_by_safetensors(tmp_path: Path) -> None:
+    tensors = {"a.b": torch.randn(3, 5), "c": torch.tensor(2.5), "d": torch.randn(0, 4)}
+    shapes = [(name, tuple(t.shape)) for name, t in tensors.items()]
+    write_tensors(tmp_path / "x.safetensors", shapes, tensors.values())
+    assert script.same(load_file(tmp_path / "x.safetensors"), tensors)
+
+
+def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    engine = script.make(script.Case("", 2), ALONE)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        engine.save(tmp_path / "file" / "policy")
+
+
+# ---- what is refused -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.16.4", "0.16.7"])
+def test_versions_that_keep_gathered_weights_are_refused_with_the_reason(version: str) -> None:
+    told = r"does not release gathered weights .* 6726, taken back by 7258"
+    with pytest.raises(DeepSpeedError, match=told):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.15.4", "0.16.8", "0.19.7"])
+def test_older_versions_are_refused(version: str) -> None:
+    with pytest.raises(DeepSpeedError, match=r"does not check .* install 0\.19\.8 or newer"):
+        check_version(version)
+
+
+def test_the_guard_reads_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    check_version("0.20.0")
+    monkeypatch.setattr(deepspeed, "__version__", "0.16.5")
+    with pytest.raises(DeepSpeedError, match=r"DeepSpeed 0\.16\.5"):
+        script.make(script.Case("", 2), ALONE)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(DeepSpeedError, match=r"pip install 'burnish\[deepspeed\]'"):
+        script.make(script.Case("", 2), ALONE)
+
+
+def test_nothing_is_compiled_and_deepspeed_is_left_as_it_was() -> None:
+    script.make(script.Case("", 1), ALONE)
+    module = sys.modules["deepspeed.comm.torch"]
+    assert sys.modules["deepspeed.comm.comm"].cdb.shm_comm_op is None  # type: ignore[attr-defined]
+    assert module.build_shm_op.__module__ == "deepspeed.comm.torch"  # type: ignore[attr-defined]
+
+
+def test_other_ranks_than_the_process_group_has_are_refused() -> None:
+    script.make(script.Case("", 1), ALONE)
+
+    class Two(Ranks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = 2
+
+    with pytest.raises(DeepSpeedError, match=r"given 2 ranks and torch\.distributed has 1"):
+        script.make(script.Case("", 1), Two())
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "told"),
+    [
+        (0, {"dtype": "fp16"}, "ignores hysteresis and the floor"),
+        (0, {"dtype": "bf16"}, "adds gradients up in bf16 only"),
+        (2, {"dtype": "fp16", "min_loss_scale": 0.5}, "whole numbers only"),
+    ],
+)
+def test_formats_that_a_stage_cannot_keep_to_are_refused(
+    stage: int, precision: dict[str, Any], told: str
+) -> None:
+    case = script.Case("", stage, precision=PrecisionConfig(**precision))
+    with pytest.raises(DeepSpeedError, match=told):
+        script.make(case, ALONE)
+
+
+def test_an_engine_may_be_named_alone() -> None:
+    recipe = {
+        "job": "sft",
+        "model": {"scratch": {}},
+        "data": {"sources": ["x.jsonl"]},
+        "train": {"train_batch_size": 4, "engine": "deepspeed"},
+    }
+    config = load_config(recipe, ["train.engine.zero_stage=3"])
+    assert config.train.engine.model_dump()["zero_stage"] == 3
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"zero_stage": 0, "adam_offload": True}, "adam_offload moves shards"),
+        ({"param_offload": True}, "param_offload is about shards"),
+        ({"zero_stage": 1, "zero_init": True}, "zero_init is about shards"),
+        ({"zero_hpz_partition_size": 8}, "zero_hpz_partition_size=8 keeps a second shard"),
+        ({"zero_stage": 4}, "zero_stage"),
+        ({"zero_stage": 0, "precision": "fp16"}, "ignores hysteresis and the floor"),
+    ],
+)
+def test_recipes_that_make_no_sense_are_refused(engine: dict[str, Any], told: str) -> None:
+    engine = dict(engine)
+    recipe = {
+        "job": "sft",
+        "model": {"scratch": {}},
+        "data": {"sources": ["x.jsonl"]},
+        "precision": {"dtype": engine.pop("precision", "fp32")},
+        "train": {"train_batch_size": 4, "engine": {"kind": "deepspeed", **engine}},
+    }
+    with pytest.raises(ConfigError, match=told):
+        load_config(recipe)

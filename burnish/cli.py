@@ -24,6 +24,7 @@ from burnish.config.arithmetic import batch_table
 from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
 from burnish.config.explain import nearest
 from burnish.config.jobs import RewardModelConfig, RLConfig, SFTConfig
+from burnish.config.placement import placement_text
 
 
 class _Group(TyperGroup):
@@ -220,6 +221,8 @@ def _dry_run_text(config: JobConfig) -> str:
             for n, value, how in batch_table(config.batch_plan())
         ]
         lines.append("")
+    placement = placement_text(config)
+    lines += [f"# {line}" for line in placement.splitlines()] + [""] * bool(placement)
     return "\n".join([*lines, dump_yaml(config).rstrip()])
 
 

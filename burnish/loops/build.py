@@ -203,12 +203,16 @@ def _reference(config: RLConfig, runtime: Runtime, policy: TrainEngine) -> HasLo
 def _rewards(
     config: RLConfig | EvaluateConfig, runtime: Runtime, functions: Functions
 ) -> WeightedRewards:
+    def make_engine(spec: EngineSpec) -> TrainEngine:
+        if isinstance(config, RLConfig):  # in shards where the policy is
+            train = spec.train.model_copy(update={"engine": config.train.engine})
+            spec = replace(spec, train=train)
+        return runtime.scalar_model(spec, seed=0, spans={})
+
     return build_rewards(
         config.rewards,
         functions=functions,
-        model_reward=lambda entry: load_model_reward(
-            entry, runtime.tokenizer, lambda spec: runtime.scalar_model(spec, seed=0, spans={})
-        ),
+        model_reward=lambda entry: load_model_reward(entry, runtime.tokenizer, make_engine),
         tokenizer=runtime.tokenizer,
     )
 

@@ -22,10 +22,8 @@ from burnish.config import (
     SFTConfig,
     dump_yaml,
 )
-from burnish.config.algorithm import GaeAdvantage
-from burnish.config.cluster import ClusterRole
 from burnish.config.model import PrecisionConfig
-from burnish.config.rewards import ModelReward
+from burnish.config.placement import places_of
 from burnish.loops.build import build_evaluation, build_rl, build_supervised
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.session import RunError, Session, StoppedError, prepare_run_dir
@@ -184,29 +182,8 @@ def _runtime(config: JobConfig, device: str, timeline: Timeline) -> Runtime:
             tokenizer,
             config.model,
             config.cluster,
-            roles=roles_of(config),
+            places=places_of(config),
             precision=config.precision,
             timeline=timeline,
         )
     return InlineRuntime(tokenizer, precision=config.precision, device=device, timeline=timeline)
-
-
-def roles_of(config: JobConfig) -> list[ClusterRole]:
-    """The roles that a job has workers for."""
-    if isinstance(config, SFTConfig):
-        return ["policy"]
-    if isinstance(config, RewardModelConfig):
-        return ["reward"]
-    assert isinstance(config, (RLConfig, EvaluateConfig))
-    rewards: list[ClusterRole] = (
-        ["reward"] if any(isinstance(r, ModelReward) for r in config.rewards) else []
-    )
-    if isinstance(config, EvaluateConfig):
-        return ["rollout", *rewards]
-    roles: list[ClusterRole] = ["policy", "rollout", *rewards]
-    if isinstance(config.algorithm.advantage, GaeAdvantage):
-        roles.append("critic")
-    own_reference = config.reference is not None and config.reference.model is not None
-    if config.algorithm.kl.init_kl_coef and (config.model.lora is None or own_reference):
-        roles.append("reference")
-    return roles

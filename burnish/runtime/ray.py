@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
+from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.placement import Places
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
@@ -59,11 +60,11 @@ class RayRuntime:
         model: ModelConfig,
         config: ClusterConfig,
         *,
-        roles: Iterable[ClusterRole],
+        places: Sequence[Places],
         precision: PrecisionConfig,
         timeline: Timeline,
     ) -> None:
-        """Join or start Ray and reserve the places of all ``roles``.
+        """Join or start Ray and reserve ``places``.
 
         Raises ClusterError where the cluster is too small or cannot be reached.
         """
@@ -74,12 +75,12 @@ class RayRuntime:
         self.rollouts: list[RemoteRolloutEngine] = []
         self.restarts = 0
         self._started_here = False
-        self._connect(list(roles))
-        self._places = self._reserve(list(roles))
+        self._connect(places)
+        self._places = self._reserve(places)
 
     # ---- the cluster -----------------------------------------------------------------------
 
-    def _connect(self, roles: Sequence[ClusterRole]) -> None:
+    def _connect(self, places: Sequence[Places]) -> None:
         if self.ray.is_initialized():
             return
         common = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
@@ -96,7 +97,7 @@ class RayRuntime:
                     "one with 'ray start --head', or leave ray_address out to start a local one"
                 ) from error
             return
-        cpus = sum(self._bundle(group)["CPU"] * n for group, n in self._layout(roles))
+        cpus = sum(p.cpus * p.count for p in places)
         # Ray's own count of CPUs is what it hands out, not what it uses; a local run may have
         # more workers than cores (tests, laptops), which is slow and works.
         self.ray.init(
@@ -110,47 +111,35 @@ class RayRuntime:
     def _threads(self) -> int:
         return max(1, int(self.config.cpus_per_worker))
 
-    def _layout(self, roles: Sequence[ClusterRole]) -> list[tuple[list[ClusterRole], int]]:
-        """(roles that share places, number of places) of every set of places."""
-        together = [r for r in roles if r in COLOCATED[self.config.layout]]
-        sets = [together] if together else []
-        sets += [[r] for r in roles if r not in together]
-        return [(s, max(self.config.ranks(r) for r in s)) for s in sets]
-
-    def _bundle(self, roles: Sequence[ClusterRole]) -> dict[str, float]:
-        bundle = {"CPU": self.config.cpus_per_worker}
-        if self.config.gpus_per_worker:
-            bundle["GPU"] = self.config.gpus_per_worker
-        return bundle
-
-    def _reserve(self, roles: Sequence[ClusterRole]) -> dict[ClusterRole, Any]:
+    def _reserve(self, places: Sequence[Places]) -> dict[ClusterRole, tuple[Any, Places]]:
         """A placement group for every set of places; checked against the whole cluster first."""
         from ray.util.placement_group import placement_group
 
-        sets = self._layout(roles)
-        wanted = ", ".join(f"{n} x {'+'.join(group)}" for group, n in sets)
         have = self.ray.cluster_resources()
-        for kind in ("GPU", "CPU"):
-            need = sum(self._bundle(group).get(kind, 0.0) * n for group, n in sets)
+        for kind, need in (
+            ("GPU", sum(p.gpus * p.count for p in places)),
+            ("CPU", sum(p.cpus * p.count for p in places)),
+        ):
             if need > have.get(kind, 0.0):
                 raise ClusterError(
                     f"the layout {self.config.layout} needs {need:g} {kind}s "
-                    f"({wanted}) and the cluster has "
+                    f"({'; '.join(map(str, places))}) and the cluster has "
                     f"{have.get(kind, 0.0):g}; use fewer ranks or workers, a layout that shares "
                     "more, or a larger cluster"
                 )
-        places: dict[ClusterRole, Any] = {}
-        for group, count in sets:
-            made = placement_group([self._bundle(group)] * count, strategy="PACK")
+        reserved: dict[ClusterRole, tuple[Any, Places]] = {}
+        for place in places:
+            bundle = {"CPU": place.cpus} | ({"GPU": place.gpus} if place.gpus else {})
+            made = placement_group([bundle] * place.count, strategy="PACK")
             ready, _ = self.ray.wait([made.ready()], timeout=self.config.start_timeout_s)
             if not ready:
                 raise ClusterError(
-                    f"no room for {count} x {'+'.join(group)} within "
-                    f"{self.config.start_timeout_s:g} s (cluster.start_timeout_s): the cluster has "
-                    f"{have} in all, and other jobs may hold it"
+                    f"no room for {place} within {self.config.start_timeout_s:g} s "
+                    f"(cluster.start_timeout_s): the cluster has {have} in all, and other jobs may "
+                    "hold it"
                 )
-            places |= {role: (made, len(group)) for role in group}
-        return places
+            reserved |= {role: (made, place) for role in place.roles}
+        return reserved
 
     def start(self, role: ClusterRole, worker_class: type, count: int) -> list[Any]:
         """``count`` fresh workers of a role in its places, answering. Raises ClusterError that
@@ -173,19 +162,20 @@ class RayRuntime:
         """One worker process."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        places, sharing = self._places[role]
-        gpus = self.config.gpus_per_worker / sharing
+        reserved, place = self._places[role]
+        gpus = place.gpus / len(place.roles)
         device = "cuda" if gpus else "cpu"
         remote = self.ray.remote(worker_class).options(
-            num_cpus=self.config.cpus_per_worker / sharing,
+            num_cpus=place.cpus / len(place.roles),
             num_gpus=gpus,
             max_restarts=0,  # a worker without its state is of no use: it is replaced, knowingly
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                places, placement_group_bundle_index=rank
+                reserved, placement_group_bundle_index=rank
             ),
         )
-        place = Place(role, rank, size, device, self._threads())
-        return remote.remote(place, self.model, self.precision)
+        return remote.remote(
+            Place(role, rank, size, device, self._threads()), self.model, self.precision
+        )
 
     def spend_restart(self, what: str) -> None:
         """Count a replacement. Raises ClusterError where there were too many."""

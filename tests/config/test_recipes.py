@@ -1,0 +1,75 @@
+"""Every recipe that comes with the project is valid, says what it takes, and names its places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from burnish.cli import app
+from burnish.config import RLConfig, load_config
+from burnish.config.load import ConfigError
+from burnish.config.placement import places_of, roles_of
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+BY_NAME = {path.stem: path for path in RECIPES}
+CLUSTER = {"runtime": "ray", "layout": "separate", "gpus_per_worker": 1}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_valid_and_its_dry_run_is_a_recipe_again(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    done = CliRunner().invoke(app, [config.job, str(path), "--dry-run"])
+    assert done.exit_code == 0, done.output
+    again = tmp_path / "again.yaml"
+    again.write_text(done.stdout, encoding="utf-8")
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_its_command_its_hardware_and_what_came_or_comes_out(path: Path) -> None:
+    header = "".join(line for line in path.open(encoding="utf-8") if line.startswith("#"))
+    config = load_config(path)
+    assert f"burnish {config.job} recipes/{path.name}" in header
+    assert "Hardware: " in header
+    assert "What to expect: " in header or "Measured" in header
+
+
+def test_nine_nodes_hold_policy_reference_and_one_engine_over_eight_gpus() -> None:
+    """128 / (1 x 32) = 4 passes; 256 x 4 / 128 = 8 steps; 32 + 32 + 8 = 72 GPUs."""
+    config = load_config(BY_NAME["llama3_70b_grpo_9x8"])
+    assert isinstance(config, RLConfig)
+    plan = config.batch_plan()
+    assert (plan.gradient_accumulation_steps, plan.optimizer_steps_per_rollout) == (4, 8)
+    places = {p.roles: (p.count, p.gpus) for p in places_of(config)}
+    assert places == {("policy",): (32, 1), ("rollout",): (1, 8), ("reference",): (32, 1)}
+
+
+def test_one_node_holds_five_roles_on_eight_gpus() -> None:
+    (places,) = places_of(load_config(BY_NAME["llama3_8b_ppo_8gpu"]))
+    assert (places.count, places.gpus) == (8, 1)
+    assert set(places.roles) == {"policy", "rollout", "reward", "critic", "reference"}
+    assert str(places).startswith("8 x policy+rollout+reward+critic+reference (1 GPU each)")
+
+
+def test_a_lora_policy_is_its_own_reference() -> None:
+    path = BY_NAME["qwen25_7b_grpo_lora_1gpu"]
+    config = load_config(path, ["algorithm.kl.init_kl_coef=0.01"])
+    assert roles_of(config) == ["policy", "rollout"]
+
+
+def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_places() -> None:
+    overrides = ["rollout.engine.tensor_parallel_size=2"]
+    with pytest.raises(ConfigError, match="puts each rollout worker on its policy rank's GPU"):
+        load_config(BY_NAME["llama3_8b_grpo_8gpu"], overrides)
+    apart = [*overrides, "cluster.layout=separate"]
+    places = places_of(load_config(BY_NAME["llama3_8b_grpo_8gpu"], apart))
+    assert [(p.count, p.gpus) for p in places if p.roles == ("rollout",)] == [(8, 2)]
+    with pytest.raises(ConfigError, match=r"gpus_per_worker=0\.5 with tensor_parallel_size=2"):
+        load_config(BY_NAME["llama3_8b_grpo_8gpu"], [*apart, "cluster.gpus_per_worker=0.5"])
+
+
+def test_colocated_roles_need_equal_numbers() -> None:
+    with pytest.raises(ConfigError, match="puts policy and rollout into the same places"):
+        load_config(BY_NAME["llama3_8b_grpo_8gpu"], ["cluster.rollout_workers=4"])

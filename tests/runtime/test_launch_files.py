@@ -1,0 +1,160 @@
+"""The launch files do what they say: the SLURM script runs a whole job on a Ray cluster that it
+starts and ends (with stand-ins for SLURM's own commands), the KubeRay file names what exists."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from burnish.config import load_config
+from burnish.config.placement import places_of
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "recipes" / "launch"
+
+SRUN = """#!/usr/bin/env bash
+while [[ ${1-} == --* ]]; do shift; done
+exec "$@"
+"""
+TINY = """
+job: sft
+run_dir: run
+max_steps: 3
+model: {scratch: {hidden_size: 32}}
+data: {sources: [{path: rows.jsonl}]}
+train: {train_batch_size: 2, micro_train_batch_size: 1}
+cluster: {runtime: ray, start_timeout_s: 120}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of an allocation of one node, this one."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    python = shlex.quote(sys.executable)
+    script(commands / "srun", SRUN)
+    script(commands / "scontrol", "#!/bin/sh\necho localhost\n")
+    script(commands / "hostname", "#!/bin/sh\necho 127.0.0.1\n")
+    script(commands / "python", f'#!/bin/sh\nexec {python} "$@"\n')
+    script(commands / "burnish", f'#!/bin/sh\nexec {python} -m burnish "$@"\n')
+    ray = "from ray.scripts.scripts import main; import sys; sys.argv[0] = 'ray'; main()"
+    script(commands / "ray", f'#!/bin/sh\nexec {python} -c {shlex.quote(ray)} "$@"\n')
+    return os.environ | {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_GPUS_ON_NODE": "0",
+        "SLURM_CPUS_PER_TASK": "2",
+        "RAY_PORT": str(free_port()),
+        "RAY_TMPDIR": "/tmp",
+    }
+
+
+def ray_processes(port: str) -> list[str]:
+    """Command lines of the cluster's processes."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if f":{port}" in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(line)
+    return found
+
+
+@pytest.mark.slow
+def test_the_slurm_script_runs_a_job_on_a_cluster_of_its_own_and_ends_it(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    (tmp_path / "tiny.yaml").write_text(TINY, encoding="utf-8")
+    rows = [json.dumps({"prompt": f"{a}+1=", "response": f"{a + 1}"}) for a in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    done = subprocess.run(
+        [str(LAUNCH / "slurm.sh"), "sft", "tiny.yaml"],
+        cwd=tmp_path,
+        env=slurm,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[-1])["step"] == 3
+    gone, alive = psutil.wait_procs(
+        [p for p in psutil.process_iter() if _of_cluster(p, slurm["RAY_PORT"])], timeout=30
+    )
+    assert not alive, ray_processes(slurm["RAY_PORT"])
+
+
+def _of_cluster(process: psutil.Process, port: str) -> bool:
+    try:
+        return f":{port}" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.slow
+def test_the_slurm_script_gives_back_the_jobs_failure(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    done = subprocess.run(
+        [str(LAUNCH / "slurm.sh"), "sft", "missing.yaml"],
+        cwd=tmp_path,
+        env=slurm,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "missing.yaml does not exist" in done.stderr
+
+
+def test_the_kuberay_file_runs_a_recipe_that_exists_with_keys_that_exist() -> None:
+    """Nine workers of eight GPUs are what the recipe takes; the head offers nothing."""
+    job = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text(encoding="utf-8"))["spec"]
+    command = shlex.split(job["entrypoint"])
+    assert command[:2] == ["burnish", "rl"]
+    recipe = ROOT / "recipes" / Path(command[2]).name
+    overrides = [part for part in command[3:] if "=" in part]
+    config = load_config(recipe, overrides, job="rl")
+    (workers,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    gpus = workers["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    cpus = workers["replicas"] * int(container["resources"]["limits"]["cpu"])
+    places = places_of(config)
+    assert sum(p.count * p.gpus for p in places) == gpus == 72
+    assert sum(p.count * p.cpus for p in places) <= cpus
+    assert job["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
+    volumes = {v["name"] for v in workers["template"]["spec"]["volumes"]}
+    assert {m["name"] for m in container["volumeMounts"]} == volumes
+
+
+def test_the_slurm_script_asks_for_the_nodes_of_the_recipe_it_shows() -> None:
+    text = (LAUNCH / "slurm.sh").read_text(encoding="utf-8")
+    nodes = re.search(r"#SBATCH --nodes=(\d+)", text)
+    gpus = re.search(r"#SBATCH --gpus-per-node=(\d+)", text)
+    assert nodes and gpus
+    assert int(nodes[1]) * int(gpus[1]) == 72

@@ -102,7 +102,7 @@ def test_the_slurm_script_runs_a_job_on_a_cluster_of_its_own_and_ends_it(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[-1])["step"] == 3
-    gone, alive = psutil.wait_procs(
+    _, alive = psutil.wait_procs(
         [p for p in psutil.process_iter() if _of_cluster(p, slurm["RAY_PORT"])], timeout=30
     )
     assert not alive, ray_processes(slurm["RAY_PORT"])

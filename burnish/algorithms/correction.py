@@ -1,13 +1,72 @@
-"""How far the sampler's log-probs are from the trainer's for the same weights and tokens."""
+"""Sampler and trainer disagree about the same weights and tokens: by how much, and what to do.
+
+``mismatch_stats`` measures, ``correction_weights`` says what each token's loss is multiplied by.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from burnish.algorithms.kl import k3
+from burnish.algorithms.policy_losses import MAX_LOG_RATIO
+from burnish.algorithms.reduce import row_mean, row_sum
 from burnish.tensors import at_least_fp32, masked_max, masked_sum
 from burnish.types import Stats
+
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "clip", "mask"]
+
+
+def correction_weights(  # house: ok the terms of the equation
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Level,
+    mode: Mode,
+    low: float,
+    high: float,
+    row_ids: Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """The importance weight of the trainer's policy over the sampler's, bounded; no gradient.
+
+    g = old_logprobs - sampler_logprobs;  w = exp(g) (token), exp(sum of g over the row) (sequence)
+    or exp(mean of g over the row) (geometric). Then truncate: min(w, high); clip: w into
+    [low, high]; mask: w inside [low, high] and 0 outside (the token, or the whole row, is left
+    out; denominators stay).
+
+    Tensors are padded [N, T], or packed [M] with ``row_ids`` [M]; returns weights of that shape, 1
+    outside the mask. Stats: means ``correction_weight``, ``correction_frac`` (tokens whose weight
+    was changed); maxima ``correction_max`` (before the bounds). Token and truncate is truncated
+    importance sampling (TIS), token and mask IcePop (arXiv 2510.18855), geometric and mask masked
+    importance sampling. Raises ValueError for another level or mode.
+    """
+    gap = at_least_fp32(old_logprobs.detach()) - at_least_fp32(sampler_logprobs.detach())
+    gap = torch.where(mask, gap, 0.0)
+    if level == "sequence":
+        gap = row_sum(gap, mask, row_ids)
+    elif level == "geometric":
+        gap = row_mean(gap, mask, row_ids)
+    elif level != "token":
+        raise ValueError(f"unknown level {level!r}; use token, sequence or geometric")
+    raw = torch.where(mask, gap.clamp(max=MAX_LOG_RATIO).exp(), 1.0)
+    if mode == "truncate":
+        bounded = raw.clamp(max=high)
+    elif mode == "clip":
+        bounded = raw.clamp(low, high)
+    elif mode == "mask":
+        bounded = torch.where((raw >= low) & (raw <= high), raw, 0.0)
+    else:
+        raise ValueError(f"unknown mode {mode!r}; use truncate, clip or mask")
+    weights, count = torch.where(mask, bounded, 1.0), mask.sum()
+    means = {
+        "correction_weight": (masked_sum(weights, mask), count),
+        "correction_frac": (masked_sum(weights != raw, mask), count),
+    }
+    return weights, Stats(means=means, maxima={"correction_max": masked_max(raw, mask)})
 
 
 def mismatch_stats(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Stats:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.kl import k3
+from burnish.algorithms.reduce import row_mean
 from burnish.tensors import at_least_fp32, masked_max, masked_sum
 from burnish.types import Stats
 
@@ -56,6 +57,73 @@ def ppo(  # house: ok the terms of the equation
     return torch.where(mask, loss, 0.0), Stats(means=means) + _ratio_stats(log_ratio, mask)
 
 
+def gspo(  # house: ok the terms of the equation
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    row_ids: Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """The clipped surrogate with one ratio for the whole sequence.
+
+    s = exp(mean over the row's tokens of (logprobs - old_logprobs));
+    L = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) at every token of the row, where the
+    gradient of a token's s is s times that of its own log-prob (the token form, equation 9, which
+    is the sequence form where A is one number per row).
+
+    Tensors are padded [N, T], or packed [M] with ``row_ids`` [M]. The bounds are far smaller than
+    PPO's (3e-4 and 4e-4 in the paper): s is a mean. Stats as :func:`ppo`, ``clip_frac`` over
+    tokens, and means ``sequence_ratio``. Source: arXiv 2507.18071 (equations 5, 7, 9).
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    difference = torch.where(mask, at_least_fp32(logprobs) - at_least_fp32(old_logprobs), 0.0)
+    mean = row_mean(difference.detach(), mask, row_ids).clamp(max=MAX_LOG_RATIO)
+    own = torch.where(mask, at_least_fp32(logprobs), 0.0)
+    ratio = (mean + own - own.detach()).exp()
+    adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
+    plain = -ratio * adv
+    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * adv
+    loss = torch.where(mask, torch.maximum(plain, clipped), 0.0)
+    count = mask.sum()
+    means = {
+        "clip_frac": (masked_sum(clipped > plain, mask), count),
+        "sequence_ratio": (masked_sum(ratio.detach(), mask), count),
+    }
+    return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
+
+
+def cispo(  # house: ok the terms of the equation
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    max_ratio: float | None = None,
+) -> tuple[Tensor, Stats]:
+    """The score function under a clipped importance weight: no token's gradient is dropped.
+
+    L = -w A logprobs, w = clip(r, 1 - clip_low, 1 + clip_high) without gradient, r as in
+    :func:`ppo`. With ``max_ratio`` the upper bound is that number itself, whatever ``clip_high``.
+
+    All tensors have one shape, [N, T] or [M]; ``mask`` is bool. Stats as :func:`ppo`
+    (``clip_frac``: tokens whose weight is a bound). Sources: arXiv 2506.13585 (equation 4); an
+    absolute upper bound: arXiv 2510.13786.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    ratio = log_ratio.detach().exp()
+    high = 1 + clip_high if max_ratio is None else max_ratio
+    weight = ratio.clamp(1 - clip_low, high)
+    adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
+    loss = -weight * adv * torch.where(mask, at_least_fp32(logprobs), 0.0)
+    means = {"clip_frac": (masked_sum(weight != ratio, mask), mask.sum())}
+    return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
+
+
 def reinforce(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Stats]:
@@ -70,8 +138,17 @@ def reinforce(
     return loss, _ratio_stats(_log_ratio(logprobs, old_logprobs, mask), mask)
 
 
-POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {"ppo": ppo, "reinforce": reinforce}
-"""By the name in ``algorithm.policy_loss``; the keywords are the fields of that config node."""
+POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+}
+"""By the name in ``algorithm.policy_loss``; the keywords are the fields of that config node (and,
+for those in :data:`BY_ROW`, ``row_ids``)."""
+
+BY_ROW = frozenset({"gspo"})
+"""Losses that have to know which tokens belong to one sequence."""
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

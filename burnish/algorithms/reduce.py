@@ -62,6 +62,26 @@ def reduce(  # house: ok the counts of every aggregation
     )
 
 
+def row_sum(x: Tensor, mask: Tensor, row_ids: Tensor | None = None) -> Tensor:
+    """The sum over each token's row, at every token: [N, T] for padded rows, [M] for packed ones
+    with ``row_ids`` [M]."""
+    inside = torch.where(mask, at_least_fp32(x), 0.0)
+    if row_ids is None:
+        if mask.dim() != 2:
+            raise ValueError(
+                f"got packed tokens [{mask.numel()}] and row_ids=None, so the rows cannot be told "
+                "apart; pass row_ids [M]"
+            )
+        return inside.sum(1, keepdim=True).expand_as(inside)
+    index = torch.unique(row_ids, return_inverse=True)[1]
+    return inside.new_zeros(inside.shape).index_add(0, index, inside)[index]
+
+
+def row_mean(x: Tensor, mask: Tensor, row_ids: Tensor | None = None) -> Tensor:
+    """The mean over each token's row, as :func:`row_sum`; 0 in rows without a true mask."""
+    return row_sum(x, mask, row_ids) / _tokens_in_row(mask, row_ids).clamp(min=1)
+
+
 def _tokens_in_row(mask: Tensor, row_ids: Tensor | None) -> Tensor:
     """True entries of the mask in each token's row: [N, 1] for padded rows, [M] for packed ones."""
     if row_ids is None:

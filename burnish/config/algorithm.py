@@ -67,6 +67,29 @@ class PpoLoss(Node):
     """Bound c on the loss where the advantage is negative (arXiv 1912.09729). None: no bound."""
 
 
+class GspoLoss(Node):
+    """The clipped surrogate with one ratio per sequence (arXiv 2507.18071)."""
+
+    kind: Literal["gspo"]
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    """The sequence's ratio (a geometric mean over its tokens) counts from 1 - clip_low."""
+    clip_high: float = Field(4e-4, gt=0)
+    """It counts up to 1 + clip_high."""
+
+
+class CispoLoss(Node):
+    """-weight x advantage x log-prob with a clipped weight without gradient (arXiv 2506.13585)."""
+
+    kind: Literal["cispo"]
+    clip_low: float = Field(1.0, gt=0, le=1)
+    """The weight is at least 1 - clip_low. 1: no lower bound, as in the paper's runs."""
+    clip_high: float = Field(2.0, gt=0)
+    """The weight is at most 1 + clip_high."""
+    max_ratio: float | None = Field(None, gt=1)
+    """Upper bound of the weight as it stands (arXiv 2510.13786), in place of 1 + clip_high. None:
+    1 + clip_high."""
+
+
 class ReinforceLoss(Node):
     """-advantage x log-prob, without a ratio: right only for one optimizer step per rollout."""
 
@@ -74,8 +97,26 @@ class ReinforceLoss(Node):
 
 
 PolicyLossConfig = Annotated[
-    Annotated[PpoLoss | ReinforceLoss, Field(discriminator="kind")], BeforeValidator(_name_to_node)
+    Annotated[PpoLoss | GspoLoss | CispoLoss | ReinforceLoss, Field(discriminator="kind")],
+    BeforeValidator(_name_to_node),
 ]
+
+
+class CorrectionConfig(Node):
+    """Off-policy correction for samplers that disagree with the trainer: every token's loss is
+    multiplied by w = exp(trainer's log-prob - sampler's log-prob), bounded."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """token: each its own weight. sequence: the product over the response. geometric: its
+    geometric mean."""
+    mode: Literal["truncate", "clip", "mask"] = "truncate"
+    """truncate: at most ``high`` (with level=token: TIS). clip: into [low, high]. mask: outside of
+    [low, high] the weight is 0 (with level=token: IcePop; with geometric: masked importance
+    sampling)."""
+    low: float = Field(0.5, ge=0, lt=1)
+    """Lower bound (clip and mask)."""
+    high: float = Field(2.0, ge=1)
+    """Upper bound."""
 
 
 class KlConfig(Node):
@@ -119,7 +160,7 @@ class AlgorithmConfig(Node):
     """``grpo | dr_grpo | rloo | opo | gae | reinforce_pp | reinforce_pp_baseline``, or a node with
     ``kind`` and its options."""
     policy_loss: PolicyLossConfig = PpoLoss()
-    """``ppo | reinforce``, or a node with ``kind`` and its options."""
+    """``ppo | gspo | cispo | reinforce``, or a node with ``kind`` and its options."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = "token_mean"
     """token_mean: over all tokens of the step (DAPO). sequence_mean: mean of per-sequence means
     (the first GRPO). sequence_sum_constant: sums over ``generate_max_len`` (Dr. GRPO)."""
@@ -127,3 +168,5 @@ class AlgorithmConfig(Node):
     """Weight of the entropy bonus. 0: none."""
     kl: KlConfig = KlConfig()
     """Distance from the reference model."""
+    correction: CorrectionConfig | None = None
+    """Importance weights against the gap between sampler and trainer. None: none."""

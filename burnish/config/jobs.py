@@ -171,6 +171,13 @@ class RLConfig(TrainingJob):
                 "step per rollout only; use ppo, or train_batch_size = rollout_batch_size x "
                 "n_samples_per_prompt with epochs_per_rollout=1"
             )
+        cut = "top_p<1" if self.rollout.top_p < 1 else "top_k>0" if self.rollout.top_k else None
+        if self.algorithm.correction is not None and cut:
+            yield (
+                f"algorithm.correction weighs tokens by what the sampler's log-probs are, and with "
+                f"rollout.{cut} tokens are drawn from another distribution than those; use "
+                "top_p=1 and top_k=0, or no correction"
+            )
         best = self.checkpoint.best_metric
         if best and best.startswith("eval/") and self.eval is None:
             yield f"checkpoint.best_metric={best} is measured by eval, which is not set"

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, reduce
-from burnish.algorithms.correction import mismatch_stats
+from burnish.algorithms.correction import correction_weights, mismatch_stats
+from burnish.algorithms.policy_losses import BY_ROW
 from burnish.algorithms.reduce import Aggregation
 from burnish.algorithms.value_losses import clipped_value_loss
-from burnish.config.algorithm import AlgorithmConfig
+from burnish.config.algorithm import AlgorithmConfig, CorrectionConfig
 from burnish.tensors import masked_sum
 from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats
@@ -44,7 +45,13 @@ def policy_objective(
             return _reduce(per_token, batch, config.loss_aggregation, max_len)
 
         old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        per_token, stats = per_token_loss(outputs.logprobs, old, batch.advantages, mask, **options)
+        rows = {"row_ids": batch.row_ids} if config.policy_loss.kind in BY_ROW else {}
+        per_token, stats = per_token_loss(
+            outputs.logprobs, old, batch.advantages, mask, **options, **rows
+        )
+        if config.correction is not None:
+            weights, found = _correction(config.correction, old, batch)
+            per_token, stats = weights * per_token, stats + found
         loss = total(per_token)
         stats += Stats(sums={"policy_loss": loss.detach()})
         if batch.sampler_logprobs is not None:
@@ -61,6 +68,17 @@ def policy_objective(
         return loss, stats + Stats(sums={"loss": loss.detach()})
 
     return objective
+
+
+def _correction(config: CorrectionConfig, old: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
+    assert batch.sampler_logprobs is not None, "a correction needs what the sampler reported"
+    return correction_weights(
+        old,
+        batch.sampler_logprobs,
+        batch.action_mask,
+        row_ids=batch.row_ids,
+        **config.model_dump(),
+    )
 
 
 def value_objective(*, value_clip: float | None) -> Loss:

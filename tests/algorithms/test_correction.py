@@ -1,4 +1,4 @@
-"""The meter of the gap between the trainer's and the sampler's log-probs."""
+"""The gap between the trainer's and the sampler's log-probs: its meter, and weights against it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from burnish.algorithms.correction import mismatch_stats
+from burnish.algorithms.correction import correction_weights, mismatch_stats
 
 
 def test_mismatch_by_hand() -> None:
@@ -60,3 +60,74 @@ def test_bf16_logprobs_are_subtracted_in_fp32() -> None:
     trainer = torch.tensor([-1.0]).bfloat16()
     found = mismatch_stats(trainer, torch.tensor([-1.0078125]), trainer < 0).floats()
     assert found["mismatch_max"] == 2.0**-7
+
+
+GAPS = torch.tensor([[4.0, 0.5, 1.0], [0.25, 1.0, 1.0]], dtype=torch.float64).log()
+MASK = torch.tensor([[True, True, False], [True, True, True]])
+"""Row 0: weights 4 and 1/2, product 2, geometric mean sqrt 2. Row 1: 1/4, 1, 1; product 1/4,
+geometric mean (1/4)^(1/3) = 0.629961."""
+ROOT, CUBE = 2**0.5, 0.25 ** (1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "expected"),
+    [
+        ("token", "truncate", [[1.5, 0.5, 1], [0.25, 1, 1]]),
+        ("token", "clip", [[1.5, 0.6, 1], [0.6, 1, 1]]),
+        ("token", "mask", [[0, 0, 1], [0, 1, 1]]),
+        ("sequence", "truncate", [[1.5, 1.5, 1], [0.25] * 3]),
+        ("sequence", "clip", [[1.5, 1.5, 1], [0.6] * 3]),
+        ("sequence", "mask", [[0, 0, 1], [0, 0, 0]]),
+        ("geometric", "truncate", [[ROOT, ROOT, 1], [CUBE] * 3]),
+        ("geometric", "clip", [[ROOT, ROOT, 1], [CUBE] * 3]),
+        ("geometric", "mask", [[ROOT, ROOT, 1], [CUBE] * 3]),
+    ],
+)
+def test_every_level_and_mode_by_hand(level: str, mode: str, expected: list[list[float]]) -> None:
+    """Band [0.6, 1.5]."""
+    options = {"level": level, "mode": mode, "low": 0.6, "high": 1.5}
+    weights, stats = correction_weights(GAPS, torch.zeros(2, 3), MASK, **options)
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    # 1e-12: exp(log w) in fp64
+    torch.testing.assert_close(weights, wanted, atol=1e-12, rtol=0)
+    packed, found = correction_weights(
+        GAPS[MASK],
+        torch.zeros(5),
+        MASK[MASK],
+        row_ids=torch.tensor([3, 3, 1, 1, 1]),
+        **options,
+    )
+    torch.testing.assert_close(packed, wanted[MASK], atol=1e-12, rtol=0)
+    assert found.floats() == pytest.approx(stats.floats(), abs=1e-12)
+    assert stats.floats()["correction_weight"] == pytest.approx(float(wanted[MASK].mean()))
+
+
+def test_the_share_of_changed_weights_and_the_largest_before_the_bounds_are_told() -> None:
+    """Token weights 4, 1/2, 1/4, 1, 1 in [0.6, 1.5]: three of five change."""
+    options = {"level": "token", "mode": "clip", "low": 0.6, "high": 1.5}
+    found = correction_weights(GAPS, torch.zeros(2, 3), MASK, **options)[1].floats()
+    assert found["correction_frac"] == pytest.approx(0.6)
+    assert found["correction_max"] == pytest.approx(4.0)
+
+
+def test_without_a_gap_every_weight_is_one_and_nothing_has_a_gradient() -> None:
+    x = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, -3.0, -9.0]], requires_grad=True)
+    for level in ("token", "sequence", "geometric"):
+        weights, _ = correction_weights(
+            x, x.detach(), MASK, level=level, mode="mask", low=0.9, high=1.1
+        )
+        assert torch.equal(weights, torch.ones(2, 3)) and not weights.requires_grad
+
+
+def test_an_infinite_gap_is_bounded() -> None:
+    options = {"level": "sequence", "mode": "truncate", "low": 0.5, "high": 2.0}
+    gap = torch.full((1, 4), 500.0)
+    weights, stats = correction_weights(gap, torch.zeros(1, 4), gap > 0, **options)
+    assert torch.equal(weights, torch.full((1, 4), 2.0))
+    assert math.isfinite(stats.floats()["correction_max"])
+
+
+def test_unknown_levels_and_modes_are_refused() -> None:
+    for level, mode, told in (("word", "clip", "use token"), ("token", "cut", "use truncate")):
+        with pytest.raises(ValueError, match=told):
+            correction_weights(GAPS, GAPS, MASK, level=level, mode=mode, low=0.5, high=2.0)

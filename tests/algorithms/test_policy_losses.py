@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from burnish.algorithms import POLICY_LOSSES, reduce
-from burnish.algorithms.policy_losses import MAX_LOG_RATIO, ppo, reinforce
+from burnish.algorithms.policy_losses import BY_ROW, MAX_LOG_RATIO, cispo, gspo, ppo, reinforce
 
 quick = settings(max_examples=30, deadline=None)
 seeds = st.integers(0, 2**31 - 1)
@@ -22,6 +22,9 @@ LOSSES = {
     "ppo with dual clip": lambda *args: ppo(*args, **CLIP, dual_clip=1.5),
     "reinforce": reinforce,
 }
+WHOLE_GRADIENT = list(LOSSES.values())
+"""Those without a part that is held constant, so that differences show their gradient."""
+LOSSES["cispo"] = lambda *args: cispo(*args, **CLIP)
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 
 
@@ -40,7 +43,8 @@ def ratios(*values: float) -> Tensor:
 
 
 def test_the_registry_has_exactly_the_documented_names() -> None:
-    assert dict(POLICY_LOSSES) == {"ppo": ppo, "reinforce": reinforce}
+    expected = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+    assert expected == POLICY_LOSSES and {"gspo"} == BY_ROW
 
 
 def test_ppo_takes_the_pessimistic_side_of_the_clip() -> None:
@@ -99,7 +103,7 @@ def test_reinforce_is_minus_advantage_times_logprob() -> None:
     assert stats.floats() == {"ratio": 1.0, "approx_kl": 0.0, "ratio_max": 1.0}
 
 
-def test_before_the_first_step_both_losses_have_the_policy_gradient() -> None:
+def test_before_the_first_step_every_loss_has_the_policy_gradient() -> None:
     """At r = 1 the gradient of -r A is -A r = -A, the same as that of -A log p."""
     logprobs, _, advantages, mask = tokens(1)
     for loss in LOSSES.values():
@@ -116,7 +120,31 @@ def test_a_clipped_token_has_no_gradient() -> None:
     torch.testing.assert_close(grad, torch.tensor([0, 0, 1.5]).double(), atol=1e-12, rtol=0)
 
 
-@every_loss
+def test_cispo_weighs_the_score_function_and_drops_no_token() -> None:
+    """clip 0.2 below, 0.3 above. r 1.5 -> w 1.3; r 0.5 -> 0.8; r 1.1 stays. log p = ln r.
+
+    L = -w A ln r: A 2: -2 x 1.3 x 0.405465 = -1.054209;  A -1: 0.8 x -0.693147 = -0.554518;
+    A 1: -1.1 x 0.095310 = -0.104841. The gradient is -w A: -2.6, 0.8, -1.1. Changed: 2 of 3.
+    """
+    x = ratios(1.5, 0.5, 1.1).requires_grad_()
+    advantages = torch.tensor([2.0, -1, 1])
+    loss, stats = cispo(x, torch.zeros(3), advantages, torch.ones(3).bool(), **CLIP)
+    # 1e-6: six written decimals
+    assert loss.tolist() == pytest.approx([-1.054209, -0.554518, -0.104841], abs=1e-6)
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert grad.tolist() == pytest.approx([-2.6, 0.8, -1.1], abs=1e-12)
+    assert stats.floats()["clip_frac"] == pytest.approx(2 / 3)
+
+
+def test_an_absolute_bound_takes_the_place_of_the_relative_one() -> None:
+    """max_ratio 2: r 3 counts as 2, r 1.5 as it is (1.3 with clip_high)."""
+    args = (ratios(3, 1.5), torch.zeros(2), torch.tensor([1.0, 1.0]), torch.ones(2).bool())
+    x = args[0].requires_grad_()
+    (grad,) = torch.autograd.grad(cispo(x, *args[1:], **CLIP, max_ratio=2.0)[0].sum(), x)
+    assert grad.tolist() == pytest.approx([-2.0, -1.5], abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", WHOLE_GRADIENT)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_agree_with_finite_differences(loss, seed: int) -> None:
     logprobs, old, advantages, mask = tokens(seed)

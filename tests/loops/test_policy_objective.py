@@ -153,12 +153,44 @@ def test_without_old_logprobs_the_policy_is_its_own_old_policy() -> None:
     assert stats.floats()["ratio"] == 1.0 and stats.floats()["clip_frac"] == 0.0
 
 
+def test_a_correction_multiplies_each_tokens_loss_by_its_weight() -> None:
+    """A row of two tokens, ratios 1, advantages 1 and -2; the sampler gave them 1/4 and 2 times the
+    trainer's probability, so weights 4, cut to 2, and 1/2: (-1 x 2 + 2 x 0.5) / 2 = -0.5."""
+    rows = rows_to_batch([[9, 8, 8]], [[False, True, True]], prompt_lens=[1])
+    logprobs = torch.tensor([0.0, -1.0, -2.0], dtype=torch.float64)
+    batch = replace(
+        rows,
+        old_logprobs=logprobs,
+        sampler_logprobs=logprobs - torch.tensor([0.0, math.log(4), math.log(0.5)]),
+        advantages=torch.tensor([0.0, 1.0, -2.0], dtype=torch.float64),
+    )
+    loss, stats = _objective(correction={"mode": "truncate", "high": 2.0})(Outputs(logprobs), batch)
+    # 1e-7: ln 4 in fp32
+    assert float(loss) == pytest.approx(-0.5, abs=1e-7)
+    assert stats.floats()["correction_frac"] == 0.5
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_losses_and_stats_of_micro_batches_add_up_to_those_of_the_step(aggregation: str) -> None:
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("level", [None, "token", "sequence", "geometric"])
+def test_losses_and_stats_of_micro_batches_add_up_to_those_of_the_step(
+    aggregation: str, policy_loss: str, level: str | None
+) -> None:
     old = _random(0, -2, -1)
-    batch = _batch(old_logprobs=old, ref_logprobs=_random(1, -2, -1), advantages=_random(2, -2, 2))
+    batch = _batch(
+        old_logprobs=old,
+        ref_logprobs=_random(1, -2, -1),
+        sampler_logprobs=old + _random(5, -0.5, 0.5),
+        advantages=_random(2, -2, 2),
+    )
     logprobs, entropy = old + _random(3, -0.5, 0.5), _random(4, 0.1, 2.0)
-    objective = _objective(0.3, loss_aggregation=aggregation, entropy_coef=0.1)
+    objective = _objective(
+        0.3,
+        loss_aggregation=aggregation,
+        entropy_coef=0.1,
+        policy_loss=policy_loss,
+        correction=None if level is None else {"level": level, "mode": "clip"},
+    )
     whole, whole_stats = objective(Outputs(logprobs, entropy), batch)
     total, stats = 0.0, Stats()
     for rows, tokens in (([0], slice(0, 3)), ([1, 2], slice(3, 9))):

@@ -183,3 +183,16 @@ def test_every_advantage_runs_with_several_updates_per_rollout(
     assert all(math.isfinite(line["train/loss"]) for line in lines)
     # Four updates on one rollout: the ratio has left 1 by the second.
     assert all(line["train/ratio_max"] > 1.0 for line in lines)
+
+
+@pytest.mark.parametrize("policy_loss", ["gspo", "cispo"])
+def test_every_policy_loss_runs_with_several_updates_per_rollout(
+    policy_loss: str, rl: MakeConfig, reward: Reward
+) -> None:
+    options = [f"algorithm.policy_loss={policy_loss}", "train.train_batch_size=8"]
+    lines = _lines(rl(*options, "algorithm.correction={level: geometric, mode: mask}"), reward)
+    assert all(math.isfinite(line["train/loss"]) for line in lines)
+    assert all(line["train/ratio_max"] > 1.0 for line in lines)
+    # fp32 on both sides: the sampler's log-probs are the trainer's, and no weight is changed
+    assert all(line["train/correction_frac"] == 0.0 for line in lines)
+    assert all(line["train/correction_weight"] == pytest.approx(1, abs=1e-4) for line in lines)

@@ -47,6 +47,7 @@ from burnish.train.zero import (
     buckets,
     ds_config,
     find_shards,
+    forget_ended_groups,
     is_at_floor,
     is_cut,
     publish,
@@ -446,6 +447,7 @@ def _join(library: Any, ranks: Ranks) -> None:
             "DeepSpeed works over the whole process group; start as many processes as the engine "
             "has ranks"
         )
+    forget_ended_groups(library)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it; launchers set it
     with _on_this_machine(library):
         library.init_distributed(verbose=False)

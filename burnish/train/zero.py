@@ -243,3 +243,12 @@ def restore_scaler(scaler: Any, state: Mapping[str, float | int]) -> None:
     scaler.cur_scale = float(state["scale"])
     scaler.cur_hysteresis = min(int(state["left"]), scaler.delayed_shift)
     scaler.cur_iter, scaler.last_overflow_iter = int(state["clean_steps"]), -1
+
+
+def forget_ended_groups(library: Any) -> None:
+    """DeepSpeed keeps copies of process groups, also where torch has ended them since (an earlier
+    job of this process)."""
+    groups = library.utils.groups
+    held = groups._WORLD_GROUP
+    if held is not None and held not in torch.distributed.distributed_c10d._world.pg_group_ranks:
+        groups._release_process_group_references()

@@ -23,7 +23,7 @@ from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
 from burnish.config.arithmetic import batch_table
 from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
 from burnish.config.explain import nearest
-from burnish.config.jobs import RewardModelConfig, RLConfig, SFTConfig
+from burnish.config.jobs import TrainingJob
 from burnish.config.placement import placement_text
 
 
@@ -155,6 +155,17 @@ def rm(
 
 
 @app.command()
+def preference(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    ray_address: RayAddress = None,
+) -> None:
+    """A policy from preferences, without rollouts: DPO and its family."""
+    _job("preference", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
+
+
+@app.command()
 def rl(
     arguments: Arguments = None,
     dry_run: DryRun = False,
@@ -215,7 +226,7 @@ def _dry_run_text(config: JobConfig) -> str:
     """The resolved recipe; the batch table stands above it as comments, so the whole is a recipe
     again."""
     lines = [f"# warning: {warning}" for warning in config.warnings()]
-    if isinstance(config, (RLConfig, SFTConfig, RewardModelConfig)):
+    if isinstance(config, TrainingJob):
         lines += [
             f"# {n:<30} {value:>8}  {how}".rstrip()
             for n, value, how in batch_table(config.batch_plan())

@@ -138,6 +138,11 @@ class Batch:
     """[N] fp32, one scalar per row"""
     margins: Tensor | None = None
     """[N] fp32, preference margins (only reward models use them)"""
+    labels: Tensor | None = None
+    """[N] bool, whether somebody liked the response (only KTO uses them)"""
+    kl_estimate: float = 0.0
+    """Of the whole optimizer step, in nats per response: how far the policy is from the reference
+    (only KTO uses it)."""
 
     @property
     def num_rows(self) -> int:
@@ -190,7 +195,7 @@ class Batch:
                 yield f.name, value
 
 
-_PER_ROW = frozenset({"prompt_lens", "group_ids", "rewards", "margins"})
+_PER_ROW = frozenset({"prompt_lens", "group_ids", "rewards", "margins", "labels"})
 
 
 Number = float | int | Tensor

@@ -62,6 +62,13 @@ def reduce(  # house: ok the counts of every aggregation
     )
 
 
+def sum_by_row(x: Tensor, mask: Tensor, *, row_ids: Tensor, num_rows: int) -> Tensor:
+    """[num_rows]: sums of packed ``x`` [M] where ``mask`` is true; ``row_ids`` [M] are row numbers.
+    Differentiable."""
+    inside = torch.where(mask, at_least_fp32(x), 0.0)
+    return inside.new_zeros(num_rows).index_add(0, row_ids, inside)
+
+
 def row_sum(x: Tensor, mask: Tensor, row_ids: Tensor | None = None) -> Tensor:
     """The sum over each token's row, at every token: [N, T] for padded rows, [M] for packed ones
     with ``row_ids`` [M]."""

@@ -170,3 +170,72 @@ class AlgorithmConfig(Node):
     """Distance from the reference model."""
     correction: CorrectionConfig | None = None
     """Importance weights against the gap between sampler and trainer. None: none."""
+
+
+class DpoLoss(Node):
+    """Direct preference optimisation (arXiv 2305.18290)."""
+
+    kind: Literal["dpo"] = "dpo"
+    beta: float = Field(0.1, gt=0)
+    """How closely the policy stays to the reference: the KL weight of the implied reward."""
+
+
+class CdpoLoss(Node):
+    """DPO for labels that are sometimes wrong (https://ericmitchell.ai/cdpo.pdf)."""
+
+    kind: Literal["cdpo"]
+    beta: float = Field(0.1, gt=0)
+    """As in dpo."""
+    label_smoothing: float = Field(0.1, gt=0, lt=0.5)
+    """Probability that a pair is the wrong way round."""
+
+
+class IpoLoss(Node):
+    """Identity preference optimisation (arXiv 2310.12036)."""
+
+    kind: Literal["ipo"]
+    beta: float = Field(0.1, gt=0)
+    """The gap between the two log-ratios is pulled to 1 / (2 beta)."""
+    mean_logprobs: bool = False
+    """Take each response's mean log-prob per token instead of its sum, as some libraries do."""
+
+
+class SimpoLoss(Node):
+    """Simple preference optimisation: mean log-probs and a margin, no reference model (arXiv
+    2405.14734)."""
+
+    kind: Literal["simpo"]
+    beta: float = Field(2.0, gt=0)
+    """Scale of the difference of mean log-probs."""
+    gamma: float = Field(1.0, ge=0)
+    """Margin by which the chosen response must win."""
+
+
+class OrpoLoss(Node):
+    """Odds-ratio preference optimisation: the language-model loss of the chosen response plus a
+    penalty, no reference model (arXiv 2403.07691)."""
+
+    kind: Literal["orpo"]
+    beta: float = Field(0.1, gt=0)
+    """Weight of the odds-ratio term (the paper's lambda)."""
+
+
+class KtoLoss(Node):
+    """Kahneman-Tversky optimisation of single responses with a verdict (arXiv 2402.01306)."""
+
+    kind: Literal["kto"]
+    beta: float = Field(0.1, gt=0)
+    """As in dpo."""
+    desirable_weight: float = Field(1.0, gt=0)
+    """Weight of responses that somebody liked. The paper wants desirable_weight x their number
+    between 1 and 1.33 times undesirable_weight x the number of the others."""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """Weight of the others."""
+
+
+PreferenceLossConfig = Annotated[
+    Annotated[
+        DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss | KtoLoss, Field(discriminator="kind")
+    ],
+    BeforeValidator(_name_to_node),
+]

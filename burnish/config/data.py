@@ -139,7 +139,12 @@ class PreferenceDataConfig(DataConfig):
     rejected_key: str = "rejected"
     """Column with the worse response."""
     margin_key: str | None = None
-    """Column with a number that says by how much. None: no margins."""
+    """Column with a number that says by how much (reward models). None: no margins."""
+    label_key: str | None = None
+    """Single responses instead of pairs (job preference with loss kto): column that is true where
+    somebody liked the response, false where not. None: pairs."""
+    response_key: str = "response"
+    """Column with the response where there is a ``label_key``."""
     prompt_template: str | None = None
     """Python format string over the row's columns that makes the prompt. None: the column as it
     is."""

@@ -9,7 +9,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from burnish.config.algorithm import AlgorithmConfig, GaeAdvantage, GroupAdvantage
+from burnish.config.algorithm import (
+    AlgorithmConfig,
+    DpoLoss,
+    GaeAdvantage,
+    GroupAdvantage,
+    PreferenceLossConfig,
+)
 from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout, derive_batch
 from burnish.config.base import Node, PathText
 from burnish.config.cluster import COLOCATED, ClusterConfig
@@ -112,6 +118,85 @@ class RewardModelConfig(_SupervisedJob):
     """Pairs."""
     eval_data: PreferenceDataConfig | None = None
     """Held-out pairs. None: no evaluation."""
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        if self.data.label_key is not None:
+            yield (
+                f"data.label_key={self.data.label_key} says that rows are single responses, and a "
+                "reward model learns from pairs; remove it"
+            )
+
+
+class PreferenceReferenceConfig(ReferenceConfig):
+    """The frozen model that preferences are measured against."""
+
+    precompute: bool = False
+    """Compute its log-probs of all rows once, before the first step, keep them in the run folder
+    and give the model's memory back. (kto needs it in every step.)"""
+
+
+class PreferenceConfig(_SupervisedJob):
+    """``burnish preference``: a policy from preferences, without rollouts (DPO and its family)."""
+
+    job: Literal["preference"] = "preference"
+    """Which job the recipe is for."""
+    data: PreferenceDataConfig
+    """Pairs; for kto also single responses with a verdict (``label_key``)."""
+    eval_data: PreferenceDataConfig | None = None
+    """Held-out data of the same form. None: no evaluation."""
+    loss: PreferenceLossConfig = DpoLoss()
+    """``dpo | cdpo | ipo | simpo | orpo | kto``, or a node with ``kind`` and its options."""
+    nll_coef: float = Field(0.0, ge=0)
+    """Weight of the chosen response's mean negative log-likelihood per token, added to the loss
+    (arXiv 2404.19733)."""
+    reference: PreferenceReferenceConfig | None = None
+    """Reference model. None: the policy as it is at the start (with LoRA: its base)."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss measures against a reference model."""
+        return self.loss.kind not in ("simpo", "orpo")
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        kind = self.loss.kind
+        if self.data.margin_key is not None:
+            yield (
+                f"data.margin_key={self.data.margin_key}: margins are for reward models (job rm), "
+                "and no preference loss reads them; remove it"
+            )
+        if self.reference is not None and not self.needs_reference:
+            yield f"reference is set and loss={kind} uses none; remove it, or use dpo"
+        if kind != "kto":
+            for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+                if data is not None and data.label_key is not None:
+                    yield (
+                        f"{name}.label_key={data.label_key} says that rows are single responses, "
+                        f"and loss={kind} compares two; remove it, or use loss=kto"
+                    )
+        elif self.nll_coef:
+            yield "nll_coef is a term of the chosen response, and loss=kto has none; remove it"
+        if kind == "kto":
+            yield from self._kto_rules()
+
+    def _kto_rules(self) -> Iterator[str]:
+        if self.reference is not None and self.reference.precompute:
+            yield (
+                "reference.precompute with loss=kto: its reference point needs the reference model "
+                "on rows that are made in every step; remove precompute"
+            )
+        try:
+            rows = self.batch_plan().train_batch_size
+        except BatchError:
+            return
+        least = 2 if self.data.label_key is not None else 4
+        if rows < least or (self.data.label_key is None and rows % 2):
+            yield (
+                f"train.train_batch_size={rows} with loss=kto: it counts single responses, puts "
+                f"them behind other prompts of the batch, and needs {least} or more"
+                + ("" if least == 2 else ", an even number (two for each pair)")
+            )
 
 
 class RLConfig(TrainingJob):
@@ -271,6 +356,7 @@ class EvaluateConfig(JobConfig):
 JOBS: dict[str, type[JobConfig]] = {
     "sft": SFTConfig,
     "rm": RewardModelConfig,
+    "preference": PreferenceConfig,
     "rl": RLConfig,
     "evaluate": EvaluateConfig,
 }

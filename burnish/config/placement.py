@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from burnish.config.algorithm import GaeAdvantage
 from burnish.config.cluster import COLOCATED, ClusterRole
-from burnish.config.jobs import EvaluateConfig, JobConfig, RewardModelConfig, RLConfig, SFTConfig
+from burnish.config.jobs import (
+    EvaluateConfig,
+    JobConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from burnish.config.rewards import ModelReward
 from burnish.config.rollout import RolloutEngineConfig, VllmEngine
 
@@ -36,6 +43,10 @@ def roles_of(config: JobConfig) -> list[ClusterRole]:
         return ["policy"]
     if isinstance(config, RewardModelConfig):
         return ["reward"]
+    if isinstance(config, PreferenceConfig):
+        own = config.reference is not None and config.reference.model is not None
+        apart = config.needs_reference and (config.model.lora is None or own)
+        return ["policy", "reference"] if apart else ["policy"]
     assert isinstance(config, (RLConfig, EvaluateConfig))
     rewards: list[ClusterRole] = (
         ["reward"] if any(isinstance(r, ModelReward) for r in config.rewards) else []

@@ -64,7 +64,7 @@ class _PairEncoder:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
         chosen, rejected = (
-            _to_last_trained(
+            to_last_trained(
                 encode_exchange(self._tokenizer, prompt, column(row, key, field), config)
             )
             for key, field in (
@@ -110,7 +110,7 @@ class _PairEncoder:
         return margin
 
 
-def _to_last_trained(row: TokenRow) -> TokenRow:
+def to_last_trained(row: TokenRow) -> TokenRow:
     """The row up to its end token. What a chat template writes after that (a newline, often) is in
     no sampled response, and a reward model reads the last token."""
     end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else len(row.mask)

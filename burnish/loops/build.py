@@ -11,8 +11,15 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
-from burnish.config import EvaluateConfig, JobConfig, RewardModelConfig, RLConfig, SFTConfig
-from burnish.config.algorithm import GaeAdvantage, KlConfig
+from burnish.config import (
+    EvaluateConfig,
+    JobConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
+from burnish.config.algorithm import GaeAdvantage, KlConfig, KtoLoss
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.model import CriticConfig, ModelConfig
 from burnish.config.rewards import ShapingConfig
@@ -20,6 +27,7 @@ from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.prompts import PromptStream, load_prompts
 from burnish.data.sft import SFTStream, load_rows
+from burnish.data.unpaired import HalvesStream, UnpairedStream, load_judged
 from burnish.loops.evaluate import Evaluator
 from burnish.loops.objectives import (
     policy_objective,
@@ -27,6 +35,11 @@ from burnish.loops.objectives import (
     sft_objective,
     value_objective,
 )
+from burnish.loops.preference import measure_preferences, preference_objective, preparation
+from burnish.loops.reference_cache import FILE as CACHE_FILE
+from burnish.loops.reference_cache import compute as compute_cache
+from burnish.loops.reference_cache import load as load_cache
+from burnish.loops.reference_cache import save as save_cache
 from burnish.loops.reward_model import measure_pairs
 from burnish.loops.rl import RL
 from burnish.loops.sft import measure_sft
@@ -128,16 +141,8 @@ def build_supervised(
     sft = isinstance(config, SFTConfig)
     stream, eval_batch = _supervised_data(config, runtime.tokenizer)
     plan = config.batch_plan()
-    by_epochs = max(1, len(stream) * config.max_epochs // plan.train_batch_size)
-    total = min(by_epochs, config.max_steps or by_epochs)
-    spec = EngineSpec(
-        role="policy" if sft else "reward",
-        train=config.train,
-        model=config.model,
-        micro_batch_size=plan.micro_train_batch_size,
-        total_steps=total,
-        with_entropy=False,
-    )
+    total = _supervised_steps(config, len(stream))
+    spec = _supervised_spec(config, "policy" if sft else "reward", total)
     spans = {"forward_backward": "train", "optim_step": "optim"}
     if sft:
         engine = runtime.language_model(spec, {**spans, "logprobs": "eval"})
@@ -152,6 +157,90 @@ def build_supervised(
         eval_batch=eval_batch,
     )
     return parts, total
+
+
+def build_preference(
+    config: PreferenceConfig, runtime: Runtime, run_dir: Path
+) -> tuple[Supervised, int]:
+    """The parts of a preference run, and its number of optimizer steps."""
+    kto = isinstance(config.loss, KtoLoss)
+    data = _within_positions(config.data, config.model)
+    held_out = None
+    if config.eval_data is not None:
+        held_out = (load_judged if kto else load_pairs)(config.eval_data, runtime.tokenizer)
+    kind = PreferenceStream if not kto else UnpairedStream if data.label_key else HalvesStream
+    stream = kind(data, runtime.tokenizer, seed=config.seed)
+    total = _supervised_steps(config, len(stream))
+    spec = _supervised_spec(config, "policy", total)
+    reference, policy = _preference_engines(config, spec, runtime, run_dir, held_out)
+    prepare = preparation(config.loss, policy, reference, max_len=data.max_len)
+    loss = preference_objective(config.loss, nll_coef=config.nll_coef)
+    parts = Supervised(
+        stream=timed(stream, runtime.timeline, {"next": "data"}),
+        engine=policy,
+        loss=loss,
+        batch_size=config.batch_plan().train_batch_size,
+        measure=measure_preferences(loss, prepare),
+        eval_batch=held_out,
+        prepare=prepare,
+    )
+    return parts, total
+
+
+def _preference_engines(
+    config: PreferenceConfig,
+    spec: EngineSpec,
+    runtime: Runtime,
+    run_dir: Path,
+    held_out: Batch | None,
+) -> tuple[HasLogprobs | None, TrainEngine]:
+    """The reference, or its log-probs, and the policy. In this order: a reference that is only
+    needed for its log-probs is gone before the policy comes."""
+    spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
+    settings, model = config.reference, config.model
+    own = settings.model if settings is not None else None
+    precompute = settings is not None and settings.precompute
+    cached = load_cache(run_dir / CACHE_FILE, own or model) if precompute else None
+    reference: HasLogprobs | None = cached
+    policy: TrainEngine | None = None
+    if cached is not None or not config.needs_reference:
+        return reference, runtime.language_model(spec, spans)
+    if own is None and model.lora is not None:
+        policy = runtime.language_model(spec, spans)
+        reference = runtime.frozen_base(policy)
+    else:
+        frozen = replace(spec, role="reference", model=own or model, trainable=False)
+        reference = runtime.language_model(frozen, {"logprobs": "reference"})
+    if precompute:
+        rows = [load_pairs(_within_positions(config.data, model), runtime.tokenizer)]
+        batches = rows + ([held_out] if held_out is not None else [])
+        log.info("the reference's log-probs of %d rows", sum(b.num_rows for b in batches))
+        cache = compute_cache(reference, batches, 2 * config.batch_plan().train_batch_size)
+        save_cache(cache, run_dir / CACHE_FILE, own or model)
+        runtime.release(reference)
+        reference = cache
+    return reference, policy or runtime.language_model(spec, spans)
+
+
+def _supervised_steps(
+    config: SFTConfig | RewardModelConfig | PreferenceConfig, num_rows: int
+) -> int:
+    size = config.batch_plan().train_batch_size
+    by_epochs = max(1, num_rows * config.max_epochs // size)
+    return min(by_epochs, config.max_steps or by_epochs)
+
+
+def _supervised_spec(
+    config: SFTConfig | RewardModelConfig | PreferenceConfig, role: Role, total_steps: int
+) -> EngineSpec:
+    return EngineSpec(
+        role=role,
+        train=config.train,
+        model=config.model,
+        micro_batch_size=config.batch_plan().micro_train_batch_size,
+        total_steps=total_steps,
+        with_entropy=False,
+    )
 
 
 def _within_positions(data: Data, model: ModelConfig, *, new_tokens: int = 0) -> Data:

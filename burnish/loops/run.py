@@ -17,6 +17,7 @@ import torch
 from burnish.config import (
     EvaluateConfig,
     JobConfig,
+    PreferenceConfig,
     RewardModelConfig,
     RLConfig,
     SFTConfig,
@@ -24,7 +25,7 @@ from burnish.config import (
 )
 from burnish.config.model import PrecisionConfig
 from burnish.config.placement import places_of
-from burnish.loops.build import build_evaluation, build_rl, build_supervised
+from burnish.loops.build import build_evaluation, build_preference, build_rl, build_supervised
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.session import RunError, Session, StoppedError, prepare_run_dir
 from burnish.loops.supervised import SupervisedState, supervised_eval, supervised_step
@@ -74,7 +75,7 @@ def run(
         elif isinstance(config, EvaluateConfig):
             metrics = _run_evaluate(config, run_dir, functions)
         else:
-            assert isinstance(config, (SFTConfig, RewardModelConfig))
+            assert isinstance(config, (SFTConfig, RewardModelConfig, PreferenceConfig))
             metrics = _run_supervised(config, run_dir)
     except StoppedError:
         build_report(run_dir)  # its curves are where the user looks next
@@ -137,12 +138,17 @@ def _with_gap_warning(
     return measured
 
 
-def _run_supervised(config: SFTConfig | RewardModelConfig, run_dir: Path) -> dict[str, float]:
+def _run_supervised(
+    config: SFTConfig | RewardModelConfig | PreferenceConfig, run_dir: Path
+) -> dict[str, float]:
     with Session(config, run_dir, best_metric="eval/loss") as session, ExitStack() as stack:
         runtime = _runtime(config, config.train.engine.device, session.timeline)
         stack.callback(runtime.close)
         session.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
-        parts, total = build_supervised(config, runtime)
+        if isinstance(config, PreferenceConfig):
+            parts, total = build_preference(config, runtime, run_dir)
+        else:
+            parts, total = build_supervised(config, runtime)
         held_out = parts.eval_batch is not None
         return session.run(
             SupervisedState(parts),

@@ -1,5 +1,5 @@
-"""The loop of jobs that learn from a stream of rows: one batch, one update. sft.py and
-reward_model.py differ in the data and in the loss only."""
+"""The loop of jobs that learn from a stream of rows: one batch, one update. sft.py,
+reward_model.py and preference.py differ in the data and in the loss only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from burnish.checkpoint.state import load_state, save_state
 from burnish.data.preference import PreferenceStream
 from burnish.data.sft import SFTStream
+from burnish.data.unpaired import UnpairedStream
 from burnish.loops.rl import Metrics, Updates
 from burnish.train.base import Loss, TrainEngine
 from burnish.types import Batch, Stats
@@ -19,7 +20,7 @@ from burnish.types import Batch, Stats
 class Supervised:
     """The parts of a supervised run."""
 
-    stream: SFTStream | PreferenceStream
+    stream: SFTStream | PreferenceStream | UnpairedStream
     engine: TrainEngine
     loss: Loss
     batch_size: int
@@ -27,11 +28,13 @@ class Supervised:
     measure: Callable[[TrainEngine, Batch], Stats]
     """What evaluation measures on held-out rows, without gradient."""
     eval_batch: Batch | None = None
+    prepare: Callable[[Batch], Batch] = lambda batch: batch
+    """What a batch needs before its update (preferences: the reference's log-probs)."""
 
 
 def supervised_step(run: Supervised, step: int) -> Metrics:
     """One batch, one update."""
-    batch = run.stream.next(run.batch_size).with_global_counts()
+    batch = run.prepare(run.stream.next(run.batch_size).with_global_counts())
     updates = Updates()
     updates.add("train", run.engine.forward_backward(batch, run.loss))
     updates.step("train", run.engine)

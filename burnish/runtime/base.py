@@ -68,6 +68,10 @@ class Runtime(Protocol):
         """What hands the policy's weights to the rollout engine; done once before it returns."""
         ...
 
+    def release(self, engine: HasLogprobs) -> None:
+        """Give back what a train engine that is used no more holds."""
+        ...
+
     def close(self) -> None:
         """End all workers. May be called twice."""
         ...

@@ -141,5 +141,8 @@ class InlineRuntime:
             InprocSync(cast(TorchTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
         )
 
+    def release(self, engine: HasLogprobs) -> None:
+        """Nothing to do: its memory goes with the last reference to it."""
+
     def close(self) -> None:
         """Nothing to end."""

@@ -244,6 +244,13 @@ class RayRuntime:
         ends = cast(RemoteTrainEngine, policy), cast(RemoteRolloutEngine, rollout)
         return timed(ObjectStoreSync(*ends), self.timeline, {"push": "sync"})
 
+    def release(self, engine: HasLogprobs) -> None:
+        """End the engine's workers. (One that lives on another's workers has none of its own.)"""
+        for group in self.groups:
+            if isinstance(engine, RemoteTrainEngine) and engine.group is group:
+                group.end()
+        self.groups = [group for group in self.groups if group.workers]
+
     def close(self) -> None:
         """End the workers, give their places back, and end Ray where it was started here."""
         from ray.util.placement_group import remove_placement_group

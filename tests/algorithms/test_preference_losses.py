@@ -10,14 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.preference import bradley_terry
 
 quick = settings(max_examples=30, deadline=None)
-
-
-def test_the_registry_has_the_bradley_terry_loss() -> None:
-    assert dict(PREFERENCE_LOSSES) == {"bradley_terry": bradley_terry}
 
 
 def test_bradley_terry_by_hand() -> None:

@@ -1,0 +1,141 @@
+"""Single responses with a verdict, for KTO: rows of their own, or the two halves of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.data import PreferenceDataConfig
+from burnish.data.chat import check_tokenizer
+from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.preference import PreferenceStream, load_pairs, to_last_trained
+from burnish.data.rows import TokenRow, column, encode_exchange, prompt_column
+from burnish.data.sources import DataError, Row, open_sources
+from burnish.data.stream import RowRef
+from burnish.types import Batch, rows_to_batch
+
+VERDICTS = {"true": True, "false": False, "1": True, "0": False}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One response, and whether somebody liked it."""
+
+    row: TokenRow
+    desirable: bool
+
+
+class UnpairedStream(EncodedStream[Judged]):
+    """Judged responses without end, each once per epoch of its source, resumable exactly."""
+
+    def __init__(
+        self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    ) -> None:
+        """``config`` has a ``label_key``. Raises DataError where a source or the tokenizer cannot
+        be used."""
+        super().__init__(config, _JudgedEncoder(config, tokenizer), seed=seed)
+
+    def next(self, num_rows: int) -> Batch:
+        """The next ``num_rows`` responses."""
+        return _batch(self.take(num_rows), first_group=self.counts["rows_seen"] - num_rows)
+
+
+class HalvesStream(PreferenceStream):
+    """Pairs, each as a liked and a disliked response."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+    def next(self, num_rows: int) -> Batch:
+        """The next ``num_rows`` responses, of half as many pairs."""
+        return halves(super().next(num_rows // 2))
+
+
+def load_judged(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """All responses once, in file order. Raises DataError as the streams do."""
+    if config.label_key is None:
+        return halves(load_pairs(config, tokenizer))
+    encoder = _JudgedEncoder(config, tokenizer)
+    return _batch(load_all(open_sources(config.sources), config, encoder), first_group=0)
+
+
+def halves(pairs: Batch) -> Batch:
+    """A batch of pairs as one of single responses: even rows were liked."""
+    labels = torch.arange(pairs.num_rows) % 2 == 0
+    return replace(pairs, rows_per_unit=1, labels=labels, margins=None)
+
+
+def mismatched(batch: Batch, *, max_len: int) -> Batch:
+    """Every prompt of the batch with the response of another one: the sample from which KTO
+    estimates how far policy and reference are apart.
+
+    Row i gets the response of the next row with another prompt (of itself where there is none). A
+    row over ``max_len`` loses the left of its prompt.
+    """
+    begins, ends = batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()
+    tokens, mask = batch.tokens.tolist(), batch.action_mask.tolist()
+    cuts = [b + p for b, p in zip(begins, batch.prompt_lens.tolist(), strict=True)]
+    prompts = [tuple(tokens[b:c]) for b, c in zip(begins, cuts, strict=True)]
+    rows, masks = [], []
+    for i, prompt in enumerate(prompts):
+        others = ((i + k) % len(prompts) for k in range(1, len(prompts)))
+        j = next((k for k in others if prompts[k] != prompt), i)
+        response = tokens[cuts[j] : ends[j]]
+        kept = prompt[max(0, len(prompt) + len(response) - max_len) :]
+        rows.append([*kept, *response])
+        masks.append([False] * len(kept) + mask[cuts[j] : ends[j]])
+    return rows_to_batch(rows, masks, prompt_lens=[0] * len(rows))
+
+
+class _JudgedEncoder:
+    unit = "row"
+    limit_name = "max_len"
+
+    def __init__(self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_tokenizer(tokenizer)
+        self.limit = config.max_len
+        self._config, self._tokenizer = config, tokenizer
+
+    def encode(self, row: Row, ref: RowRef) -> Judged:
+        config = self._config
+        prompt = prompt_column(row, config.prompt_key, config.prompt_template)
+        if prompt in ("", []):
+            raise DataError("the prompt is empty; give what the response answers")
+        response = column(row, config.response_key, "response_key")
+        encoded = to_last_trained(encode_exchange(self._tokenizer, prompt, response, config))
+        assert config.label_key is not None
+        return Judged(encoded, _verdict(column(row, config.label_key, "label_key"), config))
+
+    def length(self, item: Judged) -> int:
+        return len(item.row.ids)
+
+    def cut(self, item: Judged) -> Judged | None:
+        excess = self.length(item) - self.limit
+        if excess >= item.row.prompt_len:
+            return None
+        row = item.row.without_left(excess)
+        return None if row is None else replace(item, row=row)
+
+
+def _verdict(value: Any, config: PreferenceDataConfig) -> bool:
+    found = VERDICTS.get(str(value).strip().lower())
+    if found is None:
+        raise DataError(
+            f"column {config.label_key!r} (label_key) holds {value!r}; true or 1 says that the "
+            "response was liked, false or 0 that it was not"
+        )
+    return found
+
+
+def _batch(items: Sequence[Judged], *, first_group: int) -> Batch:
+    batch = rows_to_batch(
+        [item.row.ids for item in items],
+        [item.row.mask for item in items],
+        prompt_lens=[item.row.prompt_len for item in items],
+        group_ids=[first_group + i for i in range(len(items))],
+    )
+    return replace(batch, labels=torch.tensor([item.desirable for item in items]))

@@ -1,0 +1,111 @@
+"""Log-probs of a reference model, computed once for all rows and kept in the run folder, so that
+the model itself need not stay.
+
+A row is found by what it is (a 128-bit XXH3 of its tokens and mask), not by where it stood: order,
+epochs and resumes do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from burnish.config.model import ModelConfig
+from burnish.train.base import HasLogprobs
+from burnish.types import Batch
+
+FILE = "reference_logprobs.safetensors"
+
+
+class CachedReference:
+    """Implements :class:`burnish.train.base.HasLogprobs` for the rows it was made of."""
+
+    def __init__(self, keys: Sequence[bytes], offsets: Tensor, logprobs: Tensor) -> None:
+        """``keys``: of K rows; ``offsets`` [K + 1] into ``logprobs``, [M] fp32."""
+        self._places = {
+            key: (int(begin), int(end))
+            for key, begin, end in zip(keys, offsets[:-1], offsets[1:], strict=True)
+        }
+        self._logprobs = logprobs
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens under the reference. Raises KeyError for a row
+        that was not in the data when they were computed."""
+        parts = []
+        for key in row_keys(batch):
+            if key not in self._places:
+                raise KeyError(
+                    "a row of this batch was not there when the reference's log-probs were "
+                    f"computed: the data has changed since; delete {FILE} in the run folder to "
+                    "have them computed again"
+                )
+            begin, end = self._places[key]
+            parts.append(self._logprobs[begin:end])
+        return torch.cat(parts)
+
+
+def row_keys(batch: Batch) -> Iterator[bytes]:
+    """What names each row: 16 bytes of its tokens and mask."""
+    bounds = batch.offsets.tolist()
+    tokens, mask = batch.tokens.cpu().numpy(), batch.action_mask.cpu().numpy()
+    for begin, end in pairwise(bounds):
+        digest = xxhash.xxh3_128(tokens[begin:end].tobytes())
+        digest.update(mask[begin:end].tobytes())
+        yield digest.digest()
+
+
+def compute(reference: HasLogprobs, batches: Sequence[Batch], rows_at_once: int) -> CachedReference:
+    """Every row of ``batches`` through ``reference``, each different one once."""
+    keys: list[bytes] = []
+    parts: list[Tensor] = []
+    seen: set[bytes] = set()
+    for batch in batches:
+        fresh = []
+        for row, key in enumerate(row_keys(batch)):
+            if key not in seen:
+                seen.add(key)
+                keys.append(key)
+                fresh.append(row)
+        for begin in range(0, len(fresh), rows_at_once):
+            part = batch.select(fresh[begin : begin + rows_at_once])
+            logprobs = reference.logprobs(part)
+            parts += logprobs.split(part.lengths.tolist())
+    lengths = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return CachedReference(keys, offsets, torch.cat(parts))
+
+
+def save(cache: CachedReference, path: Path, model: ModelConfig) -> None:
+    """Write ``cache``, and of which model it is; whole or not at all."""
+    keys = torch.frombuffer(bytearray(b"".join(cache._places)), dtype=torch.uint8).view(-1, 16)
+    offsets = torch.tensor([0, *(end for _, end in cache._places.values())], dtype=torch.int64)
+    tensors = {"keys": keys, "offsets": offsets, "logprobs": cache._logprobs}
+    hidden = path.with_name(f".{path.name}.part")
+    save_file(tensors, hidden, metadata={"model": _told(model)})
+    hidden.replace(path)
+
+
+def load(path: Path, model: ModelConfig) -> CachedReference | None:
+    """What :func:`save` wrote; None where there is nothing, or it is of another model."""
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        if (file.metadata() or {}).get("model") != _told(model):
+            return None
+        keys, offsets, logprobs = (file.get_tensor(n) for n in ("keys", "offsets", "logprobs"))
+    return CachedReference([bytes(key.tolist()) for key in keys], offsets, logprobs)
+
+
+def _told(model: ModelConfig) -> str:
+    return json.dumps(model.model_dump(mode="json"), sort_keys=True)

@@ -1,0 +1,159 @@
+"""The preference job from its recipe to its export: every loss, resume, the kept reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.config import ConfigError, JobConfig, load_config
+from burnish.config.model import ModelConfig
+from burnish.loops.reference_cache import FILE
+from burnish.models.load import load_causal_lm
+from burnish.observe.metrics import read_metrics
+
+SCRATCH = {
+    "alphabet": "0123456789+=",
+    "hidden_size": 32,
+    "num_layers": 1,
+    "max_position_embeddings": 64,
+}
+MakeConfig = Callable[..., JobConfig]
+LOSSES = ["dpo", "cdpo", "ipo", "simpo", "orpo", "kto"]
+
+
+@pytest.fixture
+def preference(tmp_path: Path, write_rows: Callable[..., str]) -> MakeConfig:
+    """12 pairs: the right digit before a wrong one; 3 steps of 4 (for kto 6 of 4 responses)."""
+    rows = [
+        {"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": f"{(a + b + 3) % 10}"}
+        for a in range(4)
+        for b in range(3)
+    ]
+    pairs = write_rows("pairs", rows)
+
+    def make(*overrides: str) -> JobConfig:
+        tree: dict[str, Any] = {
+            "job": "preference",
+            "run_dir": str(tmp_path / "run"),
+            "model": {"scratch": SCRATCH},
+            "data": {"sources": [pairs], "max_len": 16},
+            "eval_data": {"sources": [pairs], "max_len": 16},
+            "train": {"train_batch_size": 4, "lr": 1e-2},
+        }
+        return load_config(tree, overrides)
+
+    return make
+
+
+def run(config: JobConfig) -> list[dict[str, float]]:
+    return read_metrics(burnish.run(config).run_dir)
+
+
+def numbers(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What does not depend on the clock."""
+    keep = ("train/", "eval/", "data/")
+    drop = ("tokens_per_s",)
+    return [
+        {k: v for k, v in line.items() if k.startswith(keep) and not k.endswith(drop)}
+        for line in lines
+    ]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_learns_its_pairs(loss: str, preference: MakeConfig) -> None:
+    lines = run(preference(f"loss={loss}", "max_epochs=20"))
+    evaluated = [line for line in lines if "eval/loss" in line]
+    first, last = evaluated[0], evaluated[-1]
+    assert last["eval/loss"] < first["eval/loss"]
+    # kto's verdicts are on single responses, against 0
+    assert last["eval/accuracy"] >= (0.8 if loss == "kto" else 1.0)
+    if loss == "dpo":
+        # 1e-6: the log-probs of policy and reference are the same sums
+        assert first["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    if loss == "kto":
+        assert first["eval/kl_estimate"] == pytest.approx(0.0, abs=1e-6)
+        assert last["eval/reward_desirable"] > last["eval/reward_undesirable"] + 1
+    elif loss != "orpo":
+        assert last["eval/reward_margin"] > first["eval/reward_margin"]
+
+
+def test_the_first_dpo_loss_is_ln_2_with_lora_and_its_base_as_the_reference(
+    preference: MakeConfig,
+) -> None:
+    lines = [x for x in run(preference("model.lora.lora_rank=4")) if "train/loss" in x]
+    assert lines[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[1]["train/loss"] != lines[0]["train/loss"], "it moves"
+
+
+@pytest.mark.parametrize("lora", [[], ["model.lora.lora_rank=4"]])
+def test_a_kept_reference_changes_no_number_and_is_not_computed_again(
+    lora: list[str], preference: MakeConfig, tmp_path: Path
+) -> None:
+    plain = run(preference(f"run_dir={tmp_path / 'plain'}", *lora))
+    kept = preference("reference.precompute=true", *lora)
+    found = run(kept)
+    for one, other in zip(numbers(plain), numbers(found), strict=True):
+        # 1e-5: rows computed beside other rows
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    written = (tmp_path / "run" / FILE).stat().st_mtime_ns
+    burnish.run(kept.model_copy(update={"max_epochs": 2}), resume=tmp_path / "run")
+    assert (tmp_path / "run" / FILE).stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("options", [[], ["loss=kto"], ["reference.precompute=true"]])
+def test_a_resumed_run_is_bit_equal_to_one_that_went_through(
+    options: list[str], preference: MakeConfig, tmp_path: Path
+) -> None:
+    whole = run(preference("max_steps=6", "max_epochs=9", f"run_dir={tmp_path / 'a'}", *options))
+    half = preference("max_steps=3", "max_epochs=9", f"run_dir={tmp_path / 'b'}", *options)
+    half = half.model_copy(
+        update={"train": half.train.model_copy(update={"lr_scheduler": "constant"})}
+    )
+    burnish.run(half)
+    again = preference("max_steps=6", "max_epochs=9", f"run_dir={tmp_path / 'b'}", *options)
+    burnish.run(again, resume=tmp_path / "b")
+    resumed = read_metrics(tmp_path / "b")
+    assert numbers(whole)[-1] == numbers(resumed)[-1]
+
+
+def test_unpaired_rows_train_kto_and_the_export_loads(
+    preference: MakeConfig, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": f"{a}+1=", "response": f"{a + k}", "ok": k == 1}
+        for a in range(6)
+        for k in (1, 2)
+    ]
+    judged = write_rows("judged", rows)
+    config = preference(
+        "loss=kto", "data.label_key=ok", f"data.sources=[{judged}]", "eval_data=null"
+    )
+    lines = run(config)
+    assert lines[-1]["data/rows_seen"] == 12
+    folder = burnish.export(tmp_path / "run", tmp_path / "out")
+    assert load_causal_lm(ModelConfig(path=str(folder))).config.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["loss=simpo", "reference.precompute=true"], "reference is set and loss=simpo uses none"),
+        (["data.label_key=ok"], "loss=dpo compares two"),
+        (["loss=kto", "nll_coef=0.1"], "loss=kto has none"),
+        (["loss=kto", "reference.precompute=true"], "rows that are made in every step"),
+        (["loss=kto", "train.train_batch_size=2"], "needs 4 or more"),
+        (["loss=kto", "train.train_batch_size=5"], "an even number"),
+        (["data.margin_key=by"], "margins are for reward models"),
+        (["loss=dop"], "dpo"),
+    ],
+)
+def test_combinations_without_sense_are_refused_with_what_to_do(
+    overrides: list[str], told: str, preference: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        preference(*overrides)

@@ -33,6 +33,15 @@ class TorchEngine(Node):
     cpu_offload: bool = False
     """sharding=full: keep sharded weights, gradients and optimizer state in CPU memory, and step
     there."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """This many consecutive ranks compute the same rows, each a stretch of their tokens; around
+    attention tokens are exchanged for heads (Ulysses). It must divide the ranks and the model's
+    attention heads. 1: a rank computes whole rows."""
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.sequence_parallel_size
 
     def rules(self) -> Iterator[str]:
         if self.sharding == "none":

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.config.train import TrainConfig
-from burnish.models.attention import NO_MASK
+from burnish.models.attention import NO_MASK, PackedPlan
 from burnish.models.logprobs import Head, token_logprobs
+from burnish.models.ulysses import SpreadPlan
 from burnish.train.base import Outputs, Role
 from burnish.train.batching import Arranged, arrange, read_and_target
 from burnish.types import Batch, rows_to_batch
@@ -47,13 +48,29 @@ class Forward:
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         """Outputs [M] fp32 in line with the batch's tokens."""
         arranged = arrange(batch, self.layout)
-        hidden = self._hidden(arranged)
+        return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
+
+    def _compute(
+        self, batch: Batch, arranged: Arranged, *, with_entropy: bool
+    ) -> tuple[Tensor, ...]:
+        """[M] values, or log-probs and perhaps entropies."""
+        hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
+        read, target = self._reads(batch)
+        return self._ask(batch, hidden[arranged.place[read]], target, with_entropy=with_entropy)
+
+    def _reads(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[K] tokens whose hidden states are read, and [K] those that the answers are about."""
         if self.role == "reward":
-            read = target = batch.offsets[1:].to(hidden.device) - 1
-        else:
-            read, target = read_and_target(batch)
-        found = self.ask_head(hidden[arranged.place[read]], batch.tokens[target], with_entropy)
-        return self.named(tuple(_in_line(values, target, batch) for values in found))
+            last = batch.offsets[1:].to(batch.tokens.device) - 1
+            return last, last
+        return read_and_target(batch)
+
+    def _ask(
+        self, batch: Batch, hidden: Tensor, target: Tensor, *, with_entropy: bool
+    ) -> tuple[Tensor, ...]:
+        """What the head says about ``hidden`` [K, H], in line with the batch's tokens."""
+        found = self.ask_head(hidden, batch.tokens[target], with_entropy)
+        return tuple(_in_line(values, target, batch) for values in found)
 
     def named(self, tensors: tuple[Tensor, ...]) -> Outputs:
         """Values, or log-probs and perhaps entropies, by their names."""
@@ -75,18 +92,14 @@ class Forward:
         logprobs, entropy = token_logprobs(hidden, targets, head, with_entropy=with_entropy)
         return (logprobs,) if entropy is None else (logprobs, entropy)
 
-    def _hidden(self, arranged: Arranged) -> Tensor:
-        """[R * T, H] last hidden states."""
+    def _hidden(
+        self, ids: Tensor, positions: Tensor, plan: PackedPlan | SpreadPlan | None
+    ) -> Tensor:
+        """[R * T, H] last hidden states of tokens [R, T]."""
         packed: dict[str, Any] = {}
-        if arranged.plan is not None:
-            mask = NO_MASK.to(arranged.input_ids.device)
-            packed = {"plan": arranged.plan, "attention_mask": mask}
-        out = self.body(
-            input_ids=arranged.input_ids,
-            position_ids=arranged.position_ids,
-            use_cache=False,
-            **packed,
-        )
+        if plan is not None:
+            packed = {"plan": plan, "attention_mask": NO_MASK.to(ids.device)}
+        out = self.body(input_ids=ids, position_ids=positions, use_cache=False, **packed)
         return cast(Tensor, out.last_hidden_state).flatten(0, 1)
 
 

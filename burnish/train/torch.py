@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -17,17 +18,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.train import TrainConfig
+from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, check_compute_dtype, check_weights, describe
 from burnish.models.lora import adapters_off, merged_weights
 from burnish.models.tensor_files import tensor_sets
 from burnish.train.base import Loss, NonFiniteError, Outputs, Role, StepStats
 from burnish.train.batching import split_over_ranks
-from burnish.train.diagnose import first_bad_tensor, sum_is_bad, where_bad, why_stop
-from burnish.train.forward import Forward, enable_checkpointing
+from burnish.train.diagnose import (
+    STAGES,
+    BadTensor,
+    first_bad_tensor,
+    sum_is_bad,
+    where_bad,
+    why_stop,
+)
+from burnish.train.forward import enable_checkpointing
 from burnish.train.optim import Optimizer
 from burnish.train.ranks import ALONE, Ranks
+from burnish.train.spread import make_forward, teams_of
 from burnish.train.state import (
     description,
     read_description,
@@ -69,7 +78,8 @@ class TorchTrainEngine:
 
     With several ``ranks`` every rank has an engine with the same weights, is called with the same
     whole batches in the same order, computes its own share of the rows and gives the same answers
-    as the others; the optimizer step is then the same everywhere.
+    as the others; the optimizer step is then the same everywhere. Where several ranks compute the
+    same rows together (``sequence_parallel_size``), they are a team, and share as one.
     """
 
     def __init__(
@@ -92,7 +102,10 @@ class TorchTrainEngine:
         self._told: str | None = None
         """The first bad tensor, once it was looked for; until a step is taken again."""
         self.device = device or next(model.parameters()).device
-        self.forward = Forward(model, spec.role, spec.train, temperature=spec.temperature)
+        self.team, self.peers = teams_of(cast(TorchEngine, spec.train.engine), ranks)
+        self.forward = make_forward(
+            model, spec.role, spec.train, temperature=spec.temperature, team=self.team
+        )
         self.scalar, self.body = self.forward.scalar, self.forward.body
         if not spec.trainable:
             model.requires_grad_(False)
@@ -156,7 +169,7 @@ class TorchTrainEngine:
             self.device.type == "cuda"
         ):  # optim_step would wait here anyway; so the time is counted here
             torch.cuda.synchronize(self.device)
-        return self.ranks.sum_stats(stats)
+        return self.peers.sum_stats(stats)
 
     def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
         """:meth:`_split`, for passes that add to the gradient."""
@@ -176,7 +189,7 @@ class TorchTrainEngine:
             assert result is not None
             for row, values in zip(rows, result.cpu().split(micro.lengths.tolist()), strict=True):
                 out[begins[row] : begins[row + 1]] = values
-        self.ranks.sum_([out])  # exact: an entry is 0 on all ranks but one
+        self.peers.sum_([out])  # exact: an entry is 0 on all peers but one
         return out
 
     def _split(self, batch: Batch) -> list[list[int]]:
@@ -189,12 +202,12 @@ class TorchTrainEngine:
         train = self.spec.train
         parts = split_over_ranks(
             batch,
-            ranks=self.ranks.size,
+            ranks=self.peers.size,
             micro_batch_size=self.spec.micro_batch_size,
             max_tokens=train.max_tokens_per_micro_batch,
             layout=train.layout,
         )
-        return parts[self.ranks.rank]
+        return parts[self.peers.rank]
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         return self.forward(batch, with_entropy=with_entropy)
@@ -258,14 +271,23 @@ class TorchTrainEngine:
         self.model.train()
         try:
             for batch, rows, loss in micros:
-                bad = first_bad_tensor(self.model, partial(self._scaled_loss, batch, rows, loss))
-                if bad is not None:
-                    return where_bad(bad, rows)
+                compute = partial(self._scaled_loss, batch, rows, loss)
+                together = self.team.size > 1
+                bad = first_bad_tensor(self.model, compute, to_the_end=together)
+                text = self._first_of_team(bad, rows)
+                if text is not None:
+                    return text
         except Exception as error:  # the stop it explains, and the checkpoint, must still come
             return f"The first bad tensor could not be looked for: {type(error).__name__}: {error}."
         finally:
             self.model.eval()
         return None
+
+    def _first_of_team(self, bad: BadTensor | None, rows: list[int]) -> str | None:
+        """What comes first in the order of execution, of all that compute these rows."""
+        own = None if bad is None else (STAGES.index(bad.stage), where_bad(bad, rows))
+        found = [other for other in self.team.gather(own) if other is not None]
+        return min(found)[1] if found else None
 
     def _scaled_loss(self, batch: Batch, rows: list[int], loss: Loss) -> Tensor:
         assert self.optimizer is not None

@@ -36,6 +36,8 @@ from burnish.config.train import (
     RLTrainConfig,
     TrainConfig,
     engine_rules,
+    ranks_per_row,
+    team_rules,
 )
 
 
@@ -96,6 +98,7 @@ class _SupervisedJob(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
+        yield from team_rules(self.train, self.cluster)
 
 
 class SFTConfig(_SupervisedJob):
@@ -246,6 +249,7 @@ class RLConfig(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
+        yield from team_rules(self.train, self.cluster)
         yield from self._advantage_rules()
         yield from self._kl_rules()
         yield from one_process_rules(self.sync)
@@ -367,7 +371,7 @@ def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
         train_batch_size=train.train_batch_size,
         micro_train_batch_size=train.micro_train_batch_size,
         gradient_accumulation_steps=train.gradient_accumulation_steps,
-        data_parallel_size=cluster.policy_ranks,
+        data_parallel_size=max(1, cluster.policy_ranks // ranks_per_row(train)),
         token_budget=train.max_tokens_per_micro_batch is not None,
     )
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node
+from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.model import PrecisionConfig
 
 
@@ -33,6 +34,15 @@ class TorchEngine(Node):
     cpu_offload: bool = False
     """sharding=full: keep sharded weights, gradients and optimizer state in CPU memory, and step
     there."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """This many consecutive ranks compute the same rows, each a stretch of their tokens; around
+    attention tokens are exchanged for heads (Ulysses). It must divide the ranks and the model's
+    attention heads. 1: a rank computes whole rows."""
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.sequence_parallel_size
 
     def rules(self) -> Iterator[str]:
         if self.sharding == "none":
@@ -184,6 +194,27 @@ def engine_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str
             f"precision.min_loss_scale={precision.min_loss_scale:g}: DeepSpeed takes whole numbers "
             "only; use 1 or more"
         )
+
+
+def team_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
+    """One sentence for each role whose ranks do not make whole teams of those that compute the same
+    rows."""
+    size = ranks_per_row(train)
+    roles: tuple[ClusterRole, ...] = ("policy", "reference", "critic")
+    given = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
+    told: set[int] = set()
+    for name, ranks in given.items():
+        if ranks % size and ranks not in told:
+            told.add(ranks)
+            yield (
+                f"train.engine.sequence_parallel_size={size} does not divide {name}={ranks}, and "
+                f"{size} ranks compute the same rows; use a multiple of {size}"
+            )
+
+
+def ranks_per_row(train: TrainConfig) -> int:
+    """Ranks that compute the same rows together."""
+    return train.engine.ranks_per_row if isinstance(train.engine, TorchEngine) else 1
 
 
 class RLTrainConfig(TrainConfig):

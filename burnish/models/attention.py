@@ -3,14 +3,15 @@ key/value slots.
 
 HuggingFace models look their attention up by name. This module registers one function,
 ``burnish``, that takes its instructions from a plan passed as a keyword through the model's
-forward. Three plans:
+forward. Four plans:
 
 * no plan: torch's scaled-dot-product attention, exactly as the model would have done;
 * :class:`PackedPlan`: all tokens stand in one row ``[1, M]``; each query segment reads only its
 own keys
   (its row, or the group's shared prompt followed by its own response). Nothing is computed on
   padding outside the attention itself, and rows of like length are padded together inside it;
-* :class:`DecodePlan`: one new token per sequence reads the slots of a :class:`KVCache`.
+* :class:`DecodePlan`: one new token per sequence reads the slots of a :class:`KVCache`;
+* :class:`SpreadPlan`: a packed row whose tokens are spread over ranks (``models/ulysses.py``).
 
 Not here: how rows become plans (``train/batching.py``, ``rollout/local.py``).
 """
@@ -27,6 +28,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from burnish.models.ulysses import SpreadPlan, spread_attention
 
 ATTENTION_NAME = "burnish"
 
@@ -210,7 +213,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    plan: PackedPlan | DecodePlan | None = None,
+    plan: PackedPlan | DecodePlan | SpreadPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # house: ok the signature is HuggingFace's
     """HuggingFace attention interface: query [B, heads, T, dim] -> output [B, T, heads, dim]."""
@@ -227,8 +230,15 @@ def _attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if isinstance(plan, DecodePlan):
         return _decode(plan, (query, key, value), layer=layer, scale=scale, window=window), None
-    dropout = kwargs.get("dropout", 0.0)
-    return _packed(plan, (query, key, value), layer, (scale, window, dropout)), None
+    options = (scale, window, kwargs.get("dropout", 0.0))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
+    if isinstance(plan, PackedPlan):
+        return _packed(plan, (q, k, v), layer, options)[None], None
+    whole = plan.whole
+    plan.layers.add(layer)
+    return spread_attention(plan, (q, k, v), lambda x: _packed(whole, x, layer, options))[
+        None
+    ], None
 
 
 def _packed(
@@ -237,8 +247,9 @@ def _packed(
     layer: int,
     options: tuple[float, int | None, float],
 ) -> Tensor:
+    """[M, heads, dim] of query, key and value [M, heads, dim] each."""
     scale, window, dropout = options
-    query, key, value = (x[0].transpose(0, 1) for x in qkv)  # [M, heads, dim]
+    query, key, value = qkv
     if plan.cache is not None:
         assert plan.cache_source is not None
         assert plan.cache_slot is not None and plan.cache_position is not None
@@ -259,7 +270,7 @@ def _packed(
         )  # [S, heads, Lq, dim]
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return flat[plan.inverse][None]  # [1, M, heads, dim]
+    return flat[plan.inverse]
 
 
 def _decode(

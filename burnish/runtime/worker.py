@@ -188,9 +188,8 @@ class TrainWorker(_Worker):
         return self.engine.state_bytes
 
     def save(self, folder: str) -> None:
-        """Replicas are equal: rank 0 writes."""
-        if self.place.rank == 0:
-            self.engine.save(Path(folder))
+        """All ranks take part, and return when everything is written."""
+        self.engine.save(Path(folder))
 
     def load(self, folder: str) -> int:
         """Take back what :meth:`save` wrote; returns the version."""

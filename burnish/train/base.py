@@ -123,7 +123,13 @@ class TrainEngine(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write everything :meth:`load` needs to go on bit by bit (safetensors and JSON, no
-        pickle)."""
+        pickle).
+
+        Called by all ranks, with a folder that all of them see. Replicas are equal, and rank 0
+        alone writes; who holds shards writes or sends its own. All ranks return when everything is
+        written. Raises OSError on all of them where one could not write, and ValueError, with
+        nothing written, where a weight is not finite.
+        """
         ...
 
     def load(self, folder: Path) -> None:

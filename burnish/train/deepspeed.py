@@ -32,16 +32,18 @@ from burnish.models.load import DTYPES, check_compute_dtype, check_head, describ
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.batching import split_over_ranks
-from burnish.train.diagnose import first_bad_tensor, why_stop
-from burnish.train.forward import BatchForward, dummy_batch
+from burnish.train.diagnose import first_bad_tensor, sum_is_bad, where_bad, why_stop
+from burnish.train.forward import NO_ROWS, BatchForward, Forward, enable_checkpointing
 from burnish.train.optim import lr_factor
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.state import (
     ShardedState,
+    description,
     read_description,
+    take_counts,
     write_description,
 )
-from burnish.train.torch import EngineSpec, _enable_checkpointing
+from burnish.train.torch import EngineSpec
 from burnish.train.zero import (
     ZeroAdamW,
     buckets,
@@ -95,9 +97,10 @@ class DeepSpeedTrainEngine:
         self._since_step: list[tuple[Batch, Loss]] = []
         self._losses: list[Tensor] = []
         self.device = torch.device(_accelerator(self._library).current_device_name())
-        self.forward = BatchForward(model, spec.role, spec.train, temperature=spec.temperature)
-        self.scalar = self.forward.scalar
-        self.body: PreTrainedModel = self.forward.body
+        parts = Forward(model, spec.role, spec.train, temperature=spec.temperature)
+        self.forward = BatchForward(model, parts)
+        self.scalar = parts.scalar
+        self.body: PreTrainedModel = parts.body
         self._state: ShardedState | None = None
         self._scaler: Any = None
         self._start()
@@ -133,7 +136,7 @@ class DeepSpeedTrainEngine:
             ema_decay = self.spec.train.ema_decay
             self._state = ShardedState(shards, self._adamw.state, ema_decay)
             if self.spec.train.gradient_checkpointing:
-                _enable_checkpointing(self.body)
+                enable_checkpointing(self.body)
         self.model.eval()
 
     @property
@@ -193,12 +196,12 @@ class DeepSpeedTrainEngine:
     ) -> tuple[Tensor, Stats]:
         """Of a pass over no rows: a loss whose gradient is 0 everywhere. Other ranks wait in every
         module of a sharded model, so it has to be computed."""
-        micro = batch.select(rows).to(self.device) if rows else dummy_batch(self.device)
+        micro = (batch.select(rows) if rows else NO_ROWS).to(self.device)
         tensors = forward(micro, with_entropy=self.spec.with_entropy and not self.scalar)
         nothing = torch.stack([t.sum() for t in tensors]).sum() * 0.0
         if not rows:
             return nothing, Stats()
-        scalar, stats = loss(self.forward.as_outputs(tensors), micro)
+        scalar, stats = loss(self.forward.parts.named(tensors), micro)
         return (scalar if scalar.requires_grad else scalar + nothing), stats
 
     @torch.no_grad()
@@ -208,7 +211,7 @@ class DeepSpeedTrainEngine:
         for rows in self._split(batch):
             if not rows and self.config.zero_stage < 3:
                 continue
-            micro = batch.select(rows).to(self.device) if rows else dummy_batch(self.device)
+            micro = (batch.select(rows) if rows else NO_ROWS).to(self.device)
             result = forward(micro)[0]
             if rows:
                 index = [torch.arange(begins[r], begins[r + 1]) for r in rows]
@@ -298,10 +301,12 @@ class DeepSpeedTrainEngine:
             role=self.role,
             skips=self.consecutive_skips,
             limit=self.spec.train.max_consecutive_skips,
-            constant_scale=bool(self.spec.precision.loss_scale),
+            precision=self.spec.precision,
         )
         if reason is None:
             return
+        if not stats.at_floor:
+            self.consecutive_skips = 0  # who goes on from here has as many tries again
         raise NonFiniteError(
             f"{reason[0]}. {self._first_bad()} Nothing moved in this step (optimizer step "
             f"{self.version + 1}). Try {reason[1]}",
@@ -318,16 +323,12 @@ class DeepSpeedTrainEngine:
                 compute = partial(self._scaled_loss, batch, rows, loss)
                 bad = first_bad_tensor(self.model, compute, to_the_end=True)
                 if bad is not None:
-                    found.append(f"First bad tensor: {bad} (rows {rows} of the batch).")
+                    found.append(where_bad(bad, rows))
         self.model.eval()
         for text in self.ranks.gather(found[0] if found else None):
             if text is not None:
                 return text
-        return (
-            "Computed once more, every micro-batch's gradient is finite: their sum is not "
-            f"(precision.grad_accum_dtype={self.spec.precision.grad_accum_dtype}), or dropout drew "
-            "other numbers."
-        )
+        return sum_is_bad(self.spec.precision)
 
     def _scaled_loss(self, batch: Batch, rows: list[int], loss: Loss) -> Tensor:
         scale = self.loss_scale * self.ranks.size
@@ -358,19 +359,8 @@ class DeepSpeedTrainEngine:
         """Weights (fp32 masters), moments, EMA and version, in the files of the torch engine. All
         ranks take part, and the first writes. Raises OSError on all ranks where it cannot."""
         assert self._state is not None, f"the {self.role} engine is frozen"
-        self._state.save(folder, partial(self._describe, folder))
-
-    def _describe(self, folder: Path) -> None:
-        state = {
-            "role": self.role,
-            "version": self.version,
-            "skipped_total": self.skipped_total,
-            "consecutive_skips": self.consecutive_skips,
-            "loss_scaler": scaler_state(self._scaler),
-            "model": self.spec.model.model_dump(mode="json"),
-        }
-        model = None if self.scalar else self.model
-        write_description(folder, state, self.body, model=model, tokenizer=self.tokenizer)
+        text = description(self, self.spec.model, scaler_state(self._scaler))
+        self._state.save(folder, partial(write_description, folder, self, text))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -380,9 +370,7 @@ class DeepSpeedTrainEngine:
         state = read_description(folder, role=self.role, model=self.spec.model)
         self._state.load(folder)
         publish(self.engine.optimizer, stage=self.config.zero_stage)
-        self.version = int(state["version"])
-        self.skipped_total = int(state["skipped_total"])
-        self.consecutive_skips = int(state["consecutive_skips"])
+        take_counts(self, state)
         restore_scaler(self._scaler, state["loss_scaler"])
         self.ranks.any(False)  # no rank trains on while another still reads
 

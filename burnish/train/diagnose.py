@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from burnish.config.model import PrecisionConfig
+from burnish.formats import FORMATS
 from burnish.train.base import Role, StepStats
 
 Stage = Literal["weight", "forward", "loss", "backward", "gradient"]
@@ -80,7 +82,7 @@ class BadTensor:
 
 
 def why_stop(
-    stats: StepStats, *, role: Role, skips: int, limit: int, constant_scale: bool
+    stats: StepStats, *, role: Role, skips: int, limit: int, precision: PrecisionConfig
 ) -> tuple[str, str] | None:
     """(why, what to try) where the steps to come would be skipped as ``stats``' was; else None.
 
@@ -91,18 +93,40 @@ def why_stop(
         return (
             f"the gradient of the {role} overflows with the loss scale at its floor "
             f"(precision.min_loss_scale={stats.loss_scale:g})",
-            "a lower train.lr, a smaller train.max_grad_norm, or precision.dtype=bf16",
+            f"{precision.overrides_for('bf16')}, a lower learning rate, or a smaller "
+            "train.max_grad_norm",
         )
     if not stats.skipped or skips < limit:
         return None
-    hint = "a lower train.lr, or look at the data and rewards of these rows"
-    if constant_scale:
+    hint = "a lower learning rate, or look at the data and rewards of these rows"
+    if precision.loss_scale:
         hint += f"; or a loss_scale below {stats.loss_scale:g}, or a dynamic one (0)"
+    if precision.dtype == "fp16":
+        largest = FORMATS["fp16"].largest
+        hint += f"; or, for values beyond {largest:g}, {precision.overrides_for('bf16')}"
     return (
         f"{skips} steps of the {role} in a row were skipped because the loss or the gradient was "
         f"not finite (train.max_consecutive_skips={limit})",
         hint,
     )
+
+
+def where_bad(bad: BadTensor, rows: Sequence[int]) -> str:
+    """What was found in a micro-batch of these rows."""
+    return f"First bad tensor: {bad} (rows {_shortened(rows)} of the batch)."
+
+
+def sum_is_bad(precision: PrecisionConfig) -> str:
+    """What it means that no micro-batch has a bad tensor."""
+    return (
+        "Computed once more, every micro-batch's gradient is finite: their sum is not "
+        f"(precision.grad_accum_dtype={precision.grad_accum_dtype}), or dropout drew other numbers."
+    )
+
+
+def _shortened(rows: Sequence[int]) -> str:
+    """Row numbers for a message."""
+    return f"{list(rows)}" if len(rows) <= 8 else f"{list(rows[:8])} and {len(rows) - 8} more"
 
 
 def first_bad_tensor(

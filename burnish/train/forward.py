@@ -1,149 +1,137 @@
-"""A micro-batch through a model's body and head, for engines whose weights are there only inside of
-their module's own forward.
+"""A micro-batch through a model's body and head: from rows to log-probs, entropies or values.
 
-:class:`BatchForward` is what such an engine wraps. The output projection (or the value head) is
-called as a module, with the targets beside the hidden states, and computes log-probs in chunks
-inside of its forward: hooks that gather its weight before, and reduce its gradient after, act as
-they do on every other module. Tied embeddings need nothing more: one parameter, two modules.
+:class:`Forward` reads the head's weight where it stands. :class:`BatchForward` is what an engine
+wraps whose weights are there only inside of their module's own forward: the output projection (or
+the value head) is then called as a module, with the targets beside the hidden states, and computes
+log-probs in chunks inside of its forward. Hooks that gather its weight before, and reduce its
+gradient after, act as they do on every other module. Tied embeddings need nothing more: one
+parameter, two modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.config.train import TrainConfig
-from burnish.models.attention import NO_MASK
+from burnish.models.attention import NO_MASK, PackedPlan
 from burnish.models.logprobs import Head, token_logprobs
+from burnish.models.ulysses import SpreadPlan
 from burnish.train.base import Outputs, Role
 from burnish.train.batching import Arranged, arrange, read_and_target
-from burnish.types import Batch
+from burnish.types import Batch, rows_to_batch
+
+NO_ROWS = rows_to_batch([[0, 0]], [[False, True]], prompt_lens=[1])
+"""What a rank computes in a pass for which it has no rows, where the others wait for it."""
 
 
-class BatchForward(nn.Module):
-    """``model`` on whole micro-batches. Parameters are those of ``model``, under the prefix
-    ``model.``"""
+class Forward:
+    """``model`` on whole micro-batches."""
 
     def __init__(
         self, model: nn.Module, role: Role, train: TrainConfig, *, temperature: float
     ) -> None:
-        super().__init__()
-        self.model = model
         self.role, self.layout = role, train.layout
         self.scalar = role in ("critic", "reward")
+        self._temperature, self._chunk_tokens = temperature, train.logprob_chunk_tokens
         body = model.model if self.scalar else model.get_decoder()  # type: ignore[operator]
         head = model.score if self.scalar else model.get_output_embeddings()  # type: ignore[operator]
-        # Held in a tuple: as attributes they would be registered, and named, twice.
-        self._parts = (cast(PreTrainedModel, body), cast(nn.Linear, head))
-        if self.scalar:
-            _teach(self.head, partial(_scores, self.head))
-        else:
-            _teach(
-                self.head,
-                partial(
-                    _token_logprobs,
-                    self.head,
-                    temperature=temperature,
-                    chunk_tokens=train.logprob_chunk_tokens,
-                ),
-            )
-
-    @property
-    def body(self) -> PreTrainedModel:
+        self.body = cast(PreTrainedModel, body)
         """Everything before the head."""
-        return self._parts[0]
-
-    @property
-    def head(self) -> nn.Linear:
+        self.head = cast(nn.Linear, head)
         """The output projection, or the value head."""
-        return self._parts[1]
+        self.ask_head: Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]] = self.read_head
 
-    def forward(self, batch: Batch, with_entropy: bool = False) -> tuple[Tensor, ...]:
-        """[M] fp32 values in line with the tokens, or log-probs and (on request) entropies: a plain
-        tuple, so that hooks on outputs find the tensors."""
+    def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
+        """Outputs [M] fp32 in line with the batch's tokens."""
         arranged = arrange(batch, self.layout)
-        hidden = self._hidden(arranged)
+        return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
+
+    def _compute(
+        self, batch: Batch, arranged: Arranged, *, with_entropy: bool
+    ) -> tuple[Tensor, ...]:
+        """[M] values, or log-probs and perhaps entropies."""
+        hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
+        read, target = self._reads(batch)
+        return self._ask(batch, hidden[arranged.place[read]], target, with_entropy=with_entropy)
+
+    def _reads(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[K] tokens whose hidden states are read, and [K] those that the answers are about."""
         if self.role == "reward":
-            read = target = batch.offsets[1:].to(hidden.device) - 1
-        else:
-            read, target = read_and_target(batch)
-        at_reads = hidden[arranged.place[read]]
-        if self.scalar:
-            return (_in_line(self.head(at_reads, extra=()), target, batch),)
-        extra = (batch.tokens[target], with_entropy)
-        return tuple(_in_line(x, target, batch) for x in self.head(at_reads, extra=extra))
+            last = batch.offsets[1:].to(batch.tokens.device) - 1
+            return last, last
+        return read_and_target(batch)
 
-    def _hidden(self, arranged: Arranged) -> Tensor:
-        """[R * T, H] last hidden states."""
-        packed: dict[str, Any] = {}
-        if arranged.plan is not None:
-            mask = NO_MASK.to(arranged.input_ids.device)
-            packed = {"plan": arranged.plan, "attention_mask": mask}
-        out = self.body(
-            input_ids=arranged.input_ids,
-            position_ids=arranged.position_ids,
-            use_cache=False,
-            **packed,
-        )
-        return out.last_hidden_state.flatten(0, 1)
+    def _ask(
+        self, batch: Batch, hidden: Tensor, target: Tensor, *, with_entropy: bool
+    ) -> tuple[Tensor, ...]:
+        """What the head says about ``hidden`` [K, H], in line with the batch's tokens."""
+        found = self.ask_head(hidden, batch.tokens[target], with_entropy)
+        return tuple(_in_line(values, target, batch) for values in found)
 
-    def as_outputs(self, tensors: tuple[Tensor, ...]) -> Outputs:
-        """What :meth:`forward` returned, named."""
+    def named(self, tensors: tuple[Tensor, ...]) -> Outputs:
+        """Values, or log-probs and perhaps entropies, by their names."""
         if self.scalar:
             return Outputs(values=tensors[0])
         return Outputs(logprobs=tensors[0], entropy=tensors[1] if len(tensors) > 1 else None)
 
+    def read_head(
+        self, hidden: Tensor, targets: Tensor, with_entropy: bool = False
+    ) -> tuple[Tensor, ...]:
+        """[K] values of ``hidden`` [K, H]; or log-probs of ``targets`` [K] and, on request,
+        entropies."""
+        weight: Tensor = self.head.weight
+        bias: Tensor | None = self.head.bias
+        if self.scalar:  # in fp32: advantages and margins are differences of these numbers
+            wide = None if bias is None else bias.float()
+            return (nn.functional.linear(hidden.float(), weight.float(), wide)[:, 0],)
+        head = Head(weight, bias, temperature=self._temperature, chunk_tokens=self._chunk_tokens)
+        logprobs, entropy = token_logprobs(hidden, targets, head, with_entropy=with_entropy)
+        return (logprobs,) if entropy is None else (logprobs, entropy)
 
-def _teach(layer: nn.Linear, extra_forward: Callable[..., Any]) -> None:
-    """Give a layer a second forward, taken when it is called with ``extra``."""
-    plain = layer.forward
-
-    def forward(hidden: Tensor, extra: tuple[Any, ...] | None = None) -> Any:
-        return plain(hidden) if extra is None else extra_forward(hidden, *extra)
-
-    layer.forward = forward  # type: ignore[method-assign, assignment]
-
-
-def _token_logprobs(
-    layer: nn.Linear,
-    hidden: Tensor,
-    targets: Tensor,
-    with_entropy: bool,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-) -> tuple[Tensor, ...]:
-    """[K] log-probs of ``targets``, and their entropies on request."""
-    head = Head(layer.weight, layer.bias, temperature=temperature, chunk_tokens=chunk_tokens)
-    logprobs, entropy = token_logprobs(hidden, targets, head, with_entropy=with_entropy)
-    return (logprobs,) if entropy is None else (logprobs, entropy)
+    def _hidden(
+        self, ids: Tensor, positions: Tensor, plan: PackedPlan | SpreadPlan | None
+    ) -> Tensor:
+        """[R * T, H] last hidden states of tokens [R, T]."""
+        packed: dict[str, Any] = {}
+        if plan is not None:
+            packed = {"plan": plan, "attention_mask": NO_MASK.to(ids.device)}
+        out = self.body(input_ids=ids, position_ids=positions, use_cache=False, **packed)
+        return cast(Tensor, out.last_hidden_state).flatten(0, 1)
 
 
-def _scores(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    """[K] scores in fp32: advantages and margins are differences of these numbers."""
-    bias = None if layer.bias is None else layer.bias.float()
-    return nn.functional.linear(hidden.float(), layer.weight.float(), bias)[:, 0]
+class BatchForward(nn.Module):
+    """:class:`Forward` as a module. Parameters are those of ``model``, under the prefix
+    ``model.``"""
+
+    def __init__(self, model: nn.Module, parts: Forward) -> None:
+        super().__init__()
+        self.model, self.parts = model, parts
+        head = parts.head
+        plain = head.forward
+
+        def forward(hidden: Tensor, extra: tuple[Any, ...] | None = None) -> Any:
+            return plain(hidden) if extra is None else parts.read_head(hidden, *extra)
+
+        head.forward = forward  # type: ignore[method-assign, assignment]
+        parts.ask_head = lambda hidden, *extra: head(hidden, extra=extra)
+
+    def forward(self, batch: Batch, with_entropy: bool = False) -> tuple[Tensor, ...]:
+        """[M] fp32 values in line with the tokens, or log-probs and (on request) entropies: a plain
+        tuple, so that hooks on outputs find the tensors."""
+        found = self.parts(batch, with_entropy=with_entropy)
+        return tuple(t for t in (found.logprobs, found.entropy, found.values) if t is not None)
+
+
+def enable_checkpointing(body: PreTrainedModel) -> None:
+    """Recompute activations in backward; transformers renamed the switch in 5.2x."""
+    renamed = getattr(body, "activation_checkpointing_enable", None)  # house: ok two versions
+    (renamed or body.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:
     """[M] with ``values`` [K] at ``index``, 0 elsewhere; differentiable."""
     return values.new_zeros(batch.tokens.numel()).index_put((index,), values)
-
-
-def dummy_batch(device: torch.device) -> Batch:
-    """One row of two tokens, for a pass that only has to take place."""
-    row = torch.zeros(2, dtype=torch.int64)
-    return Batch(
-        tokens=row,
-        offsets=torch.tensor([0, 2]),
-        prompt_lens=torch.tensor([1]),
-        action_mask=torch.tensor([False, True]),
-        group_ids=torch.zeros(1, dtype=torch.int64),
-        num_tokens=1,
-        num_sequences=1,
-    ).to(device)

@@ -41,12 +41,14 @@ from burnish.models.load import (
 )
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, Outputs
-from burnish.train.diagnose import STAGES, first_bad_tensor
+from burnish.train.diagnose import STAGES, first_bad_tensor, where_bad
+from burnish.train.forward import NO_ROWS
 from burnish.train.optim import Optimizer
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.sharded_state import PendingSave, ShardedOptimizer, local, own_rows
-from burnish.train.torch import EngineSpec, TorchTrainEngine, shortened
-from burnish.types import Batch, Stats, rows_to_batch
+from burnish.train.state import write_description
+from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.types import Batch, Stats
 
 log = logging.getLogger("burnish")
 
@@ -279,8 +281,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             bad = first_bad_tensor(self.model, compute, units=units)
             self.optimizer.zero_grad()
             if bad is not None:
-                text = f"First bad tensor: {bad} (rows {shortened(rows)} of the batch)."
-                found.append((number, STAGES.index(bad.stage), text))
+                found.append((number, STAGES.index(bad.stage), where_bad(bad, rows)))
         self.model.eval()
         first = [own for own in self.ranks.gather(min(found, default=None)) if own is not None]
         return min(first)[2] if first else None
@@ -320,18 +321,12 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
         assert isinstance(self.optimizer, ShardedOptimizer), f"the {self.role} engine is frozen"
-        broken = self.ranks.gather(self.optimizer.broken_master())
-        self._check_finite(next((name for name in broken if name is not None), None))
+        self._check_finite(self.optimizer.broken_master())
         group = self._saving_group()
         if self._pending is not None:
             self._pending.join()
         folder.mkdir(parents=True, exist_ok=True)
-        description = self._description()
-
-        def finish() -> None:
-            self._write_hf(folder / "hf")
-            (folder / "engine.json").write_text(description)
-
+        finish = partial(write_description, folder, self, self._description())
         pieces = self.optimizer.pieces(copy=copy)
         self._pending = PendingSave(folder, pieces, group, finish=finish)
         return self._pending
@@ -347,10 +342,6 @@ class ShardedTrainEngine(TorchTrainEngine):
                 use_local_synchronization=True,
             )
         return self._save_group
-
-
-NO_ROWS = rows_to_batch([[0, 0]], [[False, True]], prompt_lens=[1])
-"""What a rank computes in a pass for which it has no rows."""
 
 
 def _sum_of(outputs: Outputs) -> Tensor:

@@ -37,6 +37,36 @@ class Ranks:
         """From 0."""
         self.size = 1 if group is None else group.size()
         """How many ranks there are."""
+        self._teams: dict[int, tuple[Ranks, Ranks]] = {}
+
+    def teams(self, size: int) -> tuple[Ranks, Ranks]:
+        """(this rank's team, its peers) where every ``size`` consecutive ranks, which must divide
+        all of them, are a team. Peers are the ranks with the same place in their teams.
+
+        Called by all ranks. Asked twice, the same groups are given.
+        """
+        if size == 1:
+            return ALONE, self
+        if size not in self._teams:
+            assert self.size % size == 0 and self.group is not None
+            first = self.rank - self.rank % size
+            team = self._part(range(first, first + size))
+            peers = self._part(range(self.rank % size, self.size, size))
+            self._teams[size] = (team, peers)
+        return self._teams[size]
+
+    def _part(self, ranks: Iterable[int]) -> Ranks:
+        """Some of these ranks, this one among them."""
+        from torch.distributed import get_backend, get_process_group_ranks, new_group
+
+        assert self.group is not None
+        everywhere = get_process_group_ranks(self.group)
+        group = new_group(
+            [everywhere[rank] for rank in ranks],
+            backend=get_backend(self.group),
+            use_local_synchronization=True,
+        )
+        return Ranks(group, bucket_bytes=self._bucket_bytes)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Put the sum over ranks into every tensor, in place. Equal shapes and dtypes on all ranks.

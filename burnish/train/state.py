@@ -1,6 +1,8 @@
-"""What a train engine's checkpoint looks like on disk, for engines that hold their state in shards.
+"""What a train engine's checkpoint looks like on disk.
 
-The files are those of :class:`burnish.train.torch.TorchTrainEngine`: ``master``, ``exp_avg``,
+For every engine: ``engine.json`` and ``hf/`` (the second half of this file). For engines that hold
+their state in flat shards also the tensors; the files are those of
+:class:`burnish.train.torch.TorchTrainEngine`: ``master``, ``exp_avg``,
 ``exp_avg_sq``, ``step`` and perhaps ``ema`` ``.safetensors`` by parameter name, ``engine.json`` and
 ``hf/``. So a run may change its engine, its ZeRO stage and its number of ranks.
 :class:`Shards` says which entries of which parameter a rank holds, :class:`ShardedState` saves and
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -150,11 +152,7 @@ class ShardedState:
                 describe()
         except OSError as failed:
             error = failed
-        told = ranks.gather(None if error is None else str(error))[0]
-        if error is not None:
-            raise error
-        if told is not None:
-            raise OSError(f"rank 0 could not write the checkpoint: {told}")
+        _tell(ranks, error)
 
     def _kinds(self) -> dict[str, Iterator[Tensor]]:
         """What is in a checkpoint, by kind."""
@@ -252,24 +250,44 @@ def read_step(path: Path) -> float:
     return steps.pop()
 
 
-def write_description(
-    folder: Path,
-    state: dict[str, Any],
-    body: PreTrainedModel,
-    *,
-    model: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> None:
-    """``engine.json``, and what exports need beside the weights. ``model``: the language model
-    whose generation config (tokens that end a response) is written; None for scalar models."""
-    (folder / "engine.json").write_text(json.dumps(state, indent=1))
+class Described(Protocol):
+    """What ``engine.json`` and ``hf/`` are about: a train engine."""
+
+    role: Role
+    version: int
+    skipped_total: int
+    consecutive_skips: int
+    model: nn.Module
+    body: PreTrainedModel
+    scalar: bool
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def description(engine: Described, model: ModelConfig, loss_scaler: Mapping[str, Any]) -> str:
+    """``engine.json``: all that is saved of an engine and is no tensor. ``model``: where it came
+    from."""
+    state = {
+        "role": engine.role,
+        "version": engine.version,
+        "skipped_total": engine.skipped_total,
+        "consecutive_skips": engine.consecutive_skips,
+        "loss_scaler": dict(loss_scaler),
+        "model": model.model_dump(mode="json"),
+    }
+    return json.dumps(state, indent=1)
+
+
+def write_description(folder: Path, engine: Described, text: str) -> None:
+    """What exports need beside the weights (config, generation config, tokenizer); then, last,
+    ``engine.json`` with ``text``, which makes the checkpoint whole."""
     hf = folder / "hf"
-    body.config.save_pretrained(hf)
-    if model is not None:
-        text = model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
-        (hf / "generation_config.json").write_text(text)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(hf)
+    engine.body.config.save_pretrained(hf)
+    if not engine.scalar:  # the tokens that end a response, beside the tokenizer's
+        settings = engine.model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
+        (hf / "generation_config.json").write_text(settings)
+    if engine.tokenizer is not None:
+        engine.tokenizer.save_pretrained(hf)
+    (folder / "engine.json").write_text(text)
 
 
 def read_description(folder: Path, *, role: Role, model: ModelConfig) -> dict[str, Any]:
@@ -286,6 +304,34 @@ def read_description(folder: Path, *, role: Role, model: ModelConfig) -> dict[st
             f"{folder} has adapters for {_base(saved)}, and this recipe's base is {_base(model)}"
         )
     return state
+
+
+def take_counts(engine: Described, state: Mapping[str, Any]) -> None:
+    """Version and skips from ``engine.json``."""
+    engine.version = int(state["version"])
+    engine.skipped_total = int(state.get("skipped_total", 0))
+    engine.consecutive_skips = int(state.get("consecutive_skips", 0))
+
+
+def write_together(ranks: Ranks, write: Callable[[], None]) -> None:
+    """Rank 0 writes; all ranks return when it has. Raises OSError on all of them where it
+    cannot."""
+    error: OSError | None = None
+    if ranks.rank == 0:
+        try:
+            write()
+        except OSError as failed:
+            error = failed
+    _tell(ranks, error)
+
+
+def _tell(ranks: Ranks, error: OSError | None) -> None:
+    """Raise rank 0's error on all ranks."""
+    told = ranks.gather(None if error is None else str(error))[0]
+    if error is not None:
+        raise error
+    if told is not None:
+        raise OSError(f"rank 0 could not write the checkpoint: {told}")
 
 
 def _base(model: ModelConfig) -> dict[str, Any]:

@@ -36,8 +36,10 @@ MODELS = {
     "tied": ModelConfig(scratch=ScratchConfig(**SIZES)),
     "untied": ModelConfig(scratch=ScratchConfig(**SIZES, tie_word_embeddings=False)),
     "lora": ModelConfig(scratch=ScratchConfig(**SIZES), lora=LoraConfig(lora_rank=3)),
+    "one kv head": ModelConfig(scratch=ScratchConfig(**{**SIZES, "num_kv_heads": 1})),
 }
 """53 rows of embeddings and adapters of 3: not divisible by 2."""
+TEAMS = ("sequence_parallel_size", "tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ OPTIONS = [
     *(Case(model=name, train={"gradient_checkpointing": True}) for name in ("tied", "lora")),
     *(
         Case(model=name, engine=engine)
-        for name in MODELS
+        for name in ("tied", "untied", "lora")
         for engine in (
             {"reshard_after_forward": False},
             {"reduce_gradients": "once"},
@@ -90,7 +92,11 @@ OPTIONS = [
 def make_engine(
     ranks: Ranks, case: Case, *, precision: PrecisionConfig = PrecisionConfig(), **spec: Any
 ) -> TorchTrainEngine:
-    """The sharded engine where there are ranks, else the plain one."""
+    """The engine of the case (sharded, if it does not say) where there are ranks, else the plain
+    one."""
+    engine_config = {"sharding": "full", **case.engine}
+    if ranks.group is None:
+        engine_config = {k: v for k, v in engine_config.items() if k not in TEAMS}
     config, split = MODELS[case.model], two_ranks.SPLITS[case.split]
     role = spec.pop("role", LOSSES[case.loss][0])
     torch.manual_seed(0)  # adapters start from the global generator
@@ -103,7 +109,7 @@ def make_engine(
             "lr": 1e-3,
             "adam_eps": 1e-6,  # gradients differ by 1e-9, which is then no step of its own
             "max_tokens_per_micro_batch": split.get("budget"),
-            "engine": TorchEngine(sharding="full", **case.engine),
+            "engine": TorchEngine(**engine_config),
             **case.train,
         }
     )
@@ -117,7 +123,8 @@ def make_engine(
         **spec,
     )
     engine = torch_engine(model, own, tokenizer=load_tokenizer(config), ranks=ranks)
-    assert isinstance(engine, ShardedTrainEngine) == (ranks.group is not None)
+    sharded = ranks.group is not None and engine_config["sharding"] == "full"
+    assert isinstance(engine, ShardedTrainEngine) == sharded
     return engine
 
 

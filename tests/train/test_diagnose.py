@@ -16,7 +16,7 @@ from burnish.models.load import load_causal_lm
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.train.batching import arrange, read_and_target
 from burnish.train.diagnose import BadTensor, first_bad_tensor
-from burnish.train.torch import _enable_checkpointing
+from burnish.train.forward import enable_checkpointing
 from burnish.types import Batch
 
 SCRATCH = ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
@@ -52,7 +52,7 @@ def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
 
 
 def checkpointed(model: LlamaForCausalLM) -> None:
-    _enable_checkpointing(model.model)
+    enable_checkpointing(model.model)
 
 
 def pass_over(

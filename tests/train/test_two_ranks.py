@@ -125,6 +125,17 @@ def test_a_run_that_must_stop_stops_on_both_ranks_and_says_the_same(reports: Rep
     assert "First bad tensor: loss" in message
 
 
+def test_all_ranks_save_and_all_are_told_how_it_went(reports: Reports) -> None:
+    """Rank 0 writes. Where it cannot (a file stands in the way), or where a weight of rank 1 alone
+    is not finite, both ranks raise."""
+    first, second = (found["save"] for found in reports.found)
+    for own in (first, second):
+        assert own["there"], "written when save returns"
+        assert own["version"] == 1 and own["written"] == ["file", "policy"]
+        assert "are not finite, e.g. model.embed_tokens.weight" in own["messages"][1]
+    assert first["messages"][0] == "FileExistsError" and second["messages"][0] == "OSError"
+
+
 def test_ranks_with_different_loads_plan_as_many_passes_and_finish(reports: Reports) -> None:
     """A row of 63 tokens against 20 of 3 under a budget of 12: 60 tokens are 5 passes of 4 rows on
     rank 1, and rank 0, with its one row, plans 5 as well, of which 4 are empty. Two steps."""

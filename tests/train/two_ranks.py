@@ -10,12 +10,14 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -256,7 +258,39 @@ def exchange(ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def save(ranks: Ranks) -> dict[str, Any]:
+    """All ranks save a checkpoint, one that cannot be written, and one with a bad weight."""
+    engine = make_engine(ranks)
+    engine.forward_backward(ragged(), nll)
+    engine.optim_step()
+    own = mkdtemp()
+    folder = Path(ranks.gather(own)[0])
+    engine.save(folder / "policy")
+    there = (folder / "policy" / "engine.json").is_file()
+    loaded = make_engine(ranks)
+    loaded.load(folder / "policy")
+    messages = []
+    (folder / "file").touch()
+    try:
+        engine.save(folder / "file")
+    except OSError as error:
+        messages.append(type(error).__name__)
+    assert engine.optimizer is not None
+    if ranks.rank == ranks.size - 1:
+        engine.optimizer.masters[0].data.view(-1)[0] = torch.nan
+    try:
+        engine.save(folder / "bad")
+    except ValueError as error:
+        messages.append(str(error))
+    ranks.any(False)
+    written = sorted(p.name for p in folder.iterdir())
+    ranks.any(False)
+    shutil.rmtree(own)
+    return {"there": there, "version": loaded.version, "messages": messages, "written": written}
+
+
 OTHERS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+    "save": save,
     "bad_loss": bad_loss,
     "stop": stop,
     "uneven": uneven,

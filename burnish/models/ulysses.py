@@ -1,0 +1,107 @@
+"""One row of tokens spread over several ranks (Ulysses sequence parallelism).
+
+Each rank holds a stretch of the tokens, and computes for it all that looks at one token at a time.
+Attention looks at all of them: around it stretches with all heads are exchanged for all tokens with
+some of the heads, and back. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+
+Not here: which tokens are whose (``train/spread.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup, all_reduce, all_to_all_single
+
+if TYPE_CHECKING:
+    from burnish.models.attention import PackedPlan
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class SpreadPlan:
+    """Who reads whom in a packed row of M tokens, of which each of n ranks holds C = ceil(M / n);
+    the last ones are padding."""
+
+    whole: PackedPlan
+    """Among all M tokens."""
+    num_tokens: int
+    """M."""
+    group: ProcessGroup
+    layers: set[int] = field(default_factory=set, compare=False)
+    """Layers whose attention has asked. (An architecture that mixes tokens without asking would
+    mix those of a stretch only.)"""
+
+
+def spread_attention(plan: SpreadPlan, qkv: QKV, attend: Callable[[QKV], Tensor]) -> Tensor:
+    """Attention of all tokens to all.
+
+    ``qkv``: each [C, heads, dim], of this rank's tokens; the ranks together must divide the query
+    heads. Key/value heads that they do not divide are repeated as often as it takes, so that every
+    rank has those that its query heads read. ``attend``: the same [M, heads / n, dim] of all tokens
+    -> [M, heads / n, dim]. Returns [C, heads, dim]; differentiable.
+    """
+    ranks, count = plan.group.size(), qkv[0].shape[0]
+    query, key, value = qkv
+    times = math.lcm(key.shape[1], ranks) // key.shape[1]
+    if times > 1:
+        key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    dims = [x.shape[2] for x in (query, key, value)]
+    parts = [x.reshape(count, ranks, -1) for x in (query, key, value)]
+    sent = torch.cat(parts, dim=2).transpose(0, 1)  # [n, C, q + k + v]: to each rank its heads
+    got = _Exchange.apply(sent, plan.group).flatten(0, 1)[: plan.num_tokens]
+    pieces = got.split([x.shape[2] for x in parts], dim=1)
+    q, k, v = (x.unflatten(1, (-1, d)) for x, d in zip(pieces, dims, strict=True))
+    out = attend((q, k, v))
+    width = out.shape[2]
+    padded = F.pad(out.flatten(1), (0, 0, 0, ranks * count - plan.num_tokens))
+    back = _Exchange.apply(padded.unflatten(0, (ranks, count)), plan.group)
+    return back.transpose(0, 1).reshape(count, -1, width)
+
+
+def sum_over(group: ProcessGroup, tensor: Tensor) -> Tensor:
+    """The sum over ranks, for outputs from which all of them compute one and the same loss: every
+    rank's gradient is that of its own term."""
+    total: Tensor = _Sum.apply(tensor, group)
+    return total
+
+
+class _Exchange(torch.autograd.Function):
+    """Part i of the first dimension goes to rank i, and comes back as part i of what it sent."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchange(grad, ctx.group), None
+
+
+def _exchange(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    sent = tensor.contiguous()
+    got = torch.empty_like(sent)
+    all_to_all_single(got, sent, group=group)
+    return got
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        total = tensor.clone()
+        all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,254 @@
+"""What test_team_engines.py runs: as a script on each of several ranks, and in the test on one rank
+alone with the plain engine.
+
+``python team_ranks.py FOLDER RANK SIZE`` meets the other ranks through FOLDER, runs every case and
+writes ``rank<RANK>.safetensors`` and ``.json`` there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from burnish.models.attention import Segment, _packed, plan_segments
+from burnish.models.ulysses import SpreadPlan, spread_attention
+from burnish.train.base import NonFiniteError
+from burnish.train.ranks import ALONE, Ranks
+
+_SPEC = importlib.util.spec_from_file_location(
+    "fsdp_cases", Path(__file__).with_name("fsdp_cases.py")
+)
+assert _SPEC is not None and _SPEC.loader is not None
+cases: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["fsdp_cases"] = cases  # its dataclasses look their module up
+_SPEC.loader.exec_module(cases)
+two_ranks, Case = cases.two_ranks, cases.Case
+LAYOUTS = two_ranks.accumulation.LAYOUTS
+
+ENGINES: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "sp2": {"sharding": "none", "sequence_parallel_size": 2},
+        "sp2 sharded": {"sequence_parallel_size": 2},
+    },
+    4: {
+        "sp4": {"sharding": "none", "sequence_parallel_size": 4},
+        "sp2 x 2": {"sharding": "none", "sequence_parallel_size": 2},
+        "sp2 x 2 sharded": {"sequence_parallel_size": 2},
+    },
+}
+"""By number of ranks."""
+
+
+def cases_of(size: int, name: str) -> list[Any]:
+    """What an engine is tried with: losses and layouts, and its options."""
+    engine = ENGINES[size][name]
+    losses = itertools.product(two_ranks.NAMES, LAYOUTS)
+    some = [
+        *(Case(loss, "micro 1", rows=2 if "reward" in loss else 1) for loss in two_ranks.NAMES),
+        Case("policy, sequence_mean", "budget 24", "untied"),
+        Case(split="micro 1", rows=3, train={"gradient_checkpointing": True}),
+        Case(model="one kv head", train={"layout": "packed"}),
+        Case(model="lora"),
+    ]
+    every = [Case(loss, train={"layout": layout}) for loss, layout in losses]
+    chosen = [*some, *every] if size == 2 else [*some, *every[::5]]
+    if name == "sp2 sharded":
+        chosen += [
+            Case(model="untied", split="micro 1", engine={"reduce_gradients": "once"}),
+            Case(model="lora", train={"gradient_checkpointing": True}),
+        ]
+    return [replace(case, engine={**engine, **case.engine}) for case in chosen]
+
+
+def stretch_of(tensor: Tensor, *, ranks: Ranks, each: int) -> Tensor:
+    """This rank's ``each`` rows, of zeros at the end."""
+    more = ranks.size * each - len(tensor)
+    padded = torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
+    return padded[ranks.rank * each :][:each].detach()
+
+
+def _attend(plan: Any, options: Any, qkv: Any) -> Tensor:
+    return _packed(plan, qkv, 0, options)
+
+
+def attention(ranks: Ranks) -> dict[str, float]:
+    """Sums of differences of outputs and gradients from attention in one place, for every way in
+    which heads can be shared, with and without a window; 11 tokens, which no number of ranks
+    divides."""
+    found = {}
+    segments = [Segment(0, 6), Segment(6, 3, 0, 4), Segment(9, 2)]
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1])
+    plan, count = plan_segments(segments, positions), 11
+    assert ranks.group is not None
+    spread = SpreadPlan(plan, count, ranks.group)
+    each = -(-count // ranks.size)
+    for (heads, kv), window in itertools.product(((4, 4), (8, 2), (4, 1), (12, 3)), (None, 3)):
+        generator = torch.Generator().manual_seed(heads)
+        shapes = ((count, heads, 8), (count, kv, 8), (count, kv, 4))
+        whole = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
+        upstream = torch.randn(count, heads, 4, generator=generator)
+        options = (0.3, window, 0.0)
+        expected = _packed(plan, (whole[0], whole[1], whole[2]), 0, options)
+        grads = torch.autograd.grad((expected * upstream).sum(), whole)
+
+        stretch = partial(stretch_of, ranks=ranks, each=each)
+        own = [stretch(x).requires_grad_() for x in whole]
+        attend = partial(_attend, plan, options)
+        out = spread_attention(spread, (own[0], own[1], own[2]), attend)
+        ours = torch.autograd.grad((out * stretch(upstream)).sum(), own)
+        pairs = zip((out.detach(), *ours), (expected.detach(), *grads), strict=True)
+        real = max(0, count - ranks.rank * each)  # what is behind is padding
+        errors = [float((a - stretch(b))[:real].abs().sum()) for a, b in pairs]
+        found[f"{heads} heads, {kv} kv, window {window}"] = max(errors)
+    return found
+
+
+def entropies(ranks: Ranks, engine: dict[str, Any]) -> dict[str, Any]:
+    """A loss over log-probs and entropies: gradient norms of three steps, and the entropies."""
+    made = cases.make_engine(ranks, Case(engine=engine))
+    seen: list[float] = []
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        entropy = outputs.entropy
+        seen.extend(entropy.tolist())
+        total = (entropy * torch.arange(len(entropy)) - outputs.logprobs).sum()
+        return total / batch.num_tokens, cases.two_ranks.Stats(sums={"h": entropy.sum().detach()})
+
+    norms, sums = [], []
+    for _ in range(3):
+        stats = made.forward_backward(two_ranks.ragged(), loss)
+        sums.append(stats.floats()["h"])
+        norms.append(made.optim_step().grad_norm)
+    return {"norms": norms, "sums": sums}
+
+
+def stop(ranks: Ranks, engine: dict[str, Any]) -> dict[str, Any]:
+    """A loss that is not finite on the last rank, and a weight that is not on any: a step is
+    skipped on all, and one message tells why."""
+    found: dict[str, Any] = {}
+    last = ranks.size - 1
+    for what in ("loss", "weight"):
+        case = Case(train={"max_consecutive_skips": 1}, engine=engine)
+        made = cases.make_engine(ranks, case)
+        assert made.optimizer is not None
+        if what == "weight":
+            at = made.optimizer.names.index("model.layers.1.mlp.up_proj.weight")
+            made.optimizer.masters[at].data.fill_(torch.nan)
+        loss = two_ranks.not_finite_on(ranks, last) if what == "loss" else two_ranks.nll
+        made.forward_backward(two_ranks.ragged(), loss)
+        try:
+            made.optim_step()
+            found[what] = "went on"
+        except NonFiniteError as error:
+            found[what] = str(error)
+    return found
+
+
+def overflow(ranks: Ranks, engine: dict[str, Any]) -> dict[str, Any]:
+    """fp16 with a scale that is too high at first: the trace of scales and skips; and what the
+    ranks agree on about the weights in the end."""
+    precision = two_ranks.PrecisionConfig(
+        dtype="fp16", initial_scale_power=24, hysteresis=2, loss_scale_window=3
+    )
+    made = cases.make_engine(ranks, Case(engine=engine), precision=precision)
+    steps = []
+    for _ in range(12):
+        made.forward_backward(two_ranks.ragged(), two_ranks.nll)
+        steps.append(made.optim_step())
+    weights = {n: float(t.double().sum()) for n, t in made.weights()}
+    return {"trace": [[s.loss_scale, s.skipped] for s in steps], "weights": weights}
+
+
+def bf16(ranks: Ranks, engine: dict[str, Any]) -> list[float]:
+    """Log-probs after 8 steps."""
+    precision = two_ranks.PRECISIONS["bf16"]
+    made = cases.make_engine(ranks, Case(engine=engine), precision=precision)
+    cases.train(made, 8)
+    after: list[float] = made.logprobs(two_ranks.ragged()).tolist()
+    return after
+
+
+SAVED = {
+    "tied": Case(train={"ema_decay": 0.9, "lr": 1e-2}),
+    "lora": Case(model="lora"),
+    "critic": Case("critic"),
+}
+
+
+def prepare(folder: Path) -> None:
+    """Checkpoints of the plain engine."""
+    for name, case in SAVED.items():
+        engine = cases.make_engine(ALONE, case)
+        cases.steps_of(case, engine, 3)
+        engine.save(folder / f"alone {name}")
+
+
+def save_and_resume(ranks: Ranks, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Three steps, saved; then two more here, in a new engine from the checkpoint, and from the
+    checkpoint of a rank alone."""
+    found: dict[str, Any] = {}
+    for name, plain in SAVED.items():
+        case = replace(plain, engine=engine)
+        first = cases.make_engine(ranks, case)
+        cases.steps_of(case, first, 3)
+        first.save(folder / f"saved {name}")
+        norms = cases.steps_of(case, first, 2)
+        second = cases.make_engine(ranks, case)
+        second.load(folder / f"saved {name}")
+        again = cases.steps_of(case, second, 2)
+        third = cases.make_engine(ranks, case)
+        third.load(folder.parent / f"alone {name}")
+        found[name] = {
+            "norms": norms,
+            "again": again,
+            "from_alone": cases.steps_of(case, third, 2),
+            "version": third.version,
+            "announced": first.state_bytes,
+        }
+    return found
+
+
+OTHERS: dict[str, Callable[[Ranks, dict[str, Any]], Any]] = {
+    "entropies": entropies,
+    "stop": stop,
+    "overflow": overflow,
+    "bf16": bf16,
+}
+
+
+def main(folder: Path, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(folder / "store"), size)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
+    )
+    ranks = Ranks(torch.distributed.group.WORLD)
+    tensors: dict[str, Tensor] = {}
+    found: dict[str, Any] = {"attention": attention(ranks), "cases": {}}
+    for name, engine in ENGINES[size].items():
+        for case in cases_of(size, name):
+            own, found["cases"][case.key] = cases.run_case(case, ranks)
+            tensors |= {f"{case.key}|{key}": tensor.clone() for key, tensor in own.items()}
+        if size == 2:
+            found[name] = {key: run(ranks, engine) for key, run in OTHERS.items()}
+            found[name]["resumed"] = save_and_resume(ranks, engine, folder / name)
+    save_file(tensors, folder / f"rank{rank}.safetensors")
+    (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,183 @@
+"""Ranks that compute the same rows together (sequence parallelism) compute what the plain engine
+computes on one: processes over loopback, started once for each number of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from burnish.train.ranks import ALONE
+
+SCRIPT = Path(__file__).with_name("team_ranks.py")
+_SPEC = importlib.util.spec_from_file_location("team_ranks", SCRIPT)
+assert _SPEC is not None and _SPEC.loader is not None
+teams: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["team_ranks"] = teams  # its dataclasses look their module up
+_SPEC.loader.exec_module(teams)
+
+slow = pytest.mark.slow
+STEPS = 5e-6
+"""Five Adam steps of 1e-3 with eps 1e-6. Gradients differ by some 1e-9 (sums in another order), so
+an entry that is that small itself may take a step that is off by 1e-9 / 1e-6 x 1e-3 = 1e-6."""
+OUTPUTS = 3e-6
+"""Log-probs of size 4 in fp32: a few ulps."""
+NAMES = list(teams.ENGINES[2])
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What each rank wrote."""
+
+    folder: Path
+    found: list[dict[str, Any]]
+    tensors: list[dict[str, Tensor]]
+
+    def same(self, engine: str, name: str) -> Any:
+        """What all ranks found alike."""
+        first = self.found[0][engine][name]
+        assert all(found[engine][name] == first for found in self.found)
+        return first
+
+
+def start(folder: Path, size: int) -> Reports:
+    """Run the script on every rank and read the reports."""
+    teams.prepare(folder)
+    root = str(Path(__file__).parents[2])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
+    processes = []
+    try:
+        for rank in range(size):
+            with (folder / f"rank{rank}.log").open("w") as out:
+                command = [sys.executable, str(SCRIPT), str(folder), str(rank), str(size)]
+                processes.append(
+                    subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+                )
+        codes = [process.wait(timeout=900) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = "\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("rank*.log")))
+    assert codes == [0] * size, logs
+    texts = [(folder / f"rank{rank}.json").read_text(encoding="utf-8") for rank in range(size)]
+    tensors = [load_file(folder / f"rank{rank}.safetensors") for rank in range(size)]
+    return Reports(folder, [json.loads(text) for text in texts], tensors)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    return start(tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    return start(tmp_path_factory.mktemp("four"), 4)
+
+
+def assert_as_alone(case: Any, reports: Reports) -> None:
+    """Weights after five steps, outputs before them and stats are those of the plain engine."""
+    expected, said = teams.cases.run_case(replace(case, engine={}), ALONE)
+    names = {n.removeprefix(f"{case.key}|") for n in reports.tensors[0] if f"{case.key}|" in n}
+    assert names == expected.keys(), "all weights, under the same names"
+    for name, tensor in expected.items():
+        first, *others = (found[f"{case.key}|{name}"] for found in reports.tensors)
+        assert all(torch.equal(first, other) for other in others), f"{case.key}: {name}"
+        error = float((first - tensor).abs().max())
+        bound = OUTPUTS if name == "outputs" else STEPS
+        assert error <= bound, f"{case.key}: {name} is off by {error:.2e}"
+    for found in reports.found:  # norms and sums of about 40 terms of size 1, in another order
+        assert found["cases"][case.key] == pytest.approx(said, rel=2e-5, abs=2e-5), case.key
+
+
+@slow
+@pytest.mark.parametrize("engine", NAMES)
+def test_five_steps_of_a_team_of_two_are_those_of_one(engine: str, two: Reports) -> None:
+    """Every loss in every layout, rows for one micro-batch only, a token budget, checkpointing,
+    fewer key/value heads than ranks, adapters."""
+    for case in teams.cases_of(2, engine):
+        assert_as_alone(case, two)
+
+
+@slow
+@pytest.mark.parametrize("engine", teams.ENGINES[4])
+def test_five_steps_of_four_ranks_are_those_of_one(engine: str, four: Reports) -> None:
+    """A team of four, and two teams of two with rows of their own; rows of which some rank has
+    none, stretches that are all padding."""
+    for case in teams.cases_of(4, engine):
+        assert_as_alone(case, four)
+
+
+@slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_over_ranks_is_attention(size: int, two: Reports, four: Reports) -> None:
+    """Outputs and gradients summed over 11 tokens x heads x 8 entries of size 1, where heads are
+    shared evenly, where key/value heads are fewer than ranks, and where ranks do not divide
+    them."""
+    for found in (two if size == 2 else four).found:
+        assert len(found["attention"]) == 8
+        for case, error in found["attention"].items():
+            assert error <= 1000 * 1e-6, case  # some ulps each
+
+
+@slow
+@pytest.mark.parametrize("engine", NAMES)
+def test_entropies_and_their_gradient_are_those_of_one_rank(engine: str, two: Reports) -> None:
+    found, alone = two.same(engine, "entropies"), teams.entropies(ALONE, {})
+    assert found["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+    assert found["sums"] == pytest.approx(alone["sums"], rel=1e-5)
+
+
+@slow
+@pytest.mark.parametrize("engine", NAMES)
+def test_a_run_that_must_stop_stops_on_all_ranks_and_says_the_same(
+    engine: str, two: Reports
+) -> None:
+    messages = two.same(engine, "stop")
+    assert "First bad tensor: loss" in messages["loss"]
+    assert "First bad tensor: weight: model.layers.1.mlp.up_proj.weight" in messages["weight"]
+
+
+@slow
+@pytest.mark.parametrize("engine", NAMES)
+def test_the_trace_of_loss_scales_is_that_of_one_rank(engine: str, two: Reports) -> None:
+    """From 2^24 down until the gradient fits, and up again; skips among them."""
+    found, alone = two.same(engine, "overflow"), teams.overflow(ALONE, {})
+    assert found["trace"] == alone["trace"] and any(skipped for _, skipped in found["trace"])
+    assert found["weights"].keys() == alone["weights"].keys()
+
+
+@slow
+@pytest.mark.parametrize("engine", NAMES)
+def test_bf16_trains(engine: str, two: Reports) -> None:
+    """Rounding of weights and activations to 8 bits, on log-probs of size 4, after 8 steps."""
+    found, alone = two.same(engine, "bf16"), teams.bf16(ALONE, {})
+    assert found == pytest.approx(alone, abs=0.1)
+
+
+@slow
+@pytest.mark.parametrize("name", teams.SAVED)
+@pytest.mark.parametrize("engine", NAMES)
+def test_a_run_goes_on_here_and_on_one_rank(engine: str, name: str, two: Reports) -> None:
+    """2 -> 2, 1 -> 2 and 2 -> 1 have the norms of a run that was never interrupted."""
+    found, case = two.same(engine, "resumed")[name], teams.SAVED[name]
+    assert found["again"] == found["norms"] and found["version"] == 5
+    whole = teams.cases.make_engine(ALONE, case)
+    expected = teams.cases.steps_of(case, whole, 5)[3:]
+    assert found["norms"] == pytest.approx(expected, rel=1e-5)
+    assert found["from_alone"] == pytest.approx(expected, rel=1e-5)
+    resumed = teams.cases.make_engine(ALONE, case)
+    resumed.load(two.folder / engine / f"saved {name}")
+    assert resumed.version == 3
+    assert teams.cases.steps_of(case, resumed, 2) == pytest.approx(expected, rel=1e-5)
+    assert found["announced"] == resumed.state_bytes

@@ -1,0 +1,127 @@
+"""What ranks that compute the same rows together are not given: told before a run starts, with
+names and numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from burnish.config import SFTConfig
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.train import TorchEngine, TrainConfig
+from burnish.models.load import ModelError, load_causal_lm
+from burnish.train.batching import arrange
+from burnish.train.ranks import ALONE, Ranks
+from burnish.train.spread import check_heads, stretch_of
+from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.types import rows_to_batch
+
+MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=48, num_heads=6, num_kv_heads=3))
+
+
+class Group:
+    """A process group of which only the place is asked."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._place = rank, size
+
+    def rank(self) -> int:
+        return self._place[0]
+
+    def size(self) -> int:
+        return self._place[1]
+
+
+def recipe(ranks: int, batch: int, **engine: Any) -> SFTConfig:
+    return SFTConfig.model_validate(
+        {
+            "model": {"scratch": {}},
+            "data": {"sources": [{"path": "x.jsonl"}]},
+            "train": {"train_batch_size": batch, "engine": engine},
+            "cluster": {"runtime": "ray", "policy_ranks": ranks},
+        }
+    )
+
+
+def test_ranks_that_make_no_whole_teams_are_told_of_in_the_recipe() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"sequence_parallel_size=2 does not divide cluster.policy_"
+        r"ranks=3, .*use a multiple of 2",
+    ):
+        recipe(3, 12, sequence_parallel_size=2)
+
+
+def test_a_team_counts_as_one_data_parallel_rank() -> None:
+    """B = 6 over 6 ranks in teams of 3 is 2 data-parallel ranks of 3 samples; over 6 it is 1."""
+    plan = recipe(6, 6, sequence_parallel_size=3).batch_plan()
+    assert (plan.data_parallel_size, plan.micro_train_batch_size) == (2, 3)
+    assert recipe(6, 6).batch_plan().micro_train_batch_size == 1
+
+
+def test_an_engine_without_whole_teams_is_not_made() -> None:
+    spec = EngineSpec("policy", TrainConfig(engine=TorchEngine(sequence_parallel_size=2)), MODEL)
+    with pytest.raises(
+        ValueError,
+        match=r"size=2: 2 ranks compute the same rows, "
+        r"and this engine has 1",
+    ):
+        TorchTrainEngine(load_causal_lm(MODEL), spec, ranks=ALONE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (
+            "llama",
+            {"hidden_size": 48, "num_attention_heads": 6},
+            "size=4 does not divide the 6 attention heads",
+        ),
+        (
+            "qwen3_next",
+            {"num_attention_heads": 8},
+            r"layers of type linear_attention, which mix tokens in another way",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            r"the rotary embedding of this llama model \(dynamic\)",
+        ),
+    ],
+)
+def test_a_model_whose_tokens_cannot_be_spread_is_refused(
+    kind: str, values: dict[str, Any], message: str
+) -> None:
+    config = AutoConfig.for_model(kind, **values)
+    with pytest.raises(ModelError, match=message):
+        check_heads(config, 4)
+
+
+def test_heads_that_a_team_divides_are_taken() -> None:
+    for heads, kv in ((8, 8), (8, 2), (8, 1), (12, 3)):
+        config = AutoConfig.for_model(
+            "llama", hidden_size=96, num_attention_heads=heads, num_key_value_heads=kv
+        )
+        check_heads(config, 4)
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix", "padded"])
+def test_stretches_put_one_after_another_are_the_whole_row(layout: Any) -> None:
+    """Rows of 3 and 2 tokens over 4 ranks: 5 tokens (6 when padded) in stretches of 2; the last
+    rank has padding only (when padded: too)."""
+    batch = rows_to_batch(
+        [[7, 8, 9], [5, 6]], [[False, True, True], [False, True]], prompt_lens=[1, 1]
+    )
+    arranged = arrange(batch, layout)
+    parts = [stretch_of(arranged, Ranks(Group(r, 4))) for r in range(4)]  # type: ignore[arg-type]
+    assert [p.begin for p in parts] == [0, 2, 4, 6]
+    ids = torch.cat([p.input_ids for p in parts], dim=1)[0]
+    at = torch.cat([p.position_ids for p in parts], dim=1)[0]
+    count = 6 if layout == "padded" else 5
+    assert all(p.plan.num_tokens == count for p in parts)
+    assert ids[:count].tolist() == arranged.input_ids.flatten().tolist() and not ids[count:].any()
+    assert at[:count].tolist() == arranged.position_ids.flatten().tolist()
+    assert ids[arranged.place].tolist() == batch.tokens.tolist()

@@ -24,7 +24,7 @@ from burnish.rollout.vllm import VllmRolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs, TrainEngine
-from burnish.train.engines import loading, make_engine, shares_weights
+from burnish.train.engines import loading, make_engine, reads_own_rows, shares_weights
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 
@@ -56,7 +56,8 @@ class InlineRuntime:
         """A train engine over a causal LM (policy, reference)."""
         dtype = self._load_dtype(spec)
         with loading(spec, dtype, self.ranks):
-            model = load_causal_lm(spec.model, dtype=dtype, device=self.device)
+            empty = reads_own_rows(spec, self.ranks)
+            model = load_causal_lm(spec.model, dtype=dtype, device=self.device, empty=empty)
         self._add_end_token(model)
         return self._engine(model, spec, spans)
 
@@ -67,7 +68,12 @@ class InlineRuntime:
         dtype = self._load_dtype(spec)
         with loading(spec, dtype, self.ranks):
             model = load_scalar_model(
-                spec.model, dtype=dtype, device=self.device, seed=seed, new_head=spec.trainable
+                spec.model,
+                dtype=dtype,
+                device=self.device,
+                seed=seed,
+                new_head=spec.trainable,
+                empty=reads_own_rows(spec, self.ranks),
             )
         return self._engine(model, spec, spans)
 

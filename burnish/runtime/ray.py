@@ -183,6 +183,7 @@ class RayRuntime:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 places, placement_group_bundle_index=rank
             ),
+            runtime_env={"env_vars": worker_environment(on_gpu=bool(gpus))},
         )
         place = Place(role, rank, size, device, self._threads())
         return remote.remote(place, self.model, self.precision)
@@ -270,3 +271,12 @@ class RayRuntime:
         if self._started_here:
             self.ray.shutdown()
             self._started_here = False
+
+
+_PASSED_ON = ("DS_", "GLOO_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+
+
+def worker_environment(*, on_gpu: bool) -> dict[str, str]:
+    """Variables of this process that workers need too: a cluster that runs already has others."""
+    own = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
+    return own if on_gpu else {"DS_ACCELERATOR": "cpu", **own}

@@ -25,6 +25,7 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.base import Loss, NonFiniteError, StepStats
+from burnish.train.engines import writes_alone
 from burnish.train.ranks import Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 from burnish.types import Batch, Stats
@@ -188,8 +189,8 @@ class TrainWorker(_Worker):
         return self.engine.state_bytes
 
     def save(self, folder: str) -> None:
-        """Replicas are equal: rank 0 writes."""
-        if self.place.rank == 0:
+        """All ranks: an engine in shards writes them together. Replicas are equal: rank 0 writes."""
+        if self.place.rank == 0 or not writes_alone(self.engine.spec):
             self.engine.save(Path(folder))
 
     def load(self, folder: str) -> int:

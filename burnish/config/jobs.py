@@ -17,7 +17,7 @@ from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataC
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
 from burnish.config.rollout import EvalConfig, LocalEngine, RolloutConfig, RolloutEngineConfig
-from burnish.config.sync import LinkSync, SyncConfig, one_process_rules
+from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.train import (
     CheckpointConfig,
     ObserveConfig,
@@ -135,7 +135,7 @@ class RLConfig(TrainingJob):
     """Batches, optimizer, schedule."""
     sync: SyncConfig = LinkSync()
     """How the policy's weights get to the rollout engine: ``auto | inproc | ipc | collective |
-    disk``, or a node with ``kind`` and its options."""
+    disk | object_store``, or a node with ``kind`` and its options."""
     eval: EvalConfig | None = None
     """Held-out evaluation. None: none."""
 
@@ -157,7 +157,7 @@ class RLConfig(TrainingJob):
         yield from engine_rules(self.train, self.precision)
         yield from self._advantage_rules()
         yield from self._kl_rules()
-        yield from one_process_rules(self.sync)
+        yield from sync_rules(self.sync, self.cluster.runtime)
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
             yield (
                 "algorithm.policy_loss=reinforce has no ratio, so it is right for one optimizer "

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
+from burnish.config.sync import LinkSync, SyncConfig
 from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
 from burnish.models.lora import merged_weights
 from burnish.models.value_head import load_scalar_model
@@ -141,7 +142,9 @@ class InlineRuntime:
         ends |= {turn, int(self.tokenizer.eos_token_id)}
         config.eos_token_id = sorted(ends) if len(ends) > 1 else turn
 
-    def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> InprocSync:
+    def sync(
+        self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
+    ) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""
         return timed(
             InprocSync(cast(TorchTrainEngine, policy), rollout), self.timeline, {"push": "sync"}

@@ -20,12 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
+from burnish.config.sync import InprocSync, LinkSync, SyncConfig
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
-from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, WorkerLostError
+from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, Sync, WorkerLostError
+from burnish.runtime.handover import ray_sync
 from burnish.runtime.remote import (
     Group,
-    ObjectStoreSync,
     RemoteFrozenBase,
     RemoteRolloutEngine,
     RemoteTrainEngine,
@@ -242,7 +243,7 @@ class RayRuntime:
     ) -> RemoteRolloutEngine:
         """Workers that get their weights from ``policy``."""
         base = cast(RemoteTrainEngine, policy).group.spec.model.model_copy(update={"lora": None})
-        return RemoteRolloutEngine(self, base, config, max_len=max_len)
+        return RemoteRolloutEngine(self, base, config, max_len=max_len, ready=False)
 
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
@@ -250,10 +251,14 @@ class RayRuntime:
         """Workers with a model's own weights."""
         return RemoteRolloutEngine(self, model, config, max_len=max_len)
 
-    def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> ObjectStoreSync:
-        """Weights through the object store."""
+    def sync(
+        self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
+    ) -> Sync:
+        """What hands the policy's weights to the rollout workers."""
+        assert not isinstance(config, InprocSync), "refused when the recipe was read"
         ends = cast(RemoteTrainEngine, policy), cast(RemoteRolloutEngine, rollout)
-        return timed(ObjectStoreSync(*ends), self.timeline, {"push": "sync"})
+        made = ray_sync(*ends, config, self.precision.sampler_dtype)
+        return timed(made, self.timeline, {"push": "sync"})
 
     def close(self) -> None:
         """End the workers, give their places back, and end Ray where it was started here."""

@@ -8,10 +8,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is an oracle of tests
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -168,3 +171,57 @@ def make_lively(model: LlamaForCausalLM) -> LlamaForCausalLM:
             if parameter.ndim == 2:
                 parameter.mul_(8)
     return model
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """The package ray, started on this machine with 16 places to hand out, on whatever cores there
+    are. Once for a file; afterwards nothing of it may be left."""
+    import ray
+
+    before = {process.pid for process in psutil.process_iter()}
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=256 << 20,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+    )
+    mine = ray.get_runtime_context().get_node_id()
+    yield ray
+    ray.shutdown()
+    check_nothing_left(before, mine)
+
+
+def check_nothing_left(before: set[int], node: str) -> None:
+    """No process that was started since ``before`` by a Ray of this process, and no shared memory
+    of ours whose process has ended."""
+    deadline = time.monotonic() + 60
+    while (left := _ray_processes(before, node)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"processes are left: {left}"
+    shared = Path("/dev/shm")
+    segments = [p.name for p in shared.glob("burnish-*")] if shared.is_dir() else []
+    owned = [name for name in segments if _owner_has_ended(name)]
+    assert not owned, f"shared memory is left: {owned}"
+
+
+def _ray_processes(before: set[int], node: str) -> list[str]:
+    """Command lines of new processes below this one, or of the Ray node that was ours."""
+    family = {child.pid for child in psutil.Process().children(recursive=True)}
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        ours = process.pid in family or node in line
+        if process.pid not in before and ours and ("ray::" in line or "raylet" in line):
+            found.append(line[:200])
+    return found
+
+
+def _owner_has_ended(segment: str) -> bool:
+    """By the process id in the segment's name (burnish-sync-PID-...); others have none."""
+    pid = segment.removeprefix("burnish-sync-").partition("-")[0]
+    return pid.isdigit() and not psutil.pid_exists(int(pid))

@@ -29,7 +29,7 @@ from burnish.config.rollout import (
     RolloutEngineConfig,
     VllmEngine,
 )
-from burnish.config.sync import LinkSync, SyncConfig, one_process_rules
+from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.train import (
     CheckpointConfig,
     ObserveConfig,
@@ -229,7 +229,7 @@ class RLConfig(TrainingJob):
     """Batches, optimizer, schedule."""
     sync: SyncConfig = LinkSync()
     """How the policy's weights get to the rollout engine: ``auto | inproc | ipc | collective |
-    disk``, or a node with ``kind`` and its options."""
+    disk | object_store``, or a node with ``kind`` and its options."""
     eval: EvalConfig | None = None
     """Held-out evaluation. None: none."""
 
@@ -252,7 +252,7 @@ class RLConfig(TrainingJob):
         yield from team_rules(self.train, self.cluster)
         yield from self._advantage_rules()
         yield from self._kl_rules()
-        yield from one_process_rules(self.sync)
+        yield from sync_rules(self.sync, self.cluster.runtime)
         yield from _rollout_place_rules(self.cluster, self.rollout.engine)
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
             yield (

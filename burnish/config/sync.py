@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 
-SyncKind = Literal["inproc", "collective", "ipc", "disk"]
+SyncKind = Literal["inproc", "collective", "ipc", "disk", "object_store"]
 
 
 class InprocSync(Node):
@@ -32,9 +32,10 @@ class _Sending(Node):
 class LinkSync(_Sending):
     """Trainer and rollout engines in several processes."""
 
-    kind: Literal["auto", "collective", "ipc"] = "auto"
+    kind: Literal["auto", "collective", "ipc", "object_store"] = "auto"
     """ipc: memory that processes of one machine (on CUDA: one GPU) share. collective: broadcast
-    over gloo or NCCL. auto: inproc, ipc or collective, the first that fits."""
+    over gloo or NCCL. object_store: Ray's, which keeps them for workers that start anew. auto: on
+    Ray object_store, else inproc, ipc or collective, the first that fits."""
 
 
 class DiskSync(_Sending):
@@ -59,8 +60,18 @@ SyncConfig = Annotated[
 ]
 
 
-def one_process_rules(sync: LinkSync | InprocSync | DiskSync) -> Iterator[str]:
-    """What a recipe whose trainer and rollout engine are in one process cannot ask for."""
+def sync_rules(
+    sync: LinkSync | InprocSync | DiskSync, runtime: Literal["inline", "ray"]
+) -> Iterator[str]:
+    """What a recipe cannot ask for with trainer and rollout engine in these places."""
+    if runtime == "ray":
+        if sync.kind == "inproc":
+            yield (
+                "sync.kind=inproc hands weights over inside one process, and with "
+                "cluster.runtime=ray trainer and rollout engines are in several; leave sync out, "
+                "or use sync.kind=object_store"
+            )
+        return
     if sync.kind not in ("auto", "inproc"):
         yield (
             f"sync.kind={sync.kind} hands weights from process to process, and here trainer and "
@@ -74,10 +85,15 @@ def one_process_rules(sync: LinkSync | InprocSync | DiskSync) -> Iterator[str]:
 
 
 def resolve_kind(
-    sync: LinkSync | InprocSync | DiskSync, *, same_process: bool, same_memory: bool
+    sync: LinkSync | InprocSync | DiskSync,
+    *,
+    same_process: bool,
+    same_memory: bool,
+    has_store: bool = False,
 ) -> SyncKind:
     """The kind for engines in these places; ``same_memory``: all on one machine, and on CUDA on one
-    GPU.
+    GPU. ``has_store``: there is an object store between them (Ray's), which no worker that starts
+    anew has to be met for.
 
     >>> resolve_kind(LinkSync(), same_process=False, same_memory=True)
     'ipc'
@@ -86,4 +102,6 @@ def resolve_kind(
         return sync.kind
     if same_process:
         return "inproc"
+    if has_store:
+        return "object_store"
     return "ipc" if same_memory else "collective"

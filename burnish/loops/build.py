@@ -105,7 +105,7 @@ def build_rl(
         policy=policy,
         policy_loss=policy_objective(config.algorithm, max_len=max_len, kl_coef=lambda: kl.coef),
         kl=kl,
-        sync=runtime.sync(policy, rollout),
+        sync=runtime.sync(policy, rollout, config.sync),
         keep_samples=lambda step, groups, advantages: _keep(
             run_dir, step, groups, advantages=advantages, limit=limit
         ),

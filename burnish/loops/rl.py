@@ -64,10 +64,10 @@ def rl_step(run: RL, step: int) -> Metrics:
             updates.step("critic", run.critic)
         updates.add("train", run.policy.forward_backward(minibatch, run.policy_loss))
         updates.step("train", run.policy)
-    run.sync.push()
+    handed_over = run.sync.push()
 
     metrics = rollout.stats.floats() | batch_metrics(batch) | updates.metrics()
-    metrics |= prompt_metrics(run.prompts) | {"train/kl_coef": run.kl.coef}
+    metrics |= handed_over | prompt_metrics(run.prompts) | {"train/kl_coef": run.kl.coef}
     run.kl.update(metrics.get("train/kl", 0.0), batch.num_rows)
     return updates.checked(metrics)
 

@@ -10,8 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
+from burnish.config.sync import LinkSync, SyncConfig
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine
+from burnish.sync.base import Metrics
 from burnish.train.base import HasLogprobs, TrainEngine
 from burnish.train.torch import EngineSpec
 
@@ -22,8 +24,9 @@ CRITIC_SPANS = {"values": "values", "forward_backward": "critic", "optim_step": 
 class Sync(Protocol):
     """Hands one policy's weights to one rollout engine."""
 
-    def push(self) -> None:
-        """Afterwards the rollout engine has the policy's weights and version."""
+    def push(self) -> Metrics:
+        """Afterwards the rollout engine has the policy's weights and version. Returns ``sync/*``,
+        or nothing where nothing was moved."""
         ...
 
 
@@ -64,7 +67,9 @@ class Runtime(Protocol):
         """A rollout engine without a trainer (evaluation of a finished model)."""
         ...
 
-    def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> Sync:
+    def sync(
+        self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
+    ) -> Sync:
         """What hands the policy's weights to the rollout engine; done once before it returns."""
         ...
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
+from burnish.config.sync import LinkSync, SyncConfig
 from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
 from burnish.models.lora import merged_weights
 from burnish.models.value_head import load_scalar_model
@@ -24,7 +25,7 @@ from burnish.rollout.vllm import VllmRolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs, TrainEngine
-from burnish.train.engines import loading, make_engine, shares_weights
+from burnish.train.engines import loading, make_engine, reads_own_rows, shares_weights
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 
@@ -56,7 +57,8 @@ class InlineRuntime:
         """A train engine over a causal LM (policy, reference)."""
         dtype = self._load_dtype(spec)
         with loading(spec, dtype, self.ranks):
-            model = load_causal_lm(spec.model, dtype=dtype, device=self.device)
+            empty = reads_own_rows(spec, self.ranks)
+            model = load_causal_lm(spec.model, dtype=dtype, device=self.device, empty=empty)
         self._add_end_token(model)
         return self._engine(model, spec, spans)
 
@@ -67,7 +69,12 @@ class InlineRuntime:
         dtype = self._load_dtype(spec)
         with loading(spec, dtype, self.ranks):
             model = load_scalar_model(
-                spec.model, dtype=dtype, device=self.device, seed=seed, new_head=spec.trainable
+                spec.model,
+                dtype=dtype,
+                device=self.device,
+                seed=seed,
+                new_head=spec.trainable,
+                empty=reads_own_rows(spec, self.ranks),
             )
         return self._engine(model, spec, spans)
 
@@ -135,7 +142,9 @@ class InlineRuntime:
         ends |= {turn, int(self.tokenizer.eos_token_id)}
         config.eos_token_id = sorted(ends) if len(ends) > 1 else turn
 
-    def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> InprocSync:
+    def sync(
+        self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
+    ) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""
         return timed(
             InprocSync(cast(TorchTrainEngine, policy), rollout), self.timeline, {"push": "sync"}

@@ -21,12 +21,13 @@ from burnish.config.cluster import ClusterConfig, ClusterRole
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.placement import Places
 from burnish.config.rollout import RolloutEngineConfig
+from burnish.config.sync import InprocSync, LinkSync, SyncConfig
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
-from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, WorkerLostError
+from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, Sync, WorkerLostError
+from burnish.runtime.handover import ray_sync
 from burnish.runtime.remote import (
     Group,
-    ObjectStoreSync,
     RemoteFrozenBase,
     RemoteRolloutEngine,
     RemoteTrainEngine,
@@ -172,6 +173,7 @@ class RayRuntime:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 reserved, placement_group_bundle_index=rank
             ),
+            runtime_env={"env_vars": worker_environment(on_gpu=bool(gpus))},
         )
         return remote.remote(
             Place(role, rank, size, device, self._threads()), self.model, self.precision
@@ -231,7 +233,7 @@ class RayRuntime:
     ) -> RemoteRolloutEngine:
         """Workers that get their weights from ``policy``."""
         base = cast(RemoteTrainEngine, policy).group.spec.model.model_copy(update={"lora": None})
-        return RemoteRolloutEngine(self, base, config, max_len=max_len)
+        return RemoteRolloutEngine(self, base, config, max_len=max_len, ready=False)
 
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
@@ -239,10 +241,14 @@ class RayRuntime:
         """Workers with a model's own weights."""
         return RemoteRolloutEngine(self, model, config, max_len=max_len)
 
-    def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> ObjectStoreSync:
-        """Weights through the object store."""
+    def sync(
+        self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
+    ) -> Sync:
+        """What hands the policy's weights to the rollout workers."""
+        assert not isinstance(config, InprocSync), "refused when the recipe was read"
         ends = cast(RemoteTrainEngine, policy), cast(RemoteRolloutEngine, rollout)
-        return timed(ObjectStoreSync(*ends), self.timeline, {"push": "sync"})
+        made = ray_sync(*ends, config, self.precision.sampler_dtype)
+        return timed(made, self.timeline, {"push": "sync"})
 
     def release(self, engine: HasLogprobs) -> None:
         """End the engine's workers. (One that lives on another's workers has none of its own.)"""
@@ -267,3 +273,12 @@ class RayRuntime:
         if self._started_here:
             self.ray.shutdown()
             self._started_here = False
+
+
+_PASSED_ON = ("DS_", "GLOO_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+
+
+def worker_environment(*, on_gpu: bool) -> dict[str, str]:
+    """Variables of this process that workers need too: a cluster that runs already has others."""
+    own = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
+    return own if on_gpu else {"DS_ACCELERATOR": "cpu", **own}

@@ -1,8 +1,8 @@
 """Engines made of workers in other processes; the loops cannot tell them from local ones.
 
 ``runtime`` is a ``ray.RayRuntime``: Ray itself is reached through it, and imported there alone.
-Reading order: Group (the ranks of a train engine), RemoteTrainEngine, RemoteRolloutEngine,
-ObjectStoreSync.
+Reading order: Group (the ranks of a train engine), RemoteTrainEngine, RemoteRolloutEngine. What
+hands weights from one to the other is in ``weights.py``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import WorkerLostError
-from burnish.runtime.worker import (
-    Bucket,
-    RolloutWorker,
-    TrainWorker,
-    pack_batch,
-    pack_weight,
-    unpack_weight,
-)
+from burnish.runtime.worker import RolloutWorker, Sending, TrainWorker, pack_batch
+from burnish.sync.base import encode
+from burnish.sync.buckets import LinkReceiver
+from burnish.sync.engine import messages
+from burnish.sync.stored import HandOver, StoredLink
 from burnish.train.base import Loss, NonFiniteError, Role, StepStats
 from burnish.train.torch import EngineSpec
 from burnish.types import Batch, Stats
@@ -33,7 +30,8 @@ from burnish.types import Batch, Stats
 if TYPE_CHECKING:
     from burnish.runtime.ray import RayRuntime
 
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES = 64 << 20
+CLOSE_TIMEOUT_S = 10.0
 
 
 class Group:
@@ -71,16 +69,46 @@ class Group:
                     f"{self.names(self.lost)} did not answer within {limit:g} s "
                     "(cluster.call_timeout_s)"
                 )
-            failed = _failure(ray, ready[0])
+            failed = failure_of(ray, ready[0])
         if failed is not None:
             self._raise(refs, failed)
         return list(ray.get(refs))
+
+    def pairs(self, call: Callable[[Any], Any]) -> Iterator[tuple[bytes, Any]]:
+        """What rank 0 yields in a call that all ranks take part in: a reference to what is large,
+        then what is small, turned round. Raises as :meth:`all` does."""
+        streams = [call(worker) for worker in self.workers]
+        while (payload := self._next(streams, 0)) is not None:
+            header = self._next(streams, 0)
+            if header is not None and failure_of(self.runtime.ray, header) is None:
+                yield self.runtime.ray.get(header), payload
+                continue
+            failed = failure_of(self.runtime.ray, payload if header is None else header)
+            self._raise_from(streams, failed or RuntimeError("a stream ended too early"))
+        for rank in range(1, self.size):
+            if (odd := self._next(streams, rank)) is not None:
+                failed = failure_of(self.runtime.ray, odd)
+                self._raise_from(streams, failed or RuntimeError("a rank had something to say"))
+
+    def _next(self, streams: list[Any], rank: int) -> Any:
+        """A stream's next reference; None at its end."""
+        limit = self.runtime.config.call_timeout_s
+        ready, _ = self.runtime.ray.wait([streams[rank]], num_returns=1, timeout=limit)
+        if not ready:
+            self.lost.add(rank)
+            raise WorkerLostError(
+                f"{self.names({rank})} did not answer within {limit:g} s (cluster.call_timeout_s)"
+            )
+        return next(streams[rank], None)
+
+    def _raise_from(self, streams: list[Any], failed: BaseException) -> None:
+        self._raise([stream.completed() for stream in streams], failed)
 
     def _raise(self, refs: list[Any], failed: BaseException) -> None:
         """A dead rank makes its neighbours fail as well: it is the one to name."""
         ray = self.runtime.ray
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=10.0)
-        failures = {refs.index(ref): _failure(ray, ref) for ref in done}
+        failures = {refs.index(ref): failure_of(ray, ref) for ref in done}
         dead = {i for i, e in failures.items() if isinstance(e, ray.exceptions.RayActorError)}
         if dead:
             self.lost |= dead
@@ -96,7 +124,7 @@ class Group:
         ray = self.runtime.ray
         refs = [w.ping.remote() for w in self.workers]
         ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=30.0)
-        return not self.lost and not waiting and not any(_failure(ray, r) for r in ready)
+        return not self.lost and not waiting and not any(failure_of(ray, r) for r in ready)
 
     def end(self) -> None:
         """End the workers at once."""
@@ -142,19 +170,21 @@ class RemoteTrainEngine:
         return result
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HuggingFace name, tensor) on the controller. (Syncs move buckets instead.)"""
-        for ref in self.buckets(BUCKET_BYTES):
-            yield from map(unpack_weight, self.group.runtime.ray.get(ref))
+        """(HuggingFace name, tensor) on the controller. (A sync moves buckets instead.)"""
+        kept = self.hand_over(0, Sending(BUCKET_BYTES, None, verify=True))
+        link = StoredLink()
+        link.fill(kept.headers, [self.group.runtime.ray.get(ref) for ref in kept.payloads])
+        incoming = LinkReceiver(link, hold=True).open(self.version)
+        yield from incoming
+        incoming.close(None)
 
-    def buckets(self, size: int) -> Iterator[Any]:
-        """References to buckets of weights in the object store, as rank 0 makes them."""
-        streams = [
-            w.weights.options(num_returns="streaming").remote(size) for w in self.group.workers
-        ]
-        yield from streams[0]
-        for stream in streams[1:]:
-            for ref in stream:
-                self.group.runtime.ray.get(ref)
+    def hand_over(self, push: int, how: Sending) -> HandOver[Any]:
+        """The weights as rank 0 gives them: headers here, bytes in the object store."""
+        call = self.group.pairs(
+            lambda w: w.hand_over.options(num_returns="streaming").remote(push, how)
+        )
+        headers, payloads = zip(*call, strict=True)
+        return HandOver(headers, payloads[:-1])  # the end has no bytes
 
     @property
     def state_bytes(self) -> int:
@@ -163,7 +193,8 @@ class RemoteTrainEngine:
         return size
 
     def save(self, folder: Path) -> None:
-        """Rank 0 writes; the folder must be on a file system that all nodes share."""
+        """All ranks write what they have; the folder must be on a file system that all nodes
+        share."""
         path = str(Path(folder).absolute())
         self.group.all(lambda w: w.save.remote(path))
 
@@ -197,15 +228,20 @@ class RemoteRolloutEngine:
         config: RolloutEngineConfig,
         *,
         max_len: int | None,
+        ready: bool = True,
     ) -> None:
+        """``ready``: they may sample from the model's own weights before the first hand-over."""
         self.runtime, self.model, self.config, self.max_len = runtime, model, config, max_len
-        self.version = 0
+        self.ready, self.version = ready, 0
         self.size = runtime.config.ranks("rollout")
-        self._buckets: list[Any] = []
-        """The weights they have, so that a replacement can be given them."""
+        self.refill: Callable[[int], None] = lambda index: None
+        """Gives a worker that was replaced the weights that the others have; a sync sets it."""
         self.workers = runtime.start("rollout", RolloutWorker, self.size)
         runtime.rollouts.append(self)
-        self._wait([w.build.remote(model, config, max_len) for w in self.workers])
+        self.wait([self._build(w) for w in self.workers])
+
+    def _build(self, worker: Any) -> Any:
+        return worker.build.remote(self.model, self.config, self.max_len, ready=self.ready)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Completions as they finish on any worker. The requests of a worker that dies are done
@@ -233,7 +269,7 @@ class RemoteRolloutEngine:
             except (ray.exceptions.RayActorError, WorkerLostError):
                 del streams[stream]
                 left = [r for r in part if any((r.request_id, k) not in done for k in range(r.n))]
-                self._replace(worker)
+                self.replace(worker)
                 if left:
                     streams[self._start(worker, left, sampling)] = (worker, left)
                 continue
@@ -249,29 +285,40 @@ class RemoteRolloutEngine:
         method = self.workers[worker].generate.options(num_returns="streaming")
         return method.remote(list(part), sampling)
 
-    def _replace(self, index: int) -> None:
+    def replace(self, index: int) -> None:
         """A fresh worker with the same weights in the place of one that died."""
         self.runtime.spend_restart(f"rollout worker {index} died")
         self.runtime.ray.kill(self.workers[index])
         fresh = self.runtime.start_one("rollout", RolloutWorker, index, self.size)
         self.workers[index] = fresh
-        self._wait([fresh.build.remote(self.model, self.config, self.max_len)])
-        if self._buckets:
-            self._wait([fresh.load_weights.remote(self.version, *self._buckets)])
+        self.wait([self._build(fresh)])
+        self.refill(index)
 
-    def load_buckets(self, version: int, buckets: Sequence[Any]) -> None:
-        """Give all workers the same new weights, which stay in the object store until the next."""
-        self._buckets, self.version = list(buckets), version
-        for i, worker in enumerate(self.workers):
+    def take(self, kept: HandOver[Any], *, verify: bool) -> None:
+        """Give all workers one hand-over, which stays in the object store until the next, for
+        those that are replaced. Raises SyncError where one does not accept it."""
+        self.refill = lambda index: self._give(kept, self.workers[index], verify=verify)
+        calls = [(i, self._take(kept, w, verify=verify)) for i, w in enumerate(self.workers)]
+        for i, call in calls:
             try:
-                self._wait([worker.load_weights.remote(version, *buckets)])
+                self.wait([call])
             except WorkerLostError:
-                self._replace(i)
+                self.replace(i)
+        self.version = kept.end.version
+
+    def _take(self, kept: HandOver[Any], worker: Any, *, verify: bool) -> Any:
+        return worker.take.remote(kept.end.version, verify, kept.headers, *kept.payloads)
+
+    def _give(self, kept: HandOver[Any], worker: Any, *, verify: bool) -> None:
+        self.wait([self._take(kept, worker, verify=verify)])
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Put weights into the object store and load them."""
-        bucket: Bucket = [pack_weight(name, tensor) for name, tensor in tensors]
-        self.load_buckets(version, [self.runtime.ray.put(bucket)])
+        ray = self.runtime.ray
+        found = messages(tensors, _new_buffer, push=0, version=version)
+        pairs = [(encode(message), ray.put(payload.numpy())) for message, payload in found]
+        headers, payloads = zip(*pairs, strict=True)
+        self.take(HandOver(headers, payloads[:-1]), verify=True)
 
     def sleep(self) -> None:
         """Workers free what they hold after every rollout if their config says so."""
@@ -280,12 +327,18 @@ class RemoteRolloutEngine:
         """Nothing to do."""
 
     def close(self) -> None:
-        """End the workers at once. May be called twice."""
+        """End the engines, and then their processes. May be called twice."""
+        ray = self.runtime.ray
+        if self.workers:
+            closing = [w.close.remote() for w in self.workers]
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for worker in self.workers:
-            self.runtime.ray.kill(worker)
+            ray.kill(worker)
         self.workers = []
 
-    def _wait(self, refs: list[Any]) -> list[Any]:
+    def wait(self, refs: list[Any]) -> list[Any]:
+        """Results of calls. Raises WorkerLostError where a worker is gone, and what a worker
+        raised."""
         ray = self.runtime.ray
         try:
             return list(ray.get(refs, timeout=self.runtime.config.call_timeout_s))
@@ -295,19 +348,6 @@ class RemoteRolloutEngine:
             raise WorkerLostError("a rollout worker did not answer") from error
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
-
-
-class ObjectStoreSync:
-    """Weights from the policy's rank 0 to all rollout workers, through the object store."""
-
-    def __init__(self, policy: RemoteTrainEngine, rollout: RemoteRolloutEngine) -> None:
-        self.policy, self.rollout = policy, rollout
-        self.push()
-
-    def push(self) -> None:
-        """Hand the weights over."""
-        buckets = list(self.policy.buckets(BUCKET_BYTES))
-        self.rollout.load_buckets(self.policy.version, buckets)
 
 
 def _shares(requests: Sequence[Request], count: int) -> list[list[Request]]:
@@ -321,7 +361,7 @@ def _shares(requests: Sequence[Request], count: int) -> list[list[Request]]:
     return shares
 
 
-def _failure(ray: Any, ref: Any) -> BaseException | None:
+def failure_of(ray: Any, ref: Any) -> BaseException | None:
     """What a finished call raised, as the worker raised it."""
     try:
         ray.get(ref)
@@ -344,3 +384,7 @@ def _tensor(array: Any) -> Tensor:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for messages."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _new_buffer() -> Tensor:
+    return torch.empty(BUCKET_BYTES, dtype=torch.uint8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -18,22 +18,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
-from burnish.models.load import load_tokenizer
+from burnish.config.sync import DiskSync, LinkSync
+from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.timeline import Timeline
-from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
+from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.inline import InlineRuntime
+from burnish.sync.base import Metrics, Shape, encode
+from burnish.sync.buckets import LinkReceiver
+from burnish.sync.connect import Meeting, open_sender, open_source
+from burnish.sync.disk import DiskSender
+from burnish.sync.engine import SyncedEngine, WeightSender, exhaust, messages
+from burnish.sync.store import connect_store, serve_store
+from burnish.sync.stored import StoredLink
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.ranks import Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 from burnish.types import Batch, Stats
 
 Packed = dict[str, Any]
-Bucket = list[tuple[str, Any, str]]
-"""(name, array, dtype) of consecutive weights; half formats travel as integers of their size."""
-
-_AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def pack_batch(batch: Batch) -> Packed:
@@ -51,20 +55,15 @@ def unpack_batch(packed: Packed) -> Batch:
     return Batch(**values)
 
 
-def pack_weight(name: str, tensor: Tensor) -> tuple[str, Any, str]:
-    """A weight as an array on the CPU."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    plain = tensor.detach().cpu().contiguous()
-    as_integers = _AS_INTEGERS.get(tensor.dtype)
-    return name, (plain.view(as_integers) if as_integers else plain).numpy(), dtype
+@dataclass(frozen=True)
+class Sending:
+    """How weights are put into buckets."""
 
-
-def unpack_weight(packed: tuple[str, Any, str]) -> tuple[str, Tensor]:
-    """The inverse of :func:`pack_weight`."""
-    name, array, dtype_name = packed
-    dtype: torch.dtype = vars(torch)[dtype_name]
-    tensor = torch.from_numpy(array.copy())
-    return name, tensor.view(dtype) if dtype in _AS_INTEGERS else tensor
+    bucket_bytes: int
+    dtype: Dtype | None
+    """What floating-point weights become on the way. None: as they are."""
+    verify: bool
+    """Buckets carry checksums, and receivers compare them."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,14 @@ class Place:
     size: int
     device: str
     threads: int
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A receiver's place in a connection: ``rank`` from 1 to ``size``."""
+
+    rank: int
+    size: int
 
 
 class _Worker:
@@ -104,6 +111,8 @@ class TrainWorker(_Worker):
     """One data-parallel rank of a train engine."""
 
     engine: TorchTrainEngine
+    _store: Any = None
+    _sender: WeightSender | DiskSender | None = None
 
     def free_address(self) -> str:
         """An address of this machine at which the ranks can meet."""
@@ -168,20 +177,54 @@ class TrainWorker(_Worker):
         except NonFiniteError as error:
             return error.stats, str(error), self.engine.version
 
-    def weights(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Buckets of weights from rank 0; the others take part in gathering and give none."""
-        bucket: Bucket = []
-        size = 0
-        for name, tensor in self.engine.weights():
-            if self.place.rank != 0:
-                continue
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(pack_weight(name, tensor))
-            size += tensor.nbytes
-        if bucket:
-            yield bucket
+    # ---- weights ---------------------------------------------------------------------------
+
+    def hand_over(self, push: int, how: Sending) -> Iterator[Any]:
+        """One hand-over from rank 0, as pairs: a bucket's bytes, then its header. The others take
+        part in gathering and give none."""
+        weights = self.engine.weights()
+        if self.place.rank != 0:
+            exhaust(weights)
+            return
+        buffer = torch.empty(how.bucket_bytes, dtype=torch.uint8)
+        dtype = None if how.dtype is None else DTYPES[how.dtype]
+        version = self.engine.version
+        try:
+            for message, payload in messages(
+                weights, lambda: buffer, push=push, version=version, dtype=dtype, check=how.verify
+            ):
+                # (Ray has copied what was yielded before it asks for the next)
+                yield payload.numpy()
+                yield encode(message)
+        finally:
+            exhaust(weights)  # where it was broken off, the other ranks wait in the same gathers
+
+    def serve_store(self, timeout_s: float) -> tuple[str, int]:
+        """Rank 0: start a store at which receivers find this process; its host and port."""
+        host = socket.gethostbyname(socket.gethostname())
+        self._store = serve_store(host, timeout_s=timeout_s)
+        return host, self._store.port
+
+    def open_sender(self, sync: LinkSync | DiskSync, how: Sending, connection: str, n: int) -> None:
+        """The trainer's end of a new connection to ``n`` receivers; the one before is closed."""
+        self.close_sender()
+        meeting = None
+        if self.place.rank == 0:
+            meeting = Meeting(self._store, connection, n, rank=0, device=self.place.device)
+        self._sender = open_sender(sync, self.engine, meeting, dtype=how.dtype)
+
+    def push(self) -> Metrics:
+        """Hand the weights over through the connection; with metrics on rank 0."""
+        assert self._sender is not None
+        return self._sender.push()
+
+    def close_sender(self) -> None:
+        """Leave the connection, if there is one."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
+    # ---- state -----------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
         """Size of what :meth:`save` writes."""
@@ -202,13 +245,25 @@ class TrainWorker(_Worker):
 
 
 class RolloutWorker(_Worker):
-    """One rollout engine."""
+    """One rollout engine, which samples only from weights that came whole."""
 
-    engine: RolloutEngine
+    engine: SyncedEngine
+    _expected: Mapping[str, Shape] | None
+    """Shapes of the weights that came last."""
 
-    def build(self, model: ModelConfig, config: RolloutEngineConfig, max_len: int | None) -> None:
-        """Load the model and make the engine."""
-        self.engine = self._runtime().standalone_rollout(model, config, max_len=max_len)
+    def build(
+        self,
+        model: ModelConfig,
+        config: RolloutEngineConfig,
+        max_len: int | None,
+        *,
+        ready: bool = True,
+    ) -> None:
+        """Load the model and make the engine. ``ready``: it may sample from the model's own
+        weights; else a hand-over has to come first."""
+        engine = self._runtime().standalone_rollout(model, config, max_len=max_len)
+        self._stored, self._expected = StoredLink(), None
+        self.engine = SyncedEngine(engine, LinkReceiver(self._stored), ready=ready)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling
@@ -217,8 +272,34 @@ class RolloutWorker(_Worker):
         for completion in self.engine.generate(requests, sampling):
             yield [completion]
 
-    def load_weights(self, version: int, *buckets: Bucket) -> int:
-        """Take new weights; returns the version."""
-        tensors = (unpack_weight(packed) for bucket in buckets for packed in bucket)
-        self.engine.load_weights(version, tensors)
-        return self.engine.version
+    def take(self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any) -> Metrics:
+        """Take a hand-over that was kept for us. Raises SyncError where it is not whole."""
+        self.engine.receiver.close()
+        self._stored.fill(headers, payloads)
+        source = LinkReceiver(self._stored, expected=self._expected, check=verify)
+        self.engine.receiver = source
+        metrics = self.engine.receive(version)
+        self._expected = source.expected
+        return metrics
+
+    def open_receiver(
+        self, sync: LinkSync | DiskSync, at: tuple[str, int] | None, connection: str, *, seat: Seat
+    ) -> None:
+        """This worker's end of a new connection; the one before is closed. ``at``: host and port of
+        the sender's store."""
+        self.engine.receiver.close()
+        meeting = None
+        if at is not None:
+            store = connect_store(*at, timeout_s=sync.timeout_s)
+            meeting = Meeting(
+                store, connection, seat.size, rank=seat.rank, device=self.place.device
+            )
+        self.engine.receiver = open_source(sync, meeting)
+
+    def receive(self, version: int) -> Metrics:
+        """Take what the trainer pushes through the connection."""
+        return self.engine.receive(version)
+
+    def close(self) -> None:
+        """End the engine with all that it started. (A process that is killed leaves it behind.)"""
+        self.engine.close()

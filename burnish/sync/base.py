@@ -31,6 +31,10 @@ class SyncError(RuntimeError):
     """Weights did not get over whole. Says what was expected, what came, and what to do."""
 
 
+class MisfitError(SyncError, ValueError):
+    """What came whole is not the weights of the rollout model."""
+
+
 class LinkError(SyncError):
     """Nothing more comes over this link for now: the other side is silent, or the connection is
     gone."""
@@ -210,30 +214,30 @@ class NameCheck:
         """What came so far, in order."""
 
     def add(self, name: str, shape: Shape, where: str) -> None:
-        """Raises SyncError, beginning with ``where``, for a name that is unknown or came before,
+        """Raises MisfitError, beginning with ``where``, for a name that is unknown or came before,
         and for another shape."""
         if name in self.given:
-            raise SyncError(
+            raise MisfitError(
                 f"{where}: weight {name} was given before, and each is to come once; the sender's "
                 "weights() repeats it, or a bucket was sent twice"
             )
         if self._expected is not None and name not in self._expected:
-            raise SyncError(
+            raise MisfitError(
                 f"{where}: weight {name} is not one of the {len(self._expected)} weights of the "
                 "rollout model; trainer and rollout engine must be of one model"
             )
         if self._expected is not None and self._expected[name] != shape:
-            raise SyncError(
+            raise MisfitError(
                 f"{where}: weight {name} is {list(shape)}, the rollout model has "
                 f"{list(self._expected[name])}; trainer and rollout engine must be of one model"
             )
         self.given[name] = shape
 
     def complete(self, where: str) -> None:
-        """Raises SyncError where a weight has not come."""
+        """Raises MisfitError where a weight has not come."""
         missing = [n for n in self._expected or () if n not in self.given]
         if missing:
-            raise SyncError(
+            raise MisfitError(
                 f"{where}: {len(missing)} of {len(self._expected or ())} weights did not come, "
                 f"e.g. {missing[0]}: they would be stale"
             )

@@ -83,27 +83,40 @@ def open_receiver(
     hold: bool = False,
 ) -> SyncedEngine:
     """A rollout engine's end: ``receive()`` when the trainer pushes, and sample from what is
-    returned here and not from ``engine`` itself.
+    returned here and not from ``engine`` itself. Options as in :func:`open_source`."""
+    return SyncedEngine(engine, open_source(sync, meeting, expected=expected, hold=hold))
+
+
+def open_source(
+    sync: LinkSync | DiskSync,
+    meeting: Meeting | None,
+    *,
+    expected: Mapping[str, Shape] | None = None,
+    hold: bool = False,
+) -> Receiver:
+    """Where a rollout engine's weights come from. ``meeting``: None for ``disk``.
 
     ``expected``: name -> shape of every weight (None: learned from the first good hand-over).
     ``hold``: for engines that keep tensors beyond the next one. Waits as :func:`open_sender` does.
     """
     if isinstance(sync, DiskSync):
-        source: Receiver = DiskReceiver(
+        return DiskReceiver(
             Path(sync.folder), timeout_s=sync.timeout_s, check=sync.verify, expected=expected
         )
-        return SyncedEngine(engine, source)
+    assert meeting is not None, "processes have to find each other"
     channel = meeting.channel(sync.timeout_s)
     link: ReceiveLink
     if _is_collective(sync):
         link = CollectiveReceiver(channel, device=torch.device(meeting.device))
     else:
         link = SharedReceiver(channel)
-    source = LinkReceiver(link, expected=expected, check=sync.verify, hold=hold)
-    return SyncedEngine(engine, source)
+    return LinkReceiver(link, expected=expected, check=sync.verify, hold=hold)
 
 
 def _is_collective(sync: LinkSync) -> bool:
-    if sync.kind == "auto":
-        raise SyncError("sync.kind=auto says nothing about where engines are: resolve it first")
+    if sync.kind in ("auto", "object_store"):
+        raise SyncError(
+            f"sync.kind={sync.kind} is no connection of two processes: "
+            + ("resolve it first" if sync.kind == "auto" else "a runtime carries the buckets")
+        )
     return sync.kind == "collective"

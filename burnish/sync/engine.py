@@ -9,11 +9,12 @@ two versions and refuses until a good hand-over, whatever anybody says.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from burnish.config.model import Dtype
@@ -24,6 +25,7 @@ from burnish.sync.base import (
     Bucket,
     End,
     Metrics,
+    MisfitError,
     NotReadyError,
     Receiver,
     SendLink,
@@ -72,33 +74,32 @@ class WeightSender:
         """
         started, weights = time.perf_counter(), self.policy.weights()
         if self.link is None:
-            _exhaust(weights)
+            exhaust(weights)
             return {}
         self._push += 1
-        version = self.policy.version
-        counted = _Counted(weights)
+        version, end = self.policy.version, None
         try:
-            num_buckets = self._send(self.link, version, counted)
+            for message, payload in messages(
+                weights,
+                self.link.buffer,
+                push=self._push,
+                version=version,
+                dtype=self.dtype,
+                check=self.check,
+            ):
+                if isinstance(message, End):
+                    end = message
+                else:
+                    self.link.send(message, payload)
         except Exception as error:
-            _exhaust(weights)  # the other ranks wait in the same gathers
+            exhaust(weights)  # the other ranks wait in the same gathers
             with suppress(SyncError):
                 self.link.finish(Abort(self._push, version, f"{type(error).__name__}: {error}"))
             raise
-        num_bytes = counted.num_bytes
-        self.link.finish(End(self._push, version, num_buckets, counted.num_tensors, num_bytes))
+        assert end is not None
+        self.link.finish(end)
         seconds = time.perf_counter() - started
-        return sync_metrics(version, num_bytes, buckets=num_buckets, seconds=seconds)
-
-    def _send(self, link: SendLink, version: int, weights: _Counted) -> int:
-        index = 0
-        for pieces, payload in pack(weights, link.buffer, dtype=self.dtype):
-            digest = checksum(payload) if self.check else ""
-            link.send(
-                Bucket(self._push, version, index, payload.numel(), digest, pieces=pieces), payload
-            )
-            weights.num_bytes += sum(piece.num_bytes for piece in pieces)
-            index += 1
-        return index
+        return sync_metrics(version, end.num_bytes, buckets=end.num_buckets, seconds=seconds)
 
     def close(self) -> None:
         """Leave the connection."""
@@ -106,20 +107,29 @@ class WeightSender:
             self.link.close()
 
 
-class _Counted:
-    """Weights, counted on their way."""
+def messages(
+    weights: Iterable[tuple[str, Tensor]],
+    take_buffer: Callable[[], Tensor],
+    *,
+    push: int,
+    version: int,
+    dtype: torch.dtype | None = None,
+    check: bool = True,
+) -> Iterator[tuple[Bucket, Tensor] | tuple[End, Tensor]]:  # house: ok all that a hand-over is
+    """All of a hand-over: (header, uint8 payload) of every bucket, then the end (with no bytes).
+    ``take_buffer`` and ``dtype`` as in :func:`burnish.sync.buckets.pack`."""
+    index = num_tensors = num_bytes = 0
+    for pieces, payload in pack(weights, take_buffer, dtype=dtype):
+        digest = checksum(payload) if check else ""
+        yield Bucket(push, version, index, payload.numel(), digest, pieces=pieces), payload
+        index += 1
+        num_tensors += sum(piece.begin == 0 for piece in pieces)
+        num_bytes += sum(piece.num_bytes for piece in pieces)
+    yield End(push, version, index, num_tensors, num_bytes), torch.empty(0, dtype=torch.uint8)
 
-    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._weights = weights
-        self.num_tensors = self.num_bytes = 0
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for item in self._weights:
-            self.num_tensors += 1
-            yield item
-
-
-def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
+def exhaust(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Take part in gathering what is left, for the ranks that wait in the same gathers."""
     for _ in weights:
         pass
 
@@ -168,7 +178,8 @@ class SyncedEngine:
                 incoming.close(str(error) or type(error).__name__)
             if isinstance(error, SyncError):
                 raise
-            raise SyncError(
+            kind = MisfitError if isinstance(error, ValueError) else SyncError
+            raise kind(
                 f"the rollout engine did not take version {incoming.version}: {error}"
             ) from error
         incoming.close(None)
@@ -205,6 +216,11 @@ class SyncedEngine:
     def wake(self) -> None:
         """Take memory again."""
         self.engine.wake()
+
+    def close(self) -> None:
+        """End the engine and leave the connection."""
+        self.receiver.close()
+        self.engine.close()
 
     # ---- parts -------------------------------------------------------------------------------
 

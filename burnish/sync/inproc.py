@@ -3,8 +3,14 @@ module."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
+from torch import Tensor
+
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.sync.base import Metrics, sync_metrics
 from burnish.train.torch import TorchTrainEngine
 
 
@@ -17,10 +23,20 @@ class InprocSync:
         self.shared = local and rollout.model is policy.model  # type: ignore[attr-defined]
         self.push()
 
-    def push(self) -> None:
+    def push(self) -> Metrics:
         """Hand the policy's weights over (no copy where the rollout engine holds
-        the same module) and its version."""
+        the same module, and then nothing to measure) and its version."""
+        version = self.policy.version
         if self.shared:
-            self.rollout.version = self.policy.version
-        else:
-            self.rollout.load_weights(self.policy.version, self.policy.weights())
+            self.rollout.version = version
+            return {}
+        started, num_bytes = time.perf_counter(), 0
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal num_bytes
+            for name, tensor in self.policy.weights():
+                num_bytes += tensor.nbytes
+                yield name, tensor
+
+        self.rollout.load_weights(version, counted())
+        return sync_metrics(version, num_bytes, buckets=0, seconds=time.perf_counter() - started)

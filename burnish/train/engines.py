@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
-from burnish.config.train import DeepSpeedEngine
+from burnish.config.train import DeepSpeedEngine, TorchEngine
 from burnish.train.fsdp import torch_engine
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, TorchTrainEngine
@@ -50,3 +50,10 @@ def shares_weights(spec: EngineSpec) -> bool:
     shards."""
     engine = spec.train.engine
     return not (isinstance(engine, DeepSpeedEngine) and engine.zero_stage == 3)
+
+
+def reads_own_rows(spec: EngineSpec, ranks: Ranks = ALONE) -> bool:
+    """Whether each rank reads its own rows of the weights, into a model that is made without
+    any."""
+    engine = spec.train.engine
+    return isinstance(engine, TorchEngine) and engine.sharding == "full" and ranks.size > 1

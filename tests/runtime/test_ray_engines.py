@@ -1,0 +1,114 @@
+"""Every train engine inside Ray workers: whole jobs give the numbers of one process with the plain
+torch engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.config import JobConfig
+from burnish.observe.metrics import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
+
+MakeConfig = Callable[..., JobConfig]
+RAY = [
+    "cluster.runtime=ray",
+    "cluster.layout=separate",
+    "cluster.policy_ranks=2",
+    "cluster.rollout_workers=1",  # each worker takes seconds to start
+]
+SHARDED = {
+    "fsdp2": ["train.engine.sharding=full"],
+    **{
+        f"zero-{n}": ["train.engine.kind=deepspeed", f"train.engine.zero_stage={n}"]
+        for n in (1, 2, 3)
+    },
+}
+SOME = {name: SHARDED[name] for name in ("fsdp2", "zero-3")}
+GAE = [
+    "algorithm.advantage=gae",
+    "algorithm.kl.init_kl_coef=0.1",
+    "algorithm.kl.placement=reward",
+    "algorithm.kl.estimator=k1",
+    "train.train_batch_size=8",
+]
+
+
+def compare(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+    """All that ``one`` measured, step by step, but clocks and memory."""
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for first, second in zip(one, other, strict=True):
+        names = {n for n in first if not n.startswith(("time", "memory/"))}
+        names = {n for n in names if not n.endswith("tokens_per_s")}
+        assert len(names) >= 2 and names <= set(second)
+        for name in names:
+            # fp32 sums over two ranks instead of one; gaps are of that size themselves
+            assert second[name] == pytest.approx(first[name], rel=1e-4, abs=2e-6, nan_ok=True), (
+                first["step"],
+                name,
+            )
+
+
+def lines_of(config: JobConfig, reward: Any = None, **more: Any) -> list[dict[str, float]]:
+    rewards = {} if reward is None else {"rewards": reward}
+    return read_metrics(burnish.run(config, **rewards, **more).run_dir)
+
+
+@pytest.mark.parametrize("engine", SHARDED)
+def test_grpo_gives_the_numbers_of_one_process_over_resumes_and_changes_of_the_engine(
+    engine: str, rl: MakeConfig, reward: Any, evaluation: list[str]
+) -> None:
+    """Two ranks take two steps and save; one rank of torch takes the third; two ranks the
+    fourth."""
+    common = ["algorithm.kl.init_kl_coef=0.1", *evaluation, "train.lr=1e-2"]
+    one = lines_of(rl(*common, "max_steps=4", f"run_dir={rl().run_dir}-one"), reward)
+    ranks = [*common, *RAY, "cluster.reference_ranks=1", *SHARDED[engine]]
+    first = burnish.run(rl(*ranks, "max_steps=2"), rewards=reward).run_dir
+    burnish.run(rl(*common, "max_steps=3"), rewards=reward, resume=first)
+    compare(one, lines_of(rl(*ranks, "max_steps=4"), reward, resume=first))
+
+
+@pytest.mark.parametrize("engine", SOME)
+def test_ppo_with_a_critic_and_a_reference_gives_the_same_numbers(
+    engine: str, rl: MakeConfig, reward: Any
+) -> None:
+    one = lines_of(rl(*GAE, "train.lr=1e-2", f"run_dir={rl().run_dir}-one"), reward)
+    compare(one, lines_of(rl(*GAE, "train.lr=1e-2", *RAY, *SHARDED[engine]), reward))
+
+
+@pytest.mark.parametrize("engine", SOME)
+def test_a_lora_policy_and_its_base_live_on_the_same_shards(
+    engine: str, rl: MakeConfig, reward: Any
+) -> None:
+    options = ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2"]
+    lines = lines_of(rl(*options, *RAY, *SHARDED[engine], "max_steps=3"), reward)
+    assert lines[0]["train/kl"] == 0.0 and lines[-1]["train/kl"] > 1e-4
+    assert all(line["train/mismatch_max"] < 1e-5 for line in lines), "merged weights arrived"
+
+
+def test_a_reward_model_trains_in_shards_and_scores_from_them(
+    rl: MakeConfig, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i}=", "chosen": str(i), "rejected": "+"} for i in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    tree = {
+        "job": "rm",
+        "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
+        "data": {"sources": [str(tmp_path / "pairs.jsonl")]},
+        "train": {"train_batch_size": 4, "lr": 1e-2},
+    }
+    one = lines_of(burnish.load_config({**tree, "run_dir": str(tmp_path / "one")}, []))
+    for name, engine in SOME.items():
+        run_dir = tmp_path / name
+        config = burnish.load_config({**tree, "run_dir": str(run_dir)}, [*RAY, *engine])
+        compare(one, lines_of(config))
+        folder = burnish.export(run_dir, tmp_path / f"{name} exported", model="reward")
+        rewards = f"rewards=[{{kind: model, model: {{path: '{folder}'}}}}]"
+        lines = lines_of(rl(rewards, *RAY, *engine, f"run_dir={run_dir} rl"))
+        assert all(abs(line["reward/mean"]) < 100 for line in lines)

@@ -1,0 +1,256 @@
+"""Weights on Ray: every way gives the workers what the policy has, a damaged hand-over is caught
+and nothing is sampled from it, and replaced workers get the weights that the others have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.config.cluster import ClusterConfig
+from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.rollout import LocalEngine
+from burnish.config.sync import DiskSync, LinkSync
+from burnish.config.train import TorchEngine, TrainConfig
+from burnish.models.load import load_tokenizer
+from burnish.observe.timeline import Timeline
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.runtime.base import WorkerLostError
+from burnish.runtime.handover import StoredSync
+from burnish.runtime.ray import RayRuntime
+from burnish.runtime.worker import Sending
+from burnish.sync.base import NotReadyError, SyncError
+from burnish.sync.stored import HandOver
+from burnish.train.base import Outputs
+from burnish.train.torch import EngineSpec
+from burnish.types import Batch, Stats, rows_to_batch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))
+HOW = Sending(bucket_bytes=16_384, dtype=None, verify=True)  # five buckets or so
+REQUESTS = [Request("a", (7, 8, 9), seed=1), Request("b", (10, 11), seed=2)]
+BATCH = rows_to_batch([[7, 8, 9, 10, 11]], [[False] * 2 + [True] * 3], prompt_lens=[2])
+
+
+def nll(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
+    assert outputs.logprobs is not None
+    return -outputs.logprobs.sum() / batch.num_tokens, Stats()
+
+
+@pytest.fixture(scope="module")
+def runtime(ray_cluster: Any) -> Iterator[RayRuntime]:
+    config = ClusterConfig(
+        runtime="ray", layout="separate", policy_ranks=2, rollout_workers=2, max_restarts=20
+    )
+    made = RayRuntime(
+        load_tokenizer(MODEL),
+        MODEL,
+        config,
+        roles=["policy", "rollout"],
+        precision=PrecisionConfig(),
+        timeline=Timeline(),
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def policy(runtime: RayRuntime) -> Any:
+    """In shards, so that both ranks take part in gathering."""
+    train = TrainConfig(lr=0.1, engine=TorchEngine(sharding="full"))
+    return runtime.language_model(EngineSpec("policy", train, MODEL, total_steps=1000))
+
+
+@pytest.fixture(scope="module")
+def rollout(runtime: RayRuntime, policy: Any) -> Any:
+    return runtime.rollout(policy, LocalEngine())
+
+
+def step(policy: Any) -> None:
+    """New weights, far from the last."""
+    policy.forward_backward(BATCH, nll)
+    policy.optim_step()
+
+
+def sample(rollout: Any) -> list[Completion]:
+    return sorted(rollout.generate(REQUESTS, Sampling(6, 1.0)), key=lambda c: c.request_id)
+
+
+def in_step(policy: Any, rollout: Any) -> None:
+    """Both workers sample from the policy's weights: its log-probs of what they drew are theirs."""
+    found = sample(rollout)
+    assert [c.version for c in found] == [policy.version] * 2
+    prompts = {r.request_id: r.prompt_ids for r in REQUESTS}
+    for c in found:
+        row = [*prompts[c.request_id], *c.token_ids]
+        begin = len(prompts[c.request_id])
+        mask = [i >= begin for i in range(len(row))]
+        ours = policy.logprobs(rows_to_batch([row], [mask], prompt_lens=[begin]))[begin:]
+        # fp32, log-probs of size 4 through a cache instead of one pass
+        torch.testing.assert_close(torch.tensor(c.logprobs), ours, atol=3e-5, rtol=0)
+
+
+def kinds(folder: Any) -> dict[str, LinkSync | DiskSync]:
+    small: dict[str, Any] = {"bucket_bytes": 16_384, "timeout_s": 20}
+    return {
+        "object_store": LinkSync(kind="object_store", **small),
+        "collective": LinkSync(kind="collective", **small),
+        "ipc": LinkSync(kind="ipc", **small),
+        "disk": DiskSync(kind="disk", folder=str(folder), **small),
+    }
+
+
+@pytest.mark.parametrize("kind", ["object_store", "collective", "ipc", "disk"])
+def test_workers_and_ranks_that_are_replaced_are_met_again(
+    kind: str, runtime: RayRuntime, policy: Any, rollout: Any, tmp_path: Any
+) -> None:
+    """Pushes before and after a rollout worker is replaced. Then one dies unseen (the connections
+    notice after their time limit, tried on one of them), and the whole train group starts anew."""
+    sync = runtime.sync(policy, rollout, kinds(tmp_path / "weights")[kind])
+    in_step(policy, rollout)
+    for _ in range(2):
+        step(policy)
+        metrics = sync.push()
+        in_step(policy, rollout)
+    whole = sum(t.nbytes for _, t in policy.weights())
+    assert metrics["sync/bytes"] == whole and metrics["sync/version"] == policy.version
+    assert metrics["sync/buckets"] >= 3 and metrics["sync/bytes_per_s"] > 0
+    rollout.replace(1)
+    in_step(policy, rollout)
+    step(policy)
+    sync.push()
+    in_step(policy, rollout)
+    if kind in ("ipc", "disk"):
+        return
+    runtime.ray.kill(rollout.workers[0])
+    step(policy)
+    sync.push()
+    in_step(policy, rollout)
+    policy.group.restart()
+    policy.version = 0
+    sync.push()
+    in_step(policy, rollout)
+
+
+@pytest.mark.parametrize("kind", ["object_store", "collective"])
+def test_a_dead_rank_is_named_and_the_push_after_its_restart_is_good(
+    kind: str, runtime: RayRuntime, policy: Any, rollout: Any, tmp_path: Any
+) -> None:
+    sync = runtime.sync(policy, rollout, kinds(tmp_path)[kind])
+    for rank in (0, 1):
+        runtime.ray.kill(policy.group.workers[rank])
+        with pytest.raises(WorkerLostError, match=f"rank {rank} of the policy"):
+            sync.push()
+        policy.group.restart()
+        policy.version = 0
+        sync.push()
+        in_step(policy, rollout)
+
+
+# ---- what is damaged on the way ------------------------------------------------------------------
+
+Parts = tuple[list[bytes], list[Any]]
+
+
+def corrupt(headers: list[bytes], payloads: list[Any]) -> Parts:
+    payloads[1] = payloads[1].copy()
+    payloads[1][100] ^= 1
+    return headers, payloads
+
+
+def drop(headers: list[bytes], payloads: list[Any]) -> Parts:
+    return headers[:1] + headers[2:], payloads[:1] + payloads[2:]
+
+
+def reorder(headers: list[bytes], payloads: list[Any]) -> Parts:
+    headers[0], headers[1] = headers[1], headers[0]
+    return headers, [payloads[1], payloads[0], *payloads[2:]]
+
+
+def swap_bytes(headers: list[bytes], payloads: list[Any]) -> Parts:
+    return headers, [payloads[1], payloads[0], *payloads[2:]]
+
+
+def truncate(headers: list[bytes], payloads: list[Any]) -> Parts:
+    return headers, [payloads[0][:-16], *payloads[1:]]
+
+
+def no_end(headers: list[bytes], payloads: list[Any]) -> Parts:
+    return [*headers[:-2], headers[-1]], payloads[:-1]
+
+
+def damaged_header(headers: list[bytes], payloads: list[Any]) -> Parts:
+    return [headers[0][:-3] + b"9" + headers[0][-2:], *headers[1:]], payloads
+
+
+FAULTS = {
+    corrupt: r"bucket 1 of version \d+ is damaged: its checksum should be",
+    drop: "came where bucket 1 was due: one was lost",
+    reorder: r"bucket 1 of version \d+ came where bucket 0 was due",
+    swap_bytes: r"bucket 0 of version \d+",
+    truncate: r"bucket 0 of version \d+ should have",
+    no_end: r"the end of version \d+",
+    damaged_header: "its seal is",
+}
+
+
+@pytest.fixture(scope="module")
+def stored(policy: Any, rollout: Any) -> StoredSync:
+    return StoredSync(policy, rollout, HOW)
+
+
+def damaged(kept: HandOver[Any], fault: Any, ray: Any) -> HandOver[Any]:
+    arrays: Sequence[np.ndarray[Any, Any]] = [ray.get(ref) for ref in kept.payloads]
+    headers, payloads = fault(list(kept.headers), list(arrays))
+    return HandOver(tuple(headers), tuple(ray.put(p) for p in payloads))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_fault_in_the_store_is_caught_and_nothing_is_sampled_until_a_good_push(
+    fault: Any, stored: StoredSync, runtime: RayRuntime, policy: Any, rollout: Any
+) -> None:
+    stored.push()
+    step(policy)
+    hand_over = policy.hand_over
+
+    def tampered(push: int, how: Sending) -> HandOver[Any]:
+        return damaged(hand_over(push, how), fault, runtime.ray)
+
+    policy.hand_over = tampered
+    try:
+        with pytest.raises(SyncError, match=FAULTS[fault]):
+            stored.push()
+    finally:
+        del policy.hand_over
+    with pytest.raises(NotReadyError):
+        sample(rollout)
+    stored.push()
+    in_step(policy, rollout)
+
+
+def test_weights_of_another_model_are_refused(
+    stored: StoredSync, policy: Any, rollout: Any, runtime: RayRuntime
+) -> None:
+    good = dict(policy.weights())
+    with pytest.raises(ValueError, match=r"weight model\.norm\.weight is \[3\]"):
+        rollout.load_weights(9, (good | {"model.norm.weight": torch.ones(3)}).items())
+    with pytest.raises(NotReadyError):
+        sample(rollout)
+    stored.push()
+    in_step(policy, rollout)
+
+
+def test_without_checksums_a_flipped_bit_gets_through(
+    policy: Any, rollout: Any, runtime: RayRuntime
+) -> None:
+    """So it is the checksum that finds it."""
+    how = replace(HOW, verify=False)
+    kept = damaged(policy.hand_over(0, how), corrupt, runtime.ray)
+    rollout.take(kept, verify=False)
+    assert sample(rollout)
+    StoredSync(policy, rollout, HOW)

@@ -86,6 +86,25 @@ RolloutEngineConfig = Annotated[
 ]
 
 
+class DynamicSampling(Node):
+    """Groups that teach nothing are left out and replaced by those of fresh prompts within the same
+    step (DAPO, arXiv 2503.14476)."""
+
+    above: float | None = None
+    """Leave groups out whose mean score (the weighted sum of rewards, before shaping) is not above
+    this. None: no bound."""
+    below: float | None = None
+    """Leave groups out whose mean score is not below this. None: no bound."""
+    max_refills: int = Field(10, ge=1)
+    """Rounds of fresh prompts within one step, each of as many as are missing (so that no group is
+    sampled for nothing). Where they do not fill it, the rest is made up of the newest groups that
+    were left out, and said so."""
+
+    def rules(self) -> Iterator[str]:
+        if self.above is not None and self.below is not None and self.above >= self.below:
+            yield f"above={self.above:g} and below={self.below:g} leave no score; swap them"
+
+
 class RolloutConfig(SamplingConfig):
     """One rollout: P prompts with n samples each fill the buffer that one RL step trains on."""
 
@@ -95,12 +114,20 @@ class RolloutConfig(SamplingConfig):
     """Samples per prompt (n); the buffer holds P x n."""
     engine: RolloutEngineConfig = LocalEngine()
     """Which engine samples."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Leave out groups whose scores are all equal, or outside of a band, and sample fresh prompts
+    in their place (``{}`` for the defaults). None: train on every group."""
 
     def rules(self) -> Iterator[str]:
         if self.temperature == 0:
             yield (
                 "temperature=0 gives the same response n times and no exploration; use a value "
                 "above 0 (1.0 is usual)"
+            )
+        if self.dynamic_sampling is not None and self.n_samples_per_prompt == 1:
+            yield (
+                "dynamic_sampling leaves groups of equal scores out, and with "
+                "n_samples_per_prompt=1 every group is one; use 2 or more (16 is usual)"
             )
 
 

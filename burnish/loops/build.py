@@ -101,6 +101,7 @@ def build_rl(
             _sampling(config.rollout),
             num_samples=config.rollout.n_samples_per_prompt,
             seed=config.seed,
+            dynamic=config.rollout.dynamic_sampling,
         ),
         policy=policy,
         policy_loss=policy_objective(config.algorithm, max_len=max_len, kl_coef=lambda: kl.coef),

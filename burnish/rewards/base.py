@@ -191,6 +191,10 @@ class RewardSet:
             ) from first
         return Scored(tuple(kept), tuple(dropped), self._stats(kept, len(dropped)))
 
+    def total(self, parts: Mapping[str, float]) -> float:
+        """The weighted sum of a sample's ``reward_parts``, before shaping."""
+        return sum(weight * parts[reward.name] for reward, weight in self._rewards)
+
     def close(self) -> None:
         """Close every reward."""
         for reward, _ in self._rewards:
@@ -229,7 +233,7 @@ class RewardSet:
         samples = []
         for i, sample in enumerate(group.samples):
             own = {name: values[i] for name, values in parts.items()}
-            total = sum(weight * own[reward.name] for reward, weight in self._rewards)
+            total = self.total(own)
             reward = shaped(
                 total, sample, config=self._shaping, generate_max_len=self._generate_max_len
             )

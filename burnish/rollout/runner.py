@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from burnish.config.rollout import DynamicSampling
 from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
 from burnish.types import Group, Prompt, Sample, Stats
+
+log = logging.getLogger("burnish")
 
 _MAX_REFILLS = 10
 
@@ -32,35 +36,65 @@ class Runner:
         *,
         num_samples: int,
         seed: int,
+        dynamic: DynamicSampling | None = None,
     ) -> None:
+        """``dynamic``: which groups :meth:`fill` leaves out; None: none."""
         self.engine, self.rewards, self.sampling = engine, rewards, sampling
-        self.num_samples, self.seed = num_samples, seed
+        self.num_samples, self.seed, self.dynamic = num_samples, seed, dynamic
 
     def fill(self, next_prompts: Callable[[int], Sequence[Prompt]], count: int) -> Rollout:
-        """``count`` scored groups. Groups that a failing reward drops are replaced by fresh
-        prompts.
+        """``count`` scored groups. Groups that a failing reward drops, or dynamic sampling leaves
+        out, are replaced by those of fresh prompts; no more are taken than are missing, so nothing
+        is left over. Stats are of all that was sampled.
 
         Raises RewardError where that many fresh prompts in a row do not help.
         """
         groups: list[Group] = []
+        spare: list[Group] = []
         stats = Stats()
         failure: NoGroupLeftError | None = None
-        for _ in range(1 + _MAX_REFILLS):
+        refills = _MAX_REFILLS if self.dynamic is None else self.dynamic.max_refills
+        for _ in range(1 + refills):
             try:
                 rollout = self.run(next_prompts(count - len(groups)))
             except NoGroupLeftError as error:
                 failure = error
                 stats += Stats(sums={"reward/groups_dropped": error.num_dropped})
                 continue
-            groups += [_numbered(g, len(groups) + i) for i, g in enumerate(rollout.groups)]
+            for group in rollout.groups:
+                (groups if self._teaches(group) else spare).append(group)
             stats += rollout.stats
             if len(groups) == count:
-                return Rollout(tuple(groups), stats)
+                break
+        missing = count - len(groups)
+        if self.dynamic is not None:
+            used = min(missing, len(spare))
+            stats += _filter_stats(len(spare), used)
+            if used:
+                log.warning(
+                    "rollout.dynamic_sampling: %d of %d groups after %d refills teach nothing and "
+                    "are trained on all the same, to fill the step",
+                    *(used, count, refills),
+                )
+                groups += spare[len(spare) - used :]
+        if len(groups) == count:
+            return Rollout(tuple(_numbered(g, i) for i, g in enumerate(groups)), stats)
         raise RewardError(
-            f"after {_MAX_REFILLS} refills only {len(groups)} of {count} groups have a reward; it "
+            f"after {refills} refills only {len(groups)} of {count} groups have a reward; it "
             "fails on almost everything. on_reward_failure.then=fail stops at the first error"
             + (f". The last refill: {failure}" if failure else "")
         ) from failure
+
+    def _teaches(self, group: Group) -> bool:
+        """Whether a group is trained on: its scores before shaping differ, and their mean lies
+        inside the band."""
+        if self.dynamic is None:
+            return True
+        scores = [self.rewards.total(sample.reward_parts) for sample in group.samples]
+        mean = sum(scores) / len(scores)
+        above = self.dynamic.above is None or mean > self.dynamic.above
+        below = self.dynamic.below is None or mean < self.dynamic.below
+        return above and below and max(scores) > min(scores)
 
     def run(self, prompts: Sequence[Prompt]) -> Rollout:
         """Sample and score all of ``prompts``, in their order."""
@@ -79,6 +113,12 @@ class Runner:
             Group(i, p, tuple(_sample(p, i, found[p.id, k]) for k in range(self.num_samples)))
             for i, p in enumerate(prompts)
         ]
+
+
+def _filter_stats(left_out: int, used: int) -> Stats:
+    return Stats(
+        sums={"rollout/groups_filtered": left_out - used, "rollout/groups_kept_anyway": used}
+    )
 
 
 def _numbered(group: Group, group_id: int) -> Group:

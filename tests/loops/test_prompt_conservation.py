@@ -211,3 +211,71 @@ def test_a_reward_that_answers_when_asked_again_costs_no_prompt(
     run_dir = burnish.run(config, rewards=flaky).run_dir
     assert_each_prompt_once(run_dir, trained, set(range(PROMPTS)))
     assert sum(line["reward/groups_dropped"] for line in read_metrics(run_dir)) == 0
+
+
+def spread(prompt: str, response: str) -> float:
+    """Every third row's samples score the same, as where a problem is always or never solved."""
+    return 1.0 if number_of(prompt) % 3 == 0 else float(sum(map(ord, response)))
+
+
+@pytest.mark.parametrize("crashes", [(), (14, 90), (40, 41, 100)])
+def test_dynamic_sampling_trains_every_other_prompt_once_and_accounts_for_the_rest(
+    crashes: tuple[int, ...], recipe: Callable[..., JobConfig], trained: Trained
+) -> None:
+    """Groups of equal scores make room for fresh prompts within their step: every prompt that was
+    handed out was trained on or filtered, once; none is left over, and the stream goes on."""
+    config = recipe("rollout.dynamic_sampling={}", "rollout.generate_max_len=8")
+    run_dir = run_through_crashes(config, spread, crashes)
+    by_step, lines = ids_by_step(run_dir), read_metrics(run_dir)
+    whole = sum(by_step.values(), Counter[str]())
+    assert all(len(ids) == PER_STEP for ids in by_step.values())
+    assert set(whole.values()) == {SAMPLES}, "each in one step only"
+    assert all(int(p.split(":")[1].split("@")[0]) % 3 for p in whole), (
+        "nothing that teaches nothing"
+    )
+    filtered = sum(line["rollout/groups_filtered"] for line in lines)
+    assert lines[-1]["data/prompts_seen"] == len(whole) + filtered
+    epochs = [int(p.split("@")[1]) for p in whole]
+    assert max(epochs) >= 2 and filtered >= 12, "the stream was neither ended nor begun again"
+    for epoch in range(max(epochs) - 1):  # whole epochs: each row that teaches, unless by chance
+        rows = {int(p.split(":")[1].split("@")[0]) for p in whole if p.endswith(f"@{epoch}")}
+        assert len(rows) >= 11
+
+
+def test_where_nothing_teaches_the_step_is_filled_all_the_same_and_says_so(
+    recipe: Callable[..., JobConfig],
+) -> None:
+    config = recipe("rollout.dynamic_sampling={max_refills: 2}", "max_steps=2")
+    run_dir = burnish.run(config, rewards=lambda response: 1.0).run_dir
+    for line in read_metrics(run_dir):
+        assert line["rollout/groups_kept_anyway"] == PER_STEP
+        assert line["rollout/groups_filtered"] == 2 * PER_STEP
+    told = (run_dir / "run.log").read_text(encoding="utf-8")
+    assert "4 of 4 groups after 2 refills teach nothing" in told
+
+
+@pytest.mark.parametrize(
+    ("band", "kept"),
+    [
+        ("", {1, 2}),
+        ("above: 0.4", {2}),
+        ("below: 0.5", {1}),
+        ("above: 0.2, below: 0.6", {1, 2}),
+    ],
+)
+def test_the_band_is_of_mean_scores_and_equal_scores_are_out(
+    band: str, kept: set[int], recipe: Callable[..., JobConfig]
+) -> None:
+    """By the row's number mod 4: scores (0, 0), (0, 0.6), (0, 1), (1, 1); means 0, 0.3, 0.5, 1."""
+    low, high = [0.0, 0.0, 0.0, 1.0], [0.0, 0.6, 1.0, 1.0]
+
+    def reward(prompts: list[str], responses: list[str], labels: list[Any]) -> list[float]:
+        return [(high if i % SAMPLES else low)[number_of(p) % 4] for i, p in enumerate(prompts)]
+
+    band = ", ".join(part for part in (band, "max_refills: 100") if part)
+    config = recipe(f"rollout.dynamic_sampling={{{band}}}", "max_steps=3")
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    rows = {
+        int(p.split(":")[1].split("@")[0]) for ids in ids_by_step(run_dir).values() for p in ids
+    }
+    assert {row % 4 for row in rows} <= kept and rows

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 
 from burnish.tensors import at_least_fp32
 
@@ -25,6 +25,19 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margins: Tensor | None = 
     """
     difference = at_least_fp32(chosen) - at_least_fp32(rejected)
     return -logsigmoid(difference if margins is None else difference - margins)
+
+
+def log_exp(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Bradley-Terry without margins, as it is often written [N]:
+    L = log(1 + exp(rejected - chosen))."""
+    return softplus(at_least_fp32(rejected) - at_least_fp32(chosen))
+
+
+def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """The square of the pair's sum [N], which Bradley-Terry leaves open: keeps scores around 0.
+
+    Source: arXiv 2312.09244 (equation 2)."""
+    return (at_least_fp32(chosen) + at_least_fp32(rejected)).square()
 
 
 def dpo(
@@ -134,6 +147,7 @@ def mismatched_kl(policy: Tensor, ref: Tensor) -> Tensor:
 
 PREFERENCE_LOSSES: dict[str, Callable[..., Tensor]] = {
     "bradley_terry": bradley_terry,
+    "log_exp": log_exp,
     "dpo": dpo,
     "cdpo": cdpo,
     "ipo": ipo,

@@ -27,6 +27,7 @@ from transformers import (
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.save import CheckpointStore
+from burnish.checkpoint.state import load_state
 from burnish.config.model import Dtype, ModelConfig
 from burnish.formats import FORMATS
 from burnish.models.load import DTYPES, load_causal_lm
@@ -156,6 +157,7 @@ def _save_merged(
     config.use_cache = True
     if scalar:
         config.num_labels = 1
+        config.update(_score_stats(source))
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     dtype = next(iter(weights.values())).dtype
     shell: PreTrainedModel = auto.from_config(config, dtype=dtype)
@@ -165,6 +167,15 @@ def _save_merged(
         odd = (list(unexpected) + sorted(set(missing) - tied))[0]
         raise CheckpointError(f"the weights of {source} do not fit {type(shell).__name__}: {odd}")
     shell.save_pretrained(target, max_shard_size=shard)
+
+
+def _score_stats(source: Path) -> dict[str, float]:
+    """Mean and spread of a reward model's scores on the run's held-out pairs, where it had any."""
+    if not (source.parent / "session.json").is_file():
+        return {}
+    last = load_state(source.parent, "session").get("last", {})
+    named = {"reward_mean": "eval/score_mean", "reward_std": "eval/score_std"}
+    return {key: float(last[metric]) for key, metric in named.items() if metric in last}
 
 
 def _check_adapter(config: ModelConfig, role: str) -> None:

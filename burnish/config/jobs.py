@@ -120,7 +120,14 @@ class RewardModelConfig(_SupervisedJob):
     data: PreferenceDataConfig
     """Pairs."""
     eval_data: PreferenceDataConfig | None = None
-    """Held-out pairs. None: no evaluation."""
+    """Held-out pairs. None: no evaluation. Mean and spread of their scores go into the config of
+    exports."""
+    loss: Literal["bradley_terry", "log_exp"] = "bradley_terry"
+    """bradley_terry: -log sigmoid(difference - margin). log_exp: the same without margins, as
+    log(1 + exp(-difference))."""
+    center_coef: float = Field(0.0, ge=0)
+    """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv
+    2312.09244). 0: none."""
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -128,6 +135,11 @@ class RewardModelConfig(_SupervisedJob):
             yield (
                 f"data.label_key={self.data.label_key} says that rows are single responses, and a "
                 "reward model learns from pairs; remove it"
+            )
+        if self.loss == "log_exp" and self.data.margin_key is not None:
+            yield (
+                f"data.margin_key={self.data.margin_key} with loss=log_exp, which has no margin; "
+                "remove it, or use bradley_terry"
             )
 
 

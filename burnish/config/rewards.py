@@ -42,6 +42,9 @@ class ModelReward(_Reward):
     """Where it is loaded from."""
     micro_batch_size: int = Field(8, ge=1)
     """Rows per forward pass."""
+    normalize: bool = False
+    """(score - mean) / std with the ``reward_mean`` and ``reward_std`` in the model's config, which
+    ``burnish rm`` with ``eval_data`` measures and ``burnish export`` writes."""
 
 
 class MathReward(_Reward):

@@ -53,7 +53,7 @@ from burnish.rewards.model import load_model_reward
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
-from burnish.train.base import HasLogprobs, Role, TrainEngine
+from burnish.train.base import HasLogprobs, Loss, Role, TrainEngine
 from burnish.train.torch import EngineSpec
 from burnish.types import Batch, Group, Prompt
 
@@ -152,12 +152,18 @@ def build_supervised(
     parts = Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=engine,
-        loss=sft_objective() if sft else reward_model_objective(),
+        loss=_supervised_loss(config),
         batch_size=plan.train_batch_size,
         measure=measure_sft if sft else measure_pairs,
         eval_batch=eval_batch,
     )
     return parts, total
+
+
+def _supervised_loss(config: SFTConfig | RewardModelConfig) -> Loss:
+    if isinstance(config, SFTConfig):
+        return sft_objective()
+    return reward_model_objective(config.loss, center_coef=config.center_coef)
 
 
 def build_preference(

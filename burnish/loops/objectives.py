@@ -15,6 +15,7 @@ from torch import Tensor
 from burnish.algorithms import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, reduce
 from burnish.algorithms.correction import correction_weights, mismatch_stats
 from burnish.algorithms.policy_losses import BY_ROW
+from burnish.algorithms.preference import centering
 from burnish.algorithms.reduce import Aggregation
 from burnish.algorithms.value_losses import clipped_value_loss
 from burnish.config.algorithm import AlgorithmConfig, CorrectionConfig
@@ -107,22 +108,24 @@ def sft_objective() -> Loss:
     return objective
 
 
-def reward_model_objective() -> Loss:
-    """Bradley-Terry on pairs (row 2i chosen, 2i + 1 rejected), mean over all pairs of the step."""
+def reward_model_objective(loss_name: str = "bradley_terry", *, center_coef: float = 0.0) -> Loss:
+    """A loss on pairs (row 2i chosen, 2i + 1 rejected), mean over all pairs of the step."""
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         chosen, rejected = pair_scores(outputs, batch)
-        margins = None if batch.margins is None else batch.margins[0::2]
-        losses = PREFERENCE_LOSSES["bradley_terry"](chosen, rejected, margins=margins)
+        margins = {} if batch.margins is None else {"margins": batch.margins[0::2]}
+        losses = PREFERENCE_LOSSES[loss_name](chosen, rejected, **margins)
+        stats = Stats(means={"nll": (losses.detach().sum(), losses.numel())})
+        if center_coef:
+            losses = losses + center_coef * centering(chosen, rejected)
         loss = losses.sum() / (batch.num_sequences / batch.rows_per_unit)
         gap, count = (chosen - rejected).detach(), chosen.numel()
-        stats = Stats(
+        stats += Stats(
             means={
                 "accuracy": ((gap > 0).float().sum(), count),
                 "score_margin": (gap.sum(), count),
                 "score_chosen": (chosen.detach().sum(), count),
                 "score_rejected": (rejected.detach().sum(), count),
-                "nll": (losses.detach().sum(), count),
             },
             sums={"loss": loss.detach()},
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.loops.objectives import pair_scores
 from burnish.train.base import Outputs, TrainEngine
@@ -19,5 +21,7 @@ def measure_pairs(engine: TrainEngine, batch: Batch) -> Stats:
             "loss": (losses.sum(), count),
             "accuracy": ((gap > 0).float().sum(), count),
             "score_margin": (gap.sum(), count),
-        }
+            "score_mean": (chosen.sum() + rejected.sum(), 2 * count),
+        },
+        maxima={"score_std": torch.cat([chosen, rejected]).std()},
     )

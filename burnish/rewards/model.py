@@ -10,7 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rewards import ModelReward as ModelRewardConfig
 from burnish.config.train import TrainConfig
-from burnish.models.load import load_tokenizer, resolve_device
+from burnish.models.load import (
+    ModelError,
+    describe,
+    hf_config,
+    load_tokenizer,
+    resolve_device,
+)
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import RewardInput
 from burnish.train.base import TrainEngine
@@ -24,12 +30,21 @@ class ModelReward:
     """Scores prompt + response with a reward model in this process. Implements
     ``rewards.base.Reward``."""
 
-    def __init__(self, name: str, engine: TrainEngine, encode: Encode) -> None:
-        self.name, self.engine, self.encode = name, engine, encode
+    def __init__(
+        self,
+        name: str,
+        engine: TrainEngine,
+        encode: Encode,
+        scale: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        """``scale``: (mean, std) that scores are measured in."""
+        self.name, self.engine, self.encode, self.scale = name, engine, encode, scale
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
         """One score per item."""
-        return score_rows(self.engine, [list(self.encode(item)) for item in items])
+        mean, std = self.scale
+        scores = score_rows(self.engine, [list(self.encode(item)) for item in items])
+        return [(score - mean) / std for score in scores]
 
     def close(self) -> None:
         """Nothing to end."""
@@ -57,7 +72,22 @@ def load_model_reward(
     own = load_tokenizer(config.model)
     same = own.get_vocab() == policy_tokenizer.get_vocab()
     encode = _ids if same else _encoder(own)
-    return ModelReward(config.name or "model", make_engine(spec), encode)
+    scale = _scale(config.model) if config.normalize else (0.0, 1.0)
+    return ModelReward(config.name or "model", make_engine(spec), encode, scale)
+
+
+def _scale(model: ModelConfig) -> tuple[float, float]:
+    """Mean and spread of its scores, of the model's config. Raises ModelError where it has none."""
+    found = hf_config(model)
+    told = {} if found is None else found.to_dict()
+    mean, std = told.get("reward_mean"), told.get("reward_std")
+    if mean is None or not std:
+        raise ModelError(
+            f"{describe(model)} has no reward_mean and reward_std in its config (found {mean} and "
+            f"{std}), which normalize=true needs; train it by burnish rm with eval_data and export "
+            "it, write the two numbers into its config.json, or leave normalize out"
+        )
+    return float(mean), float(std)
 
 
 def load_reward_engine(

@@ -34,7 +34,7 @@ def sums(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def test_the_registry_has_exactly_the_documented_names() -> None:
     assert set(PREFERENCE_LOSSES) == {
-        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto")
+        *("bradley_terry", "log_exp", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto")
     }
 
 

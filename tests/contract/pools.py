@@ -1,0 +1,328 @@
+"""Ranks that an engine of the contract suite is made of: one in this process, processes that a pipe
+leads to, or Ray workers. In each of them ``runtime/worker.py::TrainWorker`` does the work, so what
+is tested is what jobs run.
+
+As a script (``python pools.py SOCKET RANK SIZE``) this file is one of the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import GeneratorType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.config.cluster import ClusterConfig
+from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.train import TrainConfig
+from burnish.models.load import load_tokenizer
+from burnish.observe.timeline import Timeline
+from burnish.runtime.ray import RayRuntime
+from burnish.runtime.remote import Group, RemoteTrainEngine
+from burnish.runtime.worker import Place, Sending, TrainWorker, pack_batch
+from burnish.sync.buckets import LinkReceiver
+from burnish.sync.stored import StoredLink
+from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
+from burnish.train.ranks import Ranks
+from burnish.train.torch import EngineSpec
+from burnish.types import Batch, Stats
+
+NAME = "tests.contract.pools"
+MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32))
+PATIENCE_S = 240.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an engine is asked for."""
+
+    role: Role = "policy"
+    micro: int | None = None
+    temperature: float = 1.0
+    lr: float = 1e-2
+    precision: PrecisionConfig = PrecisionConfig()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A train engine and where it runs."""
+
+    place: str = "here"
+    """``here``, ``processes`` or ``ray``."""
+    ranks: int = 1
+    engine: dict[str, Any] = field(default_factory=dict)
+    """``train.engine``."""
+
+    def spec(self, wanted: Wanted) -> EngineSpec:
+        return EngineSpec(
+            wanted.role,
+            # (eps: gradients differ by 1e-9, which is then no step of its own)
+            TrainConfig(lr=wanted.lr, engine=self.engine, adam_eps=1e-6),
+            MODEL,
+            micro_batch_size=wanted.micro,
+            total_steps=100,
+            temperature=wanted.temperature,
+        )
+
+
+def zero(stage: int) -> dict[str, Any]:
+    # the norms (32) stay whole at stage 3, matrices do not
+    sizes = {"reduce_bucket_size": 50_000, "param_persistence_threshold": 40}
+    return {"kind": "deepspeed", "zero_stage": stage, **sizes}
+
+
+FULL = {"sharding": "full"}
+KINDS: dict[str, Kind] = {
+    "torch": Kind(),
+    "FSDP2, 1 rank": Kind(engine=FULL),
+    **{f"ZeRO-{n}, 1 rank": Kind(engine=zero(n)) for n in range(4)},
+    "torch, 2 ranks": Kind("processes", 2),
+    "FSDP2, 2 ranks": Kind("processes", 2, FULL),
+    **{f"ZeRO-{n}, 2 ranks": Kind("processes", 2, zero(n)) for n in (1, 2, 3)},
+    "torch, 2 ranks on Ray": Kind("ray", 2),
+    "FSDP2, 2 ranks on Ray": Kind("ray", 2, FULL),
+    **{f"ZeRO-{n}, 2 ranks on Ray": Kind("ray", 2, zero(n)) for n in (1, 2, 3)},
+}
+
+
+# ---- losses, which ranks find here ---------------------------------------------------------------
+
+
+def nll(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+    """Minus the mean log-prob of the step's action tokens."""
+    assert outputs.logprobs is not None
+    stats = Stats(sums={"tokens": int(batch.action_mask.sum())})
+    return -outputs.logprobs.sum() / batch.num_tokens, stats
+
+
+def bad(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+    scalar, stats = nll(outputs, batch)
+    return scalar * float("nan"), stats
+
+
+def on_last_rank() -> bool:
+    group = torch.distributed
+    return not group.is_initialized() or group.get_rank() == group.get_world_size() - 1
+
+
+def overflowing(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+    """A finite loss whose gradient is not finite on the last rank."""
+    if on_last_rank():
+        assert outputs.logprobs is not None
+        outputs.logprobs.register_hook(lambda grad: grad * torch.inf)
+    return nll(outputs, batch)
+
+
+def watching(
+    expected: Tensor, begins: list[Any], outputs: Outputs, batch: Batch
+) -> tuple[Tensor, Stats]:
+    """:func:`nll`, and the largest gap between the rows' log-probs and ``expected``."""
+    assert outputs.logprobs is not None and outputs.logprobs.requires_grad
+    scalar, stats = nll(outputs, batch)
+    own = outputs.logprobs.detach().cpu().split(batch.lengths.tolist())
+    rows = batch.tokens.cpu().split(batch.lengths.tolist())
+    gap = 0.0
+    for row, tokens in zip(own, rows, strict=True):
+        same = [expected[b : b + len(row)] for b, t in begins if t == tokens.tolist()]
+        gap = max(gap, min(float((row - e).abs().max()) for e in same))
+    return scalar, stats + Stats(maxima={"gap": gap})
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def build(
+    worker: TrainWorker, spec: EngineSpec, precision: PrecisionConfig, *, scalar: bool
+) -> None:
+    """Make an engine in the place of the last one."""
+    worker.precision = precision
+    worker.build(spec, scalar=scalar, seed=0)
+
+
+def is_scalar(wanted: Wanted) -> bool:
+    return wanted.role in ("critic", "reward")
+
+
+class Here:
+    """One rank in this process."""
+
+    def make(self, kind: Kind, wanted: Wanted) -> TrainEngine:
+        worker = TrainWorker(Place("policy", 0, 1, "cpu", 1), MODEL, wanted.precision)
+        group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+        worker.ranks = Ranks(group) if kind.engine == FULL else Ranks()
+        build(worker, kind.spec(wanted), wanted.precision, scalar=is_scalar(wanted))
+        return worker.engine
+
+    def close(self) -> None:
+        pass
+
+
+class OnRay:
+    """Two Ray workers, in which one engine after another is made."""
+
+    def __init__(self) -> None:
+        import ray
+
+        ray.cloudpickle.register_pickle_by_value(sys.modules[NAME])
+        config = ClusterConfig(runtime="ray", policy_ranks=2)
+        self.runtime = RayRuntime(
+            load_tokenizer(MODEL),
+            MODEL,
+            config,
+            roles=["policy"],
+            precision=PrecisionConfig(),
+            timeline=Timeline(),
+        )
+        self._group = Group(self.runtime, Kind("ray", 2).spec(Wanted()), scalar=False, seed=0)
+        self.runtime.groups.append(self._group)
+
+    def make(self, kind: Kind, wanted: Wanted) -> RemoteTrainEngine:
+        spec, scalar = kind.spec(wanted), is_scalar(wanted)
+        self._group.all(
+            lambda w: w.__ray_call__.remote(build, spec, wanted.precision, scalar=scalar)
+        )
+        self._group.role = wanted.role
+        return RemoteTrainEngine(self._group)
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+class Processes:
+    """Two processes, in which one engine after another is made."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="burnish-contract-")
+        address = f"{self._folder.name}/socket"
+        env = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+            "PYTHONWARNINGS": "ignore",
+        }
+        self.pipes: list[Connection] = []
+        self._processes = []
+        with Listener(address, "AF_UNIX") as listener:
+            for rank in range(2):
+                command = [sys.executable, __file__, address, str(rank), "2"]
+                self._processes.append(subprocess.Popen(command, env=env))
+                self.pipes.append(listener.accept())
+        meeting = self.all("free_address")[0]
+        self.all("join", meeting, PATIENCE_S)
+
+    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Each rank's answer to one call of its worker. Raises what one raised."""
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((method, args, kwargs)))  # (send would share tensors)
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(PATIENCE_S):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer {method} in {PATIENCE_S:g} s")
+            answers.append(pickle.loads(pipe.recv_bytes()))
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def make(self, kind: Kind, wanted: Wanted) -> PipedEngine:
+        spec, scalar = kind.spec(wanted), is_scalar(wanted)
+        self.all("build here", spec, wanted.precision, scalar=scalar)
+        return PipedEngine(self, wanted.role)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._folder.cleanup()
+
+
+class PipedEngine:
+    """The ranks of :class:`Processes` as one train engine."""
+
+    def __init__(self, pool: Processes, role: Role) -> None:
+        self.pool, self.role, self.version = pool, role, 0
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        return torch.from_numpy(self.pool.all("logprobs", pack_batch(batch))[0])
+
+    def values(self, batch: Batch) -> Tensor:
+        return torch.from_numpy(self.pool.all("values", pack_batch(batch))[0])
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+        stats: Stats = self.pool.all("forward_backward", pack_batch(batch), loss)[0]
+        return stats
+
+    def optim_step(self) -> StepStats:
+        found = self.pool.all("optim_step")
+        assert repr(found[0]) == repr(found[1]), "all ranks say the same (a norm may be nan)"
+        stats, failure, self.version = found[0]
+        assert failure is None, failure
+        result: StepStats = stats
+        return result
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        items, _ = self.pool.all("hand_over", 0, Sending(1 << 20, None, verify=True))
+        link = StoredLink()
+        link.fill(items[1::2], [p for p in items[::2] if p.size])
+        yield from LinkReceiver(link, hold=True).open(self.version)
+
+    @property
+    def state_bytes(self) -> int:
+        first, second = self.pool.all("state_bytes")
+        assert first == second
+        return int(first)
+
+    def save(self, folder: Path) -> None:
+        self.pool.all("save", str(folder))
+
+    def load(self, folder: Path) -> None:
+        self.version = self.pool.all("load", str(folder))[0]
+
+
+# ---- inside a process --------------------------------------------------------------------------
+
+
+def _call(worker: TrainWorker, method: str, args: Any, kwargs: Any) -> Any:
+    if method == "build here":
+        return build(worker, *args, **kwargs)
+    result = getattr(worker, method)(*args, **kwargs)
+    if isinstance(result, GeneratorType):  # what was yielded is good until the next
+        return [np.copy(item) if isinstance(item, np.ndarray) else item for item in result]
+    return result
+
+
+def serve(address: str, rank: int, size: int) -> None:
+    """Do what comes through the pipe until it is closed."""
+    torch.set_num_threads(1)
+    worker = TrainWorker(Place("policy", rank, size, "cpu", 1), MODEL, PrecisionConfig())
+    with Client(address, "AF_UNIX") as pipe:
+        while True:
+            try:
+                method, args, kwargs = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                return
+            try:
+                answer = _call(worker, method, args, kwargs)
+            except Exception as error:
+                answer = error
+            pipe.send_bytes(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    sys.modules[NAME] = sys.modules["__main__"]
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

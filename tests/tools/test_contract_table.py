@@ -1,0 +1,44 @@
+"""docs/engines.md says of every engine and every property of the contract suite how it went."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "contract_table.py"
+_SPEC = importlib.util.spec_from_file_location("contract_table", TOOL)
+assert _SPEC is not None and _SPEC.loader is not None
+tool: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["contract_table"] = tool  # its dataclass looks its module up
+_SPEC.loader.exec_module(tool)
+
+
+def test_the_table_lists_the_engines_and_properties_of_the_suite() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--check"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_nothing_in_the_table_failed() -> None:
+    text = tool.between((ROOT / "docs" / "engines.md").read_text(encoding="utf-8"))
+    assert "FAILED" not in text and "| pass |" in text
+
+
+def test_of_several_cases_the_worst_is_written_and_read_back() -> None:
+    seen = {
+        ("train", "torch", "it steps"): ["pass", "FAILED"],
+        ("train", "torch", "it saves"): ["pass", "refused"],
+        ("train", "other, 2 ranks", "it steps"): ["pass"],
+        ("train", "other, 2 ranks", "it saves"): [],
+        ("rollout", "local", "it samples"): ["not run"],
+    }
+    text = tool.table(tool.Results(seen, {"torch, refused": "why"}))
+    assert "| torch | FAILED | refused |" in text
+    assert "| other, 2 ranks | pass | not run |" in text
+    assert "| local | not run |" in text and "- torch, refused: why" in text
+    assert tool.listed(f"{tool.BEGIN}\n{text}\n{tool.END}") == set(seen)

@@ -2,12 +2,13 @@
 without end.
 
 ``ray.init`` on an address where nothing (or something else) answers tries again for minutes and
-then ends the process, so the address is tried first: a plain connection, then ``ray status`` in a
+then ends the process, so the address is tried first: a plain connection, then ``ray.init`` in a
 process of its own, which can be ended. Ray itself is handed in.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -18,6 +19,13 @@ from burnish.runtime.base import ClusterError
 
 PROBE_S = 60.0
 """Longest wait for a cluster's answer."""
+_TRY = """
+import sys, ray
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+except BaseException as error:
+    sys.exit("BURNISH " + str(error))
+"""
 _HOST_PORT = re.compile(r"(\[[^\]]+\]|[^:/\s]+):(\d{1,5})")
 
 
@@ -85,15 +93,15 @@ def _check_address(address: str) -> None:
 
 def _check_ray_answers(address: str, *, version: str, timeout_s: float) -> None:
     """That what answers there is a Ray of this version."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+    command = [sys.executable, "-c", _TRY, address]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         why = f"no Ray answered within {timeout_s:g} s; something else may have this port"
         raise _cannot_join(address, why, version=version) from None
     if done.returncode:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        why = lines[-1].strip() if lines else f"'ray status' ended with {done.returncode}"
+        _, _, said = done.stderr.rpartition("BURNISH ")
+        why = said.strip() or f"ray.init ended with {done.returncode}"
         raise _cannot_join(address, why, version=version)
 
 
@@ -110,6 +118,11 @@ def _cannot_join(address: str, why: str, *, version: str) -> ClusterError:
             "start one with 'ray start --head', log in to one of its nodes, or leave ray_address "
             "out to start a Ray of its own on this machine"
         )
+        if "RAY_AUTH_MODE" not in os.environ:
+            what += (
+                ". Where the cluster asks for a token, have it in ~/.ray/auth_token and set "
+                "RAY_AUTH_MODE=token: Ray sends it to an address only if told to"
+            )
     return ClusterError(
         f"cluster.ray_address={address!r}: no Ray cluster of this version ({version}) can be "
         f"joined there ({said}); {what}"

@@ -296,7 +296,13 @@ class RayRuntime:
     def sync(self, policy: TrainEngine, rollout: RolloutEngine) -> ObjectStoreSync:
         """Weights through the object store."""
         ends = cast(RemoteTrainEngine, policy), cast(RemoteRolloutEngine, rollout)
-        return timed(ObjectStoreSync(*ends), self.timeline, {"push": "sync"})
+        while True:
+            try:
+                made = ObjectStoreSync(*ends)
+                break
+            except WorkerLostError as lost:  # nothing is trained yet: fresh ranks are as good
+                self.recover(lost)
+        return timed(made, self.timeline, {"push": "sync"})
 
     def close(self) -> None:
         """End the workers, give their places back, and end Ray where it was started here."""

@@ -47,11 +47,17 @@ class ClusterConfig(Node):
     """GPUs that a place has; the workers in it share them. 0: on CPUs."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Longest wait until all workers have started and met; then the missing ones are named."""
+    heartbeat_timeout_s: float = Field(60.0, gt=0)
+    """Within how many seconds a worker that hangs (stopped, its interpreter in a deadlock, its
+    machine gone) is found while something waits for it. A thread of the worker reports six times
+    in that time, so long calls and waiting for other ranks are no matter; native code that holds
+    Python's interpreter lock for longer is (a large pickle, a library that loads for the first
+    time from a slow disk): then choose more."""
     call_timeout_s: float = Field(3600.0, gt=0)
-    """Longest wait for one call of a worker (a whole forward_backward, say); then it counts as
-    hung, and is named."""
+    """Longest wait for one call of a worker that does report (a whole forward_backward, say); then
+    it is named, and replaced as if it hung."""
     max_restarts: int = Field(3, ge=0)
-    """How often workers that died are replaced in one run."""
+    """How often lost workers are replaced in one run; those that are lost at once count once."""
 
     def ranks(self, role: ClusterRole) -> int:
         """Workers of a role."""

@@ -190,18 +190,16 @@ class Session:
         self._open(total_steps)
         for warning in self.config.warnings():
             log.warning(warning)
-        self._restore(state)
+        self._survives(state, lambda: self._restore(state))
         # Only now is it sure that this recipe and the run in the folder belong together.
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
         with self._signals():
-            if self._saved_step < 0:  # else step 0 is in the log already
-                if evaluate is not None:
-                    self._record(0, evaluate(0))
-                if self.recover is not None:  # where to go back to from the first steps
-                    self._save(state)
+            while not self._survives(state, lambda: self._begin(state, evaluate)):
+                pass
             while self.step < self.total_steps:
-                self._stop_if_asked(state)
-                self._step_and_save(state, step, evaluate, eval_every)
+                self._survives(
+                    state, lambda: self._step_and_save(state, step, evaluate, eval_every)
+                )
         self._warn_of_skips()
         if self.config.checkpoint.best_metric and self._measured_step < 0:
             log.warning(
@@ -220,6 +218,25 @@ class Session:
                 skipped,
             )
 
+    def _begin(self, state: State, evaluate: Callable[[int], Metrics] | None) -> None:
+        """What comes before the first step."""
+        if self._saved_step >= 0:  # step 0 is in the log already
+            return
+        if evaluate is not None:
+            self._record(0, evaluate(0))
+        if self.recover is not None:  # where to go back to from the first steps
+            self._save(state)
+
+    def _survives(self, state: State, action: Callable[[], None]) -> bool:
+        """Do ``action``; where a worker is lost in it, back to the newest checkpoint instead, and
+        False."""
+        try:
+            action()
+        except (WorkerLostError, CheckpointError) as error:
+            self._go_back(state, error)
+            return False
+        return True
+
     def _step_and_save(
         self,
         state: State,
@@ -227,13 +244,10 @@ class Session:
         evaluate: Callable[[int], Metrics] | None,
         eval_every: int,
     ) -> None:
-        """One step; where a worker is lost in it, back to the newest checkpoint instead."""
-        try:
-            self._one_step(state, step, evaluate, eval_every)
-            if self._checkpoint_due():
-                self._save(state)
-        except (WorkerLostError, CheckpointError) as error:
-            self._go_back(state, error)
+        self._stop_if_asked(state)
+        self._one_step(state, step, evaluate, eval_every)
+        if self._checkpoint_due():
+            self._save(state)
 
     def _one_step(
         self,
@@ -340,14 +354,20 @@ class Session:
         self.progress.message(f"resumed from {newest} at step {self.step} of {self.total_steps}")
 
     def _go_back(self, state: State, error: Exception) -> None:
-        """Have lost workers replaced, and go on from the newest checkpoint. Raises ``error`` where
-        it is about something else."""
+        """Have lost workers replaced, and go on from the newest checkpoint; once more where some
+        are lost meanwhile (``recover`` ends that). Raises ``error`` where it is about something
+        else."""
         lost = error if isinstance(error, WorkerLostError) else error.__cause__
         if self.recover is None or not isinstance(lost, WorkerLostError):
             raise error
-        self.progress.message(f"{lost}; going back to the newest checkpoint")
-        self.recover(lost)
-        self._restore(state)
+        while lost is not None:
+            self.progress.message(f"{lost}; going back to the newest checkpoint")
+            try:
+                self.recover(lost)
+                self._restore(state)
+                lost = None
+            except WorkerLostError as again:
+                lost = again
 
     # ---- signals -----------------------------------------------------------------------------
 

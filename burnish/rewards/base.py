@@ -18,6 +18,7 @@ import torch
 
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.rewards.shaping import shaped
+from burnish.train.base import EngineLostError
 from burnish.types import Group, Number, Prompt, Sample, Stats
 
 RESERVED_NAMES = ("mean", "std", "shaping", "truncated_frac", "groups_dropped")
@@ -278,6 +279,8 @@ def _call(reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
     """Call ``reward`` and check what comes back: a failure for the call, or for each bad entry."""
     try:
         answer = _as_list(reward.score(items), len(items))
+    except EngineLostError:
+        raise
     except Exception as error:  # becomes data: the policy decides
         if isinstance(error, SampleError):
             return _Failure(str(error), error)

@@ -14,7 +14,7 @@ from burnish.config.sync import LinkSync, SyncConfig
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine
 from burnish.sync.base import Metrics
-from burnish.train.base import HasLogprobs, TrainEngine
+from burnish.train.base import EngineLostError, HasLogprobs, TrainEngine
 from burnish.train.torch import EngineSpec
 
 POLICY_SPANS = {"logprobs": "logprobs", "forward_backward": "train", "optim_step": "optim"}
@@ -82,7 +82,7 @@ class Runtime(Protocol):
         ...
 
 
-class ClusterError(RuntimeError):
+class ClusterError(EngineLostError):
     """A cluster that cannot run the job, or no longer. Says which worker or resource, and what to
     do."""
 

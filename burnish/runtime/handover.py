@@ -18,10 +18,20 @@ from typing import Any
 
 from burnish.config.model import Dtype
 from burnish.config.sync import DiskSync, LinkSync, resolve_kind
-from burnish.runtime.base import Sync, WorkerLostError
-from burnish.runtime.remote import RemoteRolloutEngine, RemoteTrainEngine, failure_of
+from burnish.runtime.base import Sync
+from burnish.runtime.remote import (
+    Lost,
+    RemoteRolloutEngine,
+    RemoteTrainEngine,
+    failure,
+    first_line,
+    is_loss,
+)
 from burnish.runtime.worker import Seat, Sending
 from burnish.sync.base import Metrics, sync_metrics
+
+Call = tuple[Any, Any]
+"""A worker and what it was asked, a reference to the answer."""
 
 
 def ray_sync(
@@ -77,92 +87,101 @@ class MeetingSync:
         self._met: list[Any] = []
         """The processes that the connection is between."""
         self._names = 0
+        self._metrics: Metrics = {}
         rollout.refill = self._refill
         self.push()
 
     def push(self) -> Metrics:
-        """Hand the weights over. Workers that die meanwhile are replaced, and all meet again.
-        Raises SyncError where a worker refuses them, and WorkerLostError where a rank is gone."""
-        while True:
-            try:
-                return self._push(range(len(self.rollout.workers)))
-            except _RolloutLost as lost:
-                for index in lost.indices:
-                    # what it is given here is overtaken by the push to all
-                    self.rollout.replace(index)
+        """Hand the weights over. Workers that die or hang meanwhile are replaced, and all meet
+        again. Raises SyncError where a worker refuses them, and WorkerLostError where a rank is
+        gone."""
+        while lost := self._push(range(self.rollout.size)):
+            self.rollout.replace(lost)  # (what they are given here the push to all overtakes)
+        return self._metrics
 
-    def _refill(self, index: int) -> None:
-        """The policy's weights to one fresh worker; the connection of all is void then."""
+    def _refill(self, indices: Sequence[int]) -> Lost:
+        """The policy's weights to fresh workers; the connection of all is void then."""
         try:
-            self._push([index])
-        except _RolloutLost as lost:
-            raise WorkerLostError(f"the fresh rollout worker {index} was lost as well") from lost
+            return self._push(indices)
         finally:
             self._met = []
 
-    def _push(self, indices: Sequence[int]) -> Metrics:
+    def _push(self, indices: Sequence[int]) -> Lost:
+        """Hand over to some of the workers. Returns those that were lost in it."""
         ranks, workers = self.policy.group.workers, [self.rollout.workers[i] for i in indices]
         processes = [*ranks, *workers]
         if self._met != processes:
             self._met = []
-            self._meet(ranks, workers, indices)
+            if lost := self._meet(indices):
+                return lost
+        self._met = []  # a connection on which something failed may be dead
         version = self.policy.version
-        try:
-            sent = [w.push.remote() for w in ranks]
-            if isinstance(self.config, DiskSync):  # all of it is written before anybody reads
-                self._wait(sent, [], indices)
-            received = [w.receive.remote(version) for w in workers]
-            self._wait(sent, received, indices)
-        except BaseException:
-            self._met = []  # a connection on which something failed may be dead
-            raise
-        self._met = processes
-        self.rollout.version = version
-        metrics: Metrics = self.ray.get(sent[0])
-        return metrics
+        sent = [(w, w.push.remote()) for w in ranks]
+        if isinstance(self.config, DiskSync):  # all of it is written before anybody reads
+            self._wait(sent, [], indices)
+        received = [(w, w.receive.remote(version)) for w in workers]
+        if lost := self._wait(sent, received, indices):
+            return lost
+        self._met, self.rollout.version = processes, version
+        self._metrics = self.ray.get(sent[0][1])
+        return {}
 
-    def _meet(self, ranks: Sequence[Any], workers: Sequence[Any], indices: Sequence[int]) -> None:
-        """Make a new connection of these processes."""
+    def _meet(self, indices: Sequence[int]) -> Lost:
+        """Make a new connection of the ranks and these workers. Returns those that were lost."""
         self._names += 1
-        name, count, at = f"weights-{self._names}", len(workers), None
+        name, count, at = f"weights-{self._names}", len(indices), None
+        ranks = self.policy.group.workers
         if not isinstance(self.config, DiskSync):
-            serving = [ranks[0].serve_store.remote(self.config.timeout_s)]
-            self._wait(serving, [], indices)
-            at = self.ray.get(serving[0])
-        opening = [w.open_sender.remote(self.config, self.how, name, count) for w in ranks]
-        joining = [
-            w.open_receiver.remote(self.config, at, name, seat=Seat(i + 1, count))
-            for i, w in enumerate(workers)
-        ]
-        self._wait(opening, joining, indices)
+            serving = (ranks[0], ranks[0].serve_store.remote(self.config.timeout_s))
+            self._wait([serving], [], indices)
+            at = self.ray.get(serving[1])
+        opening = [(w, w.open_sender.remote(self.config, self.how, name, count)) for w in ranks]
+        joining = []
+        for place, index in enumerate(indices, 1):
+            worker = self.rollout.workers[index]
+            call = worker.open_receiver.remote(self.config, at, name, seat=Seat(place, count))
+            joining.append((worker, call))
+        return self._wait(opening, joining, indices)
 
     def _wait(
-        self, sending: Sequence[Any], receiving: Sequence[Any], indices: Sequence[int]
-    ) -> None:
-        """Until all calls are done. Those who live name the dead ones after ``sync.timeout_s``."""
+        self, sending: Sequence[Call], receiving: Sequence[Call], indices: Sequence[int]
+    ) -> Lost:
+        """Until every call is done or its worker is lost: those who live give the dead ones up
+        after ``sync.timeout_s``. Returns the receivers that were lost; raises WorkerLostError where
+        a sender was, and what else went wrong."""
         calls = [*sending, *receiving]
-        limit = self.rollout.runtime.config.call_timeout_s
-        _, silent = self.ray.wait(calls, num_returns=len(calls), timeout=limit)
-        ends = [None if call in silent else failure_of(self.ray, call) for call in calls]
-        told, lost = ends[: len(sending)], self._lost(calls, silent, ends)
-        hung = [i for i in lost if i < len(sending)]
-        if hung:
-            self.policy.group.lost |= set(hung)
-            raise WorkerLostError(f"{self.policy.group.names(hung)} died or hangs in a hand-over")
-        if lost:
-            raise _RolloutLost([indices[i - len(sending)] for i in lost])
-        for failure in (*ends[len(told) :], *told):  # a receiver says more than the sender of it
-            if failure is not None:
-                raise failure
+        gone = self._gone(calls)
+        ranks = [i for i in gone if i < len(sending)]
+        if ranks:
+            workers = [calls[i][0] for i in ranks]
+            raise self.policy.group.loss(workers, f"{gone[ranks[0]]} (in a hand-over)")
+        if gone:
+            return {indices[i - len(sending)]: why for i, why in gone.items()}
+        ends = [failure(self.ray, ref) for _, ref in calls]
+        told = ends[: len(sending)]
+        for error in (*ends[len(told) :], *told):  # a receiver says more than the sender of it
+            if error is not None:
+                raise error
+        return {}
 
-    def _lost(
-        self, calls: Sequence[Any], silent: Sequence[Any], ends: Sequence[BaseException | None]
-    ) -> list[int]:
-        dead = self.ray.exceptions.RayActorError
-        return [i for i, call in enumerate(calls) if call in silent or isinstance(ends[i], dead)]
-
-
-class _RolloutLost(Exception):
-    def __init__(self, indices: Sequence[int]) -> None:
-        super().__init__(f"rollout workers {list(indices)} are gone")
-        self.indices = indices
+    def _gone(self, calls: Sequence[Call]) -> Lost:
+        """Wait for all calls. Returns those whose workers died or hang, by their place here."""
+        runtime = self.rollout.runtime
+        limit = runtime.config.call_timeout_s
+        waiting = dict(enumerate(calls))
+        gone: Lost = {}
+        while waiting:
+            refs, workers = [ref for _, ref in waiting.values()], [w for w, _ in waiting.values()]
+            ready, silent = runtime.watch.wait(refs, workers, limit_s=limit)
+            late = not ready and not silent
+            for place, (worker, ref) in list(waiting.items()):
+                error = failure(self.ray, ref) if ref in ready else None
+                if error is not None and is_loss(self.ray, error):
+                    gone[place] = f"died: {first_line(error)}"
+                elif ref not in ready and worker in silent:
+                    gone[place] = runtime.silence
+                elif ref not in ready and late:
+                    gone[place] = f"did not answer within {limit:g} s (cluster.call_timeout_s)"
+                if ref in ready or place in gone:
+                    del waiting[place]
+        return gone

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -25,13 +25,17 @@ from burnish.config.sync import InprocSync, LinkSync, SyncConfig
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, Sync, WorkerLostError
+from burnish.runtime.cluster import join_ray, start_ray
 from burnish.runtime.handover import ray_sync
+from burnish.runtime.heartbeat import Beats, Watch
 from burnish.runtime.remote import (
     Group,
     RemoteFrozenBase,
     RemoteRolloutEngine,
     RemoteTrainEngine,
+    failure,
     first_line,
+    is_loss,
 )
 from burnish.runtime.worker import Place
 from burnish.train.base import HasLogprobs, TrainEngine
@@ -75,44 +79,40 @@ class RayRuntime:
         self.groups: list[Group] = []
         self.rollouts: list[RemoteRolloutEngine] = []
         self.restarts = 0
-        self._started_here = False
+        self._first_beats: dict[int, Any] = {}
+        self._connected_here = False
+        self._board: Any = None
+        self._places: dict[ClusterRole, tuple[Any, Places]] = {}
         self._connect(places)
-        self._places = self._reserve(places)
+        try:
+            self._reserve(places)
+            self._board = self._start_board()
+        except BaseException:
+            self.close()
+            raise
+        self.watch = Watch(self.ray, self._board, timeout_s=config.heartbeat_timeout_s)
 
     # ---- the cluster -----------------------------------------------------------------------
 
     def _connect(self, places: Sequence[Places]) -> None:
         if self.ray.is_initialized():
             return
-        common = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
-        environment = {"env_vars": {"OMP_NUM_THREADS": str(self._threads())}}
+        environment = {"OMP_NUM_THREADS": str(self._threads())}
         if self.config.ray_address is not None:
-            try:
-                self.ray.init(
-                    address=self.config.ray_address, runtime_env=environment, log_to_driver=False
-                )
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ClusterError(
-                    f"cluster.ray_address={self.config.ray_address!r}: no Ray cluster of this "
-                    f"version ({self.ray.__version__}) answers there ({first_line(error)}); start "
-                    "one with 'ray start --head', or leave ray_address out to start a local one"
-                ) from error
-            return
-        cpus = sum(p.cpus * p.count for p in places)
-        # Ray's own count of CPUs is what it hands out, not what it uses; a local run may have
-        # more workers than cores (tests, laptops), which is slow and works.
-        self.ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999)),
-            **common,
-            runtime_env=environment,
-        )
-        self._started_here = True
+            limit = self.config.start_timeout_s
+            join_ray(self.ray, self.config.ray_address, timeout_s=limit, environment=environment)
+        else:
+            cpus = sum(p.cpus * p.count for p in places)
+            # Ray's own count of CPUs is what it hands out, not what it uses; a local run may have
+            # more workers than cores (tests, laptops), which is slow and works.
+            most = max(os.cpu_count() or 1, int(cpus + 0.999))
+            start_ray(self.ray, num_cpus=most, environment=environment)
+        self._connected_here = True
 
     def _threads(self) -> int:
         return max(1, int(self.config.cpus_per_worker))
 
-    def _reserve(self, places: Sequence[Places]) -> dict[ClusterRole, tuple[Any, Places]]:
+    def _reserve(self, places: Sequence[Places]) -> None:
         """A placement group for every set of places; checked against the whole cluster first."""
         from ray.util.placement_group import placement_group
 
@@ -128,10 +128,10 @@ class RayRuntime:
                     f"{have.get(kind, 0.0):g}; use fewer ranks or workers, a layout that shares "
                     "more, or a larger cluster"
                 )
-        reserved: dict[ClusterRole, tuple[Any, Places]] = {}
         for place in places:
             bundle = {"CPU": place.cpus} | ({"GPU": place.gpus} if place.gpus else {})
             made = placement_group([bundle] * place.count, strategy="PACK")
+            self._places |= {role: (made, place) for role in place.roles}
             ready, _ = self.ray.wait([made.ready()], timeout=self.config.start_timeout_s)
             if not ready:
                 raise ClusterError(
@@ -139,28 +139,35 @@ class RayRuntime:
                     f"(cluster.start_timeout_s): the cluster has {have} in all, and other jobs may "
                     "hold it"
                 )
-            reserved |= {role: (made, place) for role in place.roles}
-        return reserved
 
-    def start(self, role: ClusterRole, worker_class: type, count: int) -> list[Any]:
-        """``count`` fresh workers of a role in its places, answering. Raises ClusterError that
-        names those that do not."""
-        workers = [self.start_one(role, worker_class, i, count) for i in range(count)]
-        pings = [w.ping.remote() for w in workers]
-        ready, missing = self.ray.wait(
-            pings, num_returns=count, timeout=self.config.start_timeout_s
-        )
-        if missing:
-            names = [f"{role} {pings.index(ref)}" for ref in missing]
-            raise ClusterError(
-                f"{len(missing)} of {count} workers did not start within "
-                f"{self.config.start_timeout_s:g} s (cluster.start_timeout_s): {', '.join(names)}"
+    def _start_board(self) -> Any:
+        """The process that workers report to, on the controller's node."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = self.ray.get_runtime_context().get_node_id()
+        return (
+            self.ray.remote(Beats)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             )
-        self.ray.get(ready)
+            .remote()
+        )
+
+    def start(self, role: ClusterRole, worker_class: type, size: int) -> list[Any]:
+        """All workers of a role in its places, fresh and answering. Raises WorkerLostError that
+        names those that do not, once all are ended."""
+        workers = [self.start_one(role, worker_class, i, size) for i in range(size)]
+        lost = self.meet(workers)
+        if lost:
+            said = ", ".join(f"{self.watch.name(worker)} {why}" for worker, why in lost)
+            self.end(workers)
+            raise WorkerLostError(f"{len(lost)} of {size} workers did not start: {said}")
         return workers
 
     def start_one(self, role: ClusterRole, worker_class: type, rank: int, size: int) -> Any:
-        """One worker process."""
+        """One worker process, which may not be there yet: :meth:`meet` waits for it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         reserved, place = self._places[role]
@@ -175,9 +182,46 @@ class RayRuntime:
             ),
             runtime_env={"env_vars": worker_environment(on_gpu=bool(gpus))},
         )
-        return remote.remote(
+        worker = remote.remote(
             Place(role, rank, size, device, self._threads()), self.model, self.precision
         )
+        kind = "rollout worker" if role == "rollout" else "rank"
+        name = f"{kind} {rank}" + ("" if role == "rollout" else f" of the {role}")
+        beat = self.watch.add(worker, name)
+        self._first_beats[id(worker)] = worker.beat.remote(beat, self.watch.every_s)
+        return worker
+
+    def meet(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
+        """Wait until fresh workers answer; from then on they are watched. Returns those that do
+        not, with the reason."""
+        refs = [self._first_beats.pop(id(worker)) for worker in workers]
+        limit = self.config.start_timeout_s
+        ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=limit)
+        lost: list[tuple[Any, str]] = []
+        for worker, ref in zip(workers, refs, strict=True):
+            failed = failure(self.ray, ref) if ref in ready else None
+            if ref not in ready:
+                why = f"did not start within {limit:g} s (cluster.start_timeout_s)"
+                lost.append((worker, why))
+            elif failed is None:
+                self.watch.met(worker, self.ray.get(ref))
+            elif is_loss(self.ray, failed):
+                lost.append((worker, f"died while it started: {first_line(failed)}"))
+            else:
+                raise failed
+        return lost
+
+    @property
+    def silence(self) -> str:
+        """What is said of a worker that is not heard any more."""
+        limit = self.config.heartbeat_timeout_s
+        return f"hangs: it was not heard for {limit:g} s (cluster.heartbeat_timeout_s)"
+
+    def end(self, workers: Iterable[Any]) -> None:
+        """End workers at once, stopped ones too."""
+        for worker in workers:
+            self.watch.drop(worker)
+            self.ray.kill(worker)
 
     def spend_restart(self, what: str) -> None:
         """Count a replacement. Raises ClusterError where there were too many."""
@@ -247,7 +291,12 @@ class RayRuntime:
         """What hands the policy's weights to the rollout workers."""
         assert not isinstance(config, InprocSync), "refused when the recipe was read"
         ends = cast(RemoteTrainEngine, policy), cast(RemoteRolloutEngine, rollout)
-        made = ray_sync(*ends, config, self.precision.sampler_dtype)
+        while True:
+            try:
+                made = ray_sync(*ends, config, self.precision.sampler_dtype)
+                break
+            except WorkerLostError as lost:  # nothing is trained yet: fresh ranks are as good
+                self.recover(lost)
         return timed(made, self.timeline, {"push": "sync"})
 
     def release(self, engine: HasLogprobs) -> None:
@@ -269,10 +318,12 @@ class RayRuntime:
             rollout.close()
         for places in {id(made): made for made, _ in self._places.values()}.values():
             remove_placement_group(places)
-        self.groups, self.rollouts, self._places = [], [], {}
-        if self._started_here:
+        if self._board is not None:
+            self.ray.kill(self._board)
+        self.groups, self.rollouts, self._places, self._board = [], [], {}, None
+        if self._connected_here:  # a Ray that was started here ends; one that was joined goes on
             self.ray.shutdown()
-            self._started_here = False
+            self._connected_here = False
 
 
 _PASSED_ON = ("DS_", "GLOO_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")

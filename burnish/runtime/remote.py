@@ -7,9 +7,10 @@ hands weights from one to the other is in ``weights.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 10.0
+_NEIGHBOURS_S = 10.0
+"""How long other ranks get to fail as well once one has: Ray learns of a death after gloo does."""
+
+
+Lost = dict[int, str]
+"""Index of a worker -> how it was lost."""
+Refill = Callable[[Sequence[int]], Lost]
 
 
 class Group:
@@ -42,94 +50,103 @@ class Group:
         self.role: Role = spec.role
         self.size = runtime.config.ranks(spec.role)
         self.workers: list[Any] = []
-        self.lost: set[int] = set()
+        self._whole = False
         self.restart()
 
     def restart(self) -> None:
-        """Fresh workers that have met and loaded the model."""
+        """Fresh workers that have met and loaded the model; anew where some are lost meanwhile.
+        Raises ClusterError where that was too often."""
+        while not self._whole:
+            try:
+                self._start()
+            except WorkerLostError as lost:
+                self.runtime.spend_restart(str(lost))
+
+    def _start(self) -> None:
         self.end()
         self.workers = self.runtime.start(self.role, TrainWorker, self.size)
-        self.lost = set()
-        address = self.runtime.ray.get(self.workers[0].free_address.remote())
-        timeout = self.runtime.config.start_timeout_s
-        self.all(lambda w: w.join.remote(address, timeout), timeout_s=timeout)
-        self.all(lambda w: w.build.remote(self.spec, scalar=self.scalar, seed=self.seed))
+        limit = self.runtime.config.start_timeout_s
+        host, port = self.gather([self.workers[0].meeting_place.remote(limit)], limit_s=limit)[0]
+        self._each(lambda w: w.join.remote(host, port, limit), limit_s=limit)
+        self._each(lambda w: w.build.remote(self.spec, scalar=self.scalar, seed=self.seed))
+        self._whole = True
 
-    def all(self, call: Callable[[Any], Any], *, timeout_s: float | None = None) -> list[Any]:
-        """Every rank's answer to one call. Raises WorkerLostError that names the dead or hung."""
+    def all(self, call: Callable[[Any], Any]) -> list[Any]:
+        """Every rank's answer to one call.
+
+        Where a rank dies or hangs: a model that is not trained is loaded anew, and the call done
+        again; else raises WorkerLostError that names it, and the group has to be restarted.
+        """
+        while True:
+            try:
+                return self._each(call)
+            except WorkerLostError as lost:
+                if self.spec.trainable:
+                    raise
+                self.runtime.spend_restart(str(lost))
+                self.restart()
+
+    def _each(self, call: Callable[[Any], Any], *, limit_s: float | None = None) -> list[Any]:
+        if not self.workers:
+            raise WorkerLostError(f"the {self.role} has lost its workers")
+        return self.gather([call(worker) for worker in self.workers], limit_s=limit_s)
+
+    def gather(self, refs: Sequence[Any], *, limit_s: float | None = None) -> list[Any]:
+        """The results of calls, the first of rank 0 and so on. Raises WorkerLostError."""
+        watch = self.runtime.watch
+        limit = limit_s or self.runtime.config.call_timeout_s
+        waiting = list(refs)
+        while waiting:
+            ready, silent = watch.wait(waiting, self.workers, limit_s=limit)
+            for failed in (failure(self.runtime.ray, ref) for ref in ready):
+                if failed is not None:
+                    self._raise(refs, failed)
+            waiting = [ref for ref in waiting if ref not in ready]
+            if silent and waiting:
+                raise self.loss(silent, self.runtime.silence)
+            if waiting and not ready:
+                late = [self.workers[refs.index(ref)] for ref in waiting]
+                said = f"did not answer within {limit:g} s ({self._limit_name(limit_s)})"
+                raise self.loss(late, said)
+        return list(self.runtime.ray.get(list(refs)))
+
+    def _limit_name(self, limit_s: float | None) -> str:
+        return "cluster.call_timeout_s" if limit_s is None else "cluster.start_timeout_s"
+
+    def _raise(self, refs: Sequence[Any], failed: BaseException) -> NoReturn:
+        """A dead or hung rank makes its neighbours fail as well: it is the one to name."""
         ray = self.runtime.ray
-        refs = [call(worker) for worker in self.workers]
-        limit = timeout_s or self.runtime.config.call_timeout_s
-        waiting, failed = list(refs), None
-        while waiting and failed is None:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=limit)
-            if not ready:
-                self.lost |= {refs.index(ref) for ref in waiting}
-                raise WorkerLostError(
-                    f"{self.names(self.lost)} did not answer within {limit:g} s "
-                    "(cluster.call_timeout_s)"
-                )
-            failed = failure_of(ray, ready[0])
-        if failed is not None:
-            self._raise(refs, failed)
-        return list(ray.get(refs))
-
-    def pairs(self, call: Callable[[Any], Any]) -> Iterator[tuple[bytes, Any]]:
-        """What rank 0 yields in a call that all ranks take part in: a reference to what is large,
-        then what is small, turned round. Raises as :meth:`all` does."""
-        streams = [call(worker) for worker in self.workers]
-        while (payload := self._next(streams, 0)) is not None:
-            header = self._next(streams, 0)
-            if header is not None and failure_of(self.runtime.ray, header) is None:
-                yield self.runtime.ray.get(header), payload
-                continue
-            failed = failure_of(self.runtime.ray, payload if header is None else header)
-            self._raise_from(streams, failed or RuntimeError("a stream ended too early"))
-        for rank in range(1, self.size):
-            if (odd := self._next(streams, rank)) is not None:
-                failed = failure_of(self.runtime.ray, odd)
-                self._raise_from(streams, failed or RuntimeError("a rank had something to say"))
-
-    def _next(self, streams: list[Any], rank: int) -> Any:
-        """A stream's next reference; None at its end."""
-        limit = self.runtime.config.call_timeout_s
-        ready, _ = self.runtime.ray.wait([streams[rank]], num_returns=1, timeout=limit)
-        if not ready:
-            self.lost.add(rank)
-            raise WorkerLostError(
-                f"{self.names({rank})} did not answer within {limit:g} s (cluster.call_timeout_s)"
-            )
-        return next(streams[rank], None)
-
-    def _raise_from(self, streams: list[Any], failed: BaseException) -> None:
-        self._raise([stream.completed() for stream in streams], failed)
-
-    def _raise(self, refs: list[Any], failed: BaseException) -> None:
-        """A dead rank makes its neighbours fail as well: it is the one to name."""
-        ray = self.runtime.ray
-        done, _ = ray.wait(refs, num_returns=len(refs), timeout=10.0)
-        failures = {refs.index(ref): failure_of(ray, ref) for ref in done}
-        dead = {i for i, e in failures.items() if isinstance(e, ray.exceptions.RayActorError)}
+        done, undone = ray.wait(list(refs), num_returns=len(refs), timeout=_NEIGHBOURS_S)
+        failures = {refs.index(ref): failure(ray, ref) for ref in done}
+        dead = {i: e for i, e in failures.items() if e is not None and is_loss(ray, e)}
         if dead:
-            self.lost |= dead
-            raise WorkerLostError(f"{self.names(dead)} died") from failed
+            how = _died(next(iter(dead.values())))
+            raise self.loss([self.workers[i] for i in dead], how) from failed
+        silent = self.runtime.watch.settle([self.workers[refs.index(ref)] for ref in undone])
+        if silent:
+            raise self.loss(silent, self.runtime.silence) from failed
         raise failed
 
-    def names(self, ranks: Iterable[int]) -> str:
-        """The ranks for messages."""
-        return ", ".join(f"rank {r} of the {self.role}" for r in sorted(ranks))
+    def loss(self, workers: Sequence[Any], how: str) -> WorkerLostError:
+        """The error that names ranks that are gone; the group has to be restarted."""
+        self._whole = False
+        return WorkerLostError(f"{self.runtime.watch.names(workers)} {how}")
 
     def whole(self) -> bool:
         """Whether every rank answers."""
-        ray = self.runtime.ray
-        refs = [w.ping.remote() for w in self.workers]
-        ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=30.0)
-        return not self.lost and not waiting and not any(failure_of(ray, r) for r in ready)
+        if not self._whole:
+            return False
+        try:
+            limit = self.runtime.config.heartbeat_timeout_s
+            self._each(lambda w: w.ping.remote(), limit_s=limit)
+        except WorkerLostError:
+            return False
+        return True
 
     def end(self) -> None:
         """End the workers at once."""
-        for worker in self.workers:
-            self.runtime.ray.kill(worker)
+        self._whole = False
+        self.runtime.end(self.workers)
         self.workers = []
 
 
@@ -180,11 +197,17 @@ class RemoteTrainEngine:
 
     def hand_over(self, push: int, how: Sending) -> HandOver[Any]:
         """The weights as rank 0 gives them: headers here, bytes in the object store."""
-        call = self.group.pairs(
-            lambda w: w.hand_over.options(num_returns="streaming").remote(push, how)
-        )
-        headers, payloads = zip(*call, strict=True)
-        return HandOver(headers, payloads[:-1])  # the end has no bytes
+        streams: list[Any] = []
+
+        def start(worker: Any) -> Any:
+            method = worker.hand_over.options(num_returns="streaming")
+            streams.append(method.remote(push, how))
+            return streams[-1].completed()
+
+        self.group.all(start)
+        refs = list(streams[-self.group.size])  # rank 0's: a bucket's bytes, then its header
+        headers = self.group.runtime.ray.get(refs[1::2])
+        return HandOver(tuple(headers), tuple(refs[0:-2:2]))  # the end has no bytes
 
     @property
     def state_bytes(self) -> int:
@@ -219,7 +242,8 @@ class RemoteFrozenBase:
 
 
 class RemoteRolloutEngine:
-    """Several rollout workers as one ``rollout.base.RolloutEngine``."""
+    """Several rollout workers as one ``rollout.base.RolloutEngine``. One that dies or hangs is
+    replaced here, and nobody else learns of it until that was too often."""
 
     def __init__(
         self,
@@ -234,83 +258,119 @@ class RemoteRolloutEngine:
         self.runtime, self.model, self.config, self.max_len = runtime, model, config, max_len
         self.ready, self.version = ready, 0
         self.size = runtime.config.ranks("rollout")
-        self.refill: Callable[[int], None] = lambda index: None
-        """Gives a worker that was replaced the weights that the others have; a sync sets it."""
-        self.workers = runtime.start("rollout", RolloutWorker, self.size)
+        self.refill: Refill = lambda indices: {}
+        """Gives workers that were replaced the weights that the others have; a sync sets it."""
+        self.workers: list[Any] = [
+            runtime.start_one("rollout", RolloutWorker, i, self.size) for i in range(self.size)
+        ]
         runtime.rollouts.append(self)
-        self.wait([self._build(w) for w in self.workers])
-
-    def _build(self, worker: Any) -> Any:
-        return worker.build.remote(self.model, self.config, self.max_len, ready=self.ready)
+        self.replace(self._prepare(range(self.size)))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Completions as they finish on any worker. The requests of a worker that dies are done
         again; what it had finished is kept."""
-        ray = self.runtime.ray
         done: set[tuple[str, int]] = set()
-        streams = {
-            self._start(i, part, sampling): (i, part)
-            for i, part in enumerate(_shares(requests, self.size))
-            if part
-        }
+        streams: dict[Any, tuple[int, list[Request]]] = {}
+
+        def start(worker: int, part: Sequence[Request]) -> None:
+            left = [r for r in part if any((r.request_id, k) not in done for k in range(r.n))]
+            if left:
+                method = self.workers[worker].generate.options(num_returns="streaming")
+                streams[method.remote(left, sampling)] = worker, left
+
+        for i, part in enumerate(_shares(requests, self.size)):
+            start(i, part)
         while streams:
-            ready, _ = ray.wait(
-                list(streams), num_returns=1, timeout=self.runtime.config.call_timeout_s
-            )
-            stream = ready[0] if ready else next(iter(streams))
-            worker, part = streams[stream]
-            try:
-                if not ready:
-                    raise WorkerLostError(f"rollout worker {worker} did not answer")
-                completions: list[Completion] = ray.get(next(stream))
-            except StopIteration:
+            ready, lost = self._wait(list(streams), [worker for worker, _ in streams.values()])
+            for stream in ready:
+                parcel = self._next(stream, streams[stream][0], lost)
+                if parcel is None:
+                    del streams[stream]
+                yield from _new(parcel or (), done)
+            again = [(s, worker, part) for s, (worker, part) in streams.items() if worker in lost]
+            self.replace(lost)
+            for stream, worker, part in again:
                 del streams[stream]
-                continue
-            except (ray.exceptions.RayActorError, WorkerLostError):
-                del streams[stream]
-                left = [r for r in part if any((r.request_id, k) not in done for k in range(r.n))]
-                self.replace(worker)
-                if left:
-                    streams[self._start(worker, left, sampling)] = (worker, left)
-                continue
-            except ray.exceptions.RayTaskError as error:
-                raise _cause(error) from None
-            for completion in completions:
-                key = (completion.request_id, completion.index)
-                if key not in done:
-                    done.add(key)
-                    yield completion
+                start(worker, part)
 
-    def _start(self, worker: int, part: Sequence[Request], sampling: Sampling) -> Any:
-        method = self.workers[worker].generate.options(num_returns="streaming")
-        return method.remote(list(part), sampling)
+    def _next(self, stream: Any, worker: int, lost: dict[int, str]) -> list[Completion] | None:
+        """What is ready in a stream; None at its end. Adds to ``lost`` where its worker is."""
+        ray = self.runtime.ray
+        try:
+            completions: list[Completion] = ray.get(next(stream))
+        except StopIteration:
+            return None
+        except ray.exceptions.RayError as error:
+            lost[worker] = _why_lost(ray, error)
+            return []
+        return completions
 
-    def replace(self, index: int) -> None:
-        """A fresh worker with the same weights in the place of one that died."""
-        self.runtime.spend_restart(f"rollout worker {index} died")
-        self.runtime.ray.kill(self.workers[index])
-        fresh = self.runtime.start_one("rollout", RolloutWorker, index, self.size)
-        self.workers[index] = fresh
-        self.wait([self._build(fresh)])
-        self.refill(index)
+    def _wait(
+        self, refs: Sequence[Any], busy: Sequence[int], *, limit_s: float | None = None
+    ) -> tuple[list[Any], dict[int, str]]:
+        """(what is ready, worker -> why it is lost), as soon as there is one of either. ``busy``:
+        the worker of each."""
+        limit = limit_s or self.runtime.config.call_timeout_s
+        workers = {id(self.workers[i]): i for i in busy}
+        ready, silent = self.runtime.watch.wait(
+            refs, [self.workers[i] for i in busy], limit_s=limit
+        )
+        if ready or silent:
+            return ready, {workers[id(w)]: self.runtime.silence for w in silent}
+        return [], dict.fromkeys(
+            busy, f"did not answer within {limit:g} s (cluster.call_timeout_s)"
+        )
+
+    def _call(self, indices: Iterable[int], call: Callable[[Any], Any]) -> dict[int, str]:
+        """One call of several workers; worker -> why it was lost in it. Raises what one raised."""
+        refs = {call(self.workers[i]): i for i in indices}
+        lost: dict[int, str] = {}
+        while refs:
+            ready, gone = self._wait(list(refs), list(refs.values()))
+            for ref in ready:
+                failed = failure(self.runtime.ray, ref)
+                if failed is not None:
+                    lost[refs[ref]] = _why_lost(self.runtime.ray, failed)
+            lost |= gone
+            refs = {r: i for r, i in refs.items() if r not in ready and i not in gone}
+        return lost
+
+    def replace(self, lost: Mapping[int, str]) -> None:
+        """Fresh workers with the same weights in the places of those that were lost; anew, where
+        some are lost meanwhile. Raises ClusterError where that was too often."""
+        while lost:
+            watch = self.runtime.watch
+            said = [f"{watch.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
+            self.runtime.end(self.workers[i] for i in lost)
+            self.runtime.spend_restart(", ".join(said))
+            for i in lost:
+                self.workers[i] = self.runtime.start_one("rollout", RolloutWorker, i, self.size)
+            lost = self._prepare(list(lost))
+
+    def _prepare(self, indices: Sequence[int]) -> dict[int, str]:
+        """Have fresh workers load the model and the weights; worker -> why it was lost in it."""
+        handles = {id(self.workers[i]): i for i in indices}
+        missing = self.runtime.meet([self.workers[i] for i in indices])
+        lost = {handles[id(worker)]: why for worker, why in missing}
+        left = [i for i in indices if i not in lost]
+        model, config, max_len, ready = self.model, self.config, self.max_len, self.ready
+        lost |= self._call(left, lambda w: w.build.remote(model, config, max_len, ready=ready))
+        left = [i for i in left if i not in lost]
+        return lost | (self.refill(left) if left else {})
 
     def take(self, kept: HandOver[Any], *, verify: bool) -> None:
         """Give all workers one hand-over, which stays in the object store until the next, for
         those that are replaced. Raises SyncError where one does not accept it."""
-        self.refill = lambda index: self._give(kept, self.workers[index], verify=verify)
-        calls = [(i, self._take(kept, w, verify=verify)) for i, w in enumerate(self.workers)]
-        for i, call in calls:
-            try:
-                self.wait([call])
-            except WorkerLostError:
-                self.replace(i)
+
+        def give(indices: Sequence[int]) -> Lost:
+            version, headers = kept.end.version, kept.headers
+            return self._call(
+                indices, lambda w: w.take.remote(version, verify, headers, *kept.payloads)
+            )
+
+        self.refill = give
+        self.replace(give(range(self.size)))
         self.version = kept.end.version
-
-    def _take(self, kept: HandOver[Any], worker: Any, *, verify: bool) -> Any:
-        return worker.take.remote(kept.end.version, verify, kept.headers, *kept.payloads)
-
-    def _give(self, kept: HandOver[Any], worker: Any, *, verify: bool) -> None:
-        self.wait([self._take(kept, worker, verify=verify)])
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Put weights into the object store and load them."""
@@ -328,53 +388,66 @@ class RemoteRolloutEngine:
 
     def close(self) -> None:
         """End the engines, and then their processes. May be called twice."""
-        ray = self.runtime.ray
         if self.workers:
             closing = [w.close.remote() for w in self.workers]
-            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-        for worker in self.workers:
-            ray.kill(worker)
+            self.runtime.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        self.runtime.end(self.workers)
         self.workers = []
 
-    def wait(self, refs: list[Any]) -> list[Any]:
-        """Results of calls. Raises WorkerLostError where a worker is gone, and what a worker
-        raised."""
-        ray = self.runtime.ray
-        try:
-            return list(ray.get(refs, timeout=self.runtime.config.call_timeout_s))
-        except ray.exceptions.RayActorError as error:
-            raise WorkerLostError(f"a rollout worker died ({first_line(error)})") from error
-        except ray.exceptions.GetTimeoutError as error:
-            raise WorkerLostError("a rollout worker did not answer") from error
-        except ray.exceptions.RayTaskError as error:
-            raise _cause(error) from None
+
+def _new(parcel: Iterable[Completion], done: set[tuple[str, int]]) -> Iterator[Completion]:
+    """Those that are not done yet, which then are."""
+    for completion in parcel:
+        key = (completion.request_id, completion.index)
+        if key not in done:
+            done.add(key)
+            yield completion
 
 
 def _shares(requests: Sequence[Request], count: int) -> list[list[Request]]:
     """Requests split over workers: the most expensive first, each to the least loaded."""
     shares: list[list[Request]] = [[] for _ in range(count)]
-    loads = [0] * count
+    loads = [(0, worker) for worker in range(count)]
     for request in sorted(requests, key=lambda r: -r.n * (r.max_tokens or 1)):
-        least = loads.index(min(loads))
+        load, least = loads[0]
         shares[least].append(request)
-        loads[least] += request.n
+        heapq.heapreplace(loads, (load + request.n, least))
     return shares
 
 
-def failure_of(ray: Any, ref: Any) -> BaseException | None:
+def failure(ray: Any, ref: Any) -> BaseException | None:
     """What a finished call raised, as the worker raised it."""
     try:
         ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        return _cause(error)
+        return error.cause if isinstance(error.cause, BaseException) else error  # type: ignore[no-any-return]
     except ray.exceptions.RayError as error:
         return error  # type: ignore[no-any-return]
     return None
 
 
-def _cause(error: Any) -> BaseException:
-    cause: BaseException = error.cause if isinstance(error.cause, BaseException) else error
-    return cause
+def is_loss(ray: Any, error: BaseException) -> bool:
+    """Whether an error is about a process or a machine that is gone, and not raised by one."""
+    return isinstance(error, ray.exceptions.RayError) and not isinstance(
+        error, ray.exceptions.RayTaskError
+    )
+
+
+def _why_lost(ray: Any, error: BaseException) -> str:
+    """How a worker was lost. Raises the error itself where a worker raised it, and WorkerLostError
+    where what it was to be given is lost, as no other worker can do better."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        error = cause if isinstance(cause, BaseException) else error
+    if isinstance(error, ray.exceptions.ObjectLostError):
+        raise WorkerLostError(f"weights in the object store are lost ({first_line(error)})")
+    if not is_loss(ray, error):
+        raise error
+    return _died(error)
+
+
+def _died(error: BaseException) -> str:
+    return f"died: {first_line(error)}"
 
 
 def _tensor(array: Any) -> Tensor:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from burnish.config.sync import DiskSync, LinkSync
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.runtime.heartbeat import start_beating
 from burnish.runtime.inline import InlineRuntime
 from burnish.sync.base import Metrics, Shape, encode
 from burnish.sync.buckets import LinkReceiver
@@ -37,7 +40,14 @@ from burnish.train.ranks import Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 from burnish.types import Batch, Stats
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
 Packed = dict[str, Any]
+
+TOGETHER_S = 0.5
+"""Completions travel in parcels of so many seconds: one by one they would cost the controller more
+than they are worth, and what a worker that dies has not sent is sampled again."""
 
 
 def pack_batch(batch: Batch) -> Packed:
@@ -64,6 +74,19 @@ class Sending:
     """What floating-point weights become on the way. None: as they are."""
     verify: bool
     """Buckets carry checksums, and receivers compare them."""
+
+
+def own_address() -> str:
+    """An address at which other machines reach this one; its host name may mean the loopback."""
+    with suppress(OSError):
+        host = socket.gethostbyname(socket.gethostname())
+        if not host.startswith("127."):
+            return host
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: the system picks the interface
+        address: str = probe.getsockname()[0]
+        return address
+    return "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -97,6 +120,10 @@ class _Worker:
         """The process id: the worker is there and answers."""
         return os.getpid()
 
+    def beat(self, beat: Callable[[], None], every_s: float) -> tuple[str, int]:
+        """Report by ``beat`` from now on, whatever else is computed. Returns node and process."""
+        return start_beating(beat, every_s)
+
     def _runtime(self, ranks: Ranks | None = None) -> InlineRuntime:
         return InlineRuntime(
             self.tokenizer,
@@ -111,29 +138,43 @@ class TrainWorker(_Worker):
     """One data-parallel rank of a train engine."""
 
     engine: TorchTrainEngine
+    store: TCPStore
     _store: Any = None
     _sender: WeightSender | DiskSender | None = None
 
-    def free_address(self) -> str:
-        """An address of this machine at which the ranks can meet."""
-        host = socket.gethostbyname(socket.gethostname())
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+    def meeting_place(self, timeout_s: float) -> tuple[str, int]:
+        """Open the place where the ranks meet, on a port that nothing else can take meanwhile:
+        (host, port)."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    def join(self, address: str, timeout_s: float) -> None:
+        host = own_address()
+        self.store = TCPStore(
+            host,
+            0,
+            self.place.size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+        return host, int(self.store.port)
+
+    def join(self, host: str, port: int, timeout_s: float) -> None:
         """Meet the other ranks. Raises after ``timeout_s`` where some do not come."""
         self.ranks = Ranks()
         if self.place.size == 1:
             return
         from torch import distributed
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+        wait = timedelta(seconds=timeout_s)
+        if self.place.rank != 0:
+            self.store = TCPStore(host, port, self.place.size, is_master=False, timeout=wait)
         distributed.init_process_group(
             "nccl" if self.place.device.startswith("cuda") else "gloo",
-            init_method=address,
+            store=self.store,
             rank=self.place.rank,
             world_size=self.place.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=wait,
         )
         self.ranks = Ranks(distributed.group.WORLD)
 
@@ -201,7 +242,7 @@ class TrainWorker(_Worker):
 
     def serve_store(self, timeout_s: float) -> tuple[str, int]:
         """Rank 0: start a store at which receivers find this process; its host and port."""
-        host = socket.gethostbyname(socket.gethostname())
+        host = own_address()
         self._store = serve_store(host, timeout_s=timeout_s)
         return host, self._store.port
 
@@ -268,9 +309,16 @@ class RolloutWorker(_Worker):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling
     ) -> Iterator[list[Completion]]:
-        """Completions as they finish, those of one decode step together."""
+        """Completions as they finish, those of :data:`TOGETHER_S` together."""
+        finished: list[Completion] = []
+        begun = time.monotonic()
         for completion in self.engine.generate(requests, sampling):
-            yield [completion]
+            finished.append(completion)
+            if time.monotonic() - begun >= TOGETHER_S:
+                yield finished
+                finished, begun = [], time.monotonic()
+        if finished:
+            yield finished
 
     def take(self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any) -> Metrics:
         """Take a hand-over that was kept for us. Raises SyncError where it is not whole."""

@@ -64,6 +64,11 @@ class NonFiniteError(ArithmeticError):
         self.stats = stats
 
 
+class EngineLostError(RuntimeError):
+    """The process of an engine is gone or hangs. It says nothing about what was computed, so it is
+    never taken for a bad sample or a bad reward."""
+
+
 class Loss(Protocol):
     """(outputs of a micro-batch, the micro-batch) -> (scalar, stats).
 

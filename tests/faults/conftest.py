@@ -6,14 +6,19 @@ in a moment, and all compute alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import os
 import random
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import burnish
@@ -110,11 +115,15 @@ class Children:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["burnish.loops.run", "transformers.models.llama"])
 
-    def start(self, config: JobConfig, *, resume: Path | None = None) -> Any:
+    def start(
+        self,
+        config: JobConfig,
+        *,
+        resume: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Any:
         """A started process that runs ``config``."""
-        process = self._context.Process(
-            target=burnish.run, args=(config,), kwargs={"resume": resume}
-        )
+        process = self._context.Process(target=_run, args=(config, resume, environment or {}))
         process.start()
         return process
 
@@ -152,6 +161,11 @@ class Children:
             time.sleep(0.002)
 
 
+def _run(config: JobConfig, resume: Path | None, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    burnish.run(config, resume=resume)
+
+
 def _lines(run_dir: Path) -> list[str]:
     path = run_dir / "metrics.jsonl"
     return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -178,3 +192,111 @@ def measured() -> Callable[[Path], list[dict[str, Any]]]:
         ]
 
     return read
+
+
+RAY_ENVIRONMENT = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+"""Of the cluster and of who joins it."""
+
+
+class RayCluster:
+    """A Ray cluster in processes of its own, and a view of them."""
+
+    environment = RAY_ENVIRONMENT
+
+    def __init__(self, cpus: int) -> None:
+        self.cpus = cpus
+        self._holder = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "ray_holder.py"), str(cpus)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **RAY_ENVIRONMENT},
+        )
+        assert self._holder.stdout is not None
+        self.address = self._holder.stdout.readline().strip()
+        assert self.address, "the cluster did not start"
+
+    def state(self) -> dict[str, Any]:
+        """Free CPUs, and the states of the placement groups that are not removed."""
+        assert self._holder.stdin is not None and self._holder.stdout is not None
+        self._holder.stdin.write("\n")
+        self._holder.stdin.flush()
+        state: dict[str, Any] = json.loads(self._holder.stdout.readline())
+        return state
+
+    def workers(self, kind: str = "") -> list[psutil.Process]:
+        """Processes of this cluster that hold one of our classes."""
+        return ray_workers(psutil.Process(self._holder.pid), kind)
+
+    def assert_nothing_is_left(self) -> None:
+        """No worker, no place, no CPU taken, within a minute."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            state = self.state()
+            if not self.workers() and not state["places"] and state["free"] == self.cpus:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"left behind: {self.workers()}, {self.state()}")
+
+    def close(self) -> None:
+        """End it."""
+        assert self._holder.stdin is not None
+        self._holder.stdin.close()
+        self._holder.wait(60)
+
+
+def ray_workers(root: psutil.Process, kind: str = "") -> list[psutil.Process]:
+    """Processes below ``root`` that hold one of our classes."""
+    found = []
+    for process in root.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            line = " ".join(process.cmdline())
+            if line.startswith("ray::") and line[5:].startswith(OURS) and kind in line:
+                found.append(process)
+    return found
+
+
+OURS = ("TrainWorker", "RolloutWorker", "Beats")
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    pytest.importorskip("ray")
+    cluster = RayCluster(8)
+    yield cluster
+    cluster.close()
+
+
+ON_RAY = (
+    "cluster.runtime=ray",
+    "cluster.policy_ranks=2",
+    "cluster.rollout_workers=2",
+    "cluster.heartbeat_timeout_s=10",
+)
+
+
+@pytest.fixture
+def on_ray(ray_cluster: RayCluster) -> tuple[str, ...]:
+    """Overrides for two ranks and two rollout workers on the cluster."""
+    return *ON_RAY, f"cluster.ray_address={ray_cluster.address}"
+
+
+@pytest.fixture
+def same_numbers(
+    measured: Callable[[Path], list[dict[str, Any]]],
+) -> Callable[[Path, Path], None]:
+    """Asserts that two runs measured the same, step by step, up to sums over two ranks."""
+
+    def compare(expected: Path, found: Path) -> None:
+        one, other = measured(expected), measured(found)
+        assert [line["step"] for line in one] == [line["step"] for line in other]
+        for first, second in zip(one, other, strict=True):
+            assert set(first) == set(second)
+            for name, value in first.items():
+                # fp32 sums over two ranks instead of one; gaps are of that size themselves
+                assert second[name] == pytest.approx(value, rel=1e-4, abs=2e-6, nan_ok=True), (
+                    first["step"],
+                    name,
+                )
+
+    return compare

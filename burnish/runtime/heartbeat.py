@@ -1,0 +1,177 @@
+"""Which workers still answer, whatever they are busy with.
+
+A thread of every worker process reports to one small process beside the controller (:class:`Beats`)
+a few times per time-out. It can do so only while the worker's interpreter runs: a process that is
+stopped or whose interpreter is held by a deadlock, and a machine that is gone, fall silent. One
+that computes for long, or waits in a collective for another, does not.
+
+:class:`Watch` is the controller's side: it waits for results and counts silence meanwhile. It
+counts how often it looked in vain and trusts no clock, so a pause of the controller, or of
+everything at once, is taken for nobody's death.
+
+Plain classes: Ray is handed in.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+BEATS_PER_TIMEOUT = 6
+"""Silence is counted in whole intervals from the first look that found no beat, so a worker is
+called silent after 5 of them: at most 6 after its last beat."""
+
+
+class Beats:
+    """The process that workers report to: how often each did."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+
+    def beat(self, worker: int) -> None:
+        """``worker`` is there."""
+        self.counts[worker] = self.counts.get(worker, 0) + 1
+
+    def read(self) -> dict[int, int]:
+        """Worker -> beats so far."""
+        return self.counts
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Reports one worker; called in its process."""
+
+    board: Any
+    """Handle of :class:`Beats`."""
+    worker: int
+
+    def __call__(self) -> None:
+        self.board.beat.remote(self.worker)
+
+
+def start_beating(beat: Callable[[], None], every_s: float) -> tuple[str, int]:
+    """Call ``beat`` in a thread of this process from now on. Returns (host name, process id)."""
+
+    def run() -> None:
+        while True:
+            with suppress(Exception):  # a beat that is not heard is the controller's business
+                beat()
+            time.sleep(every_s)
+
+    threading.Thread(target=run, name="burnish-beat", daemon=True).start()
+    return socket.gethostname(), os.getpid()
+
+
+@dataclass
+class _Watched:
+    handle: Any  # also keeps it, and so its id(), alive
+    name: str
+    number: int
+    counted: int = 0
+    silent_s: float = 0.0
+    met: bool = False
+
+
+class Watch:
+    """Waits for workers and knows who has fallen silent."""
+
+    def __init__(self, ray: Any, board: Any, *, timeout_s: float) -> None:
+        """``board``: a handle of :class:`Beats`. ``timeout_s``: the longest silence."""
+        self.ray, self.board, self.timeout_s = ray, board, timeout_s
+        self.every_s = timeout_s / BEATS_PER_TIMEOUT
+        self._watched: dict[int, _Watched] = {}
+        self._number = 0
+        self._looked = time.monotonic()
+
+    # ---- who is who ------------------------------------------------------------------------
+
+    def add(self, handle: Any, name: str) -> Beat:
+        """Know a worker by name. Returns what it has to call."""
+        self._number += 1
+        self._watched[id(handle)] = _Watched(handle, name, self._number)
+        return Beat(self.board, self._number)
+
+    def met(self, handle: Any, where: tuple[str, int]) -> None:
+        """It beats from now on, on this node and in this process."""
+        watched = self._watched[id(handle)]
+        node, pid = where
+        watched.met, watched.name = True, f"{watched.name} (node {node}, pid {pid})"
+
+    def drop(self, handle: Any) -> None:
+        """It is gone, knowingly."""
+        self._watched.pop(id(handle), None)
+
+    def name(self, handle: Any) -> str:
+        """For messages: role, rank, and node and process where they are known."""
+        return self._watched[id(handle)].name
+
+    def names(self, handles: Iterable[Any]) -> str:
+        """Several of them."""
+        return ", ".join(self.name(handle) for handle in handles)
+
+    # ---- waiting ---------------------------------------------------------------------------
+
+    def wait(
+        self, refs: Sequence[Any], handles: Sequence[Any], *, limit_s: float
+    ) -> tuple[list[Any], list[Any]]:
+        """(results that are ready, workers that are silent), as soon as there is one of either;
+        both empty after ``limit_s``."""
+        waited = 0.0
+        while True:
+            part = min(self.every_s, limit_s - waited)
+            ready, _ = self.ray.wait(list(refs), num_returns=1, timeout=max(part, 0.0))
+            if ready and len(refs) > 1:  # and whatever else is ready by now
+                ready, _ = self.ray.wait(list(refs), num_returns=len(refs), timeout=0)
+            silent = self.silent(handles)
+            waited += part
+            if ready or silent or waited >= limit_s:
+                return ready, silent
+
+    def silent(self, handles: Iterable[Any]) -> list[Any]:
+        """Those of ``handles`` that have not been heard for too long."""
+        self._look()
+        enough = (BEATS_PER_TIMEOUT - 1) * self.every_s
+        return [h for h in handles if self._watched[id(h)].silent_s >= enough]
+
+    def settle(self, handles: Sequence[Any]) -> list[Any]:
+        """Wait until each of ``handles`` has been heard anew or is silent; returns the silent."""
+        self._look(at_once=True)  # beats from before do not count
+        before = {id(h): self._watched[id(h)].counted for h in handles}
+        while True:
+            silent = self.silent(handles)
+            open_ = [h for h in handles if self._watched[id(h)].counted == before[id(h)]]
+            if len(open_) <= len(silent):
+                return silent
+            time.sleep(self.every_s)
+
+    def _look(self, *, at_once: bool = False) -> None:
+        """Count beats, at most once per interval."""
+        now = time.monotonic()
+        if now - self._looked < self.every_s and not at_once:
+            return
+        passed, self._looked = min(now - self._looked, 2 * self.every_s), now
+        counts = self._read()
+        for watched in self._watched.values():
+            count = counts.get(watched.number, 0)
+            if count != watched.counted or not watched.met:
+                watched.counted, watched.silent_s = count, 0.0
+            else:
+                watched.silent_s += passed
+
+    def _read(self) -> dict[int, int]:
+        """Beats so far. Where the board itself does not answer nobody is silent: it is killed, and
+        Ray starts it anew."""
+        try:
+            counts: dict[int, int] = self.ray.get(self.board.read.remote(), timeout=self.timeout_s)
+        except self.ray.exceptions.GetTimeoutError:
+            self.ray.kill(self.board, no_restart=False)
+            return {}
+        except self.ray.exceptions.RayActorError:
+            return {}
+        return counts

@@ -1,0 +1,248 @@
+"""What dies in which call, one after the other, in one run; what a dead controller leaves; and
+clusters that cannot be joined."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import burnish
+from burnish.config import JobConfig
+from burnish.loops.evaluate import Evaluator
+from burnish.observe.samples import read_samples
+from burnish.runtime import cluster
+from burnish.runtime.base import ClusterError
+from burnish.runtime.handover import StoredSync
+from burnish.runtime.ray import RayRuntime
+from burnish.runtime.remote import Group, RemoteTrainEngine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+Recipe = Callable[..., JobConfig]
+
+
+# ---- one after the other -------------------------------------------------------------------------
+
+
+class Saboteur:
+    """Kills workers right before chosen calls of the controller."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.runtime: RayRuntime | None = None
+        self.done: list[str] = []
+        connect = RayRuntime._connect
+
+        def remember(runtime: RayRuntime, roles: Any) -> None:
+            self.runtime = runtime
+            connect(runtime, roles)
+
+        monkeypatch.setattr(RayRuntime, "_connect", remember)
+
+    def kill(self, *names: str) -> None:
+        """End worker processes by name ("rank 1 of the policy")."""
+        assert self.runtime is not None
+        for name in names:
+            known = [w.name for w in self.runtime.watch._watched.values()]
+            (full,) = [k for k in known if k.startswith(f"{name} (")]
+            os.kill(int(re.search(r"pid (\d+)", full)[1]), signal.SIGKILL)
+        time.sleep(0.05)
+
+    def before(
+        self, owner: type, method: str, call: int, *victims: str, role: str | None = None
+    ) -> None:
+        """Kill ``victims`` before the ``call``-th call of a method (of engines in a role)."""
+        original = vars(owner)[method]
+        calls = 0
+
+        def sabotaged(this: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if role is None or this.role == role:
+                calls += 1
+                if calls == call:
+                    self.done.append(f"{owner.__name__}.{method}")
+                    self.kill(*victims)
+            return original(this, *args, **kwargs)
+
+        self.monkeypatch.setattr(owner, method, sabotaged)
+
+
+def test_whatever_dies_in_whatever_call_the_run_ends_as_if_nothing_had(
+    recipe: Recipe,
+    tmp_path: Path,
+    on_ray: tuple[str, ...],
+    same_numbers: Callable[[Path, Path], None],
+    ray_cluster: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PPO with a critic and a reference, evaluation every second step. What dies, and where:
+    a rank while a checkpoint is written; a rollout worker and a rank as weights are handed over,
+    both at once; a rank of the critic; of the frozen reference, which costs no step; a rollout
+    worker in an evaluation; and, when a group has just come back, one of its ranks again.
+    """
+    evaluation = ("eval.every_n_steps=2", f"eval.data.sources=[{tmp_path / 'rows.jsonl'}]")
+    common = ("max_steps=6", *evaluation, "eval.num_prompts=4")
+    whole = recipe("gae", *common, name="whole")
+    burnish.run(whole)
+    for name, value in ray_cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    config = recipe("gae", *common, *on_ray, "cluster.max_restarts=12", name="disturbed")
+    run_dir = Path(config.run_dir)
+    saboteur = Saboteur(monkeypatch)
+    # calls count on through what is done again, so each comes a little later than the last
+    saboteur.before(RemoteTrainEngine, "save", 2, "rank 1 of the policy", role="policy")
+    saboteur.before(RemoteTrainEngine, "load", 1, "rank 0 of the policy", role="policy")
+    both = ("rollout worker 1", "rank 0 of the policy")
+    saboteur.before(StoredSync, "push", 6, *both)
+    saboteur.before(RemoteTrainEngine, "values", 4, "rank 1 of the critic", role="critic")
+    saboteur.before(RemoteTrainEngine, "logprobs", 6, "rank 0 of the reference", role="reference")
+    saboteur.before(Evaluator, "evaluate", 3, "rollout worker 0")
+    burnish.run(config)
+    assert len(saboteur.done) == 6, saboteur.done
+    same_numbers(Path(whole.run_dir), run_dir)
+    ids = Counter(sample["prompt_id"] for sample in read_samples(run_dir))
+    assert len(ids) == 24 and set(ids.values()) == {2}
+    log = (run_dir / "run.log").read_text()
+    for name in ("rollout worker 0", "rollout worker 1", "rank 1 of the critic"):
+        assert re.search(rf"{name} \(node \S+, pid \d+\) died: .*; replaced", log), name
+    frozen = re.findall(r".*rank 0 of the reference .*", log)
+    assert frozen and not any("going back" in line for line in frozen)
+    ray_cluster.assert_nothing_is_left()
+
+
+def test_ranks_that_die_whenever_they_start_end_the_run_after_max_restarts(
+    recipe: Recipe, on_ray: tuple[str, ...], ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ray_cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    saboteur = Saboteur(monkeypatch)
+    each = Group._each
+
+    def dying(group: Group, call: Any, **kwargs: Any) -> Any:
+        saboteur.kill("rank 1 of the policy")
+        return each(group, call, **kwargs)
+
+    monkeypatch.setattr(Group, "_each", dying)
+    config = recipe("grpo", *on_ray, "cluster.max_restarts=1")
+    with pytest.raises(ClusterError, match=r"rank 1 of the policy .* died: .*max_restarts=1 "):
+        burnish.run(config)
+    ray_cluster.assert_nothing_is_left()
+
+
+# ---- what a dead controller leaves ---------------------------------------------------------------
+
+
+def test_a_killed_controller_leaves_nothing_on_a_joined_cluster_not_even_a_stopped_worker(
+    recipe: Recipe, children: Any, on_ray: tuple[str, ...], ray_cluster: Any
+) -> None:
+    config = recipe("grpo", "max_steps=500", *on_ray, "cluster.heartbeat_timeout_s=600")
+    process = children.start(config, environment=ray_cluster.environment)
+    _wait_for_lines(Path(config.run_dir), 2, process)
+    assert len(ray_cluster.workers("TrainWorker")) == 2
+    os.kill(ray_cluster.workers("RolloutWorker")[0].pid, signal.SIGSTOP)
+    os.kill(ray_cluster.workers("TrainWorker")[0].pid, signal.SIGSTOP)
+    process.kill()
+    process.join()
+    ray_cluster.assert_nothing_is_left()
+
+
+def test_a_ray_that_a_run_started_ends_with_its_killed_controller(
+    recipe: Recipe, children: Any
+) -> None:
+    before = set(glob.glob("/dev/shm/*"))
+    config = recipe("grpo", "max_steps=500", "cluster.runtime=ray", "cluster.policy_ranks=2")
+    process = children.start(config)
+    _wait_for_lines(Path(config.run_dir), 2, process)
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert sum("ray::TrainWorker" in " ".join(p.cmdline()) for p in below) == 2
+    process.kill()
+    process.join()
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
+    mine = {p for p in set(glob.glob("/dev/shm/*")) - before if str(process.pid) in p}
+    assert not mine
+
+
+def _wait_for_lines(run_dir: Path, count: int, process: Any) -> None:
+    log = run_dir / "metrics.jsonl"
+    while not (log.is_file() and len(log.read_bytes().splitlines()) >= count):
+        assert process.is_alive()
+        time.sleep(0.02)
+
+
+# ---- clusters that cannot be joined --------------------------------------------------------------
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """A port that takes connections and never says a word."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(8)
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def _joined(recipe: Recipe, address: str) -> str:
+    """What a run on that cluster says."""
+    config = recipe("grpo", "cluster.runtime=ray", f"cluster.ray_address={address}")
+    with pytest.raises(ClusterError) as caught:
+        burnish.run(config)
+    said = str(caught.value)
+    assert f"cluster.ray_address={address!r}" in said
+    return said
+
+
+def test_an_address_that_nobody_answers_is_an_error_at_once(recipe: Recipe) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    assert "nothing answers there" in _joined(recipe, address)
+    assert "'ray start --head'" in _joined(recipe, address)
+
+
+def test_a_port_that_something_else_uses_is_an_error_within_the_time_that_is_stated(
+    recipe: Recipe, listener: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "PROBE_S", 6.0)
+    assert "no Ray answered within 6 s; something else may have this port" in _joined(
+        recipe, listener
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("ray://127.0.0.1:10001", "Ray Client"), ("nowhere", "neither 'auto' nor host:port")],
+)
+def test_addresses_of_another_kind_are_refused(address: str, said: str, recipe: Recipe) -> None:
+    assert said in _joined(recipe, address)
+
+
+def test_a_cluster_of_another_version_is_refused_with_both_versions(
+    recipe: Recipe, ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same cluster, looked at by a Ray that takes itself for 0.0.1."""
+    (tmp_path / "sitecustomize.py").write_text("import ray\nray.__version__ = '0.0.1'\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    for name, value in ray_cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    version = subprocess.run(
+        [sys.executable, "-c", "import ray; print(ray.__version__)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert version.stdout.strip() == "0.0.1", "the disguise works"
+    said = _joined(recipe, ray_cluster.address)
+    assert "0.0.1" in said and "ersion mismatch" in said
+    assert "install the cluster's here, or restart the cluster with these" in said

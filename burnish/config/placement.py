@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from burnish.config.algorithm import GaeAdvantage
-from burnish.config.cluster import COLOCATED, ClusterRole
+from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
 from burnish.config.jobs import (
     EvaluateConfig,
     JobConfig,
@@ -63,26 +63,26 @@ def roles_of(config: JobConfig) -> list[ClusterRole]:
 
 
 def places_of(config: JobConfig) -> list[Places]:
-    """Every set of places that the job takes on a cluster.
+    """Every set of places that the job takes on a cluster."""
+    size = _tensor_parallel_size(config)
+    return places_for(config.cluster, roles_of(config), tensor_parallel_size=size)
 
-    A rollout engine with ``tensor_parallel_size`` t is one worker on t times the GPUs.
-    """
-    cluster, roles = config.cluster, roles_of(config)
+
+def places_for(
+    cluster: ClusterConfig, roles: Sequence[ClusterRole], *, tensor_parallel_size: int = 1
+) -> list[Places]:
+    """The places of ``roles``. A rollout engine with ``tensor_parallel_size`` t is one worker on t
+    times the CPUs and GPUs of the others."""
     together = [r for r in roles if r in COLOCATED[cluster.layout]]
     sets = [together] if together else []
     sets += [[r] for r in roles if r not in together]
-    return [_places(config, tuple(s)) for s in sets]
-
-
-def _places(config: JobConfig, roles: tuple[ClusterRole, ...]) -> Places:
-    cluster = config.cluster
-    size = _tensor_parallel_size(config) if roles == ("rollout",) else 1
-    return Places(
-        roles,
-        max(cluster.ranks(role) for role in roles),
-        cpus=cluster.cpus_per_worker * size,
-        gpus=cluster.gpus_per_worker * size,
-    )
+    found = []
+    for group in sets:
+        size = tensor_parallel_size if group == ["rollout"] else 1
+        count = max(cluster.ranks(role) for role in group)
+        cpus, gpus = cluster.cpus_per_worker * size, cluster.gpus_per_worker * size
+        found.append(Places(tuple(group), count, cpus=cpus, gpus=gpus))
+    return found
 
 
 def _tensor_parallel_size(config: JobConfig) -> int:

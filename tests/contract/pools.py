@@ -25,6 +25,7 @@ from torch import Tensor
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.placement import places_for
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
@@ -180,7 +181,7 @@ class OnRay:
             load_tokenizer(MODEL),
             MODEL,
             config,
-            roles=["policy"],
+            places=places_for(config, ["policy"]),
             precision=PrecisionConfig(),
             timeline=Timeline(),
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.placement import places_for
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.timeline import Timeline
@@ -48,11 +49,13 @@ def vllm_engine() -> RolloutEngine:
 
 def on_ray(config: RolloutEngineConfig) -> RolloutEngine:
     """Two workers that share the requests."""
+    workers = 2 if config.kind == "local" else 1
+    cluster = ClusterConfig(runtime="ray", rollout_workers=workers, **APART)
     runtime = RayRuntime(
         TOKENIZER,
         MODEL,
-        ClusterConfig(runtime="ray", rollout_workers=2 if config.kind == "local" else 1, **APART),
-        roles=["rollout"],
+        cluster,
+        places=places_for(cluster, ["rollout"]),
         precision=PrecisionConfig(),
         timeline=Timeline(),
     )

@@ -13,6 +13,7 @@ import torch
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.placement import places_for
 from burnish.config.rollout import LocalEngine
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TorchEngine, TrainConfig
@@ -51,7 +52,7 @@ def runtime(ray_cluster: Any) -> Iterator[RayRuntime]:
         load_tokenizer(MODEL),
         MODEL,
         config,
-        roles=["policy", "rollout"],
+        places=places_for(config, ["policy", "rollout"]),
         precision=PrecisionConfig(),
         timeline=Timeline(),
     )

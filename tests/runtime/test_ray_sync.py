@@ -121,7 +121,7 @@ def test_workers_and_ranks_that_are_replaced_are_met_again(
     whole = sum(t.nbytes for _, t in policy.weights())
     assert metrics["sync/bytes"] == whole and metrics["sync/version"] == policy.version
     assert metrics["sync/buckets"] >= 3 and metrics["sync/bytes_per_s"] > 0
-    rollout.replace(1)
+    rollout.replace({1: "was let go"})
     in_step(policy, rollout)
     step(policy)
     sync.push()
@@ -132,6 +132,7 @@ def test_workers_and_ranks_that_are_replaced_are_met_again(
     step(policy)
     sync.push()
     in_step(policy, rollout)
+    policy.group.end()
     policy.group.restart()
     policy.version = 0
     sync.push()

@@ -41,11 +41,15 @@ ENGINES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "sp2": {"sharding": "none", "sequence_parallel_size": 2},
         "sp2 sharded": {"sequence_parallel_size": 2},
+        "tp2": {"sharding": "none", "tensor_parallel_size": 2},
+        "tp2 sharded": {"tensor_parallel_size": 2},
     },
     4: {
         "sp4": {"sharding": "none", "sequence_parallel_size": 4},
         "sp2 x 2": {"sharding": "none", "sequence_parallel_size": 2},
         "sp2 x 2 sharded": {"sequence_parallel_size": 2},
+        "tp2 x 2": {"sharding": "none", "tensor_parallel_size": 2},
+        "tp2 x 2 sharded": {"tensor_parallel_size": 2},
     },
 }
 """By number of ranks."""
@@ -59,12 +63,13 @@ def cases_of(size: int, name: str) -> list[Any]:
         *(Case(loss, "micro 1", rows=2 if "reward" in loss else 1) for loss in two_ranks.NAMES),
         Case("policy, sequence_mean", "budget 24", "untied"),
         Case(split="micro 1", rows=3, train={"gradient_checkpointing": True}),
-        Case(model="one kv head", train={"layout": "packed"}),
         Case(model="lora"),
     ]
+    if "sequence_parallel_size" in engine:
+        some.append(Case(model="one kv head", train={"layout": "packed"}))
     every = [Case(loss, train={"layout": layout}) for loss, layout in losses]
     chosen = [*some, *every] if size == 2 else [*some, *every[::5]]
-    if name == "sp2 sharded":
+    if name in ("sp2 sharded", "tp2 sharded"):
         chosen += [
             Case(model="untied", split="micro 1", engine={"reduce_gradients": "once"}),
             Case(model="lora", train={"gradient_checkpointing": True}),

@@ -56,14 +56,21 @@ class TorchEngine(Node):
         name = "tensor_parallel_size" if tensor else "sequence_parallel_size"
         return f"train.engine.{name}={self.ranks_per_row}"
 
+    @property
+    def team_problem(self) -> str | None:
+        """Why ranks cannot compute rows together in this way; None: they can."""
+        if self.sequence_parallel_size == 1 or self.tensor_parallel_size == 1:
+            return None
+        return (
+            f"sequence_parallel_size={self.sequence_parallel_size} with tensor_parallel_size="
+            f"{self.tensor_parallel_size}: both share the heads among the ranks that compute a "
+            "row, and sharing them twice is not there; use one of the two (sequence_parallel_"
+            "size with sharding=full for long rows, tensor_parallel_size for wide layers)"
+        )
+
     def rules(self) -> Iterator[str]:
-        if self.sequence_parallel_size > 1 and self.tensor_parallel_size > 1:
-            yield (
-                f"sequence_parallel_size={self.sequence_parallel_size} with tensor_parallel_size="
-                f"{self.tensor_parallel_size}: both share the heads among the ranks that compute a "
-                "row, and sharing them twice is not there; use one of the two (sequence_parallel_"
-                "size with sharding=full for long rows, tensor_parallel_size for wide layers)"
-            )
+        if self.team_problem is not None:
+            yield self.team_problem
         if self.sharding == "none":
             for name in ("reshard_after_forward", "reduce_gradients", "cpu_offload"):
                 if self.model_dump()[name] != type(self).model_fields[name].default:

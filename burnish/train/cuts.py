@@ -96,6 +96,7 @@ def cut_model(model: nn.Module, body: PreTrainedModel, team: Ranks, peers: Ranks
     afterwards: then its plan does not fit it.
     """
     assert team.group is not None
+    model.eval()  # dropout would make the two passes differ
     empty = any(p.is_meta for p in model.parameters())
     before = None if empty else _try(body)
     cuts = cut_layers(body, team.group)

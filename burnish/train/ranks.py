@@ -107,8 +107,8 @@ class Ranks:
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's ``tensor``, by rank, on the device of the own one. Equal shapes and
         dtypes."""
-        if self.size == 1:
-            return [tensor]
+        if self.size == 1 or not tensor.numel():
+            return [tensor] * self.size
         from torch.distributed import all_gather
 
         own = tensor.detach().to(self._device()).contiguous()

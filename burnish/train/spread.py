@@ -59,8 +59,8 @@ def stretch_of(arranged: Arranged, team: Ranks) -> Stretch:
 
 def teams_of(engine: TorchEngine, ranks: Ranks) -> tuple[Ranks, Ranks]:
     """(the ranks that compute the same rows as this one, the ranks that compute other rows with the
-    same part in them). Raises ValueError where the ranks do not make whole teams, or tokens and layers
-    are to be shared out both."""
+    same part in them). Raises ValueError where the ranks do not make whole teams, or both tokens
+    and layers are to be shared out."""
     if engine.team_problem is not None:
         raise ValueError(f"train.engine: {engine.team_problem}")
     size = engine.ranks_per_row

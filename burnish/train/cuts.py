@@ -74,11 +74,11 @@ class Cuts:
             return tensor
         return torch.cat(self.team.gather_tensor(tensor), cut.dim)
 
-    def piece(self, name: str, tensor: Tensor, rows: Rows) -> Piece:
+    def piece(self, name: str, tensor: Tensor, *, rows: Rows, shape: tuple[int, ...]) -> Piece:
         """What this rank writes of a tensor that is cut as parameter ``name`` is, so that the team
-        writes each row once and whole. ``rows``: of the whole parameter, that are here. All ranks
-        of the team take part."""
-        shape, rank, size = self.shape(name, tensor.shape), self.team.rank, self.team.size
+        writes each row once and whole. ``rows``: of the whole parameter, that are here; ``shape``:
+        of the whole. All ranks of the team take part."""
+        rank, size = self.team.rank, self.team.size
         if self.dim(name) == 0:
             return Piece(tensor, rows[0], shape)
         if self.dim(name) is None:

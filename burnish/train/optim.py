@@ -282,7 +282,8 @@ class Optimizer:
         elif self.cuts is None:
             piece = Piece(tensor, self.rows[name][0], self.shapes[name])
         else:
-            piece = self.cuts.piece(name, tensor, self.rows[name])
+            rows, shape = self.rows[name], self.shapes[name]
+            piece = self.cuts.piece(name, tensor, rows=rows, shape=shape)
         return replace(piece, tensor=piece.tensor.detach().to("cpu", copy=copy))
 
 

@@ -289,7 +289,7 @@ def save_and_resume(ranks: Ranks, engine: dict[str, Any], folder: Path) -> dict[
     """Three steps, saved; then two more here, in a new engine from the checkpoint, and from the
     checkpoint of a rank alone."""
     found: dict[str, Any] = {}
-    for name in SAVED if ranks.size == 2 else ["tied"]:
+    for name in SAVED if ranks.size == 2 else ["tied", "lora"]:
         case = replace(SAVED[name], engine=engine)
         first = cases.make_engine(ranks, case)
         cases.steps_of(case, first, 3)

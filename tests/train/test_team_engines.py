@@ -202,7 +202,8 @@ def test_a_run_goes_on_here_and_on_one_rank(engine: str, name: str, two: Reports
 @slow
 @pytest.mark.parametrize("engine", teams.ENGINES[4])
 def test_a_run_of_four_ranks_goes_on_here_and_on_one_rank(engine: str, four: Reports) -> None:
-    assert_goes_on(four, engine, "tied")
+    for name in ("tied", "lora"):
+        assert_goes_on(four, engine, name)
 
 
 @slow

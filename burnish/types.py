@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -262,15 +264,21 @@ def rows_to_batch(
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = list(range(len(rows))) if group_ids is None else list(group_ids)
+    action_mask = _flat(masks, np.bool_, count=int(offsets[-1]))
     return Batch(
-        tokens=torch.tensor([t for row in rows for t in row], dtype=torch.int64),
+        tokens=_flat(rows, np.int64, count=int(offsets[-1])),
         offsets=offsets,
         prompt_lens=torch.tensor(list(prompt_lens), dtype=torch.int64),
-        action_mask=torch.tensor([m for mask in masks for m in mask], dtype=torch.bool),
+        action_mask=action_mask,
         group_ids=torch.tensor(ids, dtype=torch.int64),
-        num_tokens=int(sum(sum(mask) for mask in masks)),
+        num_tokens=int(action_mask.sum()),
         num_sequences=len(rows),
     )
+
+
+def _flat(rows: Iterable[Iterable[Any]], dtype: Any, *, count: int) -> Tensor:
+    """All entries of all rows; several times as fast as a list of them all in between."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype, count=count))
 
 
 def groups_to_batch(groups: Sequence[Group]) -> Batch:
@@ -286,6 +294,6 @@ def groups_to_batch(groups: Sequence[Group]) -> Batch:
     logprobs = [(0.0,) * len(s.prompt_ids) + s.sampler_logprobs for s in samples]
     return replace(
         batch,
-        sampler_logprobs=torch.tensor([x for row in logprobs for x in row], dtype=torch.float32),
+        sampler_logprobs=_flat(logprobs, np.float32, count=batch.tokens.numel()),
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
     )

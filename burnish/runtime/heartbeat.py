@@ -28,6 +28,10 @@ BEATS_PER_TIMEOUT = 6
 called silent after 5 of them: at most 6 after its last beat."""
 
 
+_MANY, _GATHER_S = 32, 0.05
+"""Looking at a thousand results costs milliseconds, so with many a moment is waited for more."""
+
+
 class Beats:
     """The process that workers report to: how often each did."""
 
@@ -127,7 +131,8 @@ class Watch:
             part = min(self.every_s, limit_s - waited)
             ready, _ = self.ray.wait(list(refs), num_returns=1, timeout=max(part, 0.0))
             if ready and len(refs) > 1:  # and whatever else is ready by now
-                ready, _ = self.ray.wait(list(refs), num_returns=len(refs), timeout=0)
+                more = _GATHER_S if len(refs) > _MANY else 0
+                ready, _ = self.ray.wait(list(refs), num_returns=len(refs), timeout=more)
             silent = self.silent(handles)
             waited += part
             if ready or silent or waited >= limit_s:

@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 
 Packed = dict[str, Any]
 
-TOGETHER_S = 0.5
-"""Completions travel in parcels of so many seconds: one by one they would cost the controller more
-than they are worth, and what a worker that dies has not sent is sampled again."""
+PARCELS_PER_S = 64
+"""Completions travel to the controller in parcels, so many a second from all workers together: one
+by one they would cost it more than they are worth. What a worker that dies has not sent is sampled
+again."""
 
 
 def pack_batch(batch: Batch) -> Packed:
@@ -87,6 +88,11 @@ def own_address() -> str:
         address: str = probe.getsockname()[0]
         return address
     return "127.0.0.1"
+
+
+def parcel_seconds(workers: int) -> float:
+    """How long one of ``workers`` rollout workers gathers completions before it sends them."""
+    return max(0.5, workers / PARCELS_PER_S)
 
 
 @dataclass(frozen=True)
@@ -309,12 +315,13 @@ class RolloutWorker(_Worker):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling
     ) -> Iterator[list[Completion]]:
-        """Completions as they finish, those of :data:`TOGETHER_S` together."""
+        """Completions as they finish, those of :func:`parcel_seconds` together."""
+        every = parcel_seconds(self.place.size)
         finished: list[Completion] = []
         begun = time.monotonic()
         for completion in self.engine.generate(requests, sampling):
             finished.append(completion)
-            if time.monotonic() - begun >= TOGETHER_S:
+            if time.monotonic() - begun >= every:
                 yield finished
                 finished, begun = [], time.monotonic()
         if finished:

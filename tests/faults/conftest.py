@@ -287,14 +287,14 @@ def same_numbers(
 ) -> Callable[[Path, Path], None]:
     """Asserts that two runs measured the same, step by step, up to sums over two ranks."""
 
-    def compare(expected: Path, found: Path) -> None:
+    def compare(expected: Path, found: Path, *, absolute: float = 2e-6) -> None:
         one, other = measured(expected), measured(found)
         assert [line["step"] for line in one] == [line["step"] for line in other]
         for first, second in zip(one, other, strict=True):
             assert set(first) == set(second)
             for name, value in first.items():
                 # fp32 sums over two ranks instead of one; gaps are of that size themselves
-                assert second[name] == pytest.approx(value, rel=1e-4, abs=2e-6, nan_ok=True), (
+                assert second[name] == pytest.approx(value, rel=1e-4, abs=absolute, nan_ok=True), (
                     first["step"],
                     name,
                 )

@@ -1,0 +1,309 @@
+"""What the controller itself costs per RL step, from 1 to 1,000 simulated rollout workers.
+
+    python benchmarks/scaling.py [--workers 1 10 100 1000] [--samples 100000] [--tokens 128]
+    python benchmarks/scaling.py --ray 2      # workers simulated in two real Ray processes
+    python benchmarks/scaling.py --sync       # then benchmarks/sync.py: weights against the link
+
+No model: workers answer at once, with completions that were pickled beforehand, and what they
+take is not counted. Everything else is the code of a run: requests are split over workers, parcels
+of completions collected (unpickled, checked for doubles), groups built and scored, the batch made,
+advantages assigned, minibatches cut and handed to the ranks, new weights announced to every worker.
+Also measured is the split over ranks, which every rank does for itself. Reported are user-CPU
+seconds and wall seconds, and their share of a step of ``--step-s`` seconds.
+
+Without ``--ray`` Ray's own work in the controller's process is not in the figures; with it, it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from common import markdown_table, versions
+
+from burnish.config.algorithm import AlgorithmConfig
+from burnish.config.cluster import ClusterConfig
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.config.rollout import LocalEngine
+from burnish.loops.credit import assign_advantages
+from burnish.loops.rl import advantage_by_sample
+from burnish.loops.session import rare_collections
+from burnish.rewards.base import RewardInput, RewardSet
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.runner import Runner
+from burnish.runtime.heartbeat import Beats, Watch
+from burnish.runtime.remote import RemoteRolloutEngine
+from burnish.runtime.worker import pack_batch, parcel_seconds
+from burnish.train.batching import split_over_ranks
+from burnish.types import Prompt, groups_to_batch
+
+SAMPLES_PER_PROMPT = 8
+PROMPT_TOKENS = 64
+ROLLOUT_S = 60.0
+"""How long the workers would take, which says in how many parcels their completions come."""
+
+
+def user_seconds() -> float:
+    """User-CPU seconds of this process, all threads."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
+
+
+class Clock:
+    """User-CPU and wall seconds per stage, without what simulated workers take."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, tuple[float, float]] = {}
+        self._others = (0.0, 0.0)
+
+    def stage(self, name: str, work: Callable[[], Any]) -> Any:
+        """Time ``work``."""
+        self._others = (0.0, 0.0)
+        cpu, wall = user_seconds(), time.perf_counter()
+        result = work()
+        cpu, wall = user_seconds() - cpu, time.perf_counter() - wall
+        self.stages[name] = cpu - self._others[0], wall - self._others[1]
+        return result
+
+    def not_ours(self, work: Callable[[], Any]) -> Any:
+        """Do what a worker would do elsewhere."""
+        cpu, wall = user_seconds(), time.perf_counter()
+        result = work()
+        others = self._others
+        self._others = others[0] + user_seconds() - cpu, others[1] + time.perf_counter() - wall
+        return result
+
+
+class SimulatedWorker:
+    """Answers at once."""
+
+    def __init__(self, tokens: int, workers: int) -> None:
+        self.parcels = max(1, int(ROLLOUT_S / parcel_seconds(workers)))
+        self.tokens, self.logprobs = tuple(range(tokens)), (-0.5,) * tokens
+
+    def build(self, *_: Any) -> None:
+        """Nothing to load."""
+
+    def load_weights(self, version: int, *_: Any) -> int:
+        """Nothing to keep."""
+        return version
+
+    def beat(self, *_: Any) -> tuple[str, int]:
+        """Is always there."""
+        return "node", 0
+
+    def generate(self, requests: Sequence[Request], _: Sampling) -> Iterator[list[Completion]]:
+        """Every completion, in parcels."""
+        done = [
+            Completion(r.request_id, k, self.tokens, self.logprobs, "stop", "text", 0)
+            for r in requests
+            for k in range(r.n)
+        ]
+        size = -(-len(done) // self.parcels)
+        for begin in range(0, len(done), size):
+            yield done[begin : begin + size]
+
+
+class FakeRay:
+    """As much of Ray as the controller uses; calls are done at once, in this process."""
+
+    class exceptions:
+        class RayError(Exception): ...
+
+        class RayTaskError(RayError): ...
+
+        class ObjectLostError(RayError): ...
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def wait(
+        self, refs: list[Any], *, num_returns: int, timeout: float
+    ) -> tuple[list[Any], list[Any]]:
+        """Everything is ready."""
+        return refs[:num_returns], refs[num_returns:]
+
+    def get(self, ref: Any) -> Any:
+        """What arrives is unpickled, as Ray would."""
+        return pickle.loads(ref.data) if isinstance(ref, _Parcel) else ref
+
+    def put(self, value: Any) -> Any:
+        """Ray pickles what it is given; arrays are copied once."""
+        return _Parcel(pickle.dumps(value, protocol=5))
+
+    def actor(self, worker: SimulatedWorker) -> Any:
+        """A handle whose methods have ``remote``."""
+        plain = (SimulatedWorker.build, SimulatedWorker.load_weights, SimulatedWorker.beat)
+        methods = {m.__name__: SimpleNamespace(remote=_called(m, worker)) for m in plain}
+        stream = SimpleNamespace(remote=lambda *a: self._stream(worker, pickle.dumps(a)))
+        return SimpleNamespace(
+            generate=SimpleNamespace(options=lambda num_returns: stream), **methods
+        )
+
+    def _stream(self, worker: SimulatedWorker, arguments: bytes) -> Any:
+        def work() -> list[_Parcel]:
+            return [_Parcel(pickle.dumps(p)) for p in worker.generate(*pickle.loads(arguments))]
+
+        return iter(self.clock.not_ours(work))
+
+
+class _Parcel:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+def _called(method: Callable[..., Any], worker: SimulatedWorker) -> Callable[..., Any]:
+    return lambda *arguments: _Parcel(pickle.dumps(method(worker, *arguments)))
+
+
+class SimulatedRuntime:
+    """In the place of ``RayRuntime``: nothing is placed, nothing dies."""
+
+    silence = "hangs"
+
+    def __init__(self, ray: Any, board: Any, handles: Sequence[Any], *, workers: int) -> None:
+        self.ray, self.handles = ray, handles
+        self.config = ClusterConfig(
+            runtime="ray", rollout_workers=workers, layout="separate", heartbeat_timeout_s=600
+        )
+        self.watch = Watch(ray, board, timeout_s=self.config.heartbeat_timeout_s)
+        self.rollouts: list[Any] = []
+
+    def start_one(self, role: str, kind: type, index: int, size: int) -> Any:
+        """One of the handles that are there."""
+        handle = self.handles[index % len(self.handles)]
+        self.watch.add(handle, f"{role} worker {index}")
+        return handle
+
+    def meet(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
+        """All are there."""
+        return []
+
+    def end(self, workers: Sequence[Any]) -> None:
+        """Nothing to end."""
+
+
+class OneReward:
+    """As cheap as a reward can be: what is measured is what surrounds it."""
+
+    name = "length"
+
+    def score(self, items: Sequence[RewardInput]) -> list[float]:
+        """A number for each."""
+        return [float(i % 7) for i in range(len(items))]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) -> None:
+    """The controller's work of one step, stage by stage; see ``loops.rl.rl_step``."""
+    prompts = [
+        Prompt(f"rows:{i}@0", tuple(range(PROMPT_TOKENS)), "text")
+        for i in range(max(1, args.samples // SAMPLES_PER_PROMPT))
+    ]
+    rewards = RewardSet(
+        [(OneReward(), 1.0)],
+        on_failure=FailurePolicy(),
+        shaping=ShapingConfig(),
+        generate_max_len=args.tokens,
+    )
+    runner = Runner(engine, rewards, Sampling(args.tokens), num_samples=SAMPLES_PER_PROMPT, seed=0)
+    groups = clock.stage("requests, completions, groups", lambda: runner.sample(prompts))
+    groups = clock.stage("rewards", lambda: rewards.score(groups)).groups
+    batch = clock.stage("batch", lambda: groups_to_batch(groups))
+    algorithm = AlgorithmConfig()
+    batch = clock.stage("advantages", lambda: assign_advantages(batch, algorithm, kl_coef=0))
+    clock.stage("advantage by sample", lambda: advantage_by_sample(groups, batch))
+
+    def hand_over() -> None:
+        quarter = -(-batch.num_rows // 4)
+        for begin in range(0, batch.num_rows, quarter):
+            rows = range(begin, min(begin + quarter, batch.num_rows))
+            engine.runtime.ray.put(pack_batch(batch.select(rows).with_global_counts()))
+
+    clock.stage("four minibatches, to the ranks", hand_over)
+    clock.stage("weights announced", lambda: engine.load_buckets(1, [engine.runtime.ray.put(0)]))
+    clock.stage(
+        "(each rank) split over ranks",
+        lambda: split_over_ranks(
+            batch, ranks=args.ranks, micro_batch_size=None, max_tokens=16384, layout="shared_prefix"
+        ),
+    )
+
+
+def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedRuntime:
+    """The runtime of one measurement."""
+    if not args.ray:
+        ray = FakeRay(clock)
+        handles = [ray.actor(SimulatedWorker(args.tokens, workers)) for _ in range(workers)]
+        board = SimpleNamespace(read=SimpleNamespace(remote=dict))
+        return SimulatedRuntime(ray, board, handles, workers=workers)
+    import ray as real
+
+    if not real.is_initialized():
+        here = str(Path(__file__).parent)
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        paths = {"env_vars": {"PYTHONPATH": f"{here}:{Path(here).parent}", "OMP_NUM_THREADS": "1"}}
+        real.init(address="local", num_cpus=args.ray + 1, runtime_env=paths, **options)
+    kind = real.remote(SimulatedWorker).options(num_cpus=0)
+    handles = [kind.remote(args.tokens, workers) for _ in range(min(args.ray, workers))]
+    real.get([h.beat.remote() for h in handles])
+    return SimulatedRuntime(
+        real, real.remote(Beats).options(num_cpus=0).remote(), handles, workers=workers
+    )
+
+
+def measure(workers: int, args: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Stage -> (user-CPU, wall) seconds."""
+    clock = Clock()
+    runtime = connect(clock, workers, args)
+    model = ModelConfig(scratch=ScratchConfig(alphabet="01"))
+    engine = RemoteRolloutEngine(runtime, model, LocalEngine(), max_len=None)
+    with rare_collections():
+        step(engine, clock, args)
+    return clock.stages
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure and print the table."""
+    measured = {n: measure(n, args) for n in args.workers}
+    print(versions("torch", "ray"))
+    print(
+        f"{args.samples} samples of {PROMPT_TOKENS} + {args.tokens} tokens; user-CPU s (wall s); "
+        f"share of a step of {args.step_s:g} s; "
+        + (f"Ray with {args.ray} processes" if args.ray else "without Ray's own work")
+    )
+    stages = list(next(iter(measured.values())))
+    rows = []
+    for name in stages:
+        rows.append([name, *(f"{m[name][0]:.2f} ({m[name][1]:.2f})" for m in measured.values())])
+    ours = [s for s in stages if not s.startswith("(")]
+    totals = [[sum(m[s][i] for s in ours) for m in measured.values()] for i in range(2)]
+    both = zip(*totals, strict=True)
+    rows.append(["controller, all", *(f"{cpu:.2f} ({wall:.2f})" for cpu, wall in both)])
+    shares = [[f"{100 * t / args.step_s:.2f}%" for t in kind] for kind in totals]
+    rows.append(["share of a step", *(f"**{c}** ({w})" for c, w in zip(*shares, strict=True))])
+    print("\n".join(markdown_table(["workers", *map(str, args.workers)], rows)))
+    if args.sync:
+        subprocess.run([sys.executable, str(Path(__file__).parent / "sync.py")], check=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--tokens", type=int, default=128, help="of each response")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--step-s", type=float, default=300.0, help="the step that is assumed")
+    parser.add_argument("--ray", type=int, default=0, help="real Ray, with so many processes")
+    parser.add_argument("--sync", action="store_true", help="then weight sync beside the link")
+    main(parser.parse_args())

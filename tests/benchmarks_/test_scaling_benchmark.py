@@ -1,0 +1,62 @@
+"""benchmarks/scaling.py with small numbers: it runs, and the controller does what it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burnish.rollout.base import Request
+from burnish.runtime.remote import _shares
+from burnish.runtime.worker import PARCELS_PER_S, parcel_seconds
+
+ROOT = Path(__file__).parents[2]
+
+
+def benchmark(*args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "scaling.py"), *args],
+        capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_column_per_number_of_workers_and_a_share_of_the_step_that_is_assumed() -> None:
+    printed = benchmark("--samples", "160", "--workers", "1", "7", "--step-s", "10")
+    table = [line.strip("| ").split(" | ") for line in printed.splitlines() if line[:2] == "| "]
+    assert table[0] == ["workers", "1", "7"]
+    assert "share of a step of 10 s" in printed
+    rows = {row[0]: row[1:] for row in table[2:]}
+    assert {len(cells) for cells in rows.values()} == {2}
+    stages = [r for r in rows if not r.startswith(("(", "controller", "share"))]
+    assert len(stages) == 7
+    for column in range(2):
+        total = sum(float(rows[stage][column].split()[0]) for stage in stages)
+        # every cell is rounded to 0.01
+        assert float(rows["controller, all"][column].split()[0]) == pytest.approx(total, abs=0.05)
+
+
+@pytest.mark.slow
+def test_it_runs_on_real_ray_processes() -> None:
+    pytest.importorskip("ray")
+    assert "Ray with 2 processes" in benchmark("--samples", "80", "--workers", "5", "--ray", "2")
+
+
+def test_requests_go_to_the_least_loaded_worker_most_expensive_first() -> None:
+    """n = 5, 3, 3, 1 on two workers: 5 -> worker 0, 3 and 3 -> worker 1 (0, then 3 < 5), and the
+    last to worker 0 (5 < 6): both end with 6."""
+    requests = [Request(f"r{i}", (1,), n) for i, n in enumerate((3, 5, 1, 3))]
+    shares = [[r.n for r in share] for share in _shares(requests, 2)]
+    assert shares == [[5, 1], [3, 3]]
+
+
+def test_parcels_of_all_workers_together_are_so_many_a_second_at_most() -> None:
+    for workers in (1, 10, 32, 100, 1000):
+        assert workers / parcel_seconds(workers) <= PARCELS_PER_S
+        assert parcel_seconds(workers) >= 0.5
+    assert 1000 / parcel_seconds(1000) == pytest.approx(PARCELS_PER_S)

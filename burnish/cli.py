@@ -238,6 +238,37 @@ def _dry_run_text(config: JobConfig) -> str:
 
 
 @app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    self_test: Annotated[
+        bool, typer.Option(help="Run every installed engine on a tiny model.")
+    ] = True,
+) -> None:
+    """Versions, devices, known-bad combinations, and a self-test of every installed engine."""
+    from burnish.doctor import command
+    from burnish.doctor.facts import gather_facts
+
+    if as_json:
+        found = command.diagnose(__version__, self_test=self_test)
+        typer.echo(found.as_json())
+        raise typer.Exit(found.exit_code)
+    facts = gather_facts()
+    for title, lines in (
+        ("Machine", command.machine_lines(__version__, facts)),
+        ("Extras", command.extra_lines(facts)),
+    ):
+        typer.echo("\n".join([title, *(f"  {line}" for line in lines), ""]))
+    if self_test:
+        typer.echo("Self-test")
+    found = command.diagnose(
+        __version__, self_test=self_test, say=lambda line: typer.echo(f"  {line}")
+    )
+    lines = command.finding_lines(found.findings)
+    typer.echo("\n".join(["", "Known", *(f"  {line}" for line in lines)]))
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
 def config(
     job: Annotated[str | None, typer.Argument(metavar="JOB", help=", ".join(JOBS))] = None,
     every: Annotated[bool, typer.Option("--all", help="Every job.")] = False,

@@ -1,0 +1,95 @@
+"""What ``burnish doctor`` prints, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from burnish.doctor.facts import EXTRAS, Facts, gather_facts, requirements
+from burnish.doctor.known import Finding, findings
+from burnish.doctor.selftest import Outcome, names, run
+
+SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy")
+OK, UNWELL = 0, 1
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that was found."""
+
+    burnish: str
+    """Its own version."""
+    facts: Facts
+    findings: tuple[Finding, ...]
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something is bad or a self-test failed, else 0."""
+        bad = any(finding.level == "bad" for finding in self.findings)
+        return UNWELL if bad or not all(outcome.passed for outcome in self.outcomes) else OK
+
+    def as_json(self) -> str:
+        """For CI and for tools/versions.py."""
+        tree = {"exit_code": self.exit_code, **asdict(self)}
+        return json.dumps(tree, indent=1, sort_keys=True, default=dict)
+
+
+def diagnose(
+    version: str, *, self_test: bool, say: Callable[[str], None] = lambda line: None
+) -> Diagnosis:
+    """Look at this machine. ``version``: of Burnish; ``say`` hears of each self-test as it ends."""
+    facts = gather_facts()
+    outcomes = []
+    for name in names(facts) if self_test else ():
+        outcomes.append(run(name))
+        say(_outcome_line(outcomes[-1]))
+    return Diagnosis(version, facts, tuple(findings(facts)), tuple(outcomes))
+
+
+def machine_lines(version: str, facts: Facts) -> Iterator[str]:
+    """The machine and what is installed."""
+    yield f"burnish {version}, Python {facts.python}, {facts.system}"
+    yield f"CPU: {facts.cpu}, {facts.cpus} usable; memory {_gb(facts.memory_bytes)}"
+    shm = "none" if facts.shm_bytes is None else f"{_gb(facts.shm_bytes)} free"
+    yield f"/dev/shm: {shm}; disk here: {_gb(facts.disk_bytes)} free"
+    for i, gpu in enumerate(facts.gpus):
+        yield f"GPU {i}: {gpu.name}, {_gb(gpu.memory_bytes)}, compute capability {gpu.capability}"
+    if not facts.gpus:
+        yield f"GPU: none (torch is built for {facts.cuda_build or 'CPUs'})"
+    if facts.nccl:
+        yield f"NCCL {facts.nccl}"
+    yield ", ".join(f"{n} {facts.versions[n]}" for n in SHOWN if n in facts.versions)
+
+
+def extra_lines(facts: Facts) -> Iterator[str]:
+    """Each extra: there, or what it would add and how to get it."""
+    wanted = requirements()
+    for extra, adds in EXTRAS.items():
+        needs = [r.name for r in wanted.get(extra, ())] or [extra]
+        found = {name: facts.version(name) for name in needs}
+        if all(found.values()):
+            yield f"{extra}: {', '.join(f'{n} {v}' for n, v in found.items())}"
+        else:
+            yield f"{extra}: not installed; adds {adds}: pip install 'burnish[{extra}]'"
+
+
+def finding_lines(found: Sequence[Finding]) -> Iterator[str]:
+    """What is known of this combination."""
+    for finding in found:
+        source = f" [{finding.source}]" if finding.source else ""
+        yield f"{finding.level}: {finding.text}{source}"
+    if not found:
+        yield "nothing known against this combination"
+
+
+def _outcome_line(outcome: Outcome) -> str:
+    return (
+        f"{'pass' if outcome.passed else 'FAIL'}  {outcome.name} ({outcome.seconds:.0f} s): "
+        f"{outcome.text}"
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

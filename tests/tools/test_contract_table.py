@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "contract_table.py"
 _SPEC = importlib.util.spec_from_file_location("contract_table", TOOL)
@@ -17,6 +19,7 @@ sys.modules["contract_table"] = tool  # its dataclass looks its module up
 _SPEC.loader.exec_module(tool)
 
 
+@pytest.mark.slow
 def test_the_table_lists_the_engines_and_properties_of_the_suite() -> None:
     done = subprocess.run(
         [sys.executable, str(TOOL), "--check"], capture_output=True, text=True, cwd=ROOT

@@ -1,0 +1,467 @@
+"""What a pass takes beside the model's own state, by running it on fake tensors.
+
+The real HuggingFace model, with Burnish's attention, log-prob head and checkpointing, computes on
+tensors that have sizes and no memory; ``tracking.py`` counts what is alive. Only a few layers are
+run: every stage of a pass is linear in the number of layers of each kind, so two depths give the
+line (``tests/memory/test_activations.py`` compares with whole models).
+
+Reading order: Pass, measure, _Trace.run, extended.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import inject_adapter_in_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import AutoModelForCausalLM, masking_utils
+
+from burnish.config.model import Dtype, LoraConfig, PrecisionConfig
+from burnish.config.train import TrainConfig
+from burnish.memory.shapes import ModelShape, blocks_of
+from burnish.memory.tracking import LiveBytes
+from burnish.models.attention import Segment
+from burnish.models.attention import _fits as segments_fit
+from burnish.models.half_linear import use_fp32_products
+from burnish.models.load import DTYPES, use_burnish_attention
+from burnish.models.logprobs import Head, token_logprobs
+from burnish.models.lora import ADAPTER, peft_config
+from burnish.models.value_head import ScalarModel
+from burnish.train.optim import Optimizer
+from burnish.train.torch import _enable_checkpointing
+
+log = logging.getLogger("burnish")
+
+STAGES = ("forward", "head", "top", "middle", "bottom", "ends")
+"""Of a pass: forward; backward of the head, of the last layer, of the layers between, of the first
+layer, of the embedding."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a micro-batch."""
+
+    length: int
+    prompt: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch through one model, and how it is computed."""
+
+    rows: tuple[Row, ...]
+    layout: str = "packed"
+    dtype: Dtype = "fp32"
+    train: bool = True
+    """False: without gradient (log-probs, values)."""
+    accumulates: bool = False
+    """There are gradients of an earlier micro-batch."""
+    checkpointing: bool = False
+    with_entropy: bool = False
+    chunk_tokens: int = 512
+    grad_accum_dtype: Dtype = "fp32"
+    lora: LoraConfig | None = None
+    device: str = "cpu"
+    """``cpu`` or ``cuda``: which kernels to suppose."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed, padding included."""
+        if self.layout == "padded":
+            return max(r.length for r in self.rows) * len(self.rows)
+        return sum(s.q_len for s in segments_of(self.rows, self.layout))
+
+    @property
+    def actions(self) -> int:
+        """Tokens that have a log-prob."""
+        return sum(r.length - max(r.prompt, 1) for r in self.rows)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Most bytes in each stage of a pass, beside weights and optimizer state."""
+
+    total: Mapping[str, float]
+    """Gradients included."""
+    other: Mapping[str, float]
+    """Without gradients of parameters that are complete."""
+    output: float
+    """Of ``other``, what the log-prob head alone takes."""
+    how: str
+    """In words."""
+
+    @property
+    def peak(self) -> float:
+        """Gradients included."""
+        return max(self.total.values())
+
+    @property
+    def activations(self) -> float:
+        """Without gradients."""
+        return max(self.other.values())
+
+
+class TraceError(RuntimeError):
+    """A model that cannot be run on fake tensors."""
+
+
+@functools.lru_cache(maxsize=256)
+def measure(shape_key: _Key, work: Pass) -> Peaks:
+    """The peaks of ``work`` on the model behind ``shape_key``. Raises TraceError."""
+    shape = shape_key.shape
+    kinds = kinds_of(shape)
+    if kinds is None or len(kinds) <= 3:
+        traced = _trace(shape, len(shape.layers), None, work)
+        return replace(traced, how="traced whole")
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    base = list(counts) if len(counts) > 1 else list(counts) * 2
+    first = _trace(shape, len(base), base, work)
+    longer = {}
+    for kind in counts:
+        layers = [base[0], kind, *base[1:]]
+        longer[kind] = _trace(shape, len(layers), layers, work)
+    return extended(first, longer, {k: n - base.count(k) for k, n in counts.items()})
+
+
+class _Key:
+    """A shape as a key of the cache: by what decides its trace."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self._text = f"{shape.scalar} {shape.config.to_json_string(use_diff=False)}"
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and other._text == self._text
+
+
+def key_of(shape: ModelShape) -> _Key:
+    """What :func:`measure` knows a shape by."""
+    return _Key(shape)
+
+
+def extended(first: Peaks, longer: Mapping[str, Peaks], more: Mapping[str, int]) -> Peaks:
+    """The line through two depths, at the whole depth. ``longer``: with one more layer of each
+    kind; ``more``: how many more there are. Gradients and activations of the stages in the middle
+    lie between those of the ends."""
+
+    def at(select: Any) -> dict[str, float]:
+        start = select(first)
+        steps = {k: select(p) for k, p in longer.items()}
+        out = {}
+        for stage in STAGES:
+            if stage == "middle":
+                continue
+            have = start.get(stage, 0)
+            out[stage] = have + sum((steps[k].get(stage, 0) - have) * n for k, n in more.items())
+        return out
+
+    depth = len(longer) and f"traced at {len(longer) + 1} depths, extended over the layers"
+    return Peaks(at(lambda p: p.total), at(lambda p: p.other), first.output, str(depth))
+
+
+def kinds_of(shape: ModelShape) -> list[str] | None:
+    """The kind of each layer; None where layers of one kind differ in size, so that the model has
+    to be traced whole."""
+    text = shape.text.to_dict()
+    names = list(text.get("layer_types") or ["layer"] * len(shape.layers))[: len(shape.layers)]
+    sizes: dict[str, set[int]] = {}
+    for name, unit in zip(names, shape.layers, strict=True):
+        sizes.setdefault(name, set()).add(unit.numel)
+    return names if all(len(found) == 1 for found in sizes.values()) else None
+
+
+# ---- the trace -------------------------------------------------------------------------------
+
+
+def _trace(shape: ModelShape, depth: int, kinds: Sequence[str] | None, work: Pass) -> Peaks:
+    config = copy.deepcopy(shape.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = depth
+    if kinds is not None and text.to_dict().get("layer_types"):
+        text.layer_types = list(kinds)
+    try:
+        with _mended(), FakeTensorMode(), torch.random.fork_rng(devices=[]):
+            return _Trace(config, shape, work).run()
+    except Exception as error:  # whatever a model does that sizes alone cannot answer
+        reason = str(error).strip().splitlines() or [""]
+        raise TraceError(f"{type(error).__name__}: {reason[0][:200]}") from error
+
+
+@contextmanager
+def _mended() -> Iterator[None]:
+    """transformers without its warnings, and without looking into positions for packed rows, for
+    which it would need their values (padded rows are not; packed ones bring a plan)."""
+    level = logging.getLogger("transformers").level
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    look: Any = vars(masking_utils).get("find_packed_sequence_indices")
+    if look is not None:
+        masking_utils.find_packed_sequence_indices = lambda *_: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        logging.getLogger("transformers").setLevel(level)
+        if look is not None:
+            masking_utils.find_packed_sequence_indices = look
+
+
+class _Trace:
+    """A model on fake tensors. Made and run inside of a FakeTensorMode."""
+
+    def __init__(self, config: Any, shape: ModelShape, work: Pass) -> None:
+        self.work, self.scalar = work, shape.scalar
+        self.dtype: Dtype = work.dtype
+        if work.device != "cpu" and work.dtype == "fp16":
+            self.dtype = "bf16"  # of the same size, and without the detours of fp16 on a CPU
+        model = _bare(config, work.lora, scalar=shape.scalar)
+        _give_sizes(model)
+        self.model, self.body = model, model.model if shape.scalar else model.get_decoder()
+        if work.lora is not None:
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(DTYPES[self.dtype])
+        self.optimizer: Optimizer | None = None
+        if work.train:
+            self._prepare_training()
+        else:
+            model.requires_grad_(False)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(DTYPES[self.dtype])
+        if work.device == "cpu":
+            use_fp32_products(model, DTYPES[self.dtype])
+        self.live = LiveBytes()
+        self.output = 0.0
+
+    def _prepare_training(self) -> None:
+        train = TrainConfig(train_batch_size=1)
+        precision = PrecisionConfig(dtype=self.dtype, grad_accum_dtype=self._sums)
+        self.optimizer = Optimizer(self.model, train, lr=1e-6, total_steps=1, precision=precision)
+        if self.work.checkpointing:
+            _enable_checkpointing(self.body)
+        masters = dict(zip(self.optimizer.params, self.optimizer.masters, strict=True))
+        for parameter, master in masters.items():
+            holder = master if self.optimizer.half and self.optimizer.sums_fp32 else parameter
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._complete, holder))
+
+    @property
+    def _sums(self) -> Dtype:
+        return "fp32" if self.work.grad_accum_dtype == "fp32" else self.dtype
+
+    def _complete(self, holder: Tensor, _: Tensor) -> None:
+        if holder.grad is not None:
+            self.live.is_gradient(holder.grad)
+
+    def run(self) -> Peaks:
+        """One pass, or two where gradients of an earlier one are there; the peaks of the last."""
+        work, live = self.work, self.live
+        own = [*self.model.parameters(), *self.model.buffers()]
+        if self.optimizer is not None:
+            own += [m for m in self.optimizer.masters]
+        plan = _fake_plan(work)
+        with live:
+            live.hold(own)
+            base = live.now
+            handles = self._watch() if work.train else []
+            for last in (False, True) if work.train and work.accumulates else (True,):
+                live.peaks.clear()
+                live.stage("forward")
+                with torch.set_grad_enabled(work.train):
+                    self._pass(plan)
+                del last
+            for handle in handles:
+                handle.remove()
+        total = {s: float(t - base) for s, (t, _) in live.peaks.items()}
+        other = {s: float(o - base) for s, (_, o) in live.peaks.items()}
+        return Peaks(total, other, self.output, "traced")
+
+    def _watch(self) -> list[Any]:
+        """Mark the stages of backward: a layer's begins when the gradient of its output is
+        there."""
+        blocks = [module for _, module in blocks_of(self.body)]
+        names = {len(blocks) - 1: "top", 0: "bottom"} if len(blocks) > 1 else {0: "bottom"}
+        handles = []
+        for i, block in enumerate(blocks):
+            stage = names.get(i, "middle")
+            handles.append(block.register_forward_hook(functools.partial(self._hook, stage)))
+        embedding = self.body.get_input_embeddings()
+        handles.append(embedding.register_forward_hook(functools.partial(self._hook, "ends")))
+        return handles
+
+    def _hook(self, stage: str, _module: Any, _args: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _grad: self.live.stage(stage))
+
+    def _pass(self, plan: Any) -> None:
+        """As ``TorchTrainEngine._outputs`` and its backward."""
+        work = self.work
+        count = sum(r.length for r in work.rows)
+        # tokens, mask, and four numbers for each token: log-probs of three models, advantages
+        batch = [torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)]
+        batch += [torch.zeros(count) for _ in range(4)]
+        shape = (1, work.tokens)
+        if work.layout == "padded":
+            shape = (len(work.rows), work.tokens // len(work.rows))
+        positions = torch.zeros(shape, dtype=torch.int64)
+        place = torch.zeros(count, dtype=torch.int64)
+        extra = {} if plan is None else {"plan": plan, "attention_mask": torch.zeros(1, 1, 1, 1)}
+        out = self.body(
+            input_ids=torch.zeros(shape, dtype=torch.int64),
+            position_ids=positions,
+            use_cache=False,
+            **extra,
+        )
+        hidden = out.last_hidden_state.flatten(0, 1)
+        del out
+        result = self._outputs(hidden, batch[0], place)
+        del hidden
+        if not work.train:
+            return
+        loss = sum(((x.exp() * batch[2]).sum() for x in result), torch.zeros(()))
+        self.live.stage("head")
+        loss.backward()
+
+    def _outputs(self, hidden: Tensor, tokens: Tensor, place: Tensor) -> list[Tensor]:
+        work = self.work
+        actions = len(work.rows) if self.scalar else work.actions
+        read = torch.zeros(actions, dtype=torch.int64)
+        at_reads = hidden[place[read]]
+        before = self.live.now
+        if self.scalar:
+            head = self.model.score
+            found: list[Tensor | None] = [
+                torch.nn.functional.linear(at_reads.float(), head.weight.float())[:, 0]
+            ]
+        else:
+            projection = self.model.get_output_embeddings()
+            head = Head(
+                projection.weight,
+                projection.bias,
+                temperature=0.5,
+                chunk_tokens=work.chunk_tokens,
+            )
+            with_entropy = work.with_entropy and work.train
+            found = list(token_logprobs(at_reads, read, head, with_entropy=with_entropy))
+        self.output = float(max(self.output, self.live.peaks["forward"][0] - before))
+        blank = tokens.shape[0]
+        return [x.new_zeros(blank).index_put((read,), x) for x in found if x is not None]
+
+
+def _bare(config: Any, lora: LoraConfig | None, *, scalar: bool) -> Any:
+    """The model on the meta device."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        use_burnish_attention(model)
+        if lora is not None:
+            inject_adapter_in_model(peft_config(lora), model, adapter_name=ADAPTER)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(".lora_" in name)
+        if not scalar:
+            return model
+        head = torch.nn.Linear(model.get_decoder().config.hidden_size, 1, bias=False)
+        return ScalarModel(model.get_decoder(), head)
+
+
+def _give_sizes(model: torch.nn.Module) -> None:
+    """Fake tensors on the CPU in the place of parameters and buffers; what was tied stays tied."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in made:
+                    made[id(tensor)] = _like(tensor)
+                held[name] = made.get(id(tensor)) if tensor is not None else None
+
+
+def _like(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+# ---- attention plans without numbers ---------------------------------------------------------
+
+
+def segments_of(rows: Sequence[Row], layout: str) -> list[Segment]:
+    """As ``train/batching.py`` lays rows out: whole rows, or a group's prompt once."""
+    segments: list[Segment] = []
+    used = 0
+    prefix = (0, 0)
+    for i, row in enumerate(rows):
+        shares = layout == "shared_prefix" and i > 0 and rows[i - 1].group == row.group
+        if not shares:
+            prefix = (used, row.prompt)
+        count = row.length - (prefix[1] if shares else 0)
+        if count:
+            segments.append(Segment(used, count, *(prefix if shares else (0, 0))))
+        used += count
+    return segments
+
+
+@dataclass(frozen=True)
+class _FakeBucket:
+    q_index: Tensor
+    k_index: Tensor
+    mask: Tensor | None
+
+
+class _FakePlan:
+    """A PackedPlan of the right sizes whose tensors hold nothing."""
+
+    cache = None
+
+    def __init__(self, buckets: Sequence[_FakeBucket], tokens: int, longest: int) -> None:
+        self.buckets, self.longest = tuple(buckets), longest
+        self.inverse = torch.zeros(tokens, dtype=torch.int64)
+        self._windows: dict[int, tuple[Tensor | None, ...]] = {}
+
+    def masks(self, window: int | None) -> tuple[Tensor | None, ...]:
+        """As PackedPlan.masks."""
+        if window is None or self.longest - 1 < window:
+            return tuple(b.mask for b in self.buckets)
+        if window not in self._windows:
+            self._windows[window] = tuple(_mask(b.q_index, b.k_index) for b in self.buckets)
+        return self._windows[window]
+
+
+def _mask(q_index: Tensor, k_index: Tensor) -> Tensor:
+    shape = (q_index.shape[0], 1, q_index.shape[1], k_index.shape[1])
+    return torch.zeros(shape, dtype=torch.bool)
+
+
+def bucket_sizes(segments: Sequence[Segment]) -> list[tuple[int, int, int, bool]]:
+    """(segments, most queries, most keys, with a mask) of each bucket that
+    ``attention.plan_segments`` makes."""
+    order = sorted(range(len(segments)), key=lambda i: (segments[i].q_len, segments[i].k_len))
+    sizes = []
+    while order:
+        largest, chosen = segments[order[-1]], []
+        while order and segments_fit(segments[order[-1]], largest):
+            chosen.append(segments[order.pop()])
+        widest = max(s.q_len for s in chosen)
+        plain = all(s.q_len == widest and not s.prefix_len for s in chosen)
+        sizes.append((len(chosen), widest, max(s.k_len for s in chosen), not plain))
+    return sizes
+
+
+def _fake_plan(work: Pass) -> _FakePlan | None:
+    if work.layout == "padded":
+        return None
+    buckets = []
+    for count, queries, keys, masked in bucket_sizes(segments_of(work.rows, work.layout)):
+        q_index = torch.zeros(count, queries, dtype=torch.int64)
+        k_index = torch.zeros(count, keys, dtype=torch.int64)
+        buckets.append(_FakeBucket(q_index, k_index, _mask(q_index, k_index) if masked else None))
+    return _FakePlan(buckets, work.tokens, max(r.length for r in work.rows))

@@ -108,11 +108,12 @@ class Plan:
 
     def verdict(self) -> str:
         """The verdict in one or more lines."""
-        lines = []
-        for where in ("device", "host"):
-            peak = self.peak(where)
-            if peak is not None:
-                lines.append(_peak_text(peak))
+        worst: dict[tuple[str, str], Peak] = {}
+        for peak in self.peaks:
+            have = worst.get((peak.place, peak.where))
+            if have is None or peak.bytes > have.bytes:
+                worst[peak.place, peak.where] = peak
+        lines = [_peak_text(peak) for peak in worst.values()]
         if self.fits:
             tight = self.worst.margin / self.worst.limit < TIGHT
             head = "fits, tightly" if tight else "fits"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from burnish.config.arithmetic import batch_table
@@ -19,8 +18,8 @@ from burnish.config.rewards import ModelReward
 from burnish.memory.hardware import Hardware
 from burnish.memory.model_state import Item, total
 from burnish.memory.plan import PHASES, Peak, Plan, Row
-from burnish.memory.roles import RoleMemory, positions, roles_memory
-from burnish.memory.shapes import PlanError, shape_of
+from burnish.memory.roles import RoleMemory, known_or, roles_memory
+from burnish.memory.shapes import PlanError
 
 log = logging.getLogger("burnish")
 
@@ -284,9 +283,7 @@ def _assumptions(
                 "processes on one GPU keep what they reserved at their worst (loading counts); a "
                 "vLLM that sleeps gives its memory back"
             )
-    missing = _unknown_reward(config)
-    if missing:
-        yield missing
+    yield from _unknown_models(config)
     yield from (ASSUMPTIONS[name] for name in sorted(assume))
 
 
@@ -297,16 +294,13 @@ def _about_attention(roles: Iterable[RoleMemory]) -> Iterable[str]:
     )
 
 
-def _unknown_reward(config: Any) -> str | None:
-    rewards = vars(config).get("rewards") or ()
-    entry = next((r for r in rewards if isinstance(r, ModelReward)), None)
-    if entry is None:
-        return None
-    try:
-        positions(shape_of(entry.model, scalar=True))
-    except PlanError:
-        return (
-            f"the reward model {Path(str(entry.model.path)).name} has no config here: it is taken to "
-            "be of the policy's size"
-        )
-    return None
+def _unknown_models(config: Any) -> Iterable[str]:
+    parts = vars(config)
+    critic, reference = parts.get("critic"), parts.get("reference")
+    rewards = [r.model for r in parts.get("rewards") or () if isinstance(r, ModelReward)]
+    named = [("the critic", critic.model if critic is not None else None)]
+    named += [("the reference", reference.model if reference is not None else None)]
+    named += [("the reward model", model) for model in rewards]
+    for what, model in named:
+        if model is not None and known_or(model, config.model) is not model:
+            yield f"{what} {model.path} has no config here: it is taken to be of the policy's size"

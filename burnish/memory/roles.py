@@ -154,7 +154,9 @@ def setup_of(
         precision=config.precision,
         ranks=ranks,
         trainable=trainable,
-        unreleased_gathers="unreleased-gathers" in assume,
+        unreleased_gathers="unreleased-gathers" in assume
+        and trainable
+        and train.gradient_checkpointing,
     )
     return setup, largest_rows(config, role, ranks, positions(shape))
 
@@ -164,20 +166,28 @@ def _model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
     if role == "policy":
         return config.model, False, True
     if role == "critic":
-        own = config.critic or CriticConfig()
-        return own.model or config.model, True, True
+        own = (config.critic or CriticConfig()).model
+        return known_or(own, config.model), True, True
     if role == "reference":
-        own_reference = config.reference.model if config.reference is not None else None
-        return own_reference or config.model, False, False
+        own = config.reference.model if config.reference is not None else None
+        return known_or(own, config.model), False, False
     if isinstance(config, RewardModelConfig):
         return config.model, True, True
     entry = _model_reward(config)
     assert entry is not None
+    return known_or(entry.model, config.model), True, False
+
+
+def known_or(own: ModelConfig | None, policy: ModelConfig) -> ModelConfig:
+    """A role's own model, or the policy's where it has none or its config is not here: most often
+    they are of one size, and the plan says so."""
+    if own is None:
+        return policy
     try:
-        shape_of(entry.model, scalar=True)
-    except PlanError:  # a reward model is most often of the policy's size; said in the notes
-        return config.model, True, False
-    return entry.model, True, False
+        shape_of(own)
+    except PlanError:
+        return policy.model_copy(update={"lora": own.lora})
+    return own
 
 
 def _model_reward(config: Any) -> ModelReward | None:

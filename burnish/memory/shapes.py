@@ -282,7 +282,10 @@ def matrix_flops(shape: ModelShape) -> float:
     total = sum(u.numel for u in shape.units)
     embedding = int(text["vocab_size"]) * int(text["hidden_size"])
     active = total - (0 if shape.tied and not shape.scalar else embedding)
-    experts, used = text.get("num_experts") or 0, text.get("num_experts_per_tok") or 0
+    experts, used = (
+        text.get("num_local_experts") or text.get("num_experts") or 0,
+        text.get("num_experts_per_tok") or 0,
+    )
     if experts and used:
         width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
         one = 3 * int(text["hidden_size"]) * width

@@ -40,6 +40,9 @@ from burnish.train.torch import _enable_checkpointing
 
 log = logging.getLogger("burnish")
 
+_CHUNKS = 3
+"""Chunks of log-probs that are traced: the last one is special, and all others are alike."""
+
 STAGES = ("forward", "head", "top", "middle", "bottom", "ends")
 """Of a pass: forward; backward of the head, of the last layer, of the layers between, of the first
 layer, of the embedding."""
@@ -351,11 +354,46 @@ class _Trace:
                 temperature=0.5,
                 chunk_tokens=work.chunk_tokens,
             )
-            with_entropy = work.with_entropy and work.train
-            found = list(token_logprobs(at_reads, read, head, with_entropy=with_entropy))
+            found = self._log_probs(at_reads, read, head)
         self.output = float(max(self.output, self.live.peaks["forward"][0] - before))
         blank = tokens.shape[0]
-        return [x.new_zeros(blank).index_put((read,), x) for x in found if x is not None]
+        return [
+            x.new_zeros(blank).index_put((read[: x.shape[0]],), x) for x in found if x is not None
+        ]
+
+    def _log_probs(self, at_reads: Tensor, targets: Tensor, head: Head) -> list[Tensor | None]:
+        """Of the first chunks only, which are all alike; what backward takes for the hidden states
+        of the others is held instead."""
+        work, few = self.work, _CHUNKS * head.chunk_tokens
+        with_entropy = work.with_entropy and work.train
+        more = at_reads.shape[0] - few
+        if more <= 0:
+            return list(token_logprobs(at_reads, targets, head, with_entropy=with_entropy))
+        held: list[Tensor] = []
+        some = _Passed.apply(at_reads[:few], held, None)
+        found = token_logprobs(some, targets[:few], head, with_entropy=with_entropy)
+        like = at_reads.new_empty(0).new_empty
+        size = (more, at_reads.shape[1])
+        return [
+            None if x is None else _Passed.apply(x, held, functools.partial(like, size))
+            for x in found
+        ]
+
+
+class _Passed(torch.autograd.Function):
+    """The same values; in backward ``make`` something and hold it, or (None) let go of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: list[Tensor], make: Any) -> Tensor:
+        ctx.held, ctx.make = held, make
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.held.clear()
+        if ctx.make is not None:
+            ctx.held.append(ctx.make())
+        return grads[0], None, None
 
 
 def _bare(config: Any, lora: LoraConfig | None, *, scalar: bool) -> Any:

@@ -137,7 +137,7 @@ Force = Annotated[
 
 
 @app.command()
-def sft(
+def sft(  # house: ok typer makes the options from the signature
     arguments: Arguments = None,
     dry_run: DryRun = False,
     resume: Resume = None,
@@ -149,7 +149,7 @@ def sft(
 
 
 @app.command()
-def rm(
+def rm(  # house: ok typer makes the options from the signature
     arguments: Arguments = None,
     dry_run: DryRun = False,
     resume: Resume = None,
@@ -161,7 +161,7 @@ def rm(
 
 
 @app.command()
-def rl(
+def rl(  # house: ok typer makes the options from the signature
     arguments: Arguments = None,
     dry_run: DryRun = False,
     resume: Resume = None,

@@ -61,8 +61,9 @@ def run(
     ``rewards``: a callable, or several by the names of the recipe's function rewards. ``resume``:
     the folder of a run to go on with. ``force``: run even where the memory plan (``plan.txt`` in
     the run folder) says that it cannot fit. Raises RunError, DoesNotFitError, DataError,
-    ModelError, RewardError or CheckpointError with what to do; Interrupted after a signal, and StoppedError where numbers that
-    are not finite made going on pointless (the run is saved in both cases).
+    ModelError, RewardError or CheckpointError with what to do; Interrupted after a signal, and
+    StoppedError where numbers that are not finite made going on pointless (the run is saved in both
+    cases).
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     if resume is not None and isinstance(config, EvaluateConfig):

@@ -26,10 +26,9 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 from burnish.config.model import Dtype, LoraConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
+from burnish.memory.passes import Pass, fake_plan
 from burnish.memory.shapes import ModelShape, blocks_of
 from burnish.memory.tracking import LiveBytes
-from burnish.models.attention import Segment
-from burnish.models.attention import _fits as segments_fit
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, use_burnish_attention
 from burnish.models.logprobs import Head, token_logprobs
@@ -46,47 +45,6 @@ _CHUNKS = 3
 STAGES = ("forward", "head", "top", "middle", "bottom", "ends")
 """Of a pass: forward; backward of the head, of the last layer, of the layers between, of the first
 layer, of the embedding."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a micro-batch."""
-
-    length: int
-    prompt: int
-    group: int
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One micro-batch through one model, and how it is computed."""
-
-    rows: tuple[Row, ...]
-    layout: str = "packed"
-    dtype: Dtype = "fp32"
-    train: bool = True
-    """False: without gradient (log-probs, values)."""
-    accumulates: bool = False
-    """There are gradients of an earlier micro-batch."""
-    checkpointing: bool = False
-    with_entropy: bool = False
-    chunk_tokens: int = 512
-    grad_accum_dtype: Dtype = "fp32"
-    lora: LoraConfig | None = None
-    device: str = "cpu"
-    """``cpu`` or ``cuda``: which kernels to suppose."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that are computed, padding included."""
-        if self.layout == "padded":
-            return max(r.length for r in self.rows) * len(self.rows)
-        return sum(s.q_len for s in segments_of(self.rows, self.layout))
-
-    @property
-    def actions(self) -> int:
-        """Tokens that have a log-prob."""
-        return sum(r.length - max(r.prompt, 1) for r in self.rows)
 
 
 @dataclass(frozen=True)
@@ -271,7 +229,7 @@ class _Trace:
         own = [*self.model.parameters(), *self.model.buffers()]
         if self.optimizer is not None:
             own += [m for m in self.optimizer.masters]
-        plan = _fake_plan(work)
+        plan = fake_plan(work)
         with live:
             live.hold(own)
             base = live.now
@@ -413,13 +371,12 @@ def _bare(config: Any, lora: LoraConfig | None, *, scalar: bool) -> Any:
 
 def _give_sizes(model: torch.nn.Module) -> None:
     """Fake tensors on the CPU in the place of parameters and buffers; what was tied stays tied."""
-    made: dict[int, Tensor] = {}
+    made: dict[int, Any] = {id(None): None}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in made:
-                    made[id(tensor)] = _like(tensor)
-                held[name] = made.get(id(tensor)) if tensor is not None else None
+            for tensor in held.values():
+                made.setdefault(id(tensor), tensor if tensor is None else _like(tensor))
+            held.update({name: made[id(tensor)] for name, tensor in held.items()})
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -427,79 +384,3 @@ def _like(tensor: Tensor) -> Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty
-
-
-# ---- attention plans without numbers ---------------------------------------------------------
-
-
-def segments_of(rows: Sequence[Row], layout: str) -> list[Segment]:
-    """As ``train/batching.py`` lays rows out: whole rows, or a group's prompt once."""
-    segments: list[Segment] = []
-    used = 0
-    prefix = (0, 0)
-    for i, row in enumerate(rows):
-        shares = layout == "shared_prefix" and i > 0 and rows[i - 1].group == row.group
-        if not shares:
-            prefix = (used, row.prompt)
-        count = row.length - (prefix[1] if shares else 0)
-        if count:
-            segments.append(Segment(used, count, *(prefix if shares else (0, 0))))
-        used += count
-    return segments
-
-
-@dataclass(frozen=True)
-class _FakeBucket:
-    q_index: Tensor
-    k_index: Tensor
-    mask: Tensor | None
-
-
-class _FakePlan:
-    """A PackedPlan of the right sizes whose tensors hold nothing."""
-
-    cache = None
-
-    def __init__(self, buckets: Sequence[_FakeBucket], tokens: int, longest: int) -> None:
-        self.buckets, self.longest = tuple(buckets), longest
-        self.inverse = torch.zeros(tokens, dtype=torch.int64)
-        self._windows: dict[int, tuple[Tensor | None, ...]] = {}
-
-    def masks(self, window: int | None) -> tuple[Tensor | None, ...]:
-        """As PackedPlan.masks."""
-        if window is None or self.longest - 1 < window:
-            return tuple(b.mask for b in self.buckets)
-        if window not in self._windows:
-            self._windows[window] = tuple(_mask(b.q_index, b.k_index) for b in self.buckets)
-        return self._windows[window]
-
-
-def _mask(q_index: Tensor, k_index: Tensor) -> Tensor:
-    shape = (q_index.shape[0], 1, q_index.shape[1], k_index.shape[1])
-    return torch.zeros(shape, dtype=torch.bool)
-
-
-def bucket_sizes(segments: Sequence[Segment]) -> list[tuple[int, int, int, bool]]:
-    """(segments, most queries, most keys, with a mask) of each bucket that
-    ``attention.plan_segments`` makes."""
-    order = sorted(range(len(segments)), key=lambda i: (segments[i].q_len, segments[i].k_len))
-    sizes = []
-    while order:
-        largest, chosen = segments[order[-1]], []
-        while order and segments_fit(segments[order[-1]], largest):
-            chosen.append(segments[order.pop()])
-        widest = max(s.q_len for s in chosen)
-        plain = all(s.q_len == widest and not s.prefix_len for s in chosen)
-        sizes.append((len(chosen), widest, max(s.k_len for s in chosen), not plain))
-    return sizes
-
-
-def _fake_plan(work: Pass) -> _FakePlan | None:
-    if work.layout == "padded":
-        return None
-    buckets = []
-    for count, queries, keys, masked in bucket_sizes(segments_of(work.rows, work.layout)):
-        q_index = torch.zeros(count, queries, dtype=torch.int64)
-        k_index = torch.zeros(count, keys, dtype=torch.int64)
-        buckets.append(_FakeBucket(q_index, k_index, _mask(q_index, k_index) if masked else None))
-    return _FakePlan(buckets, work.tokens, max(r.length for r in work.rows))

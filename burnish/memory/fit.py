@@ -118,8 +118,8 @@ def _reason(plan: Plan, seconds: float, rate: float) -> str:
     )
     return (
         f"about {seconds:.0f} s a step ({rate:.2f} samples/s); {worst.margin / 1e9:.1f} GB "
-        f"({worst.margin / worst.limit:.0%}) of {worst.where} memory stay free on {worst.place}, in "
-        f"{worst.phase}"
+        f"({worst.margin / worst.limit:.0%}) of {worst.where} memory stay free on {worst.place}, "
+        f"in {worst.phase}"
     )
 
 
@@ -159,21 +159,8 @@ def _engines(config: Any) -> list[list[str]]:
     engine, ranks = config.train.engine, config.cluster.policy_ranks
     key = "train.engine."
     if isinstance(engine, DeepSpeedEngine):
-        ways = []
-        for stage in (1, 2, 3):
-            for adam, param in ((False, False), (True, False), (True, True)):
-                if param and stage < 3:
-                    continue
-                ways.append(
-                    [
-                        f"{key}zero_stage={stage}",
-                        f"{key}adam_offload={str(adam).lower()}",
-                        f"{key}param_offload={str(param).lower()}",
-                        f"{key}zero_init={str(stage == 3 and bool(config.model.path)).lower()}",
-                        *([f"{key}zero_hpz_partition_size=1"] if stage < 3 else []),
-                    ]
-                )
-        return [[], *ways]
+        stages = [(s, adam, False) for s in (1, 2, 3) for adam in (False, True)]
+        return [[], *(_stage(config, *way) for way in (*stages, (3, True, True)))]
     if ranks == 1:
         return [[]]
     plain = [f"{key}sharding=none", f"{key}cpu_offload=false", f"{key}reshard_after_forward=true"]
@@ -186,6 +173,18 @@ def _engines(config: Any) -> list[list[str]]:
         [full, f"{key}reshard_after_forward=true", f"{key}cpu_offload=false"],
         [full, f"{key}reshard_after_forward=true", f"{key}cpu_offload=true"],
     ]
+
+
+def _stage(config: Any, stage: int, adam_offload: bool, param_offload: bool) -> list[str]:
+    whole = stage < 3
+    values = {
+        "zero_stage": stage,
+        "adam_offload": str(adam_offload).lower(),
+        "param_offload": str(param_offload).lower(),
+        "zero_init": str(not whole and bool(config.model.path)).lower(),
+        **({"zero_hpz_partition_size": 1} if whole else {}),
+    }
+    return [f"train.engine.{name}={value}" for name, value in values.items()]
 
 
 def _vllm_shares(config: Any, hardware: Hardware) -> list[list[str]]:

@@ -1,6 +1,6 @@
-"""Which GPUs and machines a plan is for: a small table that users can extend, and ``4x8xA800-80GB``.
+"""Which GPUs and machines a plan is for: a small table that users can extend.
 
-Without a cluster the limit is this machine's own memory. The numbers, and where they come from, are
+``4x8xA800-80GB`` is four nodes of eight. Without a cluster the limit is this machine's own memory. The numbers, and where they come from, are
 in ``hardware.yaml``.
 """
 
@@ -156,7 +156,7 @@ def parse_cluster(
             f"--cluster {text!r} is not of the form NODESxGPUSxNAME, e.g. 4x8xA800-80GB (8xNAME: "
             f"one node; NAME: one GPU). GPUs: {', '.join(tables.gpus)}"
         )
-    nodes, each = ([1, 1] + counts)[-2:] if len(counts) != 1 else (1, counts[0])
+    nodes, each = [1, 1, *counts][-2:]
     gpu = _find_gpu(found.group(3), tables)
     notes = []
     if host_gb is None:
@@ -183,7 +183,8 @@ def _find_gpu(name: str, tables: Tables) -> Gpu:
     )
     raise PlanError(
         f"the GPU {name!r} is not known{hint}. Known: {', '.join(tables.gpus)}. Add it to "
-        f"{USER_FILE} (or a file given by --gpus): 'gpus: {{NAME: {{{': ..., '.join(_FIELDS)}: ...}}}}'"
+        f"{USER_FILE} (or a file given by --gpus), as 'gpus: {{NAME: {{...}}}}' with "
+        f"{', '.join(_FIELDS)}"
     )
 
 

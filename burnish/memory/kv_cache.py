@@ -120,12 +120,12 @@ def vllm_on_gpu(
     said = (
         f"kv_cache_bytes: room for {held} tokens"
         if config.kv_cache_bytes
-        else f"what {config.gpu_memory_utilization:g} x {gpu_bytes / 1e9:.1f} GB leaves: {held} tokens"
+        else f"rest of {config.gpu_memory_utilization:g} x {gpu_bytes / 1e9:.1f} GB: {held} tokens"
     )
     problem = None
     if held < demand.longest:
         problem = (
-            f"vLLM's share leaves a cache of {held} tokens, and one row has up to {demand.longest}; "
+            f"vLLM's share leaves a cache of {held} tokens, and a row has up to {demand.longest}; "
             f"weights take {weights.bytes / 1e9:.1f} GB of {share / 1e9:.1f}: raise "
             "rollout.engine.gpu_memory_utilization or tensor_parallel_size"
         )

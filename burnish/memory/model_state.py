@@ -206,8 +206,8 @@ def gathered(setup: EngineSetup) -> list[Item]:
         units = [u.numel for u in setup.shape.units]
         live = min(whole, max(MAX_LIVE, *units) + PREFETCH)
         how = (
-            f"at most max(stage3_max_live_parameters 1e9, largest unit {_m(max(units))}) + prefetch "
-            f"5e7 of {_m(whole)} x {w} B"
+            f"at most max(stage3_max_live_parameters 1e9, largest unit {_m(max(units))}) and "
+            f"5e7 prefetched of {_m(whole)} x {w} B"
         )
         return [Item("gathered layers", live * w, how)]
     rest = setup.largest("rest") + setup.largest("embedding")

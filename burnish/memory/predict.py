@@ -18,7 +18,8 @@ from burnish.config.rewards import ModelReward
 from burnish.memory.hardware import Hardware
 from burnish.memory.model_state import Item, total
 from burnish.memory.plan import PHASES, Peak, Plan, Row
-from burnish.memory.roles import RoleMemory, known_or, roles_memory
+from burnish.memory.role_base import RoleMemory, known_or
+from burnish.memory.roles import roles_memory
 from burnish.memory.shapes import PlanError
 
 log = logging.getLogger("burnish")
@@ -242,7 +243,8 @@ def _model_lines(roles: Iterable[RoleMemory]) -> Iterable[str]:
             continue
         shape = role.setup.shape
         adapters = f" and {shape.adapters:,} of adapters" if shape.adapters else ""
-        yield f"{role.role}: {shape.name}, {shape.parameters:,} parameters{adapters} ({shape.source})"
+        count = f"{shape.parameters:,} parameters{adapters}"
+        yield f"{role.role}: {shape.name}, {count} ({shape.source})"
 
 
 def _batch(config: Any) -> Iterable[tuple[str, str, str]]:
@@ -263,8 +265,8 @@ def _assumptions(
         for work in role.works[-1:]:
             longest = max(r.length for r in work.rows)
             yield (
-                f"{role.role}: the largest micro-batch is {len(work.rows)} rows of {longest} tokens, "
-                f"{work.tokens} computed ({work.layout})"
+                f"{role.role}: the largest micro-batch is {len(work.rows)} rows of {longest} "
+                f"tokens, {work.tokens} computed ({work.layout})"
             )
     if disk:
         yield f"keep_last checkpoints and one being written take {disk / 1e9:.1f} GB of disk"
@@ -274,8 +276,8 @@ def _assumptions(
     else:
         yield (
             f"a process takes {over['context_gb']:g} GB of a GPU for CUDA and, with ranks, "
-            f"{over['nccl_gb']:g} GB for NCCL; {over['fragmentation']:.0%} of passing memory is lost "
-            "between blocks"
+            f"{over['nccl_gb']:g} GB for NCCL; {over['fragmentation']:.0%} of passing memory is "
+            "lost between blocks"
         )
         yield from _about_attention(roles)
         if config.cluster.runtime == "ray" and "empty-cache" not in assume:

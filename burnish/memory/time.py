@@ -20,8 +20,10 @@ from burnish.config.train import DeepSpeedEngine
 from burnish.memory.hardware import Hardware
 from burnish.memory.kv_cache import bytes_per_token, vllm_on_gpu
 from burnish.memory.model_state import SIZES, EngineSetup
-from burnish.memory.roles import demand_of, lengths_of, positions, setup_of
+from burnish.memory.role_base import lengths_of, positions
+from burnish.memory.rollout_role import demand_of
 from burnish.memory.shapes import ModelShape, matrix_flops, shape_of
+from burnish.memory.train_role import setup_of
 
 CPU_TFLOPS = 0.1
 """Of a machine without GPUs: two cores' worth. Its plans are for memory."""

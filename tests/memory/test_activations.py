@@ -7,12 +7,8 @@ import pytest
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.memory.activations import (
-    Pass,
-    Row,
-    key_of,
-    measure,
-)
+from burnish.memory.activations import key_of, measure
+from burnish.memory.passes import Pass, Row
 from burnish.memory.shapes import shape_of
 from burnish.memory.tracking import LiveBytes, num_bytes
 from burnish.models.load import load_causal_lm

@@ -148,7 +148,7 @@ def _micro_batches(config: Any) -> list[list[str]]:
     each, now = plan.train_batch_size // plan.data_parallel_size, plan.micro_train_batch_size
     divisors = [n for n in range(1, each + 1) if each % n == 0 and n != now]
     near = sorted(divisors, key=lambda n: abs(n.bit_length() - (now or 1).bit_length()))[:4]
-    out = [[]]
+    out: list[list[str]] = [[]]
     for n in near:
         out.append([f"train.micro_train_batch_size={n}", "train.gradient_accumulation_steps=null"])
     return out

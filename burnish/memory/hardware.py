@@ -1,7 +1,7 @@
 """Which GPUs and machines a plan is for: a small table that users can extend.
 
-``4x8xA800-80GB`` is four nodes of eight. Without a cluster the limit is this machine's own memory. The numbers, and where they come from, are
-in ``hardware.yaml``.
+``4x8xA800-80GB`` is four nodes of eight GPUs. Without a cluster the limit is this machine's own
+memory. The numbers, and where they come from, are in ``hardware.yaml``.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Pl
     if not force:
         raise DoesNotFitError(
             f"this run cannot fit into memory, and nothing was loaded.\n{plan.verdict()}\n"
-            f"The whole plan is in {run_dir / PLAN_FILE}. What would fit: burnish plan RECIPE --fit."
-            " To run all the same: --force (Python: burnish.run(..., force=True))"
+            f"The whole plan is in {run_dir / PLAN_FILE}. What fits: burnish plan RECIPE --fit. "
+            "To run all the same: --force (Python: burnish.run(..., force=True))"
         )
     log.warning("this run is planned not to fit, and is run by --force: %s", plan.verdict())
     return plan

@@ -190,20 +190,24 @@ def _host_peaks(
 
 
 def _nodes(places: Sequence[Places], hardware: Hardware) -> list[dict[str, int]]:
-    """How many workers of each role are on each node, filled one after another."""
+    """How many workers of each role are on each node. As Ray packs them: one kind of place after
+    another, each on as few nodes as are free."""
     if hardware.gpu is None or all(p.gpus == 0 for p in places):
         return [{role: p.count for p in places for role in p.roles}]
-    nodes: list[dict[str, int]] = [{}]
-    free = float(hardware.gpus_per_node)
-    for place in sorted(places, key=lambda p: -p.gpus):
-        for _ in range(place.count):
-            if place.gpus > free + 1e-9:
-                nodes.append({})
-                free = float(hardware.gpus_per_node)
-            free -= place.gpus
+    nodes: list[dict[str, int]] = [{} for _ in range(hardware.nodes)]
+    free = [float(hardware.gpus_per_node)] * hardware.nodes
+    for place in places:
+        left = place.count
+        while left:
+            room = [int(f / place.gpus + 1e-9) for f in free]
+            enough = [i for i, n in enumerate(room) if n >= left]
+            best = min(enough or range(len(room)), key=lambda i: (-min(room[i], left), room[i]))
+            count = min(left, room[best]) or left
+            free[best] -= count * place.gpus
+            left -= count
             for role in place.roles:
-                nodes[-1][role] = nodes[-1].get(role, 0) + 1
-    return nodes
+                nodes[best][role] = nodes[best].get(role, 0) + count
+    return [node for node in nodes if node]
 
 
 def _node_name(node: dict[str, int], roles: dict[Any, RoleMemory]) -> str:

@@ -20,7 +20,7 @@ def roles_memory(
 ) -> list[RoleMemory]:
     """Every role of the job."""
     context = Context(config, hardware, assume)
-    found = []
+    found: list[RoleMemory] = []
     for role in roles_of(config):
         made = rollout_role(context) if role == "rollout" else train_role(context, role)
         if context.inline and found:  # one process: what it is itself was counted

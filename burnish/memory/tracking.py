@@ -30,8 +30,8 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.gradients = 0
         self.peaks: dict[str, tuple[int, int]] = {}
         self._stage = "start"
-        self._sizes: WeakIdKeyDictionary[Any, int] = WeakIdKeyDictionary()
-        self._gradients: WeakIdKeyDictionary[Any, bool] = WeakIdKeyDictionary()
+        self._sizes: Any = WeakIdKeyDictionary()  # storage -> bytes
+        self._gradients: Any = WeakIdKeyDictionary()
 
     def stage(self, name: str) -> None:
         """From here on count under ``name``."""

@@ -215,8 +215,8 @@ def _loading(context: Context, setup: EngineSetup) -> tuple[Items, Items]:
     host = Item("parameters", whole * size, f"read: {whole / 1e9:.3f}e9 x {size} B", "host")
     zero = isinstance(engine, DeepSpeedEngine)
     if isinstance(engine, DeepSpeedEngine) and engine.zero_init:
-        part = whole / setup.ranks * (size + setup.weight_size)
-        how = "zero_init: shards in two formats, and the largest weight whole"
+        part = whole / setup.ranks * (0 if size == setup.weight_size else size)
+        how = "zero_init: shards as they were read, and the largest weight whole"
         return (Item("parameters", setup.largest_tensor * size + part, how),), ()
     if context.hardware.gpu is None:
         host = replace(host, where="device")

@@ -114,8 +114,8 @@ def test_sharding_divides_all_16_bytes_by_the_ranks():
         (1, {}, 2 + 16 / 8 + 4, 0),
         # ... sums in shards too
         (2, {}, 2 + 20 / 8, 0),
-        # ... weights in shards too: (2 + 4 + 4 + 8 + 4 of the step) / 8
-        (3, {}, 22 / 8, 0),
+        # ... weights in shards too: (2 + 4 + 4 + 8) / 8, and 4 of the step for 1e9 at a time
+        (3, {}, 18 / 8 + 4e9 / LLAMA_8B, 0),
         # masters, moments, sums and the gradient of the step on the host
         (3, {"adam_offload": True}, 2 / 8, 20 / 8),
         (3, {"adam_offload": True, "param_offload": True}, 0, 22 / 8),

@@ -69,11 +69,11 @@ def test_gathers_that_are_never_released_do_not_fit():
 
 
 def test_a_cluster_with_too_few_gpus_is_an_error_with_both_numbers():
-    with pytest.raises(PlanError, match="needs 72 GPUs.*8x8xA800-80GB has 64"):
+    with pytest.raises(PlanError, match=r"needs 72 GPUs.*8x8xA800-80GB has 64"):
         nine(cluster="8x8xA800-80GB")
     with pytest.raises(PlanError, match="one worker's GPUs have to be in one node"):
         nine(cluster="18x4xA800-80GB")
-    with pytest.raises(PlanError, match="needs? 72 GPUs.*--cluster 9x8x"):
+    with pytest.raises(PlanError, match=r"needs? 72 GPUs.*--cluster 9x8x"):
         make_plan(load_config(NINE), this_machine())
 
 
@@ -140,7 +140,9 @@ def test_on_cpus_all_processes_share_the_memory_of_the_machine():
     one = make_plan(load_config(TINY), this_machine())
     four = make_plan(load_config({**TINY, "cluster": more}), this_machine())
     process = load_tables().overhead["process_gb"] * 1e9
-    assert four.worst.bytes - one.worst.bytes == pytest.approx(3 * process, rel=0.05)
+    assert four.worst.bytes - one.worst.bytes == pytest.approx(
+        3 * process, rel=0.1
+    )  # and the second copies of tiny tensors
 
 
 def test_a_local_cache_grows_as_the_engine_grows_it():
@@ -191,7 +193,8 @@ def test_the_formula_is_near_the_trace(monkeypatch, overrides):
 
     def activations(plan):
         items = [r for r in plan.rows if r.role == "policy" and r.phase == "forward/backward"]
-        return sum(r.bytes for r in items if r.item in ("activations", "logits/loss"))
+        held = sum(r.bytes for r in items if r.item in ("activations", "logits/loss"))
+        return held - plan.guessed
 
     assert 0.5 < activations(second) / activations(first) < 2
 
@@ -207,7 +210,7 @@ def test_the_formula_is_near_the_trace(monkeypatch, overrides):
         ("4x8", "not of the form"),
         ("0x8xA800-80GB", "not of the form"),
         ("", "not of the form"),
-        ("2x2x2xH100-80GB", "is not known"),
+        ("2x2x2xH100-80GB", "not of the form"),
     ],
 )
 def test_a_cluster_that_is_not_known_says_what_is(text, message):
@@ -217,7 +220,7 @@ def test_a_cluster_that_is_not_known_says_what_is(text, message):
 
 def test_a_model_without_a_config_says_what_is_known(tmp_path):
     for path in ("nobody/nothing-9b", str(tmp_path)):
-        with pytest.raises(PlanError, match="no config.json could be read.*llama-3-70b"):
+        with pytest.raises(PlanError, match=r"no config\.json could be read.*llama-3-70b"):
             make_plan(load_config({**TINY, "model": {"path": path}}), this_machine())
 
 

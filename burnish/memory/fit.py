@@ -211,8 +211,10 @@ def _vllm_shares(config: Any, hardware: Hardware) -> list[list[str]]:
 
 def _smallest(config: Any, hardware: Hardware, assume: Sequence[str]) -> str | None:
     """The first multiple of the recipe's ranks with which some settings fit."""
-    if hardware.gpu is None or config.cluster.runtime == "inline":
+    if hardware.gpu is None:
         return None
+    if config.cluster.runtime == "inline":
+        return _larger_gpu(config, hardware, assume)
     cluster = config.cluster
     factor = 2
     while factor * cluster.policy_ranks <= _MOST_GPUS:
@@ -235,3 +237,19 @@ def _smallest(config: Any, hardware: Hardware, assume: Sequence[str]) -> str | N
             return f"The smallest cluster of such nodes that would: {name}, with {words}"
         factor *= 2
     return None
+
+
+def _larger_gpu(config: Any, hardware: Hardware, assume: Sequence[str]) -> str | None:
+    """A recipe in one process has one GPU: the smallest of the table with which settings fit."""
+    assert hardware.gpu is not None
+    larger = [g for g in hardware.tables.gpus.values() if g.bytes > 1.02 * hardware.gpu.bytes]
+    for gpu in sorted(larger, key=lambda g: g.bytes):
+        found, _ = _search(config, replace(hardware, gpu=gpu), assume)
+        if found:
+            best = min(found, key=lambda p: p.seconds)
+            changes = " ".join(best.overrides) or "the recipe as it is"
+            return (
+                f"The smallest GPU of the table that would: {gpu.name}, with {changes}; or several "
+                "GPUs (cluster.runtime=ray, cluster.policy_ranks)"
+            )
+    return "One process has one GPU; use several (cluster.runtime=ray, cluster.policy_ranks)"

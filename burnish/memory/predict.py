@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from burnish.config.arithmetic import batch_table
@@ -44,9 +45,12 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
     places = _places(config)
     check_room(config, hardware, places)
     roles = {r.role: r for r in roles_memory(config, hardware, supposed)}
+    host = hardware.host_bytes
+    if config.cluster.runtime == "ray":
+        host *= hardware.tables.overhead["ray_limit"]
     peaks = [
         *_device_peaks(places, roles, hardware, supposed),
-        *_host_peaks(places, roles, hardware),
+        *_host_peaks(places, roles, replace(hardware, host_bytes=host)),
     ]
     keep = (
         1 if isinstance(config, EvaluateConfig) else config.model_dump()["checkpoint"]["keep_last"]
@@ -284,7 +288,9 @@ def _assumptions(
             "lost between blocks"
         )
         yield from _about_attention(roles)
-        if config.cluster.runtime == "ray" and "empty-cache" not in assume:
+    if config.cluster.runtime == "ray":
+        yield f"Ray ends workers beyond {over['ray_limit']:.0%} of a node's memory"
+        if hardware.gpu is not None and "empty-cache" not in assume:
             yield (
                 "processes on one GPU keep what they reserved at their worst (loading counts); a "
                 "vLLM that sleeps gives its memory back"

@@ -2,8 +2,8 @@
 them.
 
 Exit codes: 0 done; 2 a mistake in what was given (said in plain words on stderr); 128 + n stopped
-by signal n after saving; 3 stopped by itself after saving, because numbers were not finite; 1
-anything else, with a traceback."""
+by signal n after saving; 3 stopped by itself after saving, because numbers were not finite; 4 a
+plan that does not fit; 1 anything else, with a traceback."""
 
 from __future__ import annotations
 
@@ -131,57 +131,68 @@ RayAddress = Annotated[
     ),
 ]
 
+Force = Annotated[
+    bool, typer.Option("--force", help="Run even where 'burnish plan' says that it cannot fit.")
+]
+
 
 @app.command()
-def sft(
+def sft(  # house: ok typer makes the options from the signature
     arguments: Arguments = None,
     dry_run: DryRun = False,
     resume: Resume = None,
     ray_address: RayAddress = None,
+    force: Force = False,
 ) -> None:
     """Supervised fine-tuning on demonstrations."""
-    _job("sft", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
+    _job("sft", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
 
 @app.command()
-def rm(
+def rm(  # house: ok typer makes the options from the signature
     arguments: Arguments = None,
     dry_run: DryRun = False,
     resume: Resume = None,
     ray_address: RayAddress = None,
+    force: Force = False,
 ) -> None:
     """A reward model from preference pairs."""
-    _job("rm", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
+    _job("rm", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
 
 @app.command()
-def preference(
+def preference(  # house: ok typer makes the options from the signature
     arguments: Arguments = None,
     dry_run: DryRun = False,
     resume: Resume = None,
     ray_address: RayAddress = None,
+    force: Force = False,
 ) -> None:
     """A policy from preferences, without rollouts: DPO and its family."""
-    _job("preference", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
+    _job("preference", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
 
 @app.command()
-def rl(
+def rl(  # house: ok typer makes the options from the signature
     arguments: Arguments = None,
     dry_run: DryRun = False,
     resume: Resume = None,
     ray_address: RayAddress = None,
+    force: Force = False,
 ) -> None:
     """Reinforcement learning from rewards: PPO, GRPO and their family."""
-    _job("rl", _on_ray(arguments, ray_address), dry_run=dry_run, resume=resume)
+    _job("rl", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
 
 @app.command()
 def evaluate(
-    arguments: Arguments = None, dry_run: DryRun = False, ray_address: RayAddress = None
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    ray_address: RayAddress = None,
+    force: Force = False,
 ) -> None:
     """pass@1 and pass@k of a model on held-out prompts."""
-    _job("evaluate", _on_ray(arguments, ray_address), dry_run=dry_run, resume=None)
+    _job("evaluate", _on_ray(arguments, ray_address), dry_run, resume=None, force=force)
 
 
 def _on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
@@ -190,7 +201,9 @@ def _on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
     return [*(arguments or []), *more]
 
 
-def _job(job: str, arguments: list[str], *, dry_run: bool, resume: Path | None) -> None:
+def _job(
+    job: str, arguments: list[str], dry_run: bool, *, resume: Path | None, force: bool
+) -> None:
     recipe, overrides = _split(job, arguments, resume=resume)
     config = load_config(recipe, overrides, job=job)
     if dry_run:
@@ -198,7 +211,7 @@ def _job(job: str, arguments: list[str], *, dry_run: bool, resume: Path | None) 
         return
     import burnish
 
-    result = burnish.run(config, resume=resume)
+    result = burnish.run(config, resume=resume, force=force)
     typer.echo(f"run folder: {result.run_dir}")
 
 
@@ -245,26 +258,13 @@ def doctor(
     ] = True,
 ) -> None:
     """Versions, devices, known-bad combinations, and a self-test of every installed engine."""
-    from burnish.doctor import command
-    from burnish.doctor.facts import gather_facts
+    from burnish.doctor.command import as_text, diagnose
 
     if as_json:
-        found = command.diagnose(__version__, self_test=self_test)
+        found = diagnose(__version__, self_test=self_test)
         typer.echo(found.as_json())
-        raise typer.Exit(found.exit_code)
-    facts = gather_facts()
-    for title, lines in (
-        ("Machine", command.machine_lines(__version__, facts)),
-        ("Extras", command.extra_lines(facts)),
-    ):
-        typer.echo("\n".join([title, *(f"  {line}" for line in lines), ""]))
-    if self_test:
-        typer.echo("Self-test")
-    found = command.diagnose(
-        __version__, self_test=self_test, say=lambda line: typer.echo(f"  {line}")
-    )
-    lines = command.finding_lines(found.findings)
-    typer.echo("\n".join(["", "Known", *(f"  {line}" for line in lines)]))
+    else:
+        found = as_text(__version__, self_test=self_test, say=typer.echo)
     raise typer.Exit(found.exit_code)
 
 
@@ -346,6 +346,63 @@ def export(  # house: ok typer makes the options from the signature
         checkpoint, out, model=model, dtype=None if dtype is None else dtype.value, lora=lora.value
     )
     typer.echo(f"wrote {written}")
+
+
+@app.command()
+def plan(  # house: ok typer makes the options from the signature
+    arguments: Arguments = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODESxGPUSxNAME",
+            help="E.g. 4x8xA800-80GB. Default: this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Look for settings that fit, the fastest first.")
+    ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --fit: write the first as a recipe."),
+    ] = None,
+    details: Annotated[bool, typer.Option("--details", help="Every number with its sum.")] = False,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(help="unreleased-gathers (DeepSpeed 0.16.0 to 0.16.7), empty-cache."),
+    ] = None,
+    gpus: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="More GPUs, beside ~/.config/burnish/gpus.yaml."),
+    ] = None,
+    host_gb: Annotated[
+        float | None, typer.Option(min=0.1, help="Host memory of a node, in GB.")
+    ] = None,
+    network_gbs: Annotated[
+        float | None, typer.Option(min=0.01, help="GB/s from a GPU to other nodes.")
+    ] = None,
+) -> None:
+    """Whether a recipe fits into a cluster's memory, and about how long a step takes, without
+    weights and without a GPU. Exit code 4: it does not fit."""
+    from burnish.memory.command import PlanOptions, plan_text
+
+    recipe, overrides = _split("plan", arguments or [], resume=None)
+    options = PlanOptions(
+        cluster=cluster,
+        gpus=gpus,
+        host_gb=host_gb,
+        network_gbs=network_gbs,
+        assume=tuple(assume or ()),
+        as_json=as_json,
+        details=details,
+        fit=fit,
+        write=write,
+    )
+    text, fits = plan_text(load_config(recipe, overrides), options)
+    typer.echo(text)
+    if not fits:
+        raise typer.Exit(4)
 
 
 class ServedOverlong(StrEnum):

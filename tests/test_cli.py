@@ -51,8 +51,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         run_dir = Path("runs/x")
         metrics: dict[str, float] = {}
 
-    def run(config, *, resume=None, rewards=None):
-        made.append({"config": config, "resume": resume})
+    def run(config, *, resume=None, rewards=None, force=False):
+        made.append({"config": config, "resume": resume, "force": force})
         return Result()
 
     monkeypatch.setitem(vars(burnish), "run", run)

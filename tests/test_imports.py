@@ -16,6 +16,7 @@ MATHS = {"types", "tensors", "formats"}
 BASE = MATHS | {"config"}
 LOOPS = BASE | {
     *(
+        "memory",
         "algorithms",
         "train",
         "rollout",
@@ -46,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": BASE | {"models", "rewards", "environments"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
     "serve": BASE | {"models", "train", "rewards"},
+    "memory": BASE | {"models", "train"},
     # runtime builds engines; loops ask it for them
     "runtime": LOOPS,
     "loops": LOOPS | {"runtime"},

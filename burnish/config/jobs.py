@@ -74,6 +74,11 @@ class TrainingJob(JobConfig):
     observe: ObserveConfig = ObserveConfig()
     """What is written and printed."""
 
+    @property
+    def rows_per_unit(self) -> int:
+        """Rows that are one unit of a batch: 2 for pairs."""
+        return 1
+
     @abstractmethod
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
@@ -129,6 +134,11 @@ class RewardModelConfig(_SupervisedJob):
     """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv
     2312.09244). 0: none."""
 
+    @property
+    def rows_per_unit(self) -> int:
+        """A pair is two rows."""
+        return 2
+
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         if self.data.label_key is not None:
@@ -167,6 +177,11 @@ class PreferenceConfig(_SupervisedJob):
     (arXiv 2404.19733)."""
     reference: PreferenceReferenceConfig | None = None
     """Reference model. None: the policy as it is at the start (with LoRA: its base)."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """A pair is two rows; KTO counts single responses."""
+        return 1 if self.loss.kind == "kto" else 2
 
     @property
     def needs_reference(self) -> bool:

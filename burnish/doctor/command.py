@@ -48,6 +48,21 @@ def diagnose(
     return Diagnosis(version, facts, tuple(findings(facts)), tuple(outcomes))
 
 
+def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Diagnosis:
+    """:func:`diagnose`, told as it goes on."""
+    facts = gather_facts()
+    for title, lines in (
+        ("Machine", machine_lines(version, facts)),
+        ("Extras", extra_lines(facts)),
+    ):
+        say("\n".join([title, *(f"  {line}" for line in lines), ""]))
+    if self_test:
+        say("Self-test")
+    found = diagnose(version, self_test=self_test, say=lambda line: say(f"  {line}"))
+    say("\n".join(["", "Known", *(f"  {line}" for line in finding_lines(found.findings))]))
+    return found
+
+
 def machine_lines(version: str, facts: Facts) -> Iterator[str]:
     """The machine and what is installed."""
     yield f"burnish {version}, Python {facts.python}, {facts.system}"

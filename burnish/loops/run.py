@@ -29,6 +29,7 @@ from burnish.loops.build import build_evaluation, build_preference, build_rl, bu
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.session import RunError, Session, StoppedError, prepare_run_dir
 from burnish.loops.supervised import SupervisedState, supervised_eval, supervised_step
+from burnish.memory.launch import check_memory
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.report import build_report
@@ -54,13 +55,16 @@ def run(
     *,
     resume: Path | str | None = None,
     rewards: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+    force: bool = False,
 ) -> RunResult:
     """Run a job to its end.
 
     ``rewards``: a callable, or several by the names of the recipe's function rewards. ``resume``:
-    the folder of a run to go on with. Raises RunError, DataError, ModelError, RewardError or
-    CheckpointError with what to do; Interrupted after a signal, and StoppedError where numbers that
-    are not finite made going on pointless (the run is saved in both cases).
+    the folder of a run to go on with. ``force``: run even where the memory plan (``plan.txt`` in
+    the run folder) says that it cannot fit. Raises RunError, DoesNotFitError, DataError,
+    ModelError, RewardError or CheckpointError with what to do; Interrupted after a signal, and
+    StoppedError where numbers that are not finite made going on pointless (the run is saved in both
+    cases).
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     if resume is not None and isinstance(config, EvaluateConfig):
@@ -69,6 +73,7 @@ def run(
         raise RunError(f"the job {config.job} takes no rewards; leave rewards out")
     _seed_everything(config.seed)
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
+    check_memory(config, run_dir, force=force)
     try:
         if isinstance(config, RLConfig):
             metrics = _run_rl(config, run_dir, functions)

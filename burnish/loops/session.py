@@ -25,6 +25,7 @@ from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_
 from burnish.config import dump_yaml
 from burnish.config.arithmetic import batch_table
 from burnish.config.jobs import JobConfig, TrainingJob
+from burnish.memory.launch import PLAN_FILE
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
@@ -115,11 +116,9 @@ def _holds_something(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = (
-        {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
-        if failed_at_start
-        else set()
-    )
+    left = {PLAN_FILE}  # of a run that was refused
+    if failed_at_start:
+        left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
     return bool(names - left)
 
 

@@ -232,13 +232,12 @@ def _attention(
         return _decode(plan, (query, key, value), layer=layer, scale=scale, window=window), None
     options = (scale, window, kwargs.get("dropout", 0.0))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
-    if isinstance(plan, PackedPlan):
+    if not isinstance(plan, SpreadPlan):
         return _packed(plan, (q, k, v), layer, options)[None], None
     whole = plan.whole
     plan.layers.add(layer)
-    return spread_attention(plan, (q, k, v), lambda x: _packed(whole, x, layer, options))[
-        None
-    ], None
+    out = spread_attention(plan, (q, k, v), lambda x: _packed(whole, x, layer, options))
+    return out[None], None
 
 
 def _packed(

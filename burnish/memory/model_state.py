@@ -1,0 +1,331 @@
+"""What a train engine holds of a model on one rank, exactly: weights, masters, moments, gradient
+sums, and what is gathered and sent while it computes.
+
+Bytes per trained parameter (``train/optim.py`` says the same of the torch engine):
+
+=================================  =========================================================
+torch, fp32                        4 weights + 4 gradient + 8 moments = 16
+torch, fp16 or bf16                2 weights + 4 masters + 4 gradient sums + 8 moments = 18
+  with ``grad_accum_dtype`` = it   2 + 4 + 2 + 8 = 16, and 4 of gradients in the step
+torch, sharded over N              (4 masters + 4 gradients + 8 moments) / N = 16 / N
+DeepSpeed stage 1, half            2 + 4 sums + (4 + 8 + 4 of the step) / N
+DeepSpeed stage 2, half            2 + (4 sums + 4 + 8 + 4 of the step) / N
+DeepSpeed stage 3, half            (2 + 4 sums + 4 + 8) / N + 4 of the step for at most 1e9
+=================================  =========================================================
+
+What DeepSpeed does was read in the source of 0.19.8 (stage_1_and_2.py, stage3.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from burnish.config.model import Dtype, PrecisionConfig
+from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
+from burnish.memory.shapes import ModelShape, rounded_up
+
+Where = Literal["device", "host", "disk"]
+
+SIZES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+MAX_LIVE = 1_000_000_000
+"""stage3_max_live_parameters of DeepSpeed, in entries."""
+PREFETCH = 50_000_000
+"""stage3_prefetch_bucket_size, in entries."""
+SUB_GROUP = 1_000_000_000
+"""sub_group_size, in entries."""
+REDUCE_BUCKET = 64 << 20
+"""Bytes that replicas of the torch engine sum over ranks at one time (``train/ranks.py``)."""
+WEIGHT_BUCKET = 256 << 20
+"""Bytes that the DeepSpeed engine gathers at one time to hand weights over."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes for one purpose."""
+
+    name: str
+    bytes: float
+    how: str
+    """The sum, in words."""
+    where: Where = "device"
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """One model in one train engine on one of ``ranks`` ranks."""
+
+    shape: ModelShape
+    train: TrainConfig
+    precision: PrecisionConfig
+    ranks: int = 1
+    trainable: bool = True
+    unreleased_gathers: bool = False
+    """As DeepSpeed 0.16.0 to 0.16.7: what stage 3 gathers stays."""
+
+    @property
+    def weight_size(self) -> int:
+        """Bytes of a weight in the compute format."""
+        return SIZES[self.precision.dtype]
+
+    @property
+    def half(self) -> bool:
+        """Whether there are masters beside the weights."""
+        return self.precision.dtype != "fp32"
+
+    @property
+    def trained(self) -> int:
+        """Entries that are trained."""
+        if not self.trainable:
+            return 0
+        return self.shape.adapters or self.shape.parameters
+
+    @property
+    def frozen(self) -> int:
+        """Entries that are not."""
+        whole = self.shape.parameters + self.shape.adapters
+        return whole - self.trained
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered layer by layer."""
+        engine = self.train.engine
+        if isinstance(engine, DeepSpeedEngine):
+            return engine.zero_stage == 3
+        return engine.sharding == "full" and self.ranks > 1
+
+    def largest(self, kind: str) -> int:
+        """Entries of the largest unit of a kind."""
+        return max((u.numel + u.lora for u in self.shape.units if u.kind == kind), default=0)
+
+    @property
+    def largest_tensor(self) -> int:
+        """Entries of the largest parameter that is trained."""
+        if self.shape.adapters and self.trainable:
+            return max((u.lora for u in self.shape.units), default=0)
+        return max(n for u in self.shape.units for n in u.numels)
+
+
+def state(setup: EngineSetup) -> list[Item]:
+    """What is there all the time, from the first step on."""
+    engine = setup.train.engine
+    if isinstance(engine, DeepSpeedEngine):
+        return [i for i in _deepspeed_state(setup, engine) if i.bytes]
+    items = _sharded_state(setup, engine) if setup.sharded else _replica_state(setup)
+    return [i for i in items if i.bytes]
+
+
+def _replica_state(s: EngineSetup) -> list[Item]:
+    n, w = s.trained, s.weight_size
+    items = [
+        Item("parameters", s.frozen * w + n * w, f"{_m(s.frozen + n)} x {w} B"),
+        Item("optimizer", n * 8, f"moments: {_m(n)} x 8 B"),
+    ]
+    if s.half:
+        items.append(Item("optimizer", n * 4, f"fp32 masters: {_m(n)} x 4 B"))
+    return items + _ema(s, n, "device")
+
+
+def _sharded_state(s: EngineSetup, engine: TorchEngine) -> list[Item]:
+    n, frozen = _rows(s), rounded_up(s.frozen, s.ranks)
+    where: Where = "host" if engine.cpu_offload else "device"
+    size = s.weight_size
+    return [
+        Item("parameters", n * 4, f"fp32 masters: {_part(s, s.trained)} x 4 B", where),
+        Item("parameters", frozen * size, f"frozen: {_part(s, s.frozen)} x {size} B", where),
+        Item("optimizer", n * 8, f"moments: {_part(s, s.trained)} x 8 B", where),
+        *_ema(s, n, where),
+    ]
+
+
+def _rows(s: EngineSetup) -> int:
+    """Entries of this rank, of what is trained: FSDP2 cuts rows, and the last ranks have fewer."""
+    return rounded_up(s.trained, s.ranks)
+
+
+def _deepspeed_state(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
+    n, w, stage = s.trained, s.weight_size, engine.zero_stage
+    part = rounded_up(n, s.ranks) if stage else n
+    where: Where = "host" if engine.adam_offload else "device"
+    share = _part(s, n) if stage else _m(n)
+    items = [Item("optimizer", part * 8, f"moments: {share} x 8 B", where)]
+    if stage or s.half:
+        items.append(Item("optimizer", part * 4, f"fp32 masters: {share} x 4 B", where))
+    items += _ema(s, part, where)
+    if stage < 3:
+        whole = n + s.frozen
+        items.append(Item("parameters", whole * w, f"{_m(whole)} x {w} B, whole on every rank"))
+        return items
+    held: Where = "host" if engine.param_offload else "device"
+    both = rounded_up(n + s.frozen, s.ranks)
+    items.append(Item("parameters", both * w, f"{_part(s, n + s.frozen)} x {w} B", held))
+    small = sum(
+        x for u in s.shape.units for x in u.numels if x < engine.param_persistence_threshold
+    )
+    items.append(Item("parameters", small * w, f"small ones stay whole: {_m(small)} x {w} B"))
+    if engine.zero_hpz_partition_size > 1 and s.ranks > 1:
+        hpz = min(engine.zero_hpz_partition_size, s.ranks)
+        size = rounded_up(n + s.frozen, hpz) * w
+        items.append(Item("parameters", size, f"second shard (hpZ): {_m(n + s.frozen)} / {hpz}"))
+    if s.trainable:  # a buffer that is made once
+        sums = SIZES[s.precision.grad_accum_dtype]
+        items.append(Item("gradients", part * sums, f"sums: {share} x {sums} B", where))
+        if engine.adam_offload:
+            items.append(Item("gradients", part * 4, f"of the step: {share} x 4 B", "host"))
+        bucket = engine.reduce_bucket_size * sums
+        items.append(
+            Item(
+                "communication",
+                bucket,
+                f"reduce_bucket_size {engine.reduce_bucket_size} x {sums} B",
+            )
+        )
+    return items
+
+
+def _ema(s: EngineSetup, entries: int, where: Where) -> list[Item]:
+    if s.train.ema_decay is None or not s.trainable:
+        return []
+    return [Item("optimizer", entries * 4, f"moving average: {_m(entries)} x 4 B", where)]
+
+
+# ---- while it computes -----------------------------------------------------------------------
+
+
+def gathered(setup: EngineSetup) -> list[Item]:
+    """Weights that are whole for a while, of engines that keep them in shards."""
+    if not setup.sharded:
+        return []
+    engine, w = setup.train.engine, setup.weight_size
+    layer, whole = setup.largest("layer"), setup.shape.parameters
+    if isinstance(engine, DeepSpeedEngine):
+        if setup.unreleased_gathers:
+            how = f"never released (DeepSpeed 0.16.0 to 0.16.7): {_m(whole)} x {w} B"
+            return [Item("gathered layers", whole * w, how)]
+        units = [u.numel for u in setup.shape.units]
+        live = min(whole, max(MAX_LIVE, *units) + PREFETCH)
+        how = (
+            f"at most max(stage3_max_live_parameters 1e9, largest unit {_m(max(units))}) and "
+            f"5e7 prefetched of {_m(whole)} x {w} B"
+        )
+        return [Item("gathered layers", live * w, how)]
+    rest = setup.largest("rest") + setup.largest("embedding")
+    if not engine.reshard_after_forward:
+        return [Item("gathered layers", whole * w, f"all, kept for backward: {_m(whole)} x {w} B")]
+    live = min(whole, 2 * layer + rest)
+    how = f"this layer and the next 2 x {_m(layer)}, ends {_m(rest)}; x {w} B"
+    items = [Item("gathered layers", live * w, how)]
+    return [*items, Item("communication", layer * w, f"all-gather: {_m(layer)} x {w} B")]
+
+
+def gradients(setup: EngineSetup, *, in_pass: bool) -> list[Item]:
+    """Gradients and their buffers of engines with ranks; a replica's own are in the trace.
+    ``in_pass``: during backward; else in the step."""
+    if not setup.trainable:
+        return []
+    engine = setup.train.engine
+    if isinstance(engine, DeepSpeedEngine):
+        return _deepspeed_gradients(setup, engine, in_pass=in_pass)
+    if not setup.sharded:
+        return [] if in_pass else _replica_step(setup)
+    where: Where = "host" if engine.cpu_offload else "device"
+    n = setup.trained
+    items = [Item("gradients", _rows(setup) * 4, f"sums: {_part(setup, n)} x 4 B", where)]
+    if not in_pass:
+        return items
+    unit = _largest_trained(setup)
+    if engine.reduce_gradients == "once":
+        items.append(Item("gradients", n * 4, f"until the last pass: {_m(n)} x 4 B"))
+    w = setup.weight_size
+    return [
+        *items,
+        Item("gradients", unit * w, f"of a whole layer: {_m(unit)} x {w} B"),
+        Item("communication", unit * 8, f"reduce-scatter, two in flight: 2 x {_m(unit)} x 4 B"),
+    ]
+
+
+def _replica_step(s: EngineSetup) -> list[Item]:
+    items = [Item("gradients", s.trained * 4, f"{_m(s.trained)} x 4 B")]
+    if s.ranks > 1:
+        items.append(Item("communication", REDUCE_BUCKET, "sums over ranks, 64 MiB at a time"))
+    return items
+
+
+def _deepspeed_gradients(s: EngineSetup, engine: DeepSpeedEngine, *, in_pass: bool) -> list[Item]:
+    n, stage = s.trained, engine.zero_stage
+    part, share = (rounded_up(n, s.ranks), _part(s, n)) if stage else (n, _m(n))
+    sums = SIZES[s.precision.grad_accum_dtype]
+    where: Where = "host" if engine.adam_offload else "device"
+    items: list[Item] = []
+    if stage == 0:
+        items.append(Item("gradients", n * s.weight_size, f"{_m(n)} x {s.weight_size} B"))
+    elif stage == 1:
+        items.append(Item("gradients", n * sums, f"sums, whole: {_m(n)} x {sums} B"))
+    elif stage == 2:
+        items.append(Item("gradients", part * sums, f"sums: {share} x {sums} B", where))
+    if in_pass:
+        return items + _deepspeed_buckets(s, engine)
+    if stage == 0 and s.half:
+        items.append(Item("gradients", n * 4, f"fp32, for the step: {_m(n)} x 4 B"))
+    elif stage in (1, 2):
+        items.append(Item("gradients", part * 4, f"fp32, for the step: {share} x 4 B", where))
+    elif stage == 3 and not engine.adam_offload:
+        step = min(part, SUB_GROUP)
+        items.append(Item("gradients", step * 4, f"fp32, for the step: {_m(step)} x 4 B"))
+    return items
+
+
+def _deepspeed_buckets(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
+    sums = SIZES[s.precision.grad_accum_dtype]
+    items: list[Item] = []
+    if engine.zero_stage < 3:
+        size = engine.reduce_bucket_size * sums
+        how = f"reduce_bucket_size {engine.reduce_bucket_size} x {sums} B"
+        items.append(Item("communication", size, how))
+    if s.largest_tensor > engine.reduce_bucket_size:
+        copies = 2 if engine.zero_stage == 3 else 1
+        size = s.largest_tensor * sums * copies
+        how = f"{copies} x the largest gradient {_m(s.largest_tensor)} x {sums} B"
+        items.append(Item("communication", size, how))
+    return items
+
+
+def _largest_trained(s: EngineSetup) -> int:
+    if s.shape.adapters:
+        return max(u.lora for u in s.shape.units)
+    return max(s.largest(kind) for kind in ("layer", "rest", "embedding"))
+
+
+def handing_over(setup: EngineSetup) -> list[Item]:
+    """What is whole on a rank while weights go to the rollout engine."""
+    if not setup.sharded:
+        return []
+    w = setup.weight_size
+    if isinstance(setup.train.engine, DeepSpeedEngine):
+        size = max(WEIGHT_BUCKET, setup.largest_tensor * w)
+        return [Item("gathered layers", size, "a bucket of 256 MiB, or the largest weight")]
+    unit = max(setup.largest(kind) for kind in ("layer", "rest", "embedding"))
+    how = f"the largest unit and a copy: 2 x {_m(unit)} x {w} B"
+    return [Item("gathered layers", 2 * unit * w, how)]
+
+
+def checkpoint_bytes(setup: EngineSetup) -> float:
+    """What :meth:`TrainEngine.save` writes: masters, two moments, perhaps a moving average."""
+    return setup.trained * (12.0 + 4 * (setup.train.ema_decay is not None))
+
+
+def total(items: Iterable[Item], where: Where = "device") -> float:
+    """Bytes of the items in one place."""
+    return sum(i.bytes for i in items if i.where == where)
+
+
+def _part(s: EngineSetup, entries: int) -> str:
+    return _m(entries) if s.ranks == 1 else f"{_m(entries)} / {s.ranks}"
+
+
+def _m(entries: int) -> str:
+    """A number of entries for people."""
+    if entries >= 1e9:
+        return f"{entries / 1e9:.3f}e9"
+    return f"{entries / 1e6:.1f}e6" if entries >= 1e5 else str(entries)

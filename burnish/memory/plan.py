@@ -1,0 +1,235 @@
+"""A plan: what every role holds in every phase, in bytes and words, and whether it fits.
+
+Plain data. It is made by ``predict.py``, printed here as text and JSON, and read back, so that
+measured peaks can stand beside it later (a peak has a place, a memory and a phase).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+PHASES = ("load", "rollout", "log-probs", "forward/backward", "step", "sync", "checkpoint")
+ITEMS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered layers",
+    "activations",
+    "logits/loss",
+    "KV cache",
+    "communication",
+    "overhead",
+)
+"""The columns of the table; everything that is held is one of them."""
+_HEADS = ("param", "grad", "optim", "gather", "activ", "logits", "KV", "comm", "other")
+GB = 1e9
+TIGHT = 0.05
+"""Below this share of free memory a plan that fits is called tight."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one rank of a role, for one purpose in one phase."""
+
+    role: str
+    phase: str
+    item: str
+    bytes: float
+    how: str
+    where: str = "device"
+    """``device`` (the GPU; on a machine without one, its memory), ``host`` or ``disk``."""
+    ranks: str = "each"
+    """``each`` rank, or ``first``: rank 0 (of a rollout engine over several GPUs: one process)."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What one place needs in one phase: a GPU with the workers on it, or a node's host memory."""
+
+    place: str
+    where: str
+    phase: str
+    bytes: float
+    limit: float
+    how: str = ""
+
+    @property
+    def margin(self) -> float:
+        """Bytes that stay free; negative: that are missing."""
+        return self.limit - self.bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within the limit."""
+        return self.bytes <= self.limit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer of ``burnish plan``."""
+
+    job: str
+    hardware: str
+    models: tuple[str, ...]
+    batch: tuple[tuple[str, str, str], ...]
+    rows: tuple[Row, ...]
+    peaks: tuple[Peak, ...]
+    """Of every place in every phase."""
+    disk_per_checkpoint: float
+    assumptions: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+    """Why it cannot run, besides memory."""
+    guessed: float = 0.0
+    """Bytes that were added to the worst peak because activations come from the formula, and not
+    from a trace."""
+
+    @property
+    def worst(self) -> Peak:
+        """The peak with the least free memory, as a share of its limit."""
+        return min(self.peaks, key=lambda p: p.margin / p.limit)
+
+    @property
+    def fits(self) -> bool:
+        """The verdict."""
+        return not self.problems and all(peak.fits for peak in self.peaks)
+
+    def peak(self, where: str) -> Peak | None:
+        """The worst peak of one memory (``device`` or ``host``)."""
+        found = [p for p in self.peaks if p.where == where]
+        return min(found, key=lambda p: p.margin / p.limit) if found else None
+
+    @property
+    def cannot_run(self) -> bool:
+        """It does not fit, and not for the margin of a guess alone."""
+        return bool(self.problems) or any(p.margin + self.guessed < 0 for p in self.peaks)
+
+    def verdict(self) -> str:
+        """The verdict in one or more lines."""
+        worst: dict[tuple[str, str], Peak] = {}
+        for peak in self.peaks:
+            have = worst.get((peak.place, peak.where))
+            if have is None or peak.bytes > have.bytes:
+                worst[peak.place, peak.where] = peak
+        lines = [_peak_text(peak) for peak in worst.values()]
+        if self.fits:
+            tight = self.worst.margin / self.worst.limit < TIGHT
+            head = "fits, tightly" if tight else "fits"
+        else:
+            head = "does not fit"
+        return "\n".join([f"verdict: {head}", *(f"  {x}" for x in (*lines, *self.problems))])
+
+    def to_json(self) -> str:
+        """The plan as JSON, with the verdict; :func:`from_json` reads it back."""
+        worst = self.worst
+        extra = {
+            "fits": self.fits,
+            "margin_bytes": worst.margin,
+            "margin_frac": worst.margin / worst.limit,
+        }
+        return json.dumps({**extra, **asdict(self)}, indent=1)
+
+    def to_text(self, *, details: bool = False) -> str:
+        """The plan for people. ``details``: every row with its sum."""
+        parts = [
+            f"plan of {self.job} on {self.hardware}",
+            "\n".join(self.models),
+            _batch_text(self.batch),
+            _table(self.rows),
+            _places_text(self.peaks),
+            f"disk: {_gb(self.disk_per_checkpoint)} GB for each checkpoint",
+        ]
+        if details:
+            parts.append(_details(self.rows))
+        parts.append("assumed:\n" + "\n".join(f"  - {a}" for a in self.assumptions))
+        parts.append(self.verdict())
+        return "\n\n".join(p for p in parts if p)
+
+
+def from_json(text: str) -> Plan:
+    """What :meth:`Plan.to_json` wrote."""
+    tree: dict[str, Any] = json.loads(text)
+    for name in ("fits", "margin_bytes", "margin_frac"):
+        tree.pop(name, None)
+    tree["rows"] = tuple(Row(**row) for row in tree["rows"])
+    tree["peaks"] = tuple(Peak(**peak) for peak in tree["peaks"])
+    tree["batch"] = tuple(tuple(row) for row in tree["batch"])
+    for name in ("models", "assumptions", "problems"):
+        tree[name] = tuple(tree[name])
+    return Plan(**tree)
+
+
+def _peak_text(peak: Peak) -> str:
+    share = 100 * peak.margin / peak.limit
+    what = "free" if peak.margin >= 0 else "missing"
+    return (
+        f"{peak.place}, {peak.where} memory: {_gb(peak.bytes)} of {_gb(peak.limit)} GB in "
+        f"{peak.phase}; {_gb(abs(peak.margin))} GB ({abs(share):.0f}%) {what}"
+    )
+
+
+def _batch_text(batch: Iterable[tuple[str, str, str]]) -> str:
+    return "\n".join(f"{n:<30} {value:>8}  {how}".rstrip() for n, value, how in batch)
+
+
+def _table(rows: Iterable[Row]) -> str:
+    """GB by role and phase, on the device; then what of it is in host memory."""
+    sums: dict[tuple[str, str], dict[str, float]] = {}
+    hosts: dict[tuple[str, str], float] = {}
+    for row in rows:
+        key = (row.role, row.phase)
+        if row.where == "device":
+            held = sums.setdefault(key, {})
+            held[row.item] = held.get(row.item, 0.0) + row.bytes
+        elif row.where == "host":
+            sums.setdefault(key, {})
+            hosts[key] = hosts.get(key, 0.0) + row.bytes
+    width = max((len(role) for role, _ in sums), default=4) + 1
+    head = f"{'GB by rank':<{width}} {'phase':<17}" + "".join(f"{h:>7}" for h in _HEADS)
+    lines = [head + f"{'total':>8}{'host':>8}"]
+    last = None
+    for (role, phase), held in sums.items():
+        name, last = ("" if role == last else role), role
+        cells = "".join(f"{_cell(held.get(item, 0.0)):>7}" for item in ITEMS)
+        host = _cell(hosts.get((role, phase), 0.0))
+        lines.append(f"{name:<{width}} {phase:<17}{cells}{_gb(sum(held.values())):>8}{host:>8}")
+    return "\n".join(lines)
+
+
+def _places_text(peaks: Iterable[Peak]) -> str:
+    """The most of every place, by phase."""
+    places: dict[tuple[str, str], list[Peak]] = {}
+    for peak in peaks:
+        places.setdefault((peak.place, peak.where), []).append(peak)
+    lines = ["most in one place, GB:"]
+    for (place, where), found in places.items():
+        by_phase = ", ".join(f"{p.phase} {_gb(p.bytes)}" for p in found)
+        lines.append(f"  {place} ({where}, {_gb(found[0].limit)}): {by_phase}")
+    return "\n".join(lines)
+
+
+def _details(rows: Iterable[Row]) -> str:
+    """Every row once: one that is there in all phases is said once."""
+    phases: dict[tuple[str, str, str, float, str], list[str]] = {}
+    for row in rows:
+        key = (row.role, row.where, row.item, row.bytes, row.how)
+        phases.setdefault(key, []).append(row.phase)
+    lines = ["how:"]
+    for (role, where, item, size, how), found in phases.items():
+        when = (
+            ", ".join(dict.fromkeys(found)) if len(set(found)) < 4 else f"{len(set(found))} phases"
+        )
+        lines.append(f"  {role}, {where}, {item}: {_gb(size, 3)} GB = {how} ({when})")
+    return "\n".join(lines)
+
+
+def _cell(size: float) -> str:
+    return "-" if size == 0 else _gb(size)
+
+
+def _gb(size: float, digits: int = 1) -> str:
+    """Bytes as GB; small ones with more digits."""
+    value = size / GB
+    return f"{value:.{digits if abs(value) >= 1 else max(digits, 3) if abs(value) < 0.1 else 2}f}"

@@ -1,0 +1,318 @@
+"""A recipe on a cluster becomes a plan: roles beside each other on their GPUs, phase by phase.
+
+Roles in one process take turns and share an allocator. Roles in processes of their own on one GPU
+do not: what a process reserved at its worst it keeps (nothing gives it back), so their worst
+phases add up, except that a vLLM that sleeps gives its memory back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from burnish.config.arithmetic import batch_table
+from burnish.config.jobs import EvaluateConfig, JobConfig
+from burnish.config.placement import Places, places_of, roles_of, total_text
+from burnish.config.rewards import ModelReward
+from burnish.memory.hardware import Hardware
+from burnish.memory.model_state import Item, total
+from burnish.memory.plan import PHASES, Peak, Plan, Row
+from burnish.memory.role_base import RoleMemory, known_or
+from burnish.memory.roles import roles_memory
+from burnish.memory.shapes import PlanError
+
+log = logging.getLogger("burnish")
+
+ASSUMPTIONS = {
+    "unreleased-gathers": "weights that DeepSpeed's stage 3 gathers are never released, as in "
+    "0.16.0 to 0.16.7 (which Burnish refuses)",
+    "empty-cache": "every process gives unused memory back between its phases, which Burnish does "
+    "not do",
+}
+"""What ``--assume`` can suppose."""
+
+
+def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) -> Plan:
+    """The plan of a recipe on ``hardware``. Raises PlanError where it cannot be made: the recipe
+    needs other hardware, or a model's sizes are not known."""
+    supposed = frozenset(assume)
+    if unknown := supposed - set(ASSUMPTIONS):
+        raise PlanError(
+            f"--assume {sorted(unknown)[0]} is not known; known: {', '.join(ASSUMPTIONS)}"
+        )
+    places = _places(config)
+    check_room(config, hardware, places)
+    roles = {r.role: r for r in roles_memory(config, hardware, supposed)}
+    host = hardware.host_bytes
+    if config.cluster.runtime == "ray":
+        host *= hardware.tables.overhead["ray_limit"]
+    peaks = [
+        *_device_peaks(places, roles, hardware, supposed),
+        *_host_peaks(places, roles, replace(hardware, host_bytes=host)),
+    ]
+    keep = (
+        1 if isinstance(config, EvaluateConfig) else config.model_dump()["checkpoint"]["keep_last"]
+    )
+    disk = sum(r.disk for r in roles.values())
+    return Plan(
+        job=f"{config.job} ({config.cluster.runtime})",
+        hardware=str(hardware),
+        models=tuple(dict.fromkeys(_model_lines(roles.values()))),
+        batch=() if isinstance(config, EvaluateConfig) else tuple(_batch(config)),
+        rows=tuple(_rows(roles.values())),
+        peaks=tuple(peaks),
+        disk_per_checkpoint=disk,
+        assumptions=tuple(
+            _assumptions(config, hardware, roles.values(), supposed, disk * (keep + 1))
+        ),
+        problems=tuple(r.problem for r in roles.values() if r.problem),
+        guessed=max((r.guessed for r in roles.values()), default=0.0),
+    )
+
+
+def _places(config: JobConfig) -> list[Places]:
+    if config.cluster.runtime == "inline":
+        return [Places(tuple(roles_of(config)), 1, 0.0, 0.0)]
+    return places_of(config)
+
+
+def check_room(config: JobConfig, hardware: Hardware, places: Sequence[Places]) -> None:
+    """Raise PlanError where the recipe and the cluster contradict each other."""
+    if config.cluster.runtime == "inline":
+        return
+    need = sum(p.count * p.gpus for p in places)
+    if hardware.gpu is None:
+        if need:
+            raise PlanError(
+                f"the recipe's workers need {need:g} GPUs ({total_text(places)}), and this machine "
+                "has none that torch sees: say which cluster the plan is for, e.g. --cluster "
+                f"{max(1, round(need / 8))}x8xA100-80GB"
+            )
+        return
+    if not need:
+        raise PlanError(
+            f"the recipe's workers compute on CPUs (cluster.gpus_per_worker=0), and --cluster "
+            f"{hardware} is about GPUs; set cluster.gpus_per_worker=1, or leave --cluster out"
+        )
+    if need > hardware.num_gpus:
+        raise PlanError(
+            f"the recipe needs {need:g} GPUs ({'; '.join(map(str, places))}), and {hardware} has "
+            f"{hardware.num_gpus}; use fewer ranks or workers, a layout that shares more, or a "
+            "larger cluster"
+        )
+    for place in places:
+        if place.gpus > hardware.gpus_per_node:
+            raise PlanError(
+                f"{place}: one worker's GPUs have to be in one node, and a node of {hardware} has "
+                f"{hardware.gpus_per_node}"
+            )
+
+
+# ---- peaks -----------------------------------------------------------------------------------
+
+
+def _name(place: Places) -> str:
+    count = f"{place.count} x " if place.count > 1 else ""
+    return f"{count}{'+'.join(place.roles)}"
+
+
+def _device_peaks(
+    places: Sequence[Places],
+    roles: dict[Any, RoleMemory],
+    hardware: Hardware,
+    assume: frozenset[str],
+) -> list[Peak]:
+    """Of every kind of GPU place in every phase."""
+    if hardware.gpu is None:
+        return []
+    peaks = []
+    for place in places:
+        here = [roles[r] for r in place.roles]
+        share = min(1.0, place.gpus) if place.gpus else 1.0
+        limit = hardware.gpu.bytes * share
+        for phase in _phases(here):
+            size, how = _in_place(here, phase, keeps="empty-cache" not in assume)
+            peaks.append(Peak(_name(place), "device", phase, size, limit, how))
+    return peaks
+
+
+def _phases(roles: Sequence[RoleMemory]) -> list[str]:
+    """Phases in which one of the roles works."""
+    working = {phase for r in roles for phase in r.passing}
+    if any(r.pool == "vllm" for r in roles):
+        working |= {"load", "rollout", "sync"}
+    return [phase for phase in PHASES if phase in working]
+
+
+def _in_place(roles: Sequence[RoleMemory], phase: str, *, keeps: bool) -> tuple[float, str]:
+    """Bytes on one GPU in a phase, and of whom."""
+    pools: dict[str, list[RoleMemory]] = {}
+    for role in roles:
+        pools.setdefault(role.pool, []).append(role)
+    alone = len(pools) == 1 or not keeps
+    parts = {}
+    for name, members in pools.items():
+        if alone or name == "vllm":
+            parts[name] = _held(members, phase)
+        elif phase == "load":
+            parts[name] = _held(members, "load")
+        else:
+            parts[name] = max(_held(members, p) for p in PHASES)
+    if not keeps:  # one role works at a time
+        idle = {n: sum(total(m.resident[phase]) for m in ms) for n, ms in pools.items()}
+        most = max(parts, key=lambda n: parts[n] - idle[n])
+        parts = {n: parts[n] if n == most else idle[n] for n in parts}
+    how = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    return sum(parts.values()), how
+
+
+def _held(members: Sequence[RoleMemory], phase: str) -> float:
+    """Bytes of one process: what is there, and what the role that works takes."""
+    there = sum(total(m.resident[phase]) for m in members)
+    return there + max(total(m.passing.get(phase, ())) for m in members)
+
+
+def _host_peaks(
+    places: Sequence[Places], roles: dict[Any, RoleMemory], hardware: Hardware
+) -> list[Peak]:
+    """Of the fullest node in every phase. On a machine without GPUs it holds everything."""
+    nodes = _nodes(places, hardware)
+    both = hardware.gpu is None
+    phases = _phases(list(roles.values()))
+    peaks = []
+    for phase in phases:
+        sizes = [_on_node(node, roles, phase, both=both) for node in nodes]
+        worst = max(range(len(nodes)), key=lambda i: sizes[i])
+        name = "this machine" if both else "a node with " + _node_name(nodes[worst], roles)
+        peaks.append(Peak(name, "host", phase, sizes[worst], hardware.host_bytes))
+    if not peaks:
+        return []
+    most = max(peaks, key=lambda p: p.bytes)
+    return [Peak(most.place, "host", p.phase, p.bytes, p.limit) for p in peaks]
+
+
+def _nodes(places: Sequence[Places], hardware: Hardware) -> list[dict[str, int]]:
+    """How many workers of each role are on each node. As Ray packs them: one kind of place after
+    another, each on as few nodes as are free."""
+    if hardware.gpu is None or all(p.gpus == 0 for p in places):
+        return [{role: p.count for p in places for role in p.roles}]
+    nodes: list[dict[str, int]] = [{} for _ in range(hardware.nodes)]
+    free = [float(hardware.gpus_per_node)] * hardware.nodes
+    for place in places:
+        left = place.count
+        while left:
+            room = [int(f / place.gpus + 1e-9) for f in free]
+            enough = [i for i, n in enumerate(room) if n >= left]
+            best = min(enough or range(len(room)), key=lambda i: (-min(room[i], left), room[i]))
+            count = min(left, room[best]) or left
+            free[best] -= count * place.gpus
+            left -= count
+            for role in place.roles:
+                nodes[best][role] = nodes[best].get(role, 0) + count
+    return [node for node in nodes if node]
+
+
+def _node_name(node: dict[str, int], roles: dict[Any, RoleMemory]) -> str:
+    return "+".join(f"{count} {role}" for role, count in node.items())
+
+
+def _on_node(
+    node: dict[str, int], roles: dict[Any, RoleMemory], phase: str, *, both: bool
+) -> float:
+    kinds = ("host", "device") if both else ("host",)
+
+    def size(items: Iterable[Item]) -> float:
+        return sum(i.bytes for i in items if i.where in kinds)
+
+    there = sum(n * size(roles[r].resident[phase]) for r, n in node.items())
+    once = sum(size(roles[r].first.get(phase, ())) for r in node)
+    working = max(n * size(roles[r].passing.get(phase, ())) for r, n in node.items())
+    return there + once + working
+
+
+# ---- words -----------------------------------------------------------------------------------
+
+
+def _rows(roles: Iterable[RoleMemory]) -> Iterable[Row]:
+    for role in roles:
+        name = f"{role.role} x{role.ranks}" if role.ranks > 1 else role.role
+        for phase in _phases([role]):
+            for item in (*role.resident[phase], *role.passing.get(phase, ())):
+                yield Row(name, phase, item.name, item.bytes, item.how, item.where)
+            for item in role.first.get(phase, ()):
+                yield Row(name, phase, item.name, item.bytes, item.how, item.where, "first")
+
+
+def _model_lines(roles: Iterable[RoleMemory]) -> Iterable[str]:
+    for role in roles:
+        if role.setup is None:
+            continue
+        shape = role.setup.shape
+        adapters = f" and {shape.adapters:,} of adapters" if shape.adapters else ""
+        count = f"{shape.parameters:,} parameters{adapters}"
+        yield f"{role.role}: {shape.name}, {count} ({shape.source})"
+
+
+def _batch(config: Any) -> Iterable[tuple[str, str, str]]:
+    return batch_table(config.batch_plan())
+
+
+def _assumptions(
+    config: Any,
+    hardware: Hardware,
+    roles: Iterable[RoleMemory],
+    assume: frozenset[str],
+    disk: float,
+) -> Iterable[str]:
+    over = hardware.tables.overhead
+    yield from hardware.notes
+    for role in roles:
+        yield from role.notes
+        for work in role.works[-1:]:
+            longest = max(r.length for r in work.rows)
+            yield (
+                f"{role.role}: the largest micro-batch is {len(work.rows)} rows of {longest} "
+                f"tokens, {work.tokens} computed ({work.layout})"
+            )
+    if disk:
+        yield f"keep_last checkpoints and one being written take {disk / 1e9:.1f} GB of disk"
+    if hardware.gpu is None:
+        yield f"a process takes {over['process_gb']:g} GB besides tensors"
+        yield "the memory of one operation while it runs is not counted"
+    else:
+        yield (
+            f"a process takes {over['context_gb']:g} GB of a GPU for CUDA and, with ranks, "
+            f"{over['nccl_gb']:g} GB for NCCL; {over['fragmentation']:.0%} of passing memory is "
+            "lost between blocks"
+        )
+        yield from _about_attention(roles)
+    if config.cluster.runtime == "ray":
+        yield f"Ray ends workers beyond {over['ray_limit']:.0%} of a node's memory"
+        if hardware.gpu is not None and "empty-cache" not in assume:
+            yield (
+                "processes on one GPU keep what they reserved at their worst (loading counts); a "
+                "vLLM that sleeps gives its memory back"
+            )
+    yield from _unknown_models(config)
+    yield from (ASSUMPTIONS[name] for name in sorted(assume))
+
+
+def _about_attention(roles: Iterable[RoleMemory]) -> Iterable[str]:
+    yield (
+        "attention is a fused kernel that keeps no scores; where torch has none for grouped heads "
+        "with a mask (rows of unequal length) it computes them, which is not counted"
+    )
+
+
+def _unknown_models(config: Any) -> Iterable[str]:
+    parts = vars(config)
+    critic, reference = parts.get("critic"), parts.get("reference")
+    rewards = [r.model for r in parts.get("rewards") or () if isinstance(r, ModelReward)]
+    named = [("the critic", critic.model if critic is not None else None)]
+    named += [("the reference", reference.model if reference is not None else None)]
+    named += [("the reward model", model) for model in rewards]
+    for what, model in named:
+        if model is not None and known_or(model, config.model) is not model:
+            yield f"{what} {model.path} has no config here: it is taken to be of the policy's size"

@@ -1,0 +1,254 @@
+"""What a role that trains or scores holds on one rank: policy, reference, critic, reward model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from burnish.config.cluster import ClusterRole
+from burnish.config.jobs import EvaluateConfig, RewardModelConfig, RLConfig
+from burnish.config.model import CriticConfig, ModelConfig
+from burnish.config.train import DeepSpeedEngine, TrainConfig
+from burnish.memory import model_state
+from burnish.memory.activations import Peaks
+from burnish.memory.model_state import EngineSetup, Item
+from burnish.memory.passes import Pass, Row
+from burnish.memory.plan import PHASES
+from burnish.memory.role_base import (
+    REWARD_ROWS,
+    Context,
+    Items,
+    RoleMemory,
+    alike,
+    known_or,
+    lengths_of,
+    model_reward,
+    overhead,
+    peaks_of,
+    positions,
+    with_loss,
+)
+from burnish.memory.shapes import shape_of
+
+
+def train_role(context: Context, role: ClusterRole) -> RoleMemory:
+    """Policy, reference, critic or reward model."""
+    setup, rows = setup_of(context.config, role, context.ranks(role), context.assume)
+    passes = _passes(context, setup, role, rows)
+    peaks, notes, guessed = {}, [], 0.0
+    for name, work in passes.items():
+        found, extra, note = peaks_of(setup, work, context.over["fallback_margin"])
+        peaks[name] = found
+        guessed = max(guessed, extra)
+        notes += [f"{role}: {note}"] if note else []
+    always = (*overhead(context, context.ranks(role)), *model_state.state(setup))
+    passing = {name: _in_pass(setup, peaks[name]) for name in passes}
+    loading, loading_host = _loading(context, setup)
+    passing["load"] = (*loading, *loading_host)
+    if setup.trainable:
+        passing["step"] = tuple(model_state.gradients(setup, in_pass=False))
+        passing["checkpoint"] = _saving(context, setup)
+    first: dict[str, Items] = {}
+    if role == "policy" and isinstance(context.config, RLConfig):
+        passing["sync"] = tuple(model_state.handing_over(setup))
+        first = _object_store(context, setup)
+    resident = {phase: always for phase in PHASES}
+    resident["load"] = tuple(i for i in always if not i.how.startswith("moments"))
+    return RoleMemory(
+        role=role,
+        ranks=context.ranks(role),
+        pool="main" if context.inline else role,
+        resident=resident,
+        passing={name: with_loss(context, items) for name, items in passing.items()},
+        first=first,
+        setup=setup,
+        disk=model_state.checkpoint_bytes(setup),
+        works=tuple(passes.values()),
+        notes=tuple(dict.fromkeys(notes)),
+        guessed=guessed,
+    )
+
+
+def setup_of(
+    config: Any, role: ClusterRole, ranks: int, assume: frozenset[str] = frozenset()
+) -> tuple[EngineSetup, tuple[Row, ...]]:
+    """The engine of a role, and the rows of its largest micro-batch."""
+    model, scalar, trainable = model_of(config, role)
+    shape = shape_of(model, scalar=scalar)
+    train = _train_of(config)
+    setup = EngineSetup(
+        shape=shape,
+        train=train,
+        precision=config.precision,
+        ranks=ranks,
+        trainable=trainable,
+        unreleased_gathers="unreleased-gathers" in assume
+        and trainable
+        and train.gradient_checkpointing,
+    )
+    return setup, largest_rows(config, role, ranks, positions(shape))
+
+
+def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
+    """(model, scalar, trainable)"""
+    if role == "policy":
+        return config.model, False, True
+    if role == "critic":
+        own = (config.critic or CriticConfig()).model
+        return known_or(own, config.model), True, True
+    if role == "reference":
+        own = config.reference.model if config.reference is not None else None
+        return known_or(own, config.model), False, False
+    if isinstance(config, RewardModelConfig):
+        return config.model, True, True
+    entry = model_reward(config)
+    assert entry is not None
+    return known_or(entry.model, config.model), True, False
+
+
+def _train_of(config: Any) -> TrainConfig:
+    if isinstance(config, EvaluateConfig):
+        return TrainConfig(train_batch_size=1)
+    train: TrainConfig = config.train
+    return train
+
+
+def largest_rows(config: Any, role: ClusterRole, ranks: int, limit: int) -> tuple[Row, ...]:
+    """The rows of the largest micro-batch that the recipe allows: all of full length, every second
+    one token shorter (rows of one length would be computed without a mask)."""
+    length, prompt = lengths_of(config, limit)
+    if isinstance(config, EvaluateConfig):
+        return alike(REWARD_ROWS, length, prompt, group=1)
+    if role == "reward" and isinstance(config, RLConfig):
+        entry = model_reward(config)
+        count = entry.micro_batch_size if entry is not None else REWARD_ROWS
+        return alike(count, length, prompt, group=1)
+    unit = config.rows_per_unit
+    plan = config.batch_plan()
+    group = plan.n_samples_per_prompt if isinstance(config, RLConfig) else 1
+    share = max(1, plan.train_batch_size // ranks) * unit
+    if plan.micro_train_batch_size is not None:
+        return alike(plan.micro_train_batch_size * unit, length, prompt, group=group)
+    budget = config.train.max_tokens_per_micro_batch
+    assert budget is not None
+    rows: list[Row] = []
+    used = 0
+    while len(rows) < share:
+        shares = config.train.layout == "shared_prefix" and len(rows) % group > 0
+        cost = length - prompt if shares else length
+        if rows and len(rows) % unit == 0 and used + cost > budget:
+            break
+        used += cost
+        rows.append(Row(length, prompt, len(rows) // group))
+    return alike(len(rows), length, prompt, group=group)
+
+
+def _passes(
+    context: Context, setup: EngineSetup, role: ClusterRole, rows: tuple[Row, ...]
+) -> dict[str, Pass]:
+    config, train = context.config, setup.train
+    base = Pass(
+        rows=rows,
+        layout=train.layout,
+        dtype=setup.precision.dtype,
+        train=False,
+        chunk_tokens=train.logprob_chunk_tokens,
+        grad_accum_dtype=setup.precision.grad_accum_dtype,
+        lora=model_of(config, role)[0].lora,
+        device=context.hardware.device,
+    )
+    passes: dict[str, Pass] = {}
+    if not setup.trainable or role == "critic" or _needs_old_policy(config, role):
+        passes["log-probs"] = base
+    if setup.trainable:
+        passes["forward/backward"] = replace(
+            base,
+            train=True,
+            accumulates=_accumulates(config, rows),
+            checkpointing=train.gradient_checkpointing,
+            with_entropy=role == "policy" and isinstance(config, RLConfig),
+        )
+    return passes
+
+
+def _needs_old_policy(config: Any, role: ClusterRole) -> bool:
+    """As ``loops/rl.with_old_policy``; a LoRA policy is its own reference too."""
+    if role != "policy" or not isinstance(config, RLConfig):
+        return False
+    kl = config.algorithm.kl
+    several = (config.batch_plan().optimizer_steps_per_rollout or 1) > 1
+    return several or bool(kl.init_kl_coef and (kl.placement == "reward" or config.model.lora))
+
+
+def _accumulates(config: Any, rows: tuple[Row, ...]) -> bool:
+    plan = config.batch_plan()
+    unit = config.rows_per_unit
+    return plan.train_batch_size * unit // plan.data_parallel_size > len(rows)
+
+
+def _in_pass(setup: EngineSetup, peaks: Peaks) -> Items:
+    """The items of a pass at its worst stage."""
+    buffers = [*model_state.gathered(setup)]
+    own_gradients = setup.trainable and any(peaks.total[s] > peaks.other[s] for s in peaks.total)
+    elsewhere = setup.sharded or isinstance(setup.train.engine, DeepSpeedEngine)
+    table = peaks.other if elsewhere else peaks.total
+    stage = max(table, key=lambda s: table[s])
+    output = min(peaks.output, peaks.other[stage]) if stage in ("forward", "head") else 0.0
+    items = [
+        Item("activations", peaks.other[stage] - output, f"{peaks.how}; stage {stage}"),
+        Item("logits/loss", output, "log-prob head, logits of one chunk at a time"),
+    ]
+    if own_gradients and elsewhere:
+        buffers += model_state.gradients(setup, in_pass=True)
+    elif own_gradients:
+        grad = peaks.total[stage] - peaks.other[stage]
+        items.append(Item("gradients", grad, f"there in the stage {stage}, traced"))
+    return tuple(i for i in (*items, *buffers) if i.bytes)
+
+
+def _loading(context: Context, setup: EngineSetup) -> tuple[Items, Items]:
+    """(on the device, in host memory) while a model is loaded, beside its state: it is read into
+    host memory, moved whole, and cut there."""
+    engine, whole = setup.train.engine, setup.shape.parameters
+    lora = bool(setup.shape.adapters)
+    size = 4 if setup.trainable and not lora else setup.weight_size
+    host = Item("parameters", whole * size, f"read: {whole / 1e9:.3f}e9 x {size} B", "host")
+    zero = isinstance(engine, DeepSpeedEngine)
+    if isinstance(engine, DeepSpeedEngine) and engine.zero_init:
+        part = whole / setup.ranks * (0 if size == setup.weight_size else size)
+        how = "zero_init: shards as they were read, and the largest weight whole"
+        return (Item("parameters", setup.largest_tensor * size + part, how),), ()
+    if context.hardware.gpu is None:
+        host = replace(host, where="device")
+    cut = setup.sharded or (zero and setup.trainable)
+    if not cut:
+        return (), (host,) if context.hardware.gpu is not None else ()
+    more = setup.weight_size if zero and setup.half and setup.trainable else 0
+    kept = model_state.total(i for i in model_state.state(setup) if i.name == "parameters")
+    moved = max(0.0, whole * (size + more) - kept)
+    how = f"whole on every rank before it is cut: {whole / 1e9:.3f}e9 x {size + more} B"
+    item = Item("parameters", moved, how)
+    return (item,), (host,) if context.hardware.gpu is not None else ()
+
+
+def _saving(context: Context, setup: EngineSetup) -> Items:
+    """Host memory while a checkpoint is written."""
+    where: Any = "device" if context.hardware.gpu is None else "host"
+    if isinstance(setup.train.engine, DeepSpeedEngine):
+        size = 8.0 * setup.largest_tensor
+        return (Item("parameters", size, "one whole fp32 weight and its bytes", where),)
+    if setup.sharded:
+        if where == "device":  # it is there already
+            return ()
+        size = model_state.checkpoint_bytes(setup) / setup.ranks
+        return (Item("optimizer", size, "this rank's state, copied to be written", where),)
+    return (Item("optimizer", 4.0 * setup.trained, "one kind of tensors as bytes", where),)
+
+
+def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
+    """Ray keeps the weights of the last sync in shared memory, for workers that are replaced."""
+    if context.inline:
+        return {}
+    size = setup.shape.parameters * setup.weight_size
+    item = Item("parameters", size, "Ray's object store: weights of the last sync", "host")
+    return {phase: (item,) for phase in PHASES if phase != "load"}

@@ -1,0 +1,168 @@
+"""What a train step really holds, counted on real tensors, against what fake tensors said."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.train import TrainConfig
+from burnish.memory.activations import _trace, key_of, measure
+from burnish.memory.passes import Pass, Row, bucket_sizes, segments_of
+from burnish.memory.shapes import shape_from_config, shape_of
+from burnish.memory.tracking import LiveBytes, num_bytes
+from burnish.models.attention import plan_segments
+from burnish.models.load import load_causal_lm
+from burnish.train.batching import arrange
+from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.types import Stats, rows_to_batch
+
+TOLERANCE = 0.10  # what was asked for; the largest difference seen is in docs/memory.md
+
+
+def model(hidden=64, layers=4, **more):
+    sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": 4, "num_kv_heads": 2}
+    return ModelConfig(scratch=ScratchConfig(**sizes, max_position_embeddings=4096), **more)
+
+
+def rows_of(count, length, prompt, group=2):
+    """Rows of which every second is one token shorter, so that none are equal in a bucket."""
+    return tuple(Row(length - i % 2, prompt, i // group) for i in range(count))
+
+
+def batch_of(rows):
+    tokens = [[10 + r.group % 7] * r.prompt + [9] * (r.length - r.prompt) for r in rows]
+    masks = [[False] * r.prompt + [True] * (r.length - r.prompt) for r in rows]
+    return rows_to_batch(
+        tokens, masks, prompt_lens=[r.prompt for r in rows], group_ids=[r.group for r in rows]
+    )
+
+
+def measured(config, work, passes):
+    """Most bytes of a real forward_backward beside weights, masters and moments."""
+    train = TrainConfig(
+        train_batch_size=1,
+        layout=work.layout,
+        gradient_checkpointing=work.checkpointing,
+        logprob_chunk_tokens=work.chunk_tokens,
+    )
+    precision = PrecisionConfig(dtype=work.dtype, grad_accum_dtype=work.grad_accum_dtype)
+    spec = EngineSpec("policy", train, config, micro_batch_size=len(work.rows), precision=precision)
+    engine = TorchTrainEngine(load_causal_lm(config, dtype="fp32"), replace(spec, temperature=0.5))
+    batch = batch_of(work.rows * passes)
+    own = [*engine.model.parameters(), *engine.model.buffers(), *engine.optimizer.masters]
+    with LiveBytes() as live:
+        live.hold(own)
+        base = num_bytes(own)
+        assert live.now == base
+        engine.forward_backward(
+            batch, lambda o, b: ((o.logprobs.exp().sum() + o.entropy.sum()), Stats())
+        )
+    return live.peak - base
+
+
+GRID = [
+    *(
+        dict(hidden=h, layers=n, count=c, length=t, checkpointing=k, layout=layout)
+        for (h, n, c, t), k, layout in itertools.product(
+            [(64, 4, 4, 128), (128, 8, 2, 256), (32, 12, 8, 64), (64, 6, 1, 600)],
+            [False, True],
+            ["packed", "padded", "shared_prefix"],
+        )
+    ),
+    dict(hidden=64, layers=6, count=4, length=128, dtype="bf16"),
+    dict(hidden=64, layers=6, count=4, length=128, dtype="bf16", checkpointing=True),
+    dict(hidden=64, layers=6, count=4, length=128, dtype="fp16"),
+    dict(hidden=64, layers=6, count=4, length=128, dtype="bf16", grad_accum_dtype="bf16"),
+    dict(hidden=64, layers=6, count=4, length=128, passes=2),
+    dict(hidden=64, layers=6, count=4, length=128, passes=2, dtype="bf16", checkpointing=True),
+    dict(hidden=64, layers=6, count=4, length=128, chunk_tokens=64),
+    dict(hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8)),
+    dict(
+        hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8), checkpointing=True
+    ),
+]
+
+
+def case(hidden, layers, count, length, passes=1, **more):
+    lora = more.get("lora")
+    work = Pass(
+        rows=rows_of(count, length, length // 2),
+        with_entropy=True,
+        accumulates=passes > 1,
+        **more,
+    )
+    return model(hidden, layers, lora=lora), work, passes
+
+
+@pytest.mark.parametrize(
+    "settings", GRID, ids=lambda s: " ".join(f"{k}={v}" for k, v in s.items() if k != "lora")
+)
+def test_a_real_pass_holds_what_was_predicted_within_a_tenth(settings):
+    config, work, passes = case(**settings)
+    predicted = measure(key_of(shape_of(config)), work).peak
+    real = measured(config, work, passes)
+    assert predicted == pytest.approx(real, rel=TOLERANCE), f"{predicted / real:.3f}"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "name", ["HuggingFaceTB/SmolLM2-135M", "google/gemma-3-270m", "Qwen/Qwen3-0.6B"]
+)
+def test_two_depths_extended_are_the_whole_model(name, checkpointing):
+    """Every layer of the real shapes traced, against the line through two depths (three for two
+    kinds of layers): equal but for 0.1%, single tensors that are freed a moment earlier."""
+    shape = shape_of(ModelConfig(path=name))
+    work = Pass(rows_of(2, 600, 300), dtype="bf16", checkpointing=checkpointing, accumulates=True)
+    whole = _trace(shape, len(shape.layers), None, work)
+    assert measure(key_of(shape), work).peak == pytest.approx(whole.peak, rel=1e-3)
+
+
+def test_activations_under_checkpointing_grow_by_one_row_of_states_per_layer():
+    """28 layers more keep 28 x 2048 tokens x 3584 x 2 B = 411 MB more, and nothing else."""
+    shape = shape_of(ModelConfig(path="Qwen/Qwen2.5-7B"))
+    deeper = {"num_hidden_layers": 56, "layer_types": None}
+    config = type(shape.config)(**{**shape.config.to_dict(), **deeper})
+    twice = shape_from_config(config, "twice as deep", "here")
+    work = Pass(rows_of(1, 2048, 1024), dtype="bf16", checkpointing=True, device="cuda")
+    few, many = (measure(key_of(x), work).other["forward"] for x in (shape, twice))
+    assert many - few == 28 * 2048 * 3584 * 2
+
+
+def test_buckets_are_those_of_the_attention_plan():
+    generator = torch.Generator().manual_seed(3)
+    for layout in ("packed", "shared_prefix"):
+        for _ in range(20):
+            count = int(torch.randint(1, 9, (1,), generator=generator))
+            prompts = torch.randint(1, 30, (count,), generator=generator).tolist()
+            rows = tuple(
+                Row(
+                    prompts[i // 3] + int(torch.randint(1, 40, (1,), generator=generator)),
+                    prompts[i // 3],
+                    i // 3,
+                )
+                for i in range(count)
+            )
+            segments = segments_of(rows, layout)
+            plan = plan_segments(segments, torch.zeros(sum(s.q_len for s in segments)))
+            real = [
+                (*b.q_index.shape, b.k_index.shape[1], b.mask is not None) for b in plan.buckets
+            ]
+            assert bucket_sizes(segments) == real
+            arranged = arrange(batch_of(rows), layout)
+            assert arranged.input_ids.numel() == Pass(rows, layout=layout).tokens
+
+
+def test_the_counter_sees_what_is_freed():
+    """1000 x 1000 fp32 are 4e6 bytes: a product of two, one of which goes, then a view."""
+    x = torch.randn(1000, 1000)
+    with LiveBytes() as live:
+        y = x * 2
+        z = y.view(-1)
+        assert live.now == 4_000_000
+        del y
+        assert live.now == 4_000_000
+        del z
+        assert live.now == 0
+    assert live.peak == 4_000_000

@@ -39,12 +39,38 @@ class TorchEngine(Node):
     attention tokens are exchanged for heads (Ulysses). It must divide the ranks and the model's
     attention heads. 1: a rank computes whole rows."""
 
+    tensor_parallel_size: int = Field(1, ge=1)
+    """This many consecutive ranks compute the same rows, each with its part of every layer's heads
+    and inner width. It must divide the ranks and the model's attention and key/value heads. 1: a
+    layer is whole."""
+
     @property
     def ranks_per_row(self) -> int:
         """Ranks that compute the same rows together."""
-        return self.sequence_parallel_size
+        return self.sequence_parallel_size * self.tensor_parallel_size
+
+    @property
+    def team(self) -> str:
+        """The setting by which ranks compute the same rows, as it is written."""
+        tensor = self.tensor_parallel_size > 1
+        name = "tensor_parallel_size" if tensor else "sequence_parallel_size"
+        return f"train.engine.{name}={self.ranks_per_row}"
+
+    @property
+    def team_problem(self) -> str | None:
+        """Why ranks cannot compute rows together in this way; None: they can."""
+        if self.sequence_parallel_size == 1 or self.tensor_parallel_size == 1:
+            return None
+        return (
+            f"sequence_parallel_size={self.sequence_parallel_size} with tensor_parallel_size="
+            f"{self.tensor_parallel_size}: both share the heads among the ranks that compute a "
+            "row, and sharing them twice is not there; use one of the two (sequence_parallel_"
+            "size with sharding=full for long rows, tensor_parallel_size for wide layers)"
+        )
 
     def rules(self) -> Iterator[str]:
+        if self.team_problem is not None:
+            yield self.team_problem
         if self.sharding == "none":
             for name in ("reshard_after_forward", "reduce_gradients", "cpu_offload"):
                 if self.model_dump()[name] != type(self).model_fields[name].default:
@@ -199,7 +225,9 @@ def engine_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str
 def team_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
     """One sentence for each role whose ranks do not make whole teams of those that compute the same
     rows."""
-    size = ranks_per_row(train)
+    if not isinstance(train.engine, TorchEngine):
+        return
+    size = train.engine.ranks_per_row
     roles: tuple[ClusterRole, ...] = ("policy", "reference", "critic")
     given = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
     told: set[int] = set()
@@ -207,8 +235,8 @@ def team_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
         if ranks % size and ranks not in told:
             told.add(ranks)
             yield (
-                f"train.engine.sequence_parallel_size={size} does not divide {name}={ranks}, and "
-                f"{size} ranks compute the same rows; use a multiple of {size}"
+                f"{train.engine.team} does not divide {name}={ranks}, and {size} ranks compute the "
+                f"same rows; use a multiple of {size}"
             )
 
 

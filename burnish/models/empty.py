@@ -59,12 +59,16 @@ def empty_model(
 
 
 @torch.no_grad()
-def fill_rows(parameters: Mapping[str, tuple[Tensor, Rows]], config: ModelConfig) -> None:
-    """Read rows [begin, end) of each named parameter into its tensor; nothing else is read."""
+def fill_rows(
+    parameters: Mapping[str, tuple[Tensor, Rows, Rows | None]], config: ModelConfig
+) -> None:
+    """Read rows [begin, end) of each named parameter into its tensor, and of these the columns
+    [begin, end) (None: all); no other rows are read."""
     files = _weight_files(config)
     assert files is not None, "an empty model comes from safetensors files"
-    for name, (tensor, rows) in parameters.items():
-        tensor.copy_(files.read(_stored_name(name), rows))
+    for name, (tensor, rows, columns) in parameters.items():
+        read = files.read(_stored_name(name), rows)
+        tensor.copy_(read if columns is None else read[:, slice(*columns)])
 
 
 def _stored_name(name: str) -> str:

@@ -38,6 +38,10 @@ class Piece:
     """Of the whole tensor"""
 
 
+Pieces = Mapping[str, Mapping[str, Piece]]
+"""set -> name -> what one rank writes of it"""
+
+
 @dataclass(frozen=True)
 class _Stored:
     path: Path
@@ -152,3 +156,11 @@ def write_part(folder: Path, name: str, pieces: Mapping[str, Piece], part: tuple
     tensors = {key: piece.tensor.contiguous() for key, piece in kept.items()}
     save_file(tensors, path, metadata={"format": "pt", "pieces": json.dumps(where)})
     return path
+
+
+def write_pieces(folder: Path, kinds: Pieces, part: tuple[int, int]) -> None:
+    """Write a rank's pieces as part (k from 0, of n) of every set of tensors; what has no rows is
+    the first part's."""
+    for kind, pieces in kinds.items():
+        own = {n: p for n, p in pieces.items() if p.shape or part[0] == 0}
+        write_part(folder, kind, own, part)

@@ -47,6 +47,8 @@ def loading(spec: EngineSpec, dtype: Dtype, ranks: Ranks = ALONE) -> Iterator[No
 
 def shares_weights(spec: EngineSpec) -> bool:
     """Whether the engine's model can be run by others as it is: not where its weights are in
-    shards."""
+    shards, or its layers cut."""
     engine = spec.train.engine
-    return not (isinstance(engine, DeepSpeedEngine) and engine.zero_stage == 3)
+    if isinstance(engine, DeepSpeedEngine):
+        return engine.zero_stage < 3
+    return engine.tensor_parallel_size == 1

@@ -32,14 +32,13 @@ from burnish.config.train import TorchEngine
 from burnish.models.empty import fill_rows
 from burnish.models.load import (
     DTYPES,
-    ModelError,
     check_head,
-    check_weights,
     describe,
     raise_if_lacking,
     raise_overflow,
 )
 from burnish.models.lora import merged_weights
+from burnish.models.tensor_files import Rows
 from burnish.train.base import Loss, Outputs
 from burnish.train.diagnose import STAGES, first_bad_tensor, where_bad
 from burnish.train.forward import NO_ROWS
@@ -132,7 +131,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         left (final norm, output projection or value head, and tied embeddings) is the root's and
         stays gathered from forward to backward, which needs it first.
         """
-        engine, group = _options(self.spec), self.ranks.group
+        engine = _options(self.spec)
+        group = self.ranks.group if self.cuts is None else self.peers.group
         assert group is not None
         dtype = DTYPES[self.spec.precision.dtype]
         on_gpu = self.device.type != "cpu"
@@ -173,12 +173,19 @@ class ShardedTrainEngine(TorchTrainEngine):
         self.root._apply(with_memory)
         fill_rows(
             {
-                name: (local(parameter), own_rows(parameter))
+                name: (local(parameter), *self._own_part(name, parameter))
                 for name, parameter in self.model.named_parameters()
                 if name in empty
             },
             self.spec.model,
         )
+
+    def _own_part(self, name: str, parameter: Tensor) -> tuple[Rows, Rows | None]:
+        """Rows and columns of a parameter that are here (columns None: all)."""
+        rows = own_rows(parameter)
+        if self.cuts is None:
+            return rows, None
+        return self.cuts.rows(name, rows), self.cuts.columns(name)
 
     def _make_optimizer(self, kind: type[Optimizer] = ShardedOptimizer) -> Optimizer:
         return super()._make_optimizer(kind)
@@ -187,14 +194,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         """As the plain engine's, by a pass of the sharded model; all ranks raise what one finds."""
         name, dtype = describe(self.spec.model), DTYPES[self.spec.precision.dtype]
         parts = ((n, local(p).to(dtype)) for n, p in self.model.named_parameters())
-        problem: str | None = None
-        try:
-            check_weights(parts, name)
-        except ModelError as error:
-            problem = str(error)
-        problems = [text for text in self.ranks.gather(problem) if text is not None]
-        if problems:
-            raise ModelError(problems[0])
+        self._check_weights(parts, name)
         if self._was_empty and not self.scalar:
             with torch.no_grad():
                 self.root(partial(check_head, self.model, name))
@@ -298,9 +298,14 @@ class ShardedTrainEngine(TorchTrainEngine):
             unit.unshard()
             try:
                 for name, tensor in merged_weights(self.model, self._names[unit]):
-                    yield name, tensor.clone()
+                    yield name, tensor.clone() if self.cuts is None else self._whole(name, tensor)
             finally:
                 unit.reshard()
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        assert self.cuts is not None
+        found = self.cuts.whole(name, tensor)
+        return found.clone() if found is tensor else found
 
     def save(self, folder: Path) -> None:
         """Each rank its own rows (``master-00001-of-00002.safetensors`` ...), rank 0 the rest.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import DTYPES
-from burnish.models.tensor_files import TensorFiles
+from burnish.models.tensor_files import Piece, TensorFiles
 from burnish.train.base import StepStats
+from burnish.train.cuts import Cuts
 from burnish.train.loss_scaler import LossScaleFloorError, make_loss_scaler
 from burnish.train.ranks import ALONE, Ranks
 
@@ -62,7 +64,10 @@ class Optimizer:
         lr: float,
         total_steps: int,
         precision: PrecisionConfig = PrecisionConfig(),
+        cuts: Cuts | None = None,
     ) -> None:
+        """``cuts``: of a model that a team of ranks computes together."""
+        self.cuts = cuts
         self.config, self.peak_lr, self.total_steps = config, lr, total_steps
         self.scaler = make_loss_scaler(precision)
         self.scaled = precision.dtype == "fp16"
@@ -74,6 +79,12 @@ class Optimizer:
         """The model has half-precision weights of its own, beside the masters."""
         self.rows: dict[str, tuple[int, int]] = {}
         """[begin, end) of the rows that this rank has of a parameter; not there: all."""
+        self.shapes = {n: tuple(p.shape) for n, p in zip(self.names, self.params, strict=True)}
+        """Of whole parameters."""
+        if cuts is not None:
+            own = {n: (0, shape[0]) for n, shape in self.shapes.items() if shape}
+            self.rows = {name: cuts.rows(name, rows) for name, rows in own.items()}
+            self.shapes = {name: cuts.shape(name, shape) for name, shape in self.shapes.items()}
         self.masters = self._take_masters(DTYPES[precision.dtype])
         decay = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim >= 2]
         plain = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim < 2]
@@ -159,11 +170,21 @@ class Optimizer:
                 if there and master.grad is None:  # no row of this rank reached it
                     master.grad = torch.zeros_like(master)
         grads = [m.grad for m in self.masters if m.grad is not None]
-        ranks.sum_(grads)
+        if self.cuts is None:
+            ranks.sum_(grads)
+        else:
+            self.cuts.peers.sum_(grads)
+            self.cuts.sum_partial(self._named_gradients())
         return grads
+
+    def _named_gradients(self) -> dict[str, Tensor]:
+        pairs = zip(self.names, self.masters, strict=True)
+        return {name: m.grad for name, m in pairs if m.grad is not None}
 
     def _norm(self, grads: Sequence[Tensor], ranks: Ranks) -> Tensor:
         """L2 norm of the whole gradient, the same bits on every rank."""
+        if self.cuts is not None:
+            return self.cuts.norm(self._named_gradients(), self.cuts.team)
         return torch.nn.utils.get_total_norm(grads)
 
     @torch.no_grad()
@@ -189,8 +210,12 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Size of :meth:`tensors`."""
-        return sum(t.nbytes for kind in self.tensors().values() for t in kind.values())
+        """Size of the state of all ranks together."""
+        return sum(
+            t.element_size() * (math.prod(self.shapes[name]) if t.ndim else 1)
+            for tensors in self.tensors().values()
+            for name, t in tensors.items()
+        )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint needs, by kind and parameter name; tensors are not copied."""
@@ -218,25 +243,48 @@ class Optimizer:
             raise ValueError(
                 f"the checkpoint is of another model: parameters differ, e.g. {', '.join(odd)}"
             )
-        for name, parameter in zip(self.names, self.params, strict=True):
-            if have.shape(name) != tuple(parameter.shape):
+        for name, shape in self.shapes.items():
+            if have.shape(name) != shape:
                 raise ValueError(
                     f"the checkpoint is of another model: {name} is {list(have.shape(name))} there "
-                    f"and {list(parameter.shape)} here"
+                    f"and {list(shape)} here"
                 )
         self.adamw.state.clear()  # a checkpoint of step 0 has no moments
         for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
-            rows = self.rows.get(name)
-            master.copy_(have.read(name, rows))
+            master.copy_(self._own(have, name))
             if name in kinds.get("exp_avg", ()):
-                read = {k: kinds[k].read(name, rows) for k in ("exp_avg", "exp_avg_sq")}
+                read = {k: self._own(kinds[k], name) for k in ("exp_avg", "exp_avg_sq")}
                 state = {k: value.to(master.device, copy=True) for k, value in read.items()}
                 step = kinds["step"].read(name).to(master.device, torch.float32, copy=True)
                 self.adamw.state[master] = {**state, "step": step}
             if self.ema is not None:  # one switched on since then starts from these weights
-                self.ema[i].copy_(kinds.get("ema", have).read(name, rows))
+                self.ema[i].copy_(self._own(kinds.get("ema", have), name))
         if self.half:
             torch._foreach_copy_(list(self.params), self.masters)
+
+    def _own(self, files: TensorFiles, name: str) -> Tensor:
+        """What this rank has of a tensor in a checkpoint."""
+        read = files.read(name, self.rows.get(name))
+        columns = None if self.cuts is None else self.cuts.columns(name)
+        return read if columns is None else read[:, slice(*columns)]
+
+    def pieces(self, *, copy: bool) -> dict[str, dict[str, Piece]]:
+        """What this rank saves where several write, on the CPU; a ``copy`` stays as it is while
+        training goes on. All ranks take part."""
+        return {
+            kind: {name: self._piece(name, t, copy=copy) for name, t in tensors.items()}
+            for kind, tensors in self.tensors().items()
+        }
+
+    def _piece(self, name: str, tensor: Tensor, *, copy: bool) -> Piece:
+        if not tensor.ndim:
+            piece = Piece(tensor, 0, ())
+        elif self.cuts is None:
+            piece = Piece(tensor, self.rows[name][0], self.shapes[name])
+        else:
+            rows, shape = self.rows[name], self.shapes[name]
+            piece = self.cuts.piece(name, tensor, rows=rows, shape=shape)
+        return replace(piece, tensor=piece.tensor.detach().to("cpu", copy=copy))
 
 
 def _adds_to(master: Tensor) -> Callable[[Tensor], None]:

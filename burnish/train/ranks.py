@@ -103,6 +103,19 @@ class Ranks:
         all_gather_object(values, value, group=self.group)
         return values
 
+    @torch.no_grad()
+    def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's ``tensor``, by rank, on the device of the own one. Equal shapes and
+        dtypes."""
+        if self.size == 1 or not tensor.numel():
+            return [tensor] * self.size
+        from torch.distributed import all_gather
+
+        own = tensor.detach().to(self._device()).contiguous()
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        all_gather(found, own, group=self.group)
+        return [t.to(tensor.device) for t in found]
+
     def sum_stats(self, stats: Stats) -> Stats:
         """Stats of all ranks together, as plain numbers: means and sums added, maxima compared.
 

@@ -8,7 +8,7 @@ with c = ceil(rows / n), and the last ranks may have fewer or none.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object
 from torch.distributed.tensor import DTensor
 
-from burnish.models.tensor_files import Piece, Rows, write_part
+from burnish.models.tensor_files import Pieces, Rows, write_pieces
 from burnish.train.optim import Optimizer
 from burnish.train.ranks import ALONE, Ranks
-
-Pieces = Mapping[str, Mapping[str, Piece]]
-"""kind -> parameter name -> this rank's rows"""
 
 
 def own_rows(parameter: Tensor) -> Rows:
@@ -50,6 +47,8 @@ class ShardedOptimizer(Optimizer):
     def _take_masters(self, dtype: torch.dtype) -> list[Tensor]:
         self.half = False  # half-precision weights are there in a gathered layer only
         self.rows = {n: own_rows(p) for n, p in zip(self.names, self.params, strict=True)}
+        if self.cuts is not None:
+            self.rows = {name: self.cuts.rows(name, rows) for name, rows in self.rows.items()}
         return [local(parameter).detach() for parameter in self.params]
 
     @torch.no_grad()
@@ -57,40 +56,17 @@ class ShardedOptimizer(Optimizer):
         """This rank's rows of the fp32 gradient, which are summed over ranks already."""
         for master, parameter in zip(self.masters, self.params, strict=True):
             master.grad = None if parameter.grad is None else local(parameter.grad)
+        if self.cuts is not None:
+            self.cuts.sum_partial(self._named_gradients())
         return [m.grad for m in self.masters if m.grad is not None]
 
     def _norm(self, grads: Sequence[Tensor], ranks: Ranks) -> Tensor:
+        if self.cuts is not None:
+            return self.cuts.norm(self._named_gradients(), ranks)
         own = super()._norm(grads, ranks)
         square = own.double().square()  # in fp64: a finite norm does not overflow
         ranks.sum_([square])
         return square.sqrt().to(own)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the state of all ranks together."""
-        whole = {n: p.numel() for n, p in zip(self.names, self.params, strict=True)}
-        return sum(
-            t.element_size() * (whole[name] if t.ndim else 1)
-            for tensors in self.tensors().values()
-            for name, t in tensors.items()
-        )
-
-    def pieces(self, *, copy: bool) -> dict[str, dict[str, Piece]]:
-        """What this rank saves, on the CPU; a ``copy`` stays as it is while training goes on."""
-        shapes = {n: tuple(p.shape) for n, p in zip(self.names, self.params, strict=True)}
-        return {
-            kind: {
-                name: Piece(_on_cpu(t, copy=copy), self.rows[name][0], shapes[name])
-                if t.ndim
-                else Piece(_on_cpu(t, copy=copy), 0, ())
-                for name, t in tensors.items()
-            }
-            for kind, tensors in self.tensors().items()
-        }
-
-
-def _on_cpu(tensor: Tensor, *, copy: bool) -> Tensor:
-    return tensor.detach().to("cpu", copy=copy)
 
 
 class PendingSave:
@@ -148,7 +124,4 @@ class PendingSave:
             raise OSError(f"{self._folder} could not be written: {'; '.join(bad)}")
 
     def _write(self) -> None:
-        part = (self._group.rank(), self._group.size())
-        for kind, pieces in self._pieces.items():
-            own = {n: p for n, p in pieces.items() if p.shape or part[0] == 0}
-            write_part(self._folder, kind, own, part)
+        write_pieces(self._folder, self._pieces, (self._group.rank(), self._group.size()))

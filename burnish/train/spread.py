@@ -59,14 +59,17 @@ def stretch_of(arranged: Arranged, team: Ranks) -> Stretch:
 
 def teams_of(engine: TorchEngine, ranks: Ranks) -> tuple[Ranks, Ranks]:
     """(the ranks that compute the same rows as this one, the ranks that compute other rows with the
-    same part in them). Raises ValueError where the ranks do not make whole teams."""
-    if ranks.size % engine.ranks_per_row:
+    same part in them). Raises ValueError where the ranks do not make whole teams, or both tokens
+    and layers are to be shared out."""
+    if engine.team_problem is not None:
+        raise ValueError(f"train.engine: {engine.team_problem}")
+    size = engine.ranks_per_row
+    if ranks.size % size:
         raise ValueError(
-            f"train.engine.sequence_parallel_size={engine.sequence_parallel_size}: "
-            f"{engine.ranks_per_row} ranks compute the same rows, and this engine has "
-            f"{ranks.size}, which is no multiple of that; use a multiple"
+            f"{engine.team}: {size} ranks compute the same rows, and this engine has {ranks.size}, "
+            f"which is no multiple of that; use a multiple of {size}"
         )
-    return ranks.teams(engine.ranks_per_row)
+    return ranks.teams(size)
 
 
 def make_forward(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -313,25 +313,28 @@ def take_counts(engine: Described, state: Mapping[str, Any]) -> None:
     engine.consecutive_skips = int(state.get("consecutive_skips", 0))
 
 
-def write_together(ranks: Ranks, write: Callable[[], None]) -> None:
-    """Rank 0 writes; all ranks return when it has. Raises OSError on all of them where it
-    cannot."""
-    error: OSError | None = None
-    if ranks.rank == 0:
-        try:
+def write_together(ranks: Ranks, write: Callable[[], None] | None) -> None:
+    """Every rank writes what it has to (None: nothing); all return when all have. Raises OSError
+    on all of them where one could not."""
+    error: Exception | None = None
+    try:
+        if write is not None:
             write()
-        except OSError as failed:
-            error = failed
+    except SafetensorError as failed:  # what the library makes of a full disk
+        error = OSError(str(failed))
+    except Exception as failed:  # the other ranks wait for an answer
+        error = failed
     _tell(ranks, error)
 
 
-def _tell(ranks: Ranks, error: OSError | None) -> None:
-    """Raise rank 0's error on all ranks."""
-    told = ranks.gather(None if error is None else str(error))[0]
+def _tell(ranks: Ranks, error: Exception | None) -> None:
+    """Raise one rank's error on all ranks."""
+    told = ranks.gather(None if error is None else str(error))
     if error is not None:
         raise error
-    if told is not None:
-        raise OSError(f"rank 0 could not write the checkpoint: {told}")
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise OSError(f"rank {rank} could not write the checkpoint: {text}")
 
 
 def _base(model: ModelConfig) -> dict[str, Any]:

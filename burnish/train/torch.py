@@ -6,7 +6,7 @@ Reading order: ``forward_backward`` -> ``train/forward.py`` -> ``train/batching.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,18 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.half_linear import use_fp32_products
-from burnish.models.load import DTYPES, check_compute_dtype, check_weights, describe
+from burnish.models.load import (
+    DTYPES,
+    ModelError,
+    check_compute_dtype,
+    check_weights,
+    describe,
+)
 from burnish.models.lora import adapters_off, merged_weights
-from burnish.models.tensor_files import tensor_sets
+from burnish.models.tensor_files import Pieces, tensor_sets, write_pieces
 from burnish.train.base import Loss, NonFiniteError, Outputs, Role, StepStats
 from burnish.train.batching import split_over_ranks
+from burnish.train.cuts import Cuts, cut_model
 from burnish.train.diagnose import (
     STAGES,
     BadTensor,
@@ -107,6 +114,9 @@ class TorchTrainEngine:
             model, spec.role, spec.train, temperature=spec.temperature, team=self.team
         )
         self.scalar, self.body = self.forward.scalar, self.forward.body
+        self.cuts: Cuts | None = None
+        if cast(TorchEngine, spec.train.engine).tensor_parallel_size > 1:
+            self.cuts = cut_model(model, self.body, self.team, self.peers)
         if not spec.trainable:
             model.requires_grad_(False)
         elif spec.train.gradient_checkpointing:
@@ -132,14 +142,26 @@ class TorchTrainEngine:
             lr=spec.lr or spec.train.lr,
             total_steps=spec.total_steps,
             precision=spec.precision,
+            cuts=self.cuts,
         )
 
     def _check_format(self) -> None:
         """Raise ModelError where the model's weights or activations do not fit its format, or the
         device lacks an operation in it."""
         name = describe(self.spec.model)
-        check_weights(self.model.named_parameters(), name)
+        self._check_weights(self.model.named_parameters(), name)
         check_compute_dtype(self.body, name, backward=self.spec.trainable)
+
+    def _check_weights(self, weights: Iterable[tuple[str, Tensor]], name: str) -> None:
+        """Raise ModelError on all ranks where one has a weight that is not finite."""
+        problem: str | None = None
+        try:
+            check_weights(weights, name)
+        except ModelError as error:
+            problem = str(error)
+        problems = [text for text in self.ranks.gather(problem) if text is not None]
+        if problems:
+            raise ModelError(problems[0])
 
     # ---- computing -------------------------------------------------------------------------
 
@@ -294,8 +316,10 @@ class TorchTrainEngine:
         return self.optimizer.scaler.scale * self._micro_loss(batch, rows, loss)[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HuggingFace name, full tensor) in the compute dtype, LoRA merged."""
-        return merged_weights(self.model)
+        """(HuggingFace name, full tensor) in the compute dtype, LoRA merged. The ranks of a
+        tensor-parallel team have to take all of them, in step; every one of them has all."""
+        for name, tensor in merged_weights(self.model):
+            yield name, tensor if self.cuts is None else self.cuts.whole(name, tensor)
 
     # ---- state -----------------------------------------------------------------------------
 
@@ -308,13 +332,23 @@ class TorchTrainEngine:
     def save(self, folder: Path) -> None:
         """Weights (fp32 masters), moments, EMA and version; config and tokenizer for exports.
 
-        Called by all ranks: replicas are equal, so rank 0 writes, and all return when it has.
-        Raises OSError on all ranks where it cannot, and ValueError, with nothing written, where a
-        weight is not finite.
+        Called by all ranks: replicas are equal, so rank 0 writes (of a tensor-parallel team every
+        rank its part), and all return when it is done. Raises OSError on all ranks where one
+        cannot, and ValueError, with nothing written, where a weight is not finite.
         """
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
         self._check_finite(self.optimizer.broken_master())
-        write_together(self.ranks, partial(self._write, folder, self.optimizer))
+        write = partial(self._write, folder, self.optimizer)
+        if self.cuts is not None:
+            pieces, part = self.optimizer.pieces(copy=False), (self.team.rank, self.team.size)
+            parts = partial(self._write_parts, folder, pieces, part)
+            write_together(self.ranks, parts if self.peers.rank == 0 else None)
+            write = partial(write_description, folder, self, self._description())
+        write_together(self.ranks, write if self.ranks.rank == 0 else None)
+
+    def _write_parts(self, folder: Path, pieces: Pieces, part: tuple[int, int]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_pieces(folder, pieces, part)
 
     def _write(self, folder: Path, optimizer: Optimizer) -> None:
         folder.mkdir(parents=True, exist_ok=True)

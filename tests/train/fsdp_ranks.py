@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import burnish.train.sharded_state as sharded_state
+import burnish.models.tensor_files as tensor_files
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
@@ -336,19 +336,19 @@ def save_while_training(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 def _failing_save(folder: Path, ranks: Ranks, engine: ShardedTrainEngine) -> str:
     """The last rank cannot write: all ranks are told."""
-    write = sharded_state.write_part
+    write = tensor_files.write_part
 
     def refuse(*arguments: Any) -> Path:
         raise OSError("no space left")
 
     if ranks.rank == ranks.size - 1:
-        sharded_state.write_part = refuse  # type: ignore[assignment]
+        tensor_files.write_part = refuse  # type: ignore[assignment]
     try:
         engine.save(folder / "failed")
     except OSError as error:
         return str(error)
     finally:
-        sharded_state.write_part = write
+        tensor_files.write_part = write
     return "went on"
 
 
@@ -357,7 +357,7 @@ def killed(folder: Path, ranks: Ranks) -> None:
     engine = make_engine(ranks, Case())
     train(engine, 2)
     engine.save(folder / "good")
-    write = sharded_state.write_part
+    write = tensor_files.write_part
 
     def write_one(*arguments: Any) -> Path:
         path = write(*arguments)
@@ -365,7 +365,7 @@ def killed(folder: Path, ranks: Ranks) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return path
 
-    sharded_state.write_part = write_one
+    tensor_files.write_part = write_one
     assert isinstance(engine, ShardedTrainEngine)
     engine.save_async(folder / "bad")
     while True:

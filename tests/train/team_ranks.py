@@ -21,11 +21,21 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
+import burnish.train.sharded_state
+import burnish.train.torch
+from burnish.config.model import ModelConfig
+from burnish.config.train import TorchEngine, TrainConfig
+from burnish.models import tensor_parallel, ulysses
 from burnish.models.attention import Segment, _packed, plan_segments
+from burnish.models.load import load_causal_lm
 from burnish.models.ulysses import SpreadPlan, spread_attention
 from burnish.train.base import NonFiniteError
+from burnish.train.fsdp import torch_engine
 from burnish.train.ranks import ALONE, Ranks
+from burnish.train.torch import EngineSpec
 
 _SPEC = importlib.util.spec_from_file_location(
     "fsdp_cases", Path(__file__).with_name("fsdp_cases.py")
@@ -41,11 +51,15 @@ ENGINES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "sp2": {"sharding": "none", "sequence_parallel_size": 2},
         "sp2 sharded": {"sequence_parallel_size": 2},
+        "tp2": {"sharding": "none", "tensor_parallel_size": 2},
+        "tp2 sharded": {"tensor_parallel_size": 2},
     },
     4: {
         "sp4": {"sharding": "none", "sequence_parallel_size": 4},
         "sp2 x 2": {"sharding": "none", "sequence_parallel_size": 2},
         "sp2 x 2 sharded": {"sequence_parallel_size": 2},
+        "tp2 x 2": {"sharding": "none", "tensor_parallel_size": 2},
+        "tp2 x 2 sharded": {"tensor_parallel_size": 2},
     },
 }
 """By number of ranks."""
@@ -59,12 +73,13 @@ def cases_of(size: int, name: str) -> list[Any]:
         *(Case(loss, "micro 1", rows=2 if "reward" in loss else 1) for loss in two_ranks.NAMES),
         Case("policy, sequence_mean", "budget 24", "untied"),
         Case(split="micro 1", rows=3, train={"gradient_checkpointing": True}),
-        Case(model="one kv head", train={"layout": "packed"}),
         Case(model="lora"),
     ]
+    if "sequence_parallel_size" in engine:
+        some.append(Case(model="one kv head", train={"layout": "packed"}))
     every = [Case(loss, train={"layout": layout}) for loss, layout in losses]
-    chosen = [*some, *every] if size == 2 else [*some, *every[::5]]
-    if name == "sp2 sharded":
+    chosen = [*some, *every] if name == "sp2" else [*some, *every[:: 4 if size == 2 else 7]]
+    if name in ("sp2 sharded", "tp2 sharded"):
         chosen += [
             Case(model="untied", split="micro 1", engine={"reduce_gradients": "once"}),
             Case(model="lora", train={"gradient_checkpointing": True}),
@@ -187,20 +202,95 @@ SAVED = {
 }
 
 
+KINDS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
+"""With biases of queries, keys and values; with norms of single heads."""
+
+
 def prepare(folder: Path) -> None:
-    """Checkpoints of the plain engine."""
+    """Checkpoints of the plain engine, and models in folders."""
     for name, case in SAVED.items():
         engine = cases.make_engine(ALONE, case)
         cases.steps_of(case, engine, 3)
         engine.save(folder / f"alone {name}")
+    for kind, config in KINDS.items():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(
+            config(
+                vocab_size=53,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                tie_word_embeddings=kind == "qwen2",
+            )
+        )
+        for parameter in model.parameters():  # norms of 1 and biases of 0 would hide a mistake
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(folder / kind)
+
+
+def from_folder(ranks: Ranks, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Other architectures, of which sharded ranks read their own parts: gradient norms of three
+    steps, sums of the weights after them, and how much of the model is here."""
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        torch.manual_seed(0)
+        config = ModelConfig(path=str(folder / kind))
+        alone = ranks.group is None
+        sharding = engine.get("sharding", "full")
+        model: Any = load_causal_lm(config, empty=not alone and sharding == "full")
+        options = {} if alone else {"sharding": sharding, **engine}
+        train = TrainConfig(lr=1e-3, adam_eps=1e-6, engine=TorchEngine(**options))
+        made = torch_engine(model, EngineSpec("policy", train, config, total_steps=10), ranks=ranks)
+        first = made.logprobs(two_ranks.ragged())
+        norms = cases.train(made, 3)
+        weights = {n: t.double() for n, t in made.weights()}
+        here, whole = (sum(map(_numel_here, x)) for x in (model.parameters(), weights.values()))
+        found[kind] = {
+            "norms": norms,
+            "logprobs": first.tolist(),
+            "sums": {n: [float(t.sum()), float(t.square().sum())] for n, t in weights.items()},
+            "own": here / whole,
+        }
+    return found
+
+
+def _numel_here(parameter: Any) -> int:
+    here = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return int(here.numel())
+
+
+def failing_save(ranks: Ranks, engine: dict[str, Any], folder: Path) -> list[str]:
+    """The last rank cannot write: all ranks are told, and no checkpoint is there."""
+    made = cases.make_engine(ranks, Case(engine=engine))
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError("no space left")
+
+    modules = (burnish.train.torch, burnish.train.sharded_state)
+    kept = [module.write_pieces for module in modules]
+    for module in modules:
+        if ranks.rank == ranks.size - 1:
+            module.write_pieces = refuse  # type: ignore[assignment]
+    told = []
+    try:
+        made.save(folder / "failed")
+    except OSError as error:
+        told.append(str(error))
+    for module, write in zip(modules, kept, strict=True):
+        module.write_pieces = write
+    ranks.any(False)
+    return [*told, str((folder / "failed" / "engine.json").exists())]
 
 
 def save_and_resume(ranks: Ranks, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Three steps, saved; then two more here, in a new engine from the checkpoint, and from the
     checkpoint of a rank alone."""
     found: dict[str, Any] = {}
-    for name, plain in SAVED.items():
-        case = replace(plain, engine=engine)
+    for name in SAVED if ranks.size == 2 else ["tied", "lora"]:
+        case = replace(SAVED[name], engine=engine)
         first = cases.make_engine(ranks, case)
         cases.steps_of(case, first, 3)
         first.save(folder / f"saved {name}")
@@ -220,11 +310,36 @@ def save_and_resume(ranks: Ranks, engine: dict[str, Any], folder: Path) -> dict[
     return found
 
 
+def traffic(ranks: Ranks, engine: dict[str, Any]) -> dict[str, int]:
+    """Elements in what a rank gives to all-to-all and all-reduce calls of the layers, forward and
+    backward of one micro-batch of 70 tokens."""
+    made = cases.make_engine(
+        ranks, Case(split="all at once", train={"layout": "packed"}, engine=engine)
+    )
+    sent = {"exchanged": 0, "summed": 0}
+    exchange, reduce = ulysses.all_to_all_single, tensor_parallel.all_reduce
+
+    def counted_exchange(got: Tensor, own: Tensor, **options: Any) -> None:
+        sent["exchanged"] += own.numel()
+        exchange(got, own, **options)
+
+    def counted_reduce(own: Tensor, **options: Any) -> None:
+        sent["summed"] += own.numel()
+        reduce(own, **options)
+
+    ulysses.all_to_all_single, tensor_parallel.all_reduce = counted_exchange, counted_reduce
+    batch = two_ranks.accumulation.random_groups([(30, [20]), (5, [15])], torch.Generator())
+    made.forward_backward(batch, two_ranks.nll)
+    ulysses.all_to_all_single, tensor_parallel.all_reduce = exchange, reduce
+    return sent
+
+
 OTHERS: dict[str, Callable[[Ranks, dict[str, Any]], Any]] = {
     "entropies": entropies,
     "stop": stop,
     "overflow": overflow,
     "bf16": bf16,
+    "traffic": traffic,
 }
 
 
@@ -241,9 +356,12 @@ def main(folder: Path, rank: int, size: int) -> None:
         for case in cases_of(size, name):
             own, found["cases"][case.key] = cases.run_case(case, ranks)
             tensors |= {f"{case.key}|{key}": tensor.clone() for key, tensor in own.items()}
+        found[name] = {"resumed": save_and_resume(ranks, engine, folder / name)}
         if size == 2:
-            found[name] = {key: run(ranks, engine) for key, run in OTHERS.items()}
-            found[name]["resumed"] = save_and_resume(ranks, engine, folder / name)
+            found[name] |= {key: run(ranks, engine) for key, run in OTHERS.items()}
+            found[name]["folders"] = from_folder(ranks, engine, folder)
+        if "tensor_parallel_size" in engine:
+            found[name]["failed"] = failing_save(ranks, engine, folder / name)
     save_file(tensors, folder / f"rank{rank}.safetensors")
     (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     torch.distributed.barrier()

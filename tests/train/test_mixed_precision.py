@@ -474,7 +474,7 @@ def test_the_hint_at_the_floor_undoes_every_scaling_key() -> None:
 def test_a_diagnosis_that_fails_does_not_hide_the_stop(
     make_engine: MakeEngine, ragged_batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_memory(*_: object) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr("burnish.train.torch.first_bad_tensor", out_of_memory)

@@ -1,5 +1,5 @@
-"""Ranks that compute the same rows together (sequence parallelism) compute what the plain engine
-computes on one: processes over loopback, started once for each number of ranks."""
+"""Ranks that compute the same rows together (sequence and tensor parallelism) compute what the
+plain engine computes on one: processes over loopback, started once for each number of ranks."""
 
 from __future__ import annotations
 
@@ -85,9 +85,21 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return start(tmp_path_factory.mktemp("four"), 4)
 
 
+ALREADY: dict[str, Any] = {}
+
+
+def alone(case: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What the plain engine computes; once for all engines that are compared with it."""
+    plain = replace(case, engine={})
+    if plain.key not in ALREADY:
+        ALREADY[plain.key] = teams.cases.run_case(plain, ALONE)
+    found: tuple[dict[str, Tensor], dict[str, float]] = ALREADY[plain.key]
+    return found
+
+
 def assert_as_alone(case: Any, reports: Reports) -> None:
     """Weights after five steps, outputs before them and stats are those of the plain engine."""
-    expected, said = teams.cases.run_case(replace(case, engine={}), ALONE)
+    expected, said = alone(case)
     names = {n.removeprefix(f"{case.key}|") for n in reports.tensors[0] if f"{case.key}|" in n}
     assert names == expected.keys(), "all weights, under the same names"
     for name, tensor in expected.items():
@@ -103,8 +115,8 @@ def assert_as_alone(case: Any, reports: Reports) -> None:
 @slow
 @pytest.mark.parametrize("engine", NAMES)
 def test_five_steps_of_a_team_of_two_are_those_of_one(engine: str, two: Reports) -> None:
-    """Every loss in every layout, rows for one micro-batch only, a token budget, checkpointing,
-    fewer key/value heads than ranks, adapters."""
+    """Losses and layouts, rows for one micro-batch only, a token budget, checkpointing, fewer
+    key/value heads than ranks, adapters."""
     for case in teams.cases_of(2, engine):
         assert_as_alone(case, two)
 
@@ -165,19 +177,75 @@ def test_bf16_trains(engine: str, two: Reports) -> None:
     assert found == pytest.approx(alone, abs=0.1)
 
 
-@slow
-@pytest.mark.parametrize("name", teams.SAVED)
-@pytest.mark.parametrize("engine", NAMES)
-def test_a_run_goes_on_here_and_on_one_rank(engine: str, name: str, two: Reports) -> None:
-    """2 -> 2, 1 -> 2 and 2 -> 1 have the norms of a run that was never interrupted."""
-    found, case = two.same(engine, "resumed")[name], teams.SAVED[name]
+def assert_goes_on(reports: Reports, engine: str, name: str) -> None:
+    """n -> n, 1 -> n and n -> 1 have the norms of a run that was never interrupted."""
+    found, case = reports.same(engine, "resumed")[name], teams.SAVED[name]
     assert found["again"] == found["norms"] and found["version"] == 5
     whole = teams.cases.make_engine(ALONE, case)
     expected = teams.cases.steps_of(case, whole, 5)[3:]
     assert found["norms"] == pytest.approx(expected, rel=1e-5)
     assert found["from_alone"] == pytest.approx(expected, rel=1e-5)
     resumed = teams.cases.make_engine(ALONE, case)
-    resumed.load(two.folder / engine / f"saved {name}")
+    resumed.load(reports.folder / engine / f"saved {name}")
     assert resumed.version == 3
     assert teams.cases.steps_of(case, resumed, 2) == pytest.approx(expected, rel=1e-5)
     assert found["announced"] == resumed.state_bytes
+
+
+@slow
+@pytest.mark.parametrize("name", teams.SAVED)
+@pytest.mark.parametrize("engine", NAMES)
+def test_a_run_goes_on_here_and_on_one_rank(engine: str, name: str, two: Reports) -> None:
+    assert_goes_on(two, engine, name)
+
+
+@slow
+@pytest.mark.parametrize("engine", teams.ENGINES[4])
+def test_a_run_of_four_ranks_goes_on_here_and_on_one_rank(engine: str, four: Reports) -> None:
+    for name in ("tied", "lora"):
+        assert_goes_on(four, engine, name)
+
+
+@slow
+@pytest.mark.parametrize("kind", teams.KINDS)
+@pytest.mark.parametrize("engine", NAMES)
+def test_models_with_biases_and_norms_of_heads_train_as_on_one_rank(
+    engine: str, kind: str, two: Reports
+) -> None:
+    expected = teams.from_folder(ALONE, {}, two.folder)[kind]
+    for found in (found[engine]["folders"][kind] for found in two.found):
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert found["logprobs"] == pytest.approx(expected["logprobs"], abs=OUTPUTS)
+        assert found["sums"].keys() == expected["sums"].keys()
+        for name, sums in expected["sums"].items():  # of up to 1696 entries of size 0.1
+            assert found["sums"][name] == pytest.approx(sums, rel=1e-5, abs=1e-4), name
+
+
+@slow
+def test_a_rank_of_a_tensor_parallel_team_has_its_part_of_the_layers(two: Reports) -> None:
+    """qwen3, untied: of 2 x 53 x 32 entries outside of the layers and 2 x (2 x 32 x 32 + 2 x 32 x
+    16 + 3 x 32 x 48) = 15360 in matrices inside, a rank has half of the latter; norms are 208."""
+    matrices, ends, norms = 15360, 3392, 2 * (2 * 32 + 2 * 8) + 32
+    expected = (matrices / 2 + ends + norms) / (matrices + ends + norms)
+    for found in two.found:
+        assert found["tp2"]["folders"]["qwen3"]["own"] == pytest.approx(expected)
+
+
+@slow
+@pytest.mark.parametrize("engine", [n for n in NAMES if n.startswith("tp")])
+def test_a_rank_that_cannot_write_fails_the_save_on_all(engine: str, two: Reports) -> None:
+    for found in two.found:
+        told, exists = found[engine]["failed"]
+        assert "no space left" in told and exists == "False"
+
+
+@slow
+def test_what_ranks_send_each_other_is_what_the_documentation_says(two: Reports) -> None:
+    """70 tokens, 2 layers, width 32, 4 heads and 2 key/value heads of 8, forward and backward.
+    Tokens spread: 2 x 2 x 35 x (4 + 2 + 2 + 4) x 8 = 13440, of which half stays. Layers cut: 2 sums
+    forward and 2 backward, 2 x 4 x 70 x 32 = 17920."""
+    for name in NAMES:
+        expected = {"exchanged": 13440, "summed": 0}
+        if name.startswith("tp"):
+            expected = {"exchanged": 0, "summed": 17920}
+        assert two.same(name, "traffic") == expected, name

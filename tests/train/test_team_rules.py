@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.config import SFTConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.load import ModelError, load_causal_lm
+from burnish.models.tensor_parallel import cut_layers, layer_styles
 from burnish.train.batching import arrange
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.spread import check_heads, stretch_of
@@ -106,6 +107,67 @@ def test_heads_that_a_team_divides_are_taken() -> None:
             "llama", hidden_size=96, num_attention_heads=heads, num_key_value_heads=kv
         )
         check_heads(config, 4)
+
+
+def body_of(kind: str, **values: Any) -> Any:
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(kind, **{**sizes, **heads, **values})
+    return AutoModelForCausalLM.from_config(config).get_decoder()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "size", "message"),
+    [
+        ("llama", {}, 3, r"does not divide the 4 heads \(num_attention_heads\)"),
+        ("llama", {}, 4, r"does not divide the 2 heads \(num_key_value_heads\)"),
+        ("llama", {"intermediate_size": 25}, 2, r"dimension 0 of layers.0.mlp.gate_proj.weight"),
+        ("llama", {"attention_bias": True}, 2, r"layers.0.self_attn.o_proj.bias is part of"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(
+    kind: str, values: dict[str, Any], size: int, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        cut_layers(body_of(kind, **values), Group(0, size))  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    body = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "opt",
+            vocab_size=11,
+            hidden_size=16,
+            ffn_dim=24,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            word_embed_proj_dim=16,
+        )
+    ).get_decoder()
+    with pytest.raises(ModelError, match=r"no tensor-parallel plan for this opt model"):
+        layer_styles(body)
+
+
+def test_a_plan_that_leaves_something_out_or_cuts_it_otherwise_is_refused() -> None:
+    body = body_of("qwen3", head_dim=4)
+    plan = dict(body.config.base_model_tp_plan)
+    body.config.base_model_tp_plan = {k: v for k, v in plan.items() if "q_norm" not in k}
+    with pytest.raises(ModelError, match=r"does not say what to do with layers.0.self_attn.q_norm"):
+        layer_styles(body)
+    body.config.base_model_tp_plan = {**plan, "layers.*.mlp.gate_proj": "packed_colwise"}
+    with pytest.raises(ModelError, match=r"cuts layers.\*.mlp.gate_proj in a way .*packed_colwise"):
+        layer_styles(body)
+
+
+def test_tokens_and_layers_are_not_shared_out_at_the_same_time() -> None:
+    both = {"sequence_parallel_size": 2, "tensor_parallel_size": 2}
+    with pytest.raises(ValueError, match=r"sharing them twice is not there"):
+        recipe(4, 4, **both)
+    spec = EngineSpec("policy", TrainConfig(engine=TorchEngine(**both)), MODEL)
+    with pytest.raises(ValueError, match=r"sharing them twice is not there"):
+        TorchTrainEngine(load_causal_lm(MODEL), spec, ranks=ALONE)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 does not divide cluster.policy_"):
+        recipe(3, 12, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared_prefix", "padded"])

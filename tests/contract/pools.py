@@ -220,8 +220,8 @@ class Processes:
                 command = [sys.executable, __file__, address, str(rank), "2"]
                 self._processes.append(subprocess.Popen(command, env=env))
                 self.pipes.append(listener.accept())
-        meeting = self.all("free_address")[0]
-        self.all("join", meeting, PATIENCE_S)
+        host, port = self.all("meeting_place", PATIENCE_S)[0]
+        self.all("join", host, port, PATIENCE_S)
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Each rank's answer to one call of its worker. Raises what one raised."""

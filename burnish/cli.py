@@ -370,7 +370,7 @@ def plan(  # house: ok typer makes the options from the signature
     details: Annotated[bool, typer.Option("--details", help="Every number with its sum.")] = False,
     assume: Annotated[
         list[str] | None,
-        typer.Option(help="unreleased-gathers (DeepSpeed 0.16.0 to 0.16.7), empty-cache."),
+        typer.Option(help="unreleased-gathers (DeepSpeed 0.16.0 to 0.16.7), kept-cache."),
     ] = None,
     gpus: Annotated[
         Path | None,

@@ -1,8 +1,7 @@
 """A recipe on a cluster becomes a plan: roles beside each other on their GPUs, phase by phase.
 
-Roles in one process take turns and share an allocator. Roles in processes of their own on one GPU
-do not: what a process reserved at its worst it keeps (nothing gives it back), so their worst
-phases add up, except that a vLLM that sleeps gives its memory back.
+Roles take turns: what stays of all of them adds up, what passes is the most of any. Processes that
+share a GPU give back what they do not use after every call, and a vLLM that sleeps its memory.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ log = logging.getLogger("burnish")
 ASSUMPTIONS = {
     "unreleased-gathers": "weights that DeepSpeed's stage 3 gathers are never released, as in "
     "0.16.0 to 0.16.7 (which Burnish refuses)",
-    "empty-cache": "every process gives unused memory back between its phases, which Burnish does "
-    "not do",
+    "kept-cache": "processes that share a GPU keep what they reserved at their worst, loading "
+    "included (Burnish's give it back after every call)",
 }
 """What ``--assume`` can suppose."""
 
@@ -133,7 +132,7 @@ def _device_peaks(
         share = min(1.0, place.gpus) if place.gpus else 1.0
         limit = hardware.gpu.bytes * share
         for phase in _phases(here):
-            size, how = _in_place(here, phase, keeps="empty-cache" not in assume)
+            size, how = _in_place(here, phase, keeps="kept-cache" in assume)
             peaks.append(Peak(_name(place), "device", phase, size, limit, how))
     return peaks
 
@@ -290,10 +289,10 @@ def _assumptions(
         yield from _about_attention(roles)
     if config.cluster.runtime == "ray":
         yield f"Ray ends workers beyond {over['ray_limit']:.0%} of a node's memory"
-        if hardware.gpu is not None and "empty-cache" not in assume:
+        if hardware.gpu is not None and "kept-cache" not in assume:
             yield (
-                "processes on one GPU keep what they reserved at their worst (loading counts); a "
-                "vLLM that sleeps gives its memory back"
+                "processes that share a GPU give unused memory back after every call, and a vLLM "
+                "that sleeps gives back its own"
             )
     yield from _unknown_models(config)
     yield from (ASSUMPTIONS[name] for name in sorted(assume))

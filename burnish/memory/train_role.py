@@ -8,7 +8,7 @@ from typing import Any
 from burnish.config.cluster import ClusterRole
 from burnish.config.jobs import EvaluateConfig, RewardModelConfig, RLConfig
 from burnish.config.model import CriticConfig, ModelConfig
-from burnish.config.train import DeepSpeedEngine, TrainConfig
+from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.memory import model_state
 from burnish.memory.activations import Peaks
 from burnish.memory.model_state import EngineSetup, Item
@@ -43,7 +43,7 @@ def train_role(context: Context, role: ClusterRole) -> RoleMemory:
         notes += [f"{role}: {note}"] if note else []
     always = (*overhead(context, context.ranks(role)), *model_state.state(setup))
     passing = {name: _in_pass(setup, peaks[name]) for name in passes}
-    loading, loading_host = _loading(context, setup)
+    loading, loading_host = _loading(context, setup, model_of(context.config, role)[0])
     passing["load"] = (*loading, *loading_host)
     if setup.trainable:
         passing["step"] = tuple(model_state.gradients(setup, in_pass=False))
@@ -206,10 +206,15 @@ def _in_pass(setup: EngineSetup, peaks: Peaks) -> Items:
     return tuple(i for i in (*items, *buffers) if i.bytes)
 
 
-def _loading(context: Context, setup: EngineSetup) -> tuple[Items, Items]:
+def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[Items, Items]:
     """(on the device, in host memory) while a model is loaded, beside its state: it is read into
-    host memory, moved whole, and cut there."""
+    host memory, moved whole, and cut there. FSDP2's ranks read their own rows of a folder."""
     engine, whole = setup.train.engine, setup.shape.parameters
+    in_parts = model.path is not None and model.gguf_file is None
+    if in_parts and setup.sharded and isinstance(engine, TorchEngine):
+        how = "each rank reads its own rows, one weight at a time"
+        largest = Item("parameters", 4.0 * setup.largest_tensor / setup.ranks, how)
+        return (largest,), ()
     lora = bool(setup.shape.adapters)
     size = 4 if setup.trainable and not lora else setup.weight_size
     host = Item("parameters", whole * size, f"read: {whole / 1e9:.3f}e9 x {size} B", "host")

@@ -124,6 +124,8 @@ class InlineRuntime:
     ) -> TorchTrainEngine:
         own = replace(spec, precision=self.precision)
         engine = make_engine(model, own, tokenizer=self.tokenizer, ranks=self.ranks)
+        if self.device.type == "cuda":  # what the model took whole, before it was cut
+            torch.cuda.empty_cache()
         return timed(engine, self.timeline, spans)
 
     def _load_dtype(self, spec: EngineSpec) -> Dtype:

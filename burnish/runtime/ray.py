@@ -183,7 +183,9 @@ class RayRuntime:
             runtime_env={"env_vars": worker_environment(on_gpu=bool(gpus))},
         )
         worker = remote.remote(
-            Place(role, rank, size, device, self._threads()), self.model, self.precision
+            Place(role, rank, size, device, self._threads(), shared=len(place.roles) > 1),
+            self.model,
+            self.precision,
         )
         kind = "rollout worker" if role == "rollout" else "rank"
         name = f"{kind} {rank}" + ("" if role == "rollout" else f" of the {role}")

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -104,6 +104,8 @@ class Place:
     size: int
     device: str
     threads: int
+    shared: bool = False
+    """Other workers are on the same GPU."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,16 @@ class _Worker:
     def beat(self, beat: Callable[[], None], every_s: float) -> tuple[str, int]:
         """Report by ``beat`` from now on, whatever else is computed. Returns node and process."""
         return start_beating(beat, every_s)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A call after which other workers on this GPU may need its memory: what the allocator
+        keeps and does not use is given back."""
+        try:
+            yield
+        finally:
+            if self.place.shared and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
 
     def _runtime(self, ranks: Ranks | None = None) -> InlineRuntime:
         return InlineRuntime(
@@ -188,29 +200,34 @@ class TrainWorker(_Worker):
         """Load the model and make the engine."""
         torch.manual_seed(seed)
         runtime = self._runtime(self.ranks)
-        if scalar:
-            self.engine = runtime.scalar_model(spec, seed=seed, spans={})
-        else:
-            self.engine = runtime.language_model(spec, {})
+        with self._turn():
+            if scalar:
+                self.engine = runtime.scalar_model(spec, seed=seed, spans={})
+            else:
+                self.engine = runtime.language_model(spec, {})
 
     def logprobs(self, packed: Packed) -> Any:
         """[M] log-probs as an array, from rank 0; None from the others, which took part."""
-        return self._first(self.engine.logprobs(unpack_batch(packed)))
+        with self._turn():
+            return self._first(self.engine.logprobs(unpack_batch(packed)))
 
     def base_logprobs(self, packed: Packed) -> Any:
         """As :meth:`logprobs`, with the adapters off."""
-        return self._first(FrozenBase(self.engine).logprobs(unpack_batch(packed)))
+        with self._turn():
+            return self._first(FrozenBase(self.engine).logprobs(unpack_batch(packed)))
 
     def values(self, packed: Packed) -> Any:
         """[M] values as an array, from rank 0."""
-        return self._first(self.engine.values(unpack_batch(packed)))
+        with self._turn():
+            return self._first(self.engine.values(unpack_batch(packed)))
 
     def _first(self, result: Tensor) -> Any:
         return result.numpy() if self.place.rank == 0 else None
 
     def forward_backward(self, packed: Packed, loss: Loss) -> Stats:
         """Stats over all ranks, as plain numbers."""
-        stats = self.engine.forward_backward(unpack_batch(packed), loss)
+        with self._turn():
+            stats = self.engine.forward_backward(unpack_batch(packed), loss)
         return Stats(
             {n: (float(a), float(b)) for n, (a, b) in stats.means.items()},
             {n: float(v) for n, v in stats.maxima.items()},
@@ -220,7 +237,8 @@ class TrainWorker(_Worker):
     def optim_step(self) -> tuple[StepStats, str | None, int]:
         """What the step did, what NonFiniteError said if it was raised, and the version."""
         try:
-            return self.engine.optim_step(), None, self.engine.version
+            with self._turn():
+                return self.engine.optim_step(), None, self.engine.version
         except NonFiniteError as error:
             return error.stats, str(error), self.engine.version
 
@@ -244,7 +262,10 @@ class TrainWorker(_Worker):
                 yield payload.numpy()
                 yield encode(message)
         finally:
-            exhaust(weights)  # where it was broken off, the other ranks wait in the same gathers
+            with self._turn():
+                exhaust(
+                    weights
+                )  # where it was broken off, the other ranks wait in the same gathers
 
     def serve_store(self, timeout_s: float) -> tuple[str, int]:
         """Rank 0: start a store at which receivers find this process; its host and port."""
@@ -279,7 +300,8 @@ class TrainWorker(_Worker):
 
     def save(self, folder: str) -> None:
         """All ranks take part, and return when everything is written."""
-        self.engine.save(Path(folder))
+        with self._turn():
+            self.engine.save(Path(folder))
 
     def load(self, folder: str) -> int:
         """Take back what :meth:`save` wrote; returns the version."""

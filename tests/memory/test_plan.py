@@ -126,13 +126,24 @@ def test_every_recipe_can_be_planned(recipe, cluster, overrides):
     assert estimate(config, parse_cluster(cluster) if cluster else this_machine()).seconds > 0
 
 
-def test_roles_that_share_a_gpu_add_up_and_a_sleeping_vllm_does_not():
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_recipes_for_one_node_fit_one_node(name):
+    config = load_config(ROOT / "recipes" / f"llama3_8b_{name}_8gpu.yaml")
+    assert make_plan(config, parse_cluster("8xA100-80GB")).fits
+
+
+def test_roles_that_share_a_gpu_take_turns_and_a_sleeping_vllm_counts_nothing():
+    """With caches that are kept, the worst of every process adds up, but for vLLM's."""
     config = load_config(ROOT / "recipes" / "llama3_8b_grpo_8gpu.yaml")
-    peaks = {p.phase: p.bytes for p in make_plan(config, parse_cluster("8xA100-80GB")).peaks[:7]}
+    hardware = parse_cluster("8xA100-80GB")
+    turns, kept = (
+        {p.phase: p.bytes for p in make_plan(config, hardware, assume=assume).peaks[:7]}
+        for assume in ([], ["kept-cache"])
+    )
     awake = 0.45 * 79.1 * 2**30
-    assert peaks["rollout"] - peaks["forward/backward"] == pytest.approx(awake, rel=0.05)
-    less = make_plan(config, parse_cluster("8xA100-80GB"), assume=["empty-cache"])
-    assert max(p.bytes for p in less.peaks[:7]) < max(peaks.values())
+    assert kept["rollout"] - kept["forward/backward"] == pytest.approx(awake, rel=0.05)
+    assert max(turns.values()) < max(kept.values())
+    assert turns["forward/backward"] < turns["rollout"] < turns["forward/backward"] + awake
 
 
 def test_on_cpus_all_processes_share_the_memory_of_the_machine():

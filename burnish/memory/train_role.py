@@ -54,6 +54,9 @@ def train_role(context: Context, role: ClusterRole) -> RoleMemory:
         first = _object_store(context, setup)
     resident = {phase: always for phase in PHASES}
     resident["load"] = tuple(i for i in always if not i.how.startswith("moments"))
+    worst = max(model_state.total(items) for items in passing.values())
+    uncut, said = _uncut(setup, model_state.total(always) + worst)
+    notes += [f"{role}: {said}"] if said else []
     return RoleMemory(
         role=role,
         ranks=context.ranks(role),
@@ -65,7 +68,7 @@ def train_role(context: Context, role: ClusterRole) -> RoleMemory:
         disk=model_state.checkpoint_bytes(setup),
         works=tuple(passes.values()),
         notes=tuple(dict.fromkeys(notes)),
-        guessed=guessed,
+        guessed=guessed + uncut,
     )
 
 
@@ -86,7 +89,29 @@ def setup_of(
         and trainable
         and train.gradient_checkpointing,
     )
-    return setup, largest_rows(config, role, ranks, positions(shape))
+    return setup, _stretches(largest_rows(config, role, ranks, positions(shape)), train)
+
+
+def _stretches(rows: tuple[Row, ...], train: TrainConfig) -> tuple[Row, ...]:
+    """What one of ``sequence_parallel_size`` ranks computes of the rows."""
+    engine = train.engine
+    parts = engine.sequence_parallel_size if isinstance(engine, TorchEngine) else 1
+    if parts == 1:
+        return rows
+    return tuple(replace(r, length=-(-r.length // parts), prompt=r.prompt // parts) for r in rows)
+
+
+def _uncut(setup: EngineSetup, held: float) -> tuple[float, str | None]:
+    """How many of the ``held`` bytes tensor parallelism would leave to other ranks, at most; and
+    what is said of it. (Which layers a model's plan cuts is not looked at.)"""
+    engine = setup.train.engine
+    parts = engine.tensor_parallel_size if isinstance(engine, TorchEngine) else 1
+    if parts == 1:
+        return 0.0, None
+    return held * (1 - 1 / parts), (
+        f"tensor_parallel_size={parts} is counted as if every rank had whole layers: an upper "
+        "bound, for which no run is refused"
+    )
 
 
 def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:

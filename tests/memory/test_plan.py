@@ -132,6 +132,35 @@ def test_the_recipes_for_one_node_fit_one_node(name):
     assert make_plan(config, parse_cluster("8xA100-80GB")).fits
 
 
+def test_a_sequence_over_several_ranks_halves_what_passes_and_not_what_stays():
+    base = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
+    base["train"] = {**TINY["train"], "layout": "padded"}
+    spread = {**base["train"], "engine": {"kind": "torch", "sequence_parallel_size": 2}}
+    plans = [
+        make_plan(load_config({**base, "train": train}), parse_cluster("2xA100-80GB"))
+        for train in (base["train"], spread)
+    ]
+    rows = [
+        {
+            r.item: r.bytes
+            for r in p.rows
+            if r.role.startswith("policy") and r.phase == "forward/backward"
+        }
+        for p in plans
+    ]
+    assert rows[1]["parameters"] == rows[0]["parameters"]
+    # the batch is shared by half as many, so each computes as many rows twice as short
+    assert rows[1]["activations"] <= 1.1 * rows[0]["activations"]
+
+
+def test_a_tensor_parallel_run_is_never_refused_for_what_is_not_looked_at():
+    config = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
+    config["train"] = {**TINY["train"], "engine": {"kind": "torch", "tensor_parallel_size": 2}}
+    plan = make_plan(load_config(config), parse_cluster("2xA100-80GB"))
+    assert any("tensor_parallel_size=2 is counted as if" in note for note in plan.assumptions)
+    assert plan.guessed > 0
+
+
 def test_roles_that_share_a_gpu_take_turns_and_a_sleeping_vllm_counts_nothing():
     """With caches that are kept, the worst of every process adds up, but for vLLM's."""
     config = load_config(ROOT / "recipes" / "llama3_8b_grpo_8gpu.yaml")

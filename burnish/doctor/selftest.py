@@ -99,7 +99,7 @@ def _train(name: str) -> str:
     }
     result = run_job(load_config(tree))
     losses = [line["train/loss"] for line in read_metrics(result.run_dir) if "train/loss" in line]
-    if not losses[-1] < losses[0]:
+    if not losses[-1] < losses[0] - 0.1:  # (rounding alone moves it too)
         raise AssertionError(f"the loss did not fall in 5 steps: {losses}")
     return f"loss {losses[0]:.2f} -> {losses[-1]:.2f}"
 

@@ -1,0 +1,40 @@
+"""docs/versions.md is what the recorded self-tests say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from burnish.train.deepspeed import OLDEST
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "versions.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_record_is_of_a_machine_on_which_every_self_test_passed() -> None:
+    records = sorted((ROOT / "docs" / "versions").glob("*.json"))
+    assert records
+    for path in records:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        assert record["outcomes"] and all(o["passed"] for o in record["outcomes"]), path.name
+
+
+def test_the_lock_holds_what_the_constraints_pin() -> None:
+    """Every version of constraints/cpu.txt is in the lock, and no CUDA package is."""
+    def pins(name: str) -> dict[str, str]:
+        lines = (ROOT / "constraints" / name).read_text(encoding="utf-8").splitlines()
+        pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+        return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+    lock, wanted = pins("cpu.lock.txt"), pins("cpu.txt")
+    missing = {n: v for n, v in wanted.items() if n in lock and lock[n] != v}
+    assert not missing and len(lock) > len(wanted)
+    assert not [name for name in lock if name.startswith(("nvidia-", "triton", "cuda-"))]
+    assert wanted["deepspeed"] == str(OLDEST)

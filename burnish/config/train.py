@@ -175,6 +175,12 @@ class TrainConfig(Node):
     not counted: its floor stops the run.)"""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: about a third more compute, much less memory."""
+    on_oom: Literal["fail", "retry_smaller"] = "fail"
+    """When a forward/backward pass runs out of memory. fail: the run ends with a report.
+    retry_smaller: micro-batches are halved until they fit, for the rest of the run, and the update
+    is done again; losses divide by counts of the whole batch, so it stays the same. One unit that
+    does not fit alone ends the run. Only where ranks do not wait for each other in a pass: the
+    torch engine's replicas."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay. None: none."""
     logprob_chunk_tokens: int = Field(512, ge=1)
@@ -190,6 +196,27 @@ class TrainConfig(Node):
                 "micro_train_batch_size and "
                 "gradient_accumulation_steps cannot be set as well"
             )
+        if self.on_oom == "retry_smaller" and (problem := on_oom_problem(self)) is not None:
+            yield problem
+
+
+def on_oom_problem(train: TrainConfig) -> str | None:
+    """Why an engine cannot do a pass again with fewer rows; None: it can."""
+    engine = train.engine
+    how = None
+    if isinstance(engine, DeepSpeedEngine):
+        how = "engine.kind=deepspeed"
+    elif engine.sharding == "full":
+        how = "engine.sharding=full"
+    elif engine.ranks_per_row > 1:
+        how = engine.team.removeprefix("train.")
+    if how is None:
+        return None
+    return (
+        f"on_oom=retry_smaller with {how}: there all ranks wait for each other in every pass, and "
+        "one that leaves it would leave the others waiting; use on_oom=fail with a smaller "
+        "micro_train_batch_size"
+    )
 
 
 def engine_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str]:

@@ -186,6 +186,8 @@ def step_metrics(steps: Sequence[StepStats]) -> Metrics:
     if steps[-1].scaled:
         out["loss_scale"] = steps[-1].loss_scale
         out["overflows"] = float(sum(s.overflow for s in steps))
+    if steps[-1].oom_retries is not None:
+        out["oom_retries"] = float(sum(s.oom_retries or 0 for s in steps))
     return out
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,16 @@ from burnish.loops.build import build_evaluation, build_preference, build_rl, bu
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.session import RunError, Session, StoppedError, prepare_run_dir
 from burnish.loops.supervised import SupervisedState, supervised_eval, supervised_step
+from burnish.loops.watch import MemoryWatch
 from burnish.memory.launch import check_memory
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import MetricsLog
-from burnish.observe.report import build_report
+from burnish.observe.report import ReportError, build_report
 from burnish.observe.timeline import Timeline
 from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.ray import RayRuntime
+from burnish.train.oom import is_out_of_memory
 
 log = logging.getLogger("burnish")
 
@@ -64,7 +66,7 @@ def run(
     the run folder) says that it cannot fit. Raises RunError, DoesNotFitError, DataError,
     ModelError, RewardError or CheckpointError with what to do; Interrupted after a signal, and
     StoppedError where numbers that are not finite made going on pointless (the run is saved in both
-    cases).
+    cases); RunOutOfMemoryError with what to change, also in ``oom.txt``.
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     if resume is not None and isinstance(config, EvaluateConfig):
@@ -73,20 +75,32 @@ def run(
         raise RunError(f"the job {config.job} takes no rewards; leave rewards out")
     _seed_everything(config.seed)
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
-    check_memory(config, run_dir, force=force)
+    watch = MemoryWatch(config, run_dir, check_memory(config, run_dir, force=force))
     try:
-        if isinstance(config, RLConfig):
-            metrics = _run_rl(config, run_dir, functions)
-        elif isinstance(config, EvaluateConfig):
-            metrics = _run_evaluate(config, run_dir, functions)
-        else:
-            assert isinstance(config, (SFTConfig, RewardModelConfig, PreferenceConfig))
-            metrics = _run_supervised(config, run_dir)
+        metrics = _run_job(config, run_dir, functions, watch)
     except StoppedError:
         build_report(run_dir)  # its curves are where the user looks next
         raise
+    except Exception as error:
+        if not any(map(is_out_of_memory, filter(None, (error, error.__cause__)))):
+            raise
+        report = watch.out_of_memory(error)
+        with suppress(ReportError):  # of a run that had not begun
+            build_report(run_dir)
+        raise report from error
     build_report(run_dir)
     return RunResult(run_dir, metrics)
+
+
+def _run_job(
+    config: JobConfig, run_dir: Path, functions: Mapping[str, Any], watch: MemoryWatch
+) -> dict[str, float]:
+    if isinstance(config, RLConfig):
+        return _run_rl(config, run_dir, functions, watch)
+    if isinstance(config, EvaluateConfig):
+        return _run_evaluate(config, run_dir, functions, watch)
+    assert isinstance(config, (SFTConfig, RewardModelConfig, PreferenceConfig))
+    return _run_supervised(config, run_dir, watch)
 
 
 def _seed_everything(seed: int) -> None:
@@ -95,10 +109,15 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _run_rl(config: RLConfig, run_dir: Path, functions: Mapping[str, Any]) -> dict[str, float]:
+def _run_rl(
+    config: RLConfig, run_dir: Path, functions: Mapping[str, Any], watch: MemoryWatch
+) -> dict[str, float]:
     metric = "eval/pass@1" if config.eval is not None else "reward/mean"
-    with Session(config, run_dir, best_metric=metric) as session, ExitStack() as stack:
-        runtime = _runtime(config, config.train.engine.device, session.timeline)
+    with (
+        Session(config, run_dir, best_metric=metric, watch=watch) as session,
+        ExitStack() as stack,
+    ):
+        runtime = watch.runtime = _runtime(config, config.train.engine.device, session.timeline)
         stack.callback(runtime.close)
         session.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
         parts, evaluator = build_rl(config, runtime, functions, run_dir)
@@ -144,10 +163,13 @@ def _with_gap_warning(
 
 
 def _run_supervised(
-    config: SFTConfig | RewardModelConfig | PreferenceConfig, run_dir: Path
+    config: SFTConfig | RewardModelConfig | PreferenceConfig, run_dir: Path, watch: MemoryWatch
 ) -> dict[str, float]:
-    with Session(config, run_dir, best_metric="eval/loss") as session, ExitStack() as stack:
-        runtime = _runtime(config, config.train.engine.device, session.timeline)
+    with (
+        Session(config, run_dir, best_metric="eval/loss", watch=watch) as session,
+        ExitStack() as stack,
+    ):
+        runtime = watch.runtime = _runtime(config, config.train.engine.device, session.timeline)
         stack.callback(runtime.close)
         session.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
         if isinstance(config, PreferenceConfig):
@@ -165,16 +187,17 @@ def _run_supervised(
 
 
 def _run_evaluate(
-    config: EvaluateConfig, run_dir: Path, functions: Mapping[str, Any]
+    config: EvaluateConfig, run_dir: Path, functions: Mapping[str, Any], watch: MemoryWatch
 ) -> dict[str, float]:
     for warning in config.warnings():
         log.warning(warning)
-    runtime = _runtime(config, config.device, Timeline())
+    runtime = watch.runtime = _runtime(config, config.device, Timeline(peaks=watch.peaks))
     try:
         evaluator = build_evaluation(config, runtime, functions, run_dir)
         try:
             metrics = evaluator.evaluate(0)
         finally:
+            watch.finish()
             evaluator.runner.rewards.close()
             evaluator.runner.engine.close()
     finally:

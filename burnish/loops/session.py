@@ -25,6 +25,7 @@ from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_
 from burnish.config import dump_yaml
 from burnish.config.arithmetic import batch_table
 from burnish.config.jobs import JobConfig, TrainingJob
+from burnish.loops.watch import OOM_FILE, MemoryWatch
 from burnish.memory.launch import PLAN_FILE
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
@@ -116,7 +117,7 @@ def _holds_something(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {PLAN_FILE}  # of a run that was refused
+    left = {PLAN_FILE, OOM_FILE}  # of a run that was refused, or did not load
     if failed_at_start:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
     return bool(names - left)
@@ -138,13 +139,15 @@ def rare_collections() -> Iterator[None]:
 class Session:
     """One run of a training job. Use as a context manager."""
 
-    def __init__(self, config: TrainingJob, run_dir: Path, *, best_metric: str) -> None:
-        self.config, self.run_dir = config, run_dir
+    def __init__(
+        self, config: TrainingJob, run_dir: Path, *, best_metric: str, watch: MemoryWatch
+    ) -> None:
+        self.config, self.run_dir, self.watch = config, run_dir, watch
         self.best_metric = config.checkpoint.best_metric or best_metric
         default_mode: Literal["min", "max"] = "min" if self.best_metric.endswith("loss") else "max"
         self.step = self.total_steps = 0
         """Steps done, and steps in the whole run."""
-        self.timeline = Timeline()
+        self.timeline = Timeline(peaks=watch.peaks)
         self.store = CheckpointStore(
             run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last,
@@ -206,7 +209,7 @@ class Session:
         self._survives(state, lambda: self._restore(state))
         # Only now is it sure that this recipe and the run in the folder belong together.
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
-        with self._signals(), rare_collections():
+        with self._signals(), rare_collections(), self._watched():
             while not self._survives(state, lambda: self._begin(state, evaluate)):
                 pass
             while self.step < self.total_steps:
@@ -221,6 +224,14 @@ class Session:
                 ", ".join(sorted(self._last)),
             )
         return self._last
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Afterwards what was measured of memory is in the run folder."""
+        try:
+            yield
+        finally:
+            self.watch.finish()
 
     def _warn_of_skips(self) -> None:
         skipped = self._last.get("train/skipped_total", 0.0)
@@ -308,7 +319,7 @@ class Session:
         for phase in ("rollout", "train"):
             if f"{phase}/tokens" in metrics and seconds.get(phase):
                 metrics[f"{phase}/tokens_per_s"] = metrics[f"{phase}/tokens"] / seconds[phase]
-        metrics |= memory_metrics()
+        metrics |= memory_metrics() | self.watch.metrics()
         self.metrics.log(step, metrics)
         self._last |= metrics
         if self.best_metric in metrics:
@@ -339,7 +350,8 @@ class Session:
         log.info("checkpoint %s", path)
 
     def _restore(self, state: State) -> None:
-        (self.run_dir / STOPPED_FILE).unlink(missing_ok=True)  # it is about the last time
+        for about_the_last_time in (STOPPED_FILE, OOM_FILE):
+            (self.run_dir / about_the_last_time).unlink(missing_ok=True)
         newest = self.store.latest()
         if newest is None and self.store.all():
             raise RunError(

@@ -11,6 +11,17 @@ from pathlib import Path
 import torch
 
 _PROC = Path("/proc/self")
+_RESET_HOST = b"5"
+"""Written to clear_refs it makes ``VmHWM`` begin anew (proc(5), Linux 4.0); a process may do that
+to itself without any right."""
+
+
+class _Before:
+    """Peaks that were there before the last :func:`reset_peaks`."""
+
+    host = 0
+    can_reset = True
+    allocated = reserved = 0.0
 
 
 def peak_rss_bytes() -> int:
@@ -22,7 +33,7 @@ def peak_rss_bytes() -> int:
     """
     high_water = _status_bytes("VmHWM")
     if high_water is not None:
-        return high_water
+        return max(high_water, _Before.host)
     maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return maxrss if sys.platform == "darwin" else maxrss * 1024
 
@@ -42,17 +53,54 @@ def cuda_memory() -> dict[str, float]:
     """Bytes of torch's allocator summed over this process's GPUs, as metrics; empty without CUDA.
 
     ``allocated``: held by tensors; ``reserved``: taken from the device, free blocks included;
-    ``peak``: since the start of the process (or ``torch.cuda.reset_peak_memory_stats``).
+    ``peak``: since the start of the process.
     """
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not _on_gpu():
         return {}
     devices = range(torch.cuda.device_count())
     return {
         "memory/cuda_allocated_bytes": float(sum(map(torch.cuda.memory_allocated, devices))),
         "memory/cuda_reserved_bytes": float(sum(map(torch.cuda.memory_reserved, devices))),
-        "memory/cuda_peak_bytes": float(sum(map(torch.cuda.max_memory_allocated, devices))),
-        "memory/cuda_peak_reserved_bytes": float(sum(map(torch.cuda.max_memory_reserved, devices))),
+        "memory/cuda_peak_bytes": max(_Before.allocated, _device_peaks()[0]),
+        "memory/cuda_peak_reserved_bytes": max(_Before.reserved, _device_peaks()[1]),
     }
+
+
+def reset_peaks() -> bool:
+    """Have the peaks of :func:`since_reset` begin anew; those since the start of the process are
+    kept. False where the system cannot do that for host memory."""
+    host, device = since_reset()
+    if device is not None:
+        _Before.allocated = max(_Before.allocated, device[0])
+        _Before.reserved = max(_Before.reserved, device[1])
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+    if host is None:
+        return False
+    _Before.host = max(_Before.host, int(host))
+    try:
+        (_PROC / "clear_refs").write_bytes(_RESET_HOST)
+    except OSError:
+        _Before.can_reset = False
+    return _Before.can_reset
+
+
+def since_reset() -> tuple[float | None, tuple[float, float] | None]:
+    """(most resident bytes, (most bytes of tensors, most bytes reserved) on this process's GPUs)
+    since the last :func:`reset_peaks`; None where it cannot be known, or there is no GPU."""
+    high_water = _status_bytes("VmHWM")
+    known = high_water is not None and _Before.can_reset
+    return float(high_water or 0) if known else None, _device_peaks() if _on_gpu() else None
+
+
+def _on_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _device_peaks() -> tuple[float, float]:
+    devices = range(torch.cuda.device_count())
+    allocated = sum(map(torch.cuda.max_memory_allocated, devices))
+    return float(allocated), float(sum(map(torch.cuda.max_memory_reserved, devices)))
 
 
 def memory_metrics() -> dict[str, float]:

@@ -2,9 +2,10 @@
 network.
 
 Reading order: :func:`build_report`, then report_catalog.py (which metrics stand where),
-report_figures.py (curves and the time split), report_samples.py (the table's data), report.html.j2
-with report.css and report.js. Everything a model or a data row wrote reaches the page as JSON and
-is shown through ``textContent``; the page's content security policy also refuses any request.
+report_figures.py (curves and the time split), report_memory.py, report_samples.py (the table's
+data), report.html.j2 with report.css and report.js. Everything a model or a data row wrote reaches
+the page as JSON and is shown through ``textContent``; the page's content security policy also
+refuses any request.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from burnish.observe.report_figures import (
     thin,
     time_figure,
 )
+from burnish.observe.report_memory import memory_table
 from burnish.observe.report_samples import embed_samples
 
 REPORT_FILE = "report.html"
@@ -105,6 +107,7 @@ def build_report(run_dir: Path) -> Path:
         tiles=_tiles(config, metrics, curves, total_s=timing[2] if timing else None),
         sections=_sections(curves),
         time=timing,
+        memory=memory_table(run_dir),
         samples=samples,
         config=config_text,
         css=_asset("report.css"),

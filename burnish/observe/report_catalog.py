@@ -71,6 +71,10 @@ CHARTS = (
     Chart(ROLLOUT, "Groups dropped", "per step", ("reward/groups_dropped",)),
     Chart(ROLLOUT, "Staleness", "optimizer steps", ("rollout/staleness", "rollout/staleness_*")),
     Chart(MACHINE, "Speed", "tokens per second", ("*/tokens_per_s",)),
+    Chart(MACHINE, "GPU memory by phase, tensors", "bytes", ("memory/*/peak_bytes",)),
+    Chart(MACHINE, "GPU memory by phase, reserved", "bytes", ("memory/*/reserved_peak_bytes",)),
+    Chart(MACHINE, "Host memory by phase", "bytes", ("memory/*/host_peak_bytes",)),
+    Chart(MACHINE, "Rank that held most", "rank", ("memory/*/peak_rank",)),
     Chart(MACHINE, "Memory", "bytes", ("memory/peak_rss_bytes", "memory/*_bytes")),
 )
 
@@ -116,9 +120,10 @@ def _matches(name: str, pattern: str) -> bool:
 
 def words(name: str) -> str:
     """A metric's name for people, without group and unit: ``memory/peak_rss_bytes`` -> ``peak
-    rss``.
+    rss``; of memory in a phase, the phase: ``memory/train/peak_bytes`` -> ``train``.
     """
-    last = name.rpartition("/")[2]
+    parts = name.split("/")
+    last = parts[1] if parts[0] == "memory" and len(parts) > 2 else parts[-1]
     suffix = next((s for s, _ in _UNITS if last.endswith(s)), "")
     return last.removesuffix(suffix).replace("_", " ").strip()
 

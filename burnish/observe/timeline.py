@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from burnish.observe.files import write_text
+from burnish.observe.peaks import PhasePeaks
 
 T = TypeVar("T")
 
@@ -44,7 +45,9 @@ class Timeline:
     spans.
     """
 
-    def __init__(self, *, max_events: int = 50_000) -> None:
+    def __init__(self, *, max_events: int = 50_000, peaks: PhasePeaks | None = None) -> None:
+        """``peaks``: is told of the outermost spans, to measure memory in them."""
+        self.peaks = peaks
         self._events: deque[_Event] = deque(maxlen=max_events)
         self._num_events = 0
         self._since_collect: dict[str, float] = {}
@@ -58,7 +61,7 @@ class Timeline:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the block under ``name``, also when it raises. Spans nest."""
-        start = self._enter()
+        start = self._enter(name)
         try:
             yield
         finally:
@@ -119,7 +122,9 @@ class Timeline:
         trace = {"traceEvents": named + spans, "displayTimeUnit": "ms", "otherData": other}
         write_text(Path(path), json.dumps(trace, allow_nan=False))
 
-    def _enter(self) -> float:
+    def _enter(self, name: str) -> float:
+        if self.peaks is not None and self._thread.depth == 0:
+            self.peaks.begin(name)
         self._thread.depth += 1
         return time.perf_counter()
 
@@ -152,7 +157,7 @@ class Timeline:
         first = last = None
         try:
             while True:
-                start = self._enter()
+                start = self._enter(name)
                 try:
                     item = next(items)
                 except StopIteration:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import LinkSync, SyncConfig
+from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine
 from burnish.sync.base import Metrics
@@ -75,6 +76,11 @@ class Runtime(Protocol):
 
     def release(self, engine: HasLogprobs) -> None:
         """Give back what a train engine that is used no more holds."""
+        ...
+
+    def peaks(self) -> list[ProcessPeaks]:
+        """The most memory that each process held in each phase, since the last call. What does not
+        answer soon is left out."""
         ...
 
     def close(self) -> None:

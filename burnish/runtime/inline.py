@@ -18,6 +18,7 @@ from burnish.config.sync import LinkSync, SyncConfig
 from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
 from burnish.models.lora import merged_weights
 from burnish.models.value_head import load_scalar_model
+from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.local import LocalRolloutEngine
@@ -154,6 +155,11 @@ class InlineRuntime:
 
     def release(self, engine: HasLogprobs) -> None:
         """Nothing to do: its memory goes with the last reference to it."""
+
+    def peaks(self) -> list[ProcessPeaks]:
+        """Of this process, where its timeline measures them."""
+        own = self.timeline.peaks
+        return [] if own is None else [ProcessPeaks("all", 0, own.collect())]
 
     def close(self) -> None:
         """Nothing to end."""

@@ -10,7 +10,9 @@ Here: what starts where. The engines made of workers are in ``remote.py``.
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -22,6 +24,7 @@ from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.placement import Places
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import InprocSync, LinkSync, SyncConfig
+from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, Sync, WorkerLostError
@@ -42,6 +45,10 @@ from burnish.train.base import HasLogprobs, TrainEngine
 from burnish.train.torch import EngineSpec
 
 log = logging.getLogger("burnish")
+
+_PEAKS_S = 10.0
+"""How long workers get to say what memory they held; one that is busy or hangs is not waited
+for."""
 
 
 def _ray() -> Any:
@@ -249,20 +256,20 @@ class RayRuntime:
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> RemoteTrainEngine:
         """A group of ranks over a causal LM."""
-        return timed(
-            RemoteTrainEngine(self._group(spec, scalar=False, seed=0)), self.timeline, spans
-        )
+        group = self._group(spec, scalar=False, seed=0, spans=spans)
+        return timed(RemoteTrainEngine(group), self.timeline, spans)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> RemoteTrainEngine:
         """A group of ranks over a scalar model."""
-        return timed(
-            RemoteTrainEngine(self._group(spec, scalar=True, seed=seed)), self.timeline, spans
-        )
+        group = self._group(spec, scalar=True, seed=seed, spans=spans)
+        return timed(RemoteTrainEngine(group), self.timeline, spans)
 
-    def _group(self, spec: EngineSpec, *, scalar: bool, seed: int) -> Group:
-        group = Group(self, spec, scalar=scalar, seed=seed)
+    def _group(
+        self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]
+    ) -> Group:
+        group = Group(self, spec, scalar=scalar, seed=seed, spans=spans)
         self.groups.append(group)
         return group
 
@@ -307,6 +314,30 @@ class RayRuntime:
             if isinstance(engine, RemoteTrainEngine) and engine.group is group:
                 group.end()
         self.groups = [group for group in self.groups if group.workers]
+
+    def peaks(self) -> list[ProcessPeaks]:
+        """Of all workers, and of this process (its phases together, as ``controller``)."""
+        asked = {
+            worker.peaks.remote(): (engine_role, rank)
+            for engine_role, workers in (
+                *((group.role, group.workers) for group in self.groups),
+                *(("rollout", rollout.workers) for rollout in self.rollouts),
+            )
+            for rank, worker in enumerate(workers)
+        }
+        ready: list[Any] = []
+        if asked:
+            ready, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=_PEAKS_S)
+        found = [
+            ProcessPeaks(*asked[ref], self.ray.get(ref))
+            for ref in ready
+            if failure(self.ray, ref) is None
+        ]
+        own = self.timeline.peaks
+        if own is not None and (phases := own.collect()):
+            most = functools.reduce(operator.or_, phases.values())
+            found.append(ProcessPeaks("controller", 0, {"controller": most}))
+        return found
 
     def close(self) -> None:
         """End the workers, give their places back, and end Ray where it was started here."""

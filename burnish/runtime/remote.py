@@ -19,12 +19,13 @@ from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import WorkerLostError
-from burnish.runtime.worker import RolloutWorker, Sending, TrainWorker, pack_batch
+from burnish.runtime.worker import NO_SPANS, RolloutWorker, Sending, TrainWorker, pack_batch
 from burnish.sync.base import encode
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.engine import messages
 from burnish.sync.stored import HandOver, StoredLink
 from burnish.train.base import Loss, NonFiniteError, Role, StepStats
+from burnish.train.oom import is_out_of_memory
 from burnish.train.torch import EngineSpec
 from burnish.types import Batch, Stats
 
@@ -45,8 +46,18 @@ Refill = Callable[[Sequence[int]], Lost]
 class Group:
     """The ranks of one train engine."""
 
-    def __init__(self, runtime: RayRuntime, spec: EngineSpec, *, scalar: bool, seed: int) -> None:
+    def __init__(
+        self,
+        runtime: RayRuntime,
+        spec: EngineSpec,
+        *,
+        scalar: bool,
+        seed: int,
+        spans: Mapping[str, str] = NO_SPANS,
+    ) -> None:
+        """``spans``: the phases of memory that its engine's methods are."""
         self.runtime, self.spec, self.scalar, self.seed = runtime, spec, scalar, seed
+        self.spans = dict(spans)
         self.role: Role = spec.role
         self.size = runtime.config.ranks(spec.role)
         self.workers: list[Any] = []
@@ -68,7 +79,8 @@ class Group:
         limit = self.runtime.config.start_timeout_s
         host, port = self.gather([self.workers[0].meeting_place.remote(limit)], limit_s=limit)[0]
         self._each(lambda w: w.join.remote(host, port, limit), limit_s=limit)
-        self._each(lambda w: w.build.remote(self.spec, scalar=self.scalar, seed=self.seed))
+        options = {"scalar": self.scalar, "seed": self.seed, "spans": self.spans}
+        self._each(lambda w: w.build.remote(self.spec, **options))
         self._whole = True
 
     def all(self, call: Callable[[Any], Any]) -> list[Any]:
@@ -125,6 +137,10 @@ class Group:
         silent = self.runtime.watch.settle([self.workers[refs.index(ref)] for ref in undone])
         if silent:
             raise self.loss(silent, self.runtime.silence) from failed
+        for index, error in failures.items():
+            if error is not None and is_out_of_memory(error):  # why the others failed as well
+                error.add_note(f"in {self.runtime.watch.name(self.workers[index])}")
+                raise error
         raise failed
 
     def loss(self, workers: Sequence[Any], how: str) -> WorkerLostError:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.models.load import DTYPES, load_tokenizer
-from burnish.observe.timeline import Timeline
+from burnish.observe.peaks import Held, PhasePeaks
+from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.heartbeat import start_beating
 from burnish.runtime.inline import InlineRuntime
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 Packed = dict[str, Any]
+NO_SPANS: Mapping[str, str] = MappingProxyType({})
 
 PARCELS_PER_S = 64
 """Completions travel to the controller in parcels, so many a second from all workers together: one
@@ -121,6 +124,7 @@ class _Worker:
 
     def __init__(self, place: Place, tokenizer: ModelConfig, precision: PrecisionConfig) -> None:
         self.place, self.precision = place, precision
+        self.timeline = Timeline(max_events=1, peaks=PhasePeaks())
         torch.set_num_threads(place.threads)
         self.tokenizer = load_tokenizer(tokenizer)
 
@@ -147,9 +151,14 @@ class _Worker:
             self.tokenizer,
             precision=self.precision,
             device=self.place.device,
-            timeline=Timeline(),
+            timeline=self.timeline,
             ranks=ranks or Ranks(),
         )
+
+    def peaks(self) -> dict[str, Held]:
+        """The most memory that this process held in each phase since the last call."""
+        assert self.timeline.peaks is not None
+        return self.timeline.peaks.collect()
 
 
 class TrainWorker(_Worker):
@@ -196,15 +205,18 @@ class TrainWorker(_Worker):
         )
         self.ranks = Ranks(distributed.group.WORLD)
 
-    def build(self, spec: EngineSpec, *, scalar: bool, seed: int) -> None:
-        """Load the model and make the engine."""
+    def build(
+        self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str] = NO_SPANS
+    ) -> None:
+        """Load the model and make the engine. ``spans``: the phases of memory that its methods
+        are."""
         torch.manual_seed(seed)
         runtime = self._runtime(self.ranks)
         with self._turn():
             if scalar:
-                self.engine = runtime.scalar_model(spec, seed=seed, spans={})
+                self.engine = runtime.scalar_model(spec, seed=seed, spans=spans)
             else:
-                self.engine = runtime.language_model(spec, {})
+                self.engine = runtime.language_model(spec, spans)
 
     def logprobs(self, packed: Packed) -> Any:
         """[M] log-probs as an array, from rank 0; None from the others, which took part."""
@@ -213,7 +225,7 @@ class TrainWorker(_Worker):
 
     def base_logprobs(self, packed: Packed) -> Any:
         """As :meth:`logprobs`, with the adapters off."""
-        with self._turn():
+        with self._turn(), self.timeline.span("reference"):
             return self._first(FrozenBase(self.engine).logprobs(unpack_batch(packed)))
 
     def values(self, packed: Packed) -> Any:
@@ -247,6 +259,10 @@ class TrainWorker(_Worker):
     def hand_over(self, push: int, how: Sending) -> Iterator[Any]:
         """One hand-over from rank 0, as pairs: a bucket's bytes, then its header. The others take
         part in gathering and give none."""
+        with self.timeline.span("sync"):
+            yield from self._give(push, how)
+
+    def _give(self, push: int, how: Sending) -> Iterator[Any]:
         weights = self.engine.weights()
         if self.place.rank != 0:
             exhaust(weights)
@@ -284,7 +300,8 @@ class TrainWorker(_Worker):
     def push(self) -> Metrics:
         """Hand the weights over through the connection; with metrics on rank 0."""
         assert self._sender is not None
-        return self._sender.push()
+        with self.timeline.span("sync"):
+            return self._sender.push()
 
     def close_sender(self) -> None:
         """Leave the connection, if there is one."""
@@ -300,7 +317,7 @@ class TrainWorker(_Worker):
 
     def save(self, folder: str) -> None:
         """All ranks take part, and return when everything is written."""
-        with self._turn():
+        with self._turn(), self.timeline.span("checkpoint"):
             self.engine.save(Path(folder))
 
     def load(self, folder: str) -> int:
@@ -332,7 +349,9 @@ class RolloutWorker(_Worker):
         weights; else a hand-over has to come first."""
         engine = self._runtime().standalone_rollout(model, config, max_len=max_len)
         self._stored, self._expected = StoredLink(), None
-        self.engine = SyncedEngine(engine, LinkReceiver(self._stored), ready=ready)
+        synced = SyncedEngine(engine, LinkReceiver(self._stored), ready=ready)
+        spans = {"generate": "rollout", "receive": "rollout_sync"}
+        self.engine = timed(synced, self.timeline, spans)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling

@@ -52,6 +52,9 @@ class StepStats:
     """True where the engine scales its loss (fp16)"""
     at_floor: bool = False
     """True where the gradient overflowed and the loss scale could not go lower"""
+    oom_retries: int | None = None
+    """How often the update was begun anew because a pass ran out of memory, over all ranks. None:
+    that ends the run (``train.on_oom=fail``)"""
 
 
 class NonFiniteError(ArithmeticError):

@@ -95,6 +95,11 @@ def split_over_ranks(
     return [[_rows(micro) for micro in _in_passes(part, passes, work)] for part in parts]
 
 
+def computed_tokens(batch: Batch, rows: Sequence[int], layout: Layout) -> int:
+    """Tokens that one forward pass over ``rows`` of a batch computes."""
+    return _Work(batch, layout).tokens(rows)
+
+
 class _Work:
     """How many tokens a forward pass over some rows of a batch computes in a layout."""
 

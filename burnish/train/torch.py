@@ -41,6 +41,7 @@ from burnish.train.diagnose import (
     why_stop,
 )
 from burnish.train.forward import enable_checkpointing
+from burnish.train.oom import SmallerPasses
 from burnish.train.optim import Optimizer
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.spread import make_forward, teams_of
@@ -106,6 +107,7 @@ class TorchTrainEngine:
         self._since_step: list[tuple[Batch, Loss]] = []
         """What the gradient is made of so far, to look for the first bad tensor in."""
         self._losses: list[Tensor] = []
+        self.smaller = SmallerPasses(spec.train)
         self._told: str | None = None
         """The first bad tensor, once it was looked for; until a step is taken again."""
         self.device = device or next(model.parameters()).device
@@ -178,14 +180,11 @@ class TorchTrainEngine:
         """Add the gradient of ``loss`` over ``batch``; returns the sum of the micro-batches'
         stats over all ranks. (Gradients are summed over ranks in :meth:`optim_step`, once.)"""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
-        stats = Stats()
         self._since_step.append((batch, loss))
         self.model.train()
-        for rows in self._backward_passes(batch):
-            scalar, micro_stats = self._micro_loss(batch, rows, loss)
-            (scalar * self.optimizer.scaler.scale).backward()
-            self._losses.append(scalar.detach())
-            stats = stats + micro_stats
+        stats = self._add(batch, loss)
+        while stats is None:
+            stats = self._add_all_again()
         self.model.eval()
         if (
             self.device.type == "cuda"
@@ -193,9 +192,41 @@ class TorchTrainEngine:
             torch.cuda.synchronize(self.device)
         return self.peers.sum_stats(stats)
 
+    def _add(self, batch: Batch, loss: Loss) -> Stats | None:
+        """Add a batch's gradient. None: a pass ran out of memory, and from now on they are smaller;
+        what it added cannot be told from the rest, so all has to be done again."""
+        assert self.optimizer is not None
+        stats = Stats()
+        for rows in self._backward_passes(batch):
+            try:
+                scalar, micro_stats = self._micro_loss(batch, rows, loss)
+                (scalar * self.optimizer.scaler.scale).backward()
+            except Exception as error:
+                if not self.smaller.makes_room(error, batch, rows):
+                    raise
+                return None
+            self._losses.append(scalar.detach())
+            stats = stats + micro_stats
+        return stats
+
+    def _add_all_again(self) -> Stats | None:
+        """The gradient since the last step from its beginning; the stats of the last batch."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        self._losses = []
+        if self.device.type == "cuda":  # blocks of the sizes that are not used any more
+            torch.cuda.empty_cache()
+        stats: Stats | None = None
+        for batch, loss in self._since_step:
+            stats = self._add(batch, loss)
+            if stats is None:
+                break
+        return stats
+
     def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
         """:meth:`_split`, for passes that add to the gradient."""
-        yield from self._split(batch)
+        for rows in self._split(batch):
+            yield from self.smaller.parts(batch, rows)
 
     def _micro_loss(self, batch: Batch, rows: list[int], loss: Loss) -> tuple[Tensor, Stats]:
         micro = batch.select(rows).to(self.device)
@@ -254,7 +285,8 @@ class TorchTrainEngine:
         else:
             self.version += 1
             self.consecutive_skips, self._told = 0, None
-        stats = replace(stats, skipped_total=self.skipped_total)
+        retries = sum(self.ranks.gather(self.smaller.taken())) if self.smaller.on else None
+        stats = replace(stats, skipped_total=self.skipped_total, oom_retries=retries)
         try:
             self._check_hope(stats)
         finally:
@@ -289,7 +321,8 @@ class TorchTrainEngine:
 
     def _first_bad_here(self) -> str | None:
         """This rank's micro-batches once more, watched."""
-        micros = ((b, rows, loss) for b, loss in self._since_step for rows in self._split(b))
+        since = self._since_step
+        micros = ((b, rows, loss) for b, loss in since for rows in self._backward_passes(b))
         self.model.train()
         try:
             for batch, rows, loss in micros:

@@ -28,6 +28,7 @@ def test_every_record_is_of_a_machine_on_which_every_self_test_passed() -> None:
 
 def test_the_lock_holds_what_the_constraints_pin() -> None:
     """Every version of constraints/cpu.txt is in the lock, and no CUDA package is."""
+
     def pins(name: str) -> dict[str, str]:
         lines = (ROOT / "constraints" / name).read_text(encoding="utf-8").splitlines()
         pairs = [line.split("==") for line in lines if line and not line.startswith("#")]

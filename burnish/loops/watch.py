@@ -1,0 +1,74 @@
+"""Memory of a run while it runs: peaks by phase into the metrics, the plan beside them into the run
+folder, and the report of a run that ran out of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from burnish.checkpoint import CheckpointStore
+from burnish.config.jobs import JobConfig
+from burnish.memory.oom import Failure, RunOutOfMemoryError, oom_text
+from burnish.memory.plan import Plan
+from burnish.memory.watched import (
+    MEMORY_FILE,
+    MEMORY_JSON,
+    Beside,
+    Measured,
+    beside,
+    beside_text,
+    to_json,
+)
+from burnish.observe.files import write_text
+from burnish.observe.peaks import Held, PhasePeaks, peak_metrics
+from burnish.runtime.base import Runtime
+
+OOM_FILE = "oom.txt"
+
+
+class MemoryWatch:
+    """Of one run."""
+
+    def __init__(self, config: JobConfig, run_dir: Path, plan: Plan | None) -> None:
+        self.config, self.run_dir, self.plan = config, run_dir, plan
+        self.peaks = PhasePeaks()
+        """Of this process; the run's timeline gets it."""
+        self.runtime: Runtime | None = None
+        """Who asks the other processes; set once it is there."""
+        self._most: dict[tuple[str, str, int], Held] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """``memory/<phase>/...`` since the last call."""
+        found = [] if self.runtime is None else self.runtime.peaks()
+        for process in found:
+            for phase, held in process.phases.items():
+                key = (process.role, phase, process.rank)
+                self._most[key] = held | self._most[key] if key in self._most else held
+        return peak_metrics(found)
+
+    def lines(self) -> list[Beside]:
+        """Plan and measurement of all phases so far."""
+        return beside(
+            self.plan,
+            (
+                Measured(role, rank, phase, held.host, held.allocated, held.reserved)
+                for (role, phase, rank), held in self._most.items()
+            ),
+        )
+
+    def finish(self) -> None:
+        """Write ``memory.txt`` and ``memory.json`` with all that was measured until now."""
+        self.metrics()
+        lines = self.lines()
+        if lines:
+            write_text(self.run_dir / MEMORY_FILE, beside_text(lines) + "\n")
+            write_text(self.run_dir / MEMORY_JSON, to_json(lines) + "\n")
+
+    def out_of_memory(self, error: BaseException) -> RunOutOfMemoryError:
+        """The report of a run that ended in ``error``, which is also written to ``oom.txt``."""
+        phase = self.peaks.phase or "load"
+        self.finish()
+        store = CheckpointStore(self.run_dir / "checkpoints", keep_last=1, best_mode="max")
+        failure = Failure(error, phase, self.run_dir, store.latest())
+        text = oom_text(self.config, failure, self.lines())
+        write_text(self.run_dir / OOM_FILE, text + "\n")
+        return RunOutOfMemoryError(f"{text}\n(This is also in {self.run_dir / OOM_FILE}.)")

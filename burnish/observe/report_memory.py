@@ -1,0 +1,72 @@
+"""The report's table of memory: what the plan said beside what was measured, by process and
+phase."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MEMORY_JSON = "memory.json"
+"""Written by the run, with the bytes of every process and phase."""
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """What the page shows."""
+
+    heads: tuple[str, ...]
+    """Of the columns of numbers."""
+    rows: tuple[tuple[str, str, tuple[str, ...]], ...]
+    """(process, phase, numbers)."""
+    note: str
+
+
+def memory_table(run_dir: Path) -> MemoryTable | None:
+    """The table of a run; None where it measured nothing, or what it wrote cannot be read."""
+    try:
+        tree = json.loads((run_dir / MEMORY_JSON).read_text(encoding="utf-8"))
+        lines = list(tree["lines"])
+        on_gpu = any(line["allocated"] is not None for line in lines)
+        columns = _GPU if on_gpu else _CPU
+        rows = tuple(
+            (_process(line), str(line["phase"]), tuple(_cell(line, c) for c in columns.values()))
+            for line in lines
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    note = "The most of all ranks."
+    if on_gpu:
+        note += " Planned are tensors; allocated and reserved is what torch's allocator held."
+    return MemoryTable(tuple(columns), rows, note) if rows else None
+
+
+_GPU: Mapping[str, str | tuple[str, str]] = {
+    "Planned": "planned",
+    "Allocated": "allocated",
+    "Planned / allocated": ("planned", "allocated"),
+    "Reserved": "reserved",
+    "Host, planned": "host_planned",
+    "Host": "host",
+}
+_CPU: Mapping[str, str | tuple[str, str]] = {
+    "Planned": "host_planned",
+    "Measured": "host",
+    "Planned / measured": ("host_planned", "host"),
+}
+
+
+def _process(line: Mapping[str, Any]) -> str:
+    ranks = len(line["ranks"])
+    name = "this process" if line["role"] == "all" else str(line["role"])
+    return f"{name}, {ranks} ranks" if ranks > 1 else name
+
+
+def _cell(line: Mapping[str, Any], column: str | tuple[str, str]) -> str:
+    if isinstance(column, tuple):
+        above, below = (line[name] for name in column)
+        return f"{above / below:.2f}" if above and below else ""
+    value = line[column]
+    return "" if value is None else f"{value / 1e9:,.2f} GB"

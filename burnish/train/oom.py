@@ -1,0 +1,85 @@
+"""Running out of memory: how it is recognised, and how a micro-batch is made smaller."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from burnish.config.train import TrainConfig
+from burnish.train.batching import computed_tokens
+from burnish.types import Batch
+
+log = logging.getLogger("burnish")
+
+_SIGNS = (
+    "not enough memory: you tried to allocate",  # torch's allocator on the CPU, as a RuntimeError
+    "can't allocate memory",
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "running low on memory",  # Ray ended a worker for want of host memory
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is about memory that could not be had, on a GPU or on the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+class SmallerPasses:
+    """``train.on_oom=retry_smaller``: micro-batches that do not fit are halved, and no larger one
+    is tried again."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.on = train.on_oom == "retry_smaller"
+        self.layout = train.layout
+        self.most_tokens: int | None = None
+        """Computed tokens that a pass may have; None: as many as there are."""
+        self._retries = 0
+
+    def makes_room(self, error: Exception, batch: Batch, rows: Sequence[int]) -> bool:
+        """Whether a pass over ``rows`` that raised ``error`` can be tried with less; from then on
+        :meth:`parts` gives less."""
+        if not (self.on and is_out_of_memory(error)):
+            return False
+        tokens = computed_tokens(batch, rows, self.layout)
+        if len(rows) <= batch.rows_per_unit:
+            error.add_note(
+                f"train.on_oom=retry_smaller cannot help: {len(rows)} row(s) of {tokens} tokens "
+                "that stay together do not fit alone"
+            )
+            return False
+        halves = _halves(rows, batch.rows_per_unit)
+        self.most_tokens = max(computed_tokens(batch, half, self.layout) for half in halves)
+        self._retries += 1
+        log.warning(
+            "out of memory in a pass over %d rows of %d tokens; from now on at most %d tokens a "
+            "pass (train.on_oom=retry_smaller)",
+            len(rows),
+            tokens,
+            self.most_tokens,
+        )
+        return True
+
+    def parts(self, batch: Batch, rows: list[int]) -> Iterator[list[int]]:
+        """A micro-batch, in halves and their halves where it is too large; units stay whole."""
+        small = self.most_tokens is None or len(rows) <= batch.rows_per_unit
+        if small or computed_tokens(batch, rows, self.layout) <= (self.most_tokens or 0):
+            yield rows
+            return
+        for half in _halves(rows, batch.rows_per_unit):
+            yield from self.parts(batch, half)
+
+    def taken(self) -> int:
+        """Retries since the last call."""
+        retries, self._retries = self._retries, 0
+        return retries
+
+
+def _halves(rows: Sequence[int], unit: int) -> tuple[list[int], list[int]]:
+    """Cut between two units (``unit`` rows that stay together)."""
+    middle = (len(rows) // unit + 1) // 2 * unit
+    return list(rows[:middle]), list(rows[middle:])

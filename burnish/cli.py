@@ -382,12 +382,22 @@ def plan(  # house: ok typer makes the options from the signature
     network_gbs: Annotated[
         float | None, typer.Option(min=0.01, help="GB/s from a GPU to other nodes.")
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Climb to the recipe's size on this machine, and measure."),
+    ] = False,
 ) -> None:
     """Whether a recipe fits into a cluster's memory, and about how long a step takes, without
     weights and without a GPU. Exit code 4: it does not fit."""
     from burnish.memory.command import PlanOptions, plan_text
 
     recipe, overrides = _split("plan", arguments or [], resume=None)
+    if probe:
+        from burnish.probe.command import probe_recipe
+
+        if not probe_recipe(load_config(recipe, overrides), typer.echo).whole:
+            raise typer.Exit(4)
+        return
     options = PlanOptions(
         cluster=cluster,
         gpus=gpus,

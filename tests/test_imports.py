@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": LOOPS,
     "loops": LOOPS | {"runtime"},
     "demo": LOOPS | {"loops", "runtime"},
+    "probe": LOOPS,
     "doctor": LOOPS | {"loops", "runtime"},
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""

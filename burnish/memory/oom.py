@@ -91,7 +91,9 @@ def _knob_lines(config: JobConfig, phase: str) -> Iterator[str]:
         then = _planned(config, knob.overrides, phase, hardware)
         planned = ""
         if now is not None and then is not None:
+            same = _gb(now) == _gb(then)
             planned = f"; planned {_gb(now)} -> {_gb(then)} GB in {phase}"
+            planned = "; the plan sees no difference" if same else planned
         yield f"  {number}. {' '.join(knob.overrides)}\n     {knob.cost}{planned}"
 
 

@@ -1,0 +1,150 @@
+"""The ladder of a probe: from short rows and small micro-batches to the recipe's own, then from one
+rank to all that this machine has; and what the planner says of each rung."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.config.cluster import ClusterRole
+from burnish.config.jobs import JobConfig, PreferenceConfig, RLConfig, SFTConfig
+from burnish.config.load import ConfigError, load_config
+from burnish.config.rollout import LocalEngine
+from burnish.memory.hardware import Hardware
+from burnish.memory.model_state import Item
+from burnish.memory.role_base import Context
+from burnish.memory.rollout_role import rollout_role
+from burnish.memory.shapes import PlanError
+from burnish.memory.train_role import train_role
+from burnish.train.engines import shares_weights
+from burnish.train.torch import EngineSpec
+
+LENGTHS = (0.25, 0.5, 1.0)
+"""Shares of the recipe's lengths."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder."""
+
+    name: str
+    overrides: tuple[str, ...]
+    config: JobConfig
+    ranks: int
+
+
+def ladder(config: JobConfig, hardware: Hardware) -> list[Rung]:
+    """All rungs, the smallest first. Raises PlanError for a job that cannot be probed."""
+    if not isinstance(config, (RLConfig, SFTConfig, PreferenceConfig)):
+        raise PlanError(
+            f"--probe trains a policy, and the job {config.job} has none; leave it out for the plan"
+        )
+    most = _ranks_here(config, hardware)
+    sizes = list(_sizes(config))
+    found = [
+        (f"{share:.0%} of the length", (*_lengths(config, share), *_one_rank(config), *sizes[0]))
+        for share in LENGTHS
+    ]
+    found += [("larger micro-batch", (*_one_rank(config), *size)) for size in sizes[1:]]
+    counts = [2**k for k in range(1, most.bit_length()) if 2**k < most] + [most] * (most > 1)
+    found += [(f"{n} ranks", (f"cluster.policy_ranks={n}", *sizes[-1])) for n in counts]
+    return list(_that_load(config, found))
+
+
+def _that_load(config: JobConfig, found: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[Rung]:
+    """Without those whose batch does not divide."""
+    for name, overrides in found:
+        try:
+            tree = config.model_dump(mode="json")
+            smaller = load_config(tree, list(overrides), job=config.job)
+        except ConfigError:
+            continue
+        ranks = 1 if config.cluster.runtime == "inline" else smaller.cluster.policy_ranks
+        yield Rung(name, overrides, smaller, ranks)
+
+
+def _ranks_here(config: JobConfig, hardware: Hardware) -> int:
+    """How many of the recipe's ranks this machine can run."""
+    if config.cluster.runtime == "inline":
+        return 1
+    here = hardware.gpus_per_node if hardware.gpu is not None else os.cpu_count() or 1
+    return min(config.cluster.policy_ranks, here)
+
+
+def _one_rank(config: JobConfig) -> list[str]:
+    return [] if config.cluster.runtime == "inline" else ["cluster.policy_ranks=1"]
+
+
+def _lengths(config: Any, share: float) -> list[str]:
+    if isinstance(config, RLConfig):
+        new, prompt = config.rollout.generate_max_len, config.data.prompt_max_len
+        return [
+            f"rollout.generate_max_len={max(1, int(share * new))}",
+            f"data.prompt_max_len={max(1, int(share * prompt))}",
+        ]
+    return [f"data.max_len={max(2, int(share * int(config.data.max_len)))}"]
+
+
+def _sizes(config: Any) -> Iterator[list[str]]:
+    """Micro-batches from the smallest to the recipe's own."""
+    budget = config.train.max_tokens_per_micro_batch
+    if budget is not None:
+        for part in (4, 2, 1):
+            yield [f"train.max_tokens_per_micro_batch={max(1, budget // part)}"]
+        return
+    micro = config.batch_plan().micro_train_batch_size or 1
+    for size in (n for n in range(1, micro + 1) if micro % n == 0):
+        yield [f"train.micro_train_batch_size={size}", "train.gradient_accumulation_steps=null"]
+
+
+# ---- what is planned -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Bytes of one rank in a phase."""
+
+    tensors: float
+    """In the memory in which it computes."""
+    overhead: float
+    """There besides tensors: contexts, processes."""
+    host: float
+    """In host memory beside a GPU."""
+
+
+def planned(rung: Rung, hardware: Hardware) -> dict[str, Planned]:
+    """By phase, of the phases that are probed. Raises PlanError."""
+    role: ClusterRole = "policy"
+    context = Context(rung.config, hardware, frozenset())
+    policy = train_role(context, role)
+    phases = {
+        phase: _sum((*policy.resident[phase], *policy.passing.get(phase, ())))
+        for phase in ("log-probs", "forward/backward", "step")
+        if phase in policy.passing
+    }
+    if probes_rollout(rung.config):
+        passing = rollout_role(context).passing["rollout"]
+        phases["rollout"] = _sum((*policy.resident["rollout"], *passing))
+    return phases
+
+
+def _sum(items: Iterable[Item]) -> Planned:
+    kept = list(items)
+
+    def total(where: str, *, overhead: bool) -> float:
+        return sum(i.bytes for i in kept if i.where == where and (i.name == "overhead") is overhead)
+
+    host = total("host", overhead=False) + total("host", overhead=True)
+    return Planned(total("device", overhead=False), total("device", overhead=True), host)
+
+
+def probes_rollout(config: Any) -> bool:
+    """Whether there is a rollout that runs the trainer's own weights: the local engine's, in the
+    same format, of weights that are whole."""
+    if not isinstance(config, RLConfig) or not isinstance(config.rollout.engine, LocalEngine):
+        return False
+    spec = EngineSpec("policy", config.train, config.model)
+    whole = shares_weights(spec) and config.train.engine.model_dump().get("sharding") != "full"
+    return whole and config.precision.sampler_dtype == config.precision.dtype

@@ -1,0 +1,202 @@
+"""One rank of one rung, in a process of its own: a few steps of every phase, measured.
+
+``python -m burnish.probe.worker`` reads its task as one line of JSON and prints its result as one.
+It ends when what it reads from is closed, so that nothing outlives a probe that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from burnish.config.jobs import JobConfig, RLConfig
+from burnish.config.load import load_config
+from burnish.config.train import TorchEngine
+from burnish.memory.role_base import positions
+from burnish.memory.shapes import find_config, shape_of
+from burnish.memory.tracking import LiveBytes
+from burnish.memory.train_role import largest_rows
+from burnish.models.load import place, use_burnish_attention
+from burnish.models.lora import inject_lora
+from burnish.models.scratch import scratch_tokenizer
+from burnish.observe.peaks import PhasePeaks
+from burnish.probe.rungs import probes_rollout
+from burnish.rollout.base import Request, Sampling
+from burnish.rollout.local import LocalRolloutEngine
+from burnish.train.base import Outputs
+from burnish.train.engines import make_engine
+from burnish.train.oom import is_out_of_memory
+from burnish.train.ranks import Ranks
+from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.types import Batch, Stats, rows_to_batch
+
+Work = dict[str, Callable[[], Any]]
+
+
+def main() -> None:
+    """Read the task, do it, print the result."""
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        result = probe(load_config(task["config"], job=task["job"]), task)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        result = {"out_of_memory": str(error).strip().splitlines()[0]}
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # other ranks may wait in a collective of one that ran out of memory
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def probe(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
+    """Bytes and seconds by phase."""
+    ranks, device = _join(task)
+    torch.manual_seed(0)
+    engine = _engine(config, ranks, device)
+    work = {p: w for p, w in _work(config, engine, ranks).items() if p in task["phases"]}
+    for run in work.values():  # moments and workspaces are there from the first step on
+        run()
+    counted = device.type == "cpu" and isinstance(engine.spec.train.engine, TorchEngine)
+    counted = counted and engine.spec.train.engine.model_dump()["sharding"] == "none"
+    live = _count(engine, work) if counted else {}
+    peaks = PhasePeaks()
+    seconds: dict[str, float] = {}
+    for phase, run in work.items():
+        peaks.begin(phase)
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds[phase] = time.perf_counter() - begun
+    held = peaks.collect()
+    return {
+        phase: {
+            "tensors": live.get(phase, held[phase].allocated),
+            "reserved": held[phase].reserved,
+            "host": held[phase].host,
+            "seconds": seconds[phase],
+        }
+        for phase in work
+    }
+
+
+def _join(task: dict[str, Any]) -> tuple[Ranks, torch.device]:
+    device = torch.device(f"cuda:{task['rank']}" if task["gpu"] else "cpu")
+    if task["gpu"]:
+        torch.cuda.set_device(device)
+    if task["size"] == 1:
+        return Ranks(), device
+    from torch import distributed
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    store = FileStore(str(Path(task["folder"]) / "store"), task["size"])
+    backend = "nccl" if task["gpu"] else "gloo"
+    distributed.init_process_group(backend, store=store, rank=task["rank"], world_size=task["size"])
+    return Ranks(distributed.group.WORLD), device
+
+
+def _engine(config: Any, ranks: Ranks, device: torch.device) -> TorchTrainEngine:
+    """The recipe's train engine over a model with random weights."""
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(find_config(config.model)[0])
+    whole = config.model.lora is None
+    model = place(model, dtype="fp32" if whole else config.precision.dtype, device=device)
+    use_burnish_attention(model)
+    if not whole:
+        inject_lora(model, config.model.lora)
+    spec = EngineSpec(
+        "policy",
+        config.train,
+        config.model,
+        micro_batch_size=config.batch_plan().micro_train_batch_size,
+        with_entropy=config.job == "rl",
+        precision=config.precision,
+    )
+    return make_engine(model, spec, ranks=ranks)
+
+
+def _work(config: Any, engine: TorchTrainEngine, ranks: Ranks) -> Work:
+    """What every phase does, in order."""
+    batch = _batch(config, ranks.size)
+
+    def loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
+        assert outputs.logprobs is not None
+        return -outputs.logprobs.sum() / batch.num_tokens, Stats()
+
+    work: Work = {}
+    if probes_rollout(config):
+        work["rollout"] = _rollout(config, engine)
+    work["log-probs"] = lambda: engine.logprobs(batch)
+    work["forward/backward"] = lambda: engine.forward_backward(batch, loss)
+    work["step"] = engine.optim_step
+    return work
+
+
+def _batch(config: Any, ranks: int) -> Batch:
+    """Two of the largest micro-batches of every rank (one, where the recipe has no more)."""
+    limit = positions(shape_of(config.model))
+    micro = largest_rows(config, "policy", ranks, limit)
+    unit = config.rows_per_unit
+    share = config.batch_plan().train_batch_size * unit // ranks
+    rows = [row for _ in range(ranks * min(2, max(1, share // len(micro)))) for row in micro]
+    vocabulary = int(shape_of(config.model).text.vocab_size)
+    group = config.rollout.n_samples_per_prompt if isinstance(config, RLConfig) else 1
+    longest = max(row.length for row in rows)
+    groups = torch.randint(0, vocabulary, (-(-len(rows) // group), longest)).tolist()
+    tokens = [groups[i // group][: row.length] for i, row in enumerate(rows)]  # prompts are shared
+    made = rows_to_batch(
+        tokens,
+        [[False] * r.prompt + [True] * (r.length - r.prompt) for r in rows],
+        prompt_lens=[r.prompt for r in rows],
+        group_ids=[i // group for i in range(len(rows))],
+    )
+    return replace(made, rows_per_unit=unit).with_global_counts()
+
+
+def _rollout(config: RLConfig, engine: TorchTrainEngine) -> Callable[[], Any]:
+    """As many samples of full length as decode at one time."""
+    model = cast(Any, engine.model)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+    options = cast(Any, config.rollout.engine)
+    local = LocalRolloutEngine(model, scratch_tokenizer("0123456789"), options)
+    local._end_tokens = set()  # rows of full length
+    n = config.rollout.n_samples_per_prompt
+    most = min(options.max_batch_size, config.rollout.rollout_batch_size * n)
+    limit = positions(shape_of(config.model))
+    new = config.rollout.generate_max_len
+    prompt = tuple([7] * max(1, min(config.data.prompt_max_len, limit - new)))
+    requests = [Request(str(i), prompt, n=n, seed=i) for i in range(max(1, most // n))]
+    sampling = Sampling(max_tokens=new)
+    return lambda: [None for _ in local.generate(requests, sampling)]
+
+
+def _count(engine: TorchTrainEngine, work: Work) -> dict[str, float]:
+    """Bytes of live tensors by phase, counted operation by operation (on a CPU)."""
+    assert engine.optimizer is not None
+    moments = [t for state in engine.optimizer.adamw.state.values() for t in state.values()]
+    model = [*engine.model.parameters(), *engine.model.buffers()]
+    with LiveBytes() as live:
+        live.hold([*model, *engine.optimizer.masters, *moments, *(engine.optimizer.ema or ())])
+        for phase, run in work.items():
+            live.stage(phase)
+            run()
+    return {phase: float(live.peaks[phase][0]) for phase in work}
+
+
+if __name__ == "__main__":
+    main()

@@ -32,6 +32,7 @@ from burnish.config.model import Dtype
 from burnish.config.rollout import VllmEngine
 from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.gate import StepGate
 from burnish.rollout.requests import StopRule, check_requests, end_tokens
 from burnish.rollout.vllm_model import cache_bytes, check_head_dim, check_split, skeleton_of
 from burnish.rollout.vllm_process import (
@@ -98,6 +99,7 @@ class VllmRolloutEngine:
         self._problem: str | None = "it has no weights yet; call load_weights first"
         self._samples: dict[str, _Sample] = {}
         self._num_samples = 0
+        self._gate = StepGate()
         if _alive:
             raise ModelError(
                 "this process has a vLLM engine already, and vLLM keeps one set of process groups "
@@ -207,6 +209,15 @@ class VllmRolloutEngine:
         if not self.on_cpu and self._llm.is_sleeping():
             self._llm.wake_up()
 
+    def pause(self) -> None:
+        """From another thread: no further step until :meth:`resume`; running requests keep what
+        they have. (New weights end them, paused or not.)"""
+        self._gate.shut()
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        self._gate.open()
+
     def abort(self) -> None:
         """End all running requests; a generate that waits for them raises RuntimeError."""
         running, self._samples = list(self._samples), {}
@@ -251,7 +262,8 @@ class VllmRolloutEngine:
         return name
 
     def step(self) -> None:
-        """One step of vLLM over the requests of all open runs."""
+        """One step of vLLM over the requests of all open runs, once the engine is not paused."""
+        self._gate.wait()
         with torch.random.fork_rng(devices=[]):  # vLLM draws from the process's generator
             outputs = self._llm.step()
         for output in outputs:

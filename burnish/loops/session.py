@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -231,7 +231,8 @@ class Session:
         try:
             yield
         finally:
-            self.watch.finish()
+            with suppress(Exception):  # what ended the run is not to be hidden by this
+                self.watch.finish()
 
     def _warn_of_skips(self) -> None:
         skipped = self._last.get("train/skipped_total", 0.0)

@@ -3,6 +3,7 @@ folder, and the report of a run that ran out of memory."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from burnish.checkpoint import CheckpointStore
@@ -66,7 +67,8 @@ class MemoryWatch:
     def out_of_memory(self, error: BaseException) -> RunOutOfMemoryError:
         """The report of a run that ended in ``error``, which is also written to ``oom.txt``."""
         phase = self.peaks.phase or "load"
-        self.finish()
+        with suppress(Exception):  # the report must come, with or without the last peaks
+            self.finish()
         store = CheckpointStore(self.run_dir / "checkpoints", keep_last=1, best_mode="max")
         failure = Failure(error, phase, self.run_dir, store.latest())
         text = oom_text(self.config, failure, self.lines())

@@ -18,7 +18,6 @@ _SIGNS = (
     "can't allocate memory",
     "CUDA out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "running low on memory",  # Ray ended a worker for want of host memory
 )
 
 

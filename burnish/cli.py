@@ -256,16 +256,15 @@ def doctor(
     self_test: Annotated[
         bool, typer.Option(help="Run every installed engine on a tiny model.")
     ] = True,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure what plans assume of this machine.")
+    ] = False,
 ) -> None:
     """Versions, devices, known-bad combinations, and a self-test of every installed engine."""
-    from burnish.doctor.command import as_text, diagnose
+    from burnish.doctor.command import Wanted, doctor_command
 
-    if as_json:
-        found = diagnose(__version__, self_test=self_test)
-        typer.echo(found.as_json())
-    else:
-        found = as_text(__version__, self_test=self_test, say=typer.echo)
-    raise typer.Exit(found.exit_code)
+    wanted = Wanted(as_json=as_json, self_test=self_test, calibrate=calibrate)
+    raise typer.Exit(doctor_command(__version__, wanted, say=typer.echo))
 
 
 @app.command()

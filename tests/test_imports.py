@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "loops": LOOPS | {"runtime"},
     "demo": LOOPS | {"loops", "runtime"},
     "probe": LOOPS,
-    "doctor": LOOPS | {"loops", "runtime"},
+    "doctor": LOOPS | {"loops", "runtime", "memory"},
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from burnish.doctor.calibrate import calibrate, remember
 from burnish.doctor.facts import EXTRAS, Facts, gather_facts, requirements
 from burnish.doctor.known import Finding, findings
 from burnish.doctor.selftest import Outcome, names, run
+from burnish.memory.hardware import USER_FILE, load_tables
 
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy")
 OK, UNWELL = 0, 1
@@ -48,6 +51,28 @@ def diagnose(
     return Diagnosis(version, facts, tuple(findings(facts)), tuple(outcomes))
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The command's options."""
+
+    as_json: bool = False
+    self_test: bool = True
+    calibrate: bool = False
+
+
+def doctor_command(version: str, wanted: Wanted, *, say: Callable[[str], None]) -> int:
+    """What the command line calls; the exit code."""
+    if wanted.calibrate:
+        say(calibration())
+        return OK
+    if wanted.as_json:
+        found = diagnose(version, self_test=wanted.self_test)
+        say(found.as_json())
+    else:
+        found = as_text(version, self_test=wanted.self_test, say=say)
+    return found.exit_code
+
+
 def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Diagnosis:
     """:func:`diagnose`, told as it goes on."""
     facts = gather_facts()
@@ -61,6 +86,13 @@ def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Dia
     found = diagnose(version, self_test=self_test, say=lambda line: say(f"  {line}"))
     say("\n".join(["", "Known", *(f"  {line}" for line in finding_lines(found.findings))]))
     return found
+
+
+def calibration(path: Path | None = None) -> str:
+    """Measure, remember in ``path`` (None: the user's own table), and say so."""
+    path = path or USER_FILE.expanduser()
+    text = remember(calibrate(load_tables()), path)
+    return f"measured, and written to {path}, which burnish plan reads:\n\n{text}"
 
 
 def machine_lines(version: str, facts: Facts) -> Iterator[str]:

@@ -25,10 +25,6 @@ from burnish.memory.rollout_role import demand_of
 from burnish.memory.shapes import ModelShape, matrix_flops, shape_of
 from burnish.memory.train_role import setup_of
 
-CPU_TFLOPS = 0.1
-"""Of a machine without GPUs: two cores' worth. Its plans are for memory."""
-CPU_GBS = 20.0
-
 
 @dataclass(frozen=True)
 class Part:
@@ -109,24 +105,31 @@ class _Clock:
 
     def flops_per_s(self, half: bool) -> float:
         gpu = self.hardware.gpu
-        peak = CPU_TFLOPS if gpu is None else gpu.bf16_tflops if half else gpu.fp32_tflops
+        machines = self.hardware.tables.machines
+        peak = (
+            machines["cpu_tflops"] if gpu is None else gpu.bf16_tflops if half else gpu.fp32_tflops
+        )
         return peak * 1e12 * self.share["matmul"]
+
+    @property
+    def _cpu_gbs(self) -> float:
+        return self.hardware.tables.machines["cpu_gbs"]
 
     def memory_bytes_per_s(self) -> float:
         gpu = self.hardware.gpu
-        return (CPU_GBS if gpu is None else gpu.memory_gbs) * 1e9 * self.share["decode"]
+        return (self._cpu_gbs if gpu is None else gpu.memory_gbs) * 1e9 * self.share["decode"]
 
     def link_bytes_per_s(self, ranks: int) -> float:
         gpu = self.hardware.gpu
         if gpu is None:
-            return CPU_GBS * 1e9
+            return self._cpu_gbs * 1e9
         inside = ranks <= self.hardware.gpus_per_node
         speed = gpu.link_gbs if inside else min(gpu.link_gbs, self.hardware.network_gbs)
         return speed * 1e9 * self.share["link"]
 
     def pcie_bytes_per_s(self) -> float:
         gpu = self.hardware.gpu
-        return (CPU_GBS if gpu is None else gpu.pcie_gbs) * 1e9 * self.share["pcie"]
+        return (self._cpu_gbs if gpu is None else gpu.pcie_gbs) * 1e9 * self.share["pcie"]
 
     # ---- train engines -------------------------------------------------------------------
 

@@ -1,0 +1,141 @@
+"""``burnish doctor --calibrate``: what this machine reaches of what ``burnish plan`` assumes.
+
+A few matrix products, reads, copies and optimizer steps, each long enough to be timed; the results
+go into the user's own table (``burnish/memory/hardware.py`` reads it), so that the times of later
+plans are this machine's. Links between GPUs are not measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+
+from burnish.memory.hardware import Gpu, Tables
+
+REPEATS = 5
+ADAM_BYTES = 28
+"""Bytes that a fused AdamW moves for a parameter: weight, gradient, two moments read, three of them
+written."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is computed. The defaults take some seconds."""
+
+    tokens: int
+    width: int
+    read_bytes: int
+    """Larger than the last cache."""
+    adam_parameters: int = 20_000_000
+
+
+ON_GPU = Sizes(tokens=8192, width=4096, read_bytes=2 << 30, adam_parameters=100_000_000)
+ON_CPU = Sizes(tokens=512, width=1024, read_bytes=256 << 20)
+
+
+def calibrate(tables: Tables, sizes: Sizes | None = None) -> dict[str, dict[str, float]]:
+    """What was measured, in the form of the user's table: ``efficiency`` and ``machines``."""
+    if torch.cuda.is_available():
+        return _on_gpu(tables, sizes or ON_GPU)
+    sizes = sizes or ON_CPU
+    device, share = torch.device("cpu"), tables.efficiency
+    return {
+        "machines": {
+            "cpu_tflops": matmul_flops(sizes, device, torch.float32) / 1e12 / share["matmul"],
+            "cpu_gbs": read_rate(sizes, device, torch.float32) / 1e9 / share["decode"],
+        },
+        "efficiency": {"host_adam_gbs": adam_rate(sizes) / 1e9},
+    }
+
+
+def _on_gpu(tables: Tables, sizes: Sizes) -> dict[str, dict[str, float]]:
+    device = torch.device("cuda")
+    gpu = gpu_of(tables, torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1])
+    found = {"host_adam_gbs": adam_rate(sizes) / 1e9}
+    if gpu is not None:
+        flops, read = (f(sizes, device, torch.bfloat16) for f in (matmul_flops, read_rate))
+        found |= {
+            "matmul": flops / 1e12 / gpu.bf16_tflops,
+            "decode": read / 1e9 / gpu.memory_gbs,
+            "pcie": copy_rate(sizes, device) / 1e9 / gpu.pcie_gbs,
+        }
+    return {"efficiency": found}
+
+
+def gpu_of(tables: Tables, name: str, memory_bytes: int) -> Gpu | None:
+    """The entry of the table for a device: its model's name inside the device's, and the nearest
+    memory. None where there is none."""
+    fits = [g for g in tables.gpus.values() if g.name.split("-")[0] in name.replace(" ", "")]
+    return min(fits, key=lambda g: abs(g.bytes - memory_bytes), default=None)
+
+
+def matmul_flops(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs a second, forward and backward of the two halves of an MLP."""
+    width, inner = sizes.width, 4 * sizes.width
+    first, second = (
+        torch.randn(a, b, device=device, dtype=dtype, requires_grad=True)
+        for a, b in ((width, inner), (inner, width))
+    )
+    x = torch.randn(sizes.tokens, width, device=device, dtype=dtype, requires_grad=True)
+
+    def step() -> None:
+        ((x @ first) @ second).sum().backward()
+
+    return 6.0 * sizes.tokens * 2 * width * inner / _seconds(step, device)
+
+
+def read_rate(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:
+    """Bytes a second of weights that are read once for a few tokens."""
+    rows = sizes.read_bytes // (sizes.width * dtype.itemsize)
+    weight = torch.randn(rows, sizes.width, device=device, dtype=dtype)
+    tokens = torch.randn(sizes.width, 4, device=device, dtype=dtype)
+    seconds = _seconds(lambda: weight @ tokens, device)
+    return weight.nbytes / seconds
+
+
+def copy_rate(sizes: Sizes, device: torch.device) -> float:
+    """Bytes a second from pinned host memory."""
+    host = torch.empty(sizes.read_bytes // 8, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(host, device=device)
+    return host.nbytes / _seconds(lambda: target.copy_(host, non_blocking=True), device)
+
+
+def adam_rate(sizes: Sizes) -> float:
+    """Bytes a second of an AdamW step on the host."""
+    parameter = torch.nn.Parameter(torch.zeros(sizes.adam_parameters))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    seconds = _seconds(optimizer.step, torch.device("cpu"))
+    return ADAM_BYTES * sizes.adam_parameters / seconds
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """The median of several calls, after one that is not counted."""
+    taken = []
+    for _ in range(1 + REPEATS):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - started)
+    return median(taken[1:])
+
+
+def remember(found: dict[str, dict[str, float]], path: Path) -> str:
+    """Write what was measured into the user's table, which keeps what else is in it; its text."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    tree = tree if isinstance(tree, dict) else {}
+    for part, values in found.items():
+        rounded = {name: float(f"{value:.3g}") for name, value in values.items()}
+        tree[part] = {**(tree.get(part) or {}), **rounded}
+    text: str = yaml.safe_dump(tree, sort_keys=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return text

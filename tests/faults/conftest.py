@@ -181,12 +181,13 @@ def measured() -> Callable[[Path], list[dict[str, Any]]]:
     """Every metric of every line but clocks and memory, exactly as written."""
 
     def read(run_dir: Path) -> list[dict[str, Any]]:
-        clocks = ("time", "memory/")
+        clocks = ("time", "memory/", "sync/seconds")
+        rates = ("tokens_per_s", "bytes_per_s")
         return [
             {
                 name: value
                 for name, value in json.loads(line).items()
-                if not name.startswith(clocks) and not name.endswith("tokens_per_s")
+                if not name.startswith(clocks) and not name.endswith(rates)
             }
             for line in _lines(run_dir)
         ]

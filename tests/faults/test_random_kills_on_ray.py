@@ -45,7 +45,7 @@ class Moment:
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
-        self.line = 0 if rng.random() < 0.3 else rng.randint(1, STEPS - 2)
+        self.line = 0 if rng.random() < 0.3 else rng.randint(1, STEPS - 4)
         self.delay = rng.uniform(0, 8.0) if self.line == 0 else rng.uniform(0, 0.5)
         self.pick = rng.random()
 
@@ -57,10 +57,26 @@ class Moment:
             if lines >= self.line and workers():
                 break
             time.sleep(0.01)
-        time.sleep(self.delay)
+        moment = time.monotonic() + self.delay
+        while time.monotonic() < moment and not self._late(log):
+            time.sleep(0.01)
+
+    def _late(self, log: Path) -> bool:
+        """Whether hardly any step is left to be disturbed, on a machine that is quick today."""
+        return log.is_file() and len(log.read_bytes().splitlines()) >= STEPS - 4
 
     def victim(self, found: list[psutil.Process]) -> psutil.Process:
         return found[int(self.pick * len(found))]
+
+
+def _take_time(config: JobConfig) -> None:
+    """Have the reward take 20 ms for each sample, a third of a second a step: on a quick machine
+    the run would be over before a moment of it is there."""
+    module = Path(config.model_dump()["rewards"][0]["function"].partition(":")[0])
+    text = module.read_text(encoding="utf-8")
+    later = "\n\nimport time\n\n\n_at_once = share_of_digits\n\n\n"
+    later += "def share_of_digits(response):\n    time.sleep(0.02)\n    return _at_once(response)\n"
+    module.write_text(text + later, encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +101,7 @@ def test_a_run_that_loses_one_of_its_processes_ends_as_if_it_had_not(  # house: 
         children.run(whole)
         expected["whole"] = Path(whole.run_dir)
     config = recipe("grpo", *common, *on_ray, name="disturbed")
+    _take_time(config)
     run_dir = Path(config.run_dir)
     process = children.start(config, environment=ray_cluster.environment)
     of_kind = "" if kind == "controller" else kind

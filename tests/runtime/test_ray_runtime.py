@@ -225,6 +225,17 @@ class Killer(threading.Thread):
             time.sleep(0.005)
 
 
+def slowly(reward: Any) -> Any:
+    """``reward``, and 20 ms for each sample: on a quick machine a run would be over before anything
+    can happen to it."""
+
+    def slow(response: str) -> float:
+        time.sleep(0.02)
+        return float(reward(response))
+
+    return slow
+
+
 def trained_once(run_dir: Path, *, prompts: int, samples: int) -> None:
     found = Counter(sample["prompt_id"] for sample in read_samples(run_dir))
     assert len(found) == prompts and set(found.values()) == {samples}
@@ -242,7 +253,7 @@ def test_a_killed_worker_is_replaced_and_the_numbers_are_those_of_an_undisturbed
     config = rl(*common, *RAY, f"run_dir={rl().run_dir}-killed")
     killer = Killer(Path(config.run_dir), kind, lines=1 + seed, seed=seed)
     killer.start()
-    burnish.run(config, rewards=reward)
+    burnish.run(config, rewards=slowly(reward))
     killer.join(60)
     assert killer.hit is not None, "nothing was killed, so nothing was tried"
     compare(expected, read_metrics(Path(config.run_dir)))
@@ -256,7 +267,7 @@ def test_a_hung_rank_is_named_and_replaced(rl: MakeConfig, reward: Any) -> None:
     config = rl(*common, *RAY, "cluster.heartbeat_timeout_s=6")
     killer = Killer(Path(config.run_dir), "TrainWorker", lines=1, seed=5, number=signal.SIGSTOP)
     killer.start()
-    burnish.run(config, rewards=reward)
+    burnish.run(config, rewards=slowly(reward))
     log = (Path(config.run_dir) / "run.log").read_text()
     named = re.findall(r"rank \d of the policy \(node \S+, pid (\d+)\) hangs", log)
     assert named and set(named) == {str(killer.hit)}, "the hung one, not the one that waits for it"
@@ -268,7 +279,7 @@ def test_too_many_deaths_end_the_run_with_its_reason(rl: MakeConfig, reward: Any
     config = rl(*RAY, "max_steps=4", "cluster.max_restarts=0")
     Killer(Path(config.run_dir), "TrainWorker", lines=1, seed=6).start()
     with pytest.raises(ClusterError, match=r"of the policy .* died: .*max_restarts=0"):
-        burnish.run(config, rewards=reward)
+        burnish.run(config, rewards=slowly(reward))
 
 
 def test_mistakes_of_a_worker_reach_the_user_in_its_own_words(rl: MakeConfig, reward: Any) -> None:

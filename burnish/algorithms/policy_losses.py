@@ -45,10 +45,8 @@ def ppo(  # house: ok the terms of the equation
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     ratio = log_ratio.exp()
     adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
-    plain = -ratio * adv
-    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * adv
-    loss = torch.maximum(plain, clipped)
-    means = {"clip_frac": (masked_sum(clipped > plain, mask), mask.sum())}
+    loss, clipped = _pessimistic(ratio, adv, low=1 - clip_low, high=1 + clip_high)
+    means = {"clip_frac": (masked_sum(clipped, mask), mask.sum())}
     if dual_clip is not None:
         bound = -dual_clip * adv
         over = (adv < 0) & (loss > bound)
@@ -84,15 +82,13 @@ def gspo(  # house: ok the terms of the equation
     own = torch.where(mask, at_least_fp32(logprobs), 0.0)
     ratio = (mean + own - own.detach()).exp()
     adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
-    plain = -ratio * adv
-    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * adv
-    loss = torch.where(mask, torch.maximum(plain, clipped), 0.0)
+    loss, clipped = _pessimistic(ratio, adv, low=1 - clip_low, high=1 + clip_high)
     count = mask.sum()
     means = {
-        "clip_frac": (masked_sum(clipped > plain, mask), count),
+        "clip_frac": (masked_sum(clipped, mask), count),
         "sequence_ratio": (masked_sum(ratio.detach(), mask), count),
     }
-    return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
+    return torch.where(mask, loss, 0.0), Stats(means=means) + _ratio_stats(log_ratio, mask)
 
 
 def cispo(  # house: ok the terms of the equation
@@ -149,6 +145,12 @@ for those in :data:`BY_ROW`, ``row_ids``)."""
 
 BY_ROW = frozenset({"gspo"})
 """Losses that have to know which tokens belong to one sequence."""
+
+
+def _pessimistic(ratio: Tensor, adv: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(-min(r A, clip(r, low, high) A), where the clipped term is the one that counts)."""
+    plain, clipped = -ratio * adv, -ratio.clamp(low, high) * adv
+    return torch.maximum(plain, clipped), clipped > plain
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

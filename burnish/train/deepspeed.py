@@ -31,7 +31,6 @@ from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, check_compute_dtype, check_head, describe
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, NonFiniteError, StepStats
-from burnish.train.batching import split_over_ranks
 from burnish.train.diagnose import first_bad_tensor, sum_is_bad, where_bad, why_stop
 from burnish.train.forward import NO_ROWS, BatchForward, Forward, enable_checkpointing
 from burnish.train.optim import lr_factor
@@ -43,7 +42,7 @@ from burnish.train.state import (
     take_counts,
     write_description,
 )
-from burnish.train.torch import EngineSpec
+from burnish.train.torch import EngineSpec, parts_of
 from burnish.train.zero import (
     ZeroAdamW,
     buckets,
@@ -221,15 +220,7 @@ class DeepSpeedTrainEngine:
 
     def _split(self, batch: Batch) -> list[list[int]]:
         """Rows of this rank's micro-batches: as many on all ranks, some perhaps without rows."""
-        train = self.spec.train
-        parts = split_over_ranks(
-            batch,
-            ranks=self.ranks.size,
-            micro_batch_size=self.spec.micro_batch_size,
-            max_tokens=train.max_tokens_per_micro_batch,
-            layout=train.layout,
-        )
-        return parts[self.ranks.rank]
+        return parts_of(batch, self.spec, self.ranks)
 
     # ---- stepping --------------------------------------------------------------------------
 

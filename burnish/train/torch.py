@@ -81,6 +81,18 @@ class EngineSpec:
     become the masters as they are."""
 
 
+def parts_of(batch: Batch, spec: EngineSpec, ranks: Ranks) -> list[list[int]]:
+    """Rows of this rank's micro-batches, as many as every other rank has; some may be empty."""
+    parts = split_over_ranks(
+        batch,
+        ranks=ranks.size,
+        micro_batch_size=spec.micro_batch_size,
+        max_tokens=spec.train.max_tokens_per_micro_batch,
+        layout=spec.train.layout,
+    )
+    return parts[ranks.rank]
+
+
 class TorchTrainEngine:
     """One model in one role on one device. Implements :class:`burnish.train.base.TrainEngine`.
 
@@ -251,16 +263,8 @@ class TorchTrainEngine:
         return [rows for rows in self._parts(batch) if rows]
 
     def _parts(self, batch: Batch) -> list[list[int]]:
-        """Rows of this rank's micro-batches, as many as every other rank has; some may be empty."""
-        train = self.spec.train
-        parts = split_over_ranks(
-            batch,
-            ranks=self.peers.size,
-            micro_batch_size=self.spec.micro_batch_size,
-            max_tokens=train.max_tokens_per_micro_batch,
-            layout=train.layout,
-        )
-        return parts[self.peers.rank]
+        """As :func:`parts_of`, of this rank among those that compute other rows."""
+        return parts_of(batch, self.spec, self.peers)
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         return self.forward(batch, with_entropy=with_entropy)

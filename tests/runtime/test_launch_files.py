@@ -73,6 +73,18 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
+def submitted(recipe: str, slurm: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The script's run of an SFT recipe, to its end."""
+    return subprocess.run(
+        [str(LAUNCH / "slurm.sh"), "sft", recipe],
+        cwd=folder,
+        env=slurm,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
 def ray_processes(port: str) -> list[str]:
     """Command lines of the cluster's processes."""
     found = []
@@ -91,14 +103,7 @@ def test_the_slurm_script_runs_a_job_on_a_cluster_of_its_own_and_ends_it(
     (tmp_path / "tiny.yaml").write_text(TINY, encoding="utf-8")
     rows = [json.dumps({"prompt": f"{a}+1=", "response": f"{a + 1}"}) for a in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    done = subprocess.run(
-        [str(LAUNCH / "slurm.sh"), "sft", "tiny.yaml"],
-        cwd=tmp_path,
-        env=slurm,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = submitted("tiny.yaml", slurm, tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[-1])["step"] == 3
@@ -120,14 +125,7 @@ def test_the_slurm_script_gives_back_the_jobs_failure(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
     pytest.importorskip("ray")
-    done = subprocess.run(
-        [str(LAUNCH / "slurm.sh"), "sft", "missing.yaml"],
-        cwd=tmp_path,
-        env=slurm,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = submitted("missing.yaml", slurm, tmp_path)
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
     assert "missing.yaml does not exist" in done.stderr
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from common import markdown_table, versions
 
 from burnish.config.algorithm import AlgorithmConfig
@@ -89,12 +90,11 @@ class SimulatedWorker:
         self.parcels = max(1, int(ROLLOUT_S / parcel_seconds(workers)))
         self.tokens, self.logprobs = tuple(range(tokens)), (-0.5,) * tokens
 
-    def build(self, *_: Any) -> None:
+    def build(self, *_: Any, ready: bool) -> None:
         """Nothing to load."""
 
-    def load_weights(self, version: int, *_: Any) -> int:
+    def take(self, *_: Any) -> None:
         """Nothing to keep."""
-        return version
 
     def beat(self, *_: Any) -> tuple[str, int]:
         """Is always there."""
@@ -141,7 +141,7 @@ class FakeRay:
 
     def actor(self, worker: SimulatedWorker) -> Any:
         """A handle whose methods have ``remote``."""
-        plain = (SimulatedWorker.build, SimulatedWorker.load_weights, SimulatedWorker.beat)
+        plain = (SimulatedWorker.build, SimulatedWorker.take, SimulatedWorker.beat)
         methods = {m.__name__: SimpleNamespace(remote=_called(m, worker)) for m in plain}
         stream = SimpleNamespace(remote=lambda *a: self._stream(worker, pickle.dumps(a)))
         return SimpleNamespace(
@@ -161,7 +161,9 @@ class _Parcel:
 
 
 def _called(method: Callable[..., Any], worker: SimulatedWorker) -> Callable[..., Any]:
-    return lambda *arguments: _Parcel(pickle.dumps(method(worker, *arguments)))
+    return lambda *arguments, **options: _Parcel(
+        pickle.dumps(method(worker, *arguments, **options))
+    )
 
 
 class SimulatedRuntime:
@@ -231,7 +233,8 @@ def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) ->
             engine.runtime.ray.put(pack_batch(batch.select(rows).with_global_counts()))
 
     clock.stage("four minibatches, to the ranks", hand_over)
-    clock.stage("weights announced", lambda: engine.load_buckets(1, [engine.runtime.ray.put(0)]))
+    few = [("weight", torch.zeros(1))]  # the bytes are the ranks' work
+    clock.stage("weights announced", lambda: engine.load_weights(1, few))
     clock.stage(
         "(each rank) split over ranks",
         lambda: split_over_ranks(

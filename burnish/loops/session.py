@@ -27,6 +27,7 @@ from burnish.config.arithmetic import batch_table
 from burnish.config.jobs import JobConfig, TrainingJob
 from burnish.loops.watch import OOM_FILE, MemoryWatch
 from burnish.memory.launch import PLAN_FILE
+from burnish.memory.watched import MEMORY_FILE, MEMORY_JSON
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
@@ -120,6 +121,7 @@ def _holds_something(folder: Path) -> bool:
     left = {PLAN_FILE, OOM_FILE}  # of a run that was refused, or did not load
     if failed_at_start:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
+        left |= {MEMORY_FILE, MEMORY_JSON}
     return bool(names - left)
 
 

@@ -83,7 +83,7 @@ def compare(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
         names = [
             n
             for n in first
-            if not n.startswith(("time", "memory/")) and not n.endswith("tokens_per_s")
+            if not n.startswith(("time", "memory/", "sync/")) and not n.endswith("tokens_per_s")
         ]
         assert len(names) >= 2 and set(names) == {n for n in second if n in set(names)}
         for name in names:
@@ -283,10 +283,10 @@ def test_too_many_deaths_end_the_run_with_its_reason(rl: MakeConfig, reward: Any
 
 
 def test_mistakes_of_a_worker_reach_the_user_in_its_own_words(rl: MakeConfig, reward: Any) -> None:
-    config = rl(*RAY, "rollout.generate_max_len=60", "model.scratch.max_position_embeddings=62")
-    inline = rl("rollout.generate_max_len=60", "model.scratch.max_position_embeddings=62")
+    long = ["rollout.generate_max_len=60", "model.scratch.max_position_embeddings=62"]
     said = []
-    for one in (inline, config):
+    for name, more in (("inline", []), ("ray", RAY)):
+        one = rl(*long, *more, f"run_dir={rl().run_dir}-{name}")
         with pytest.raises(Exception) as caught:
             burnish.run(one, rewards=reward)
         said.append((type(caught.value), str(caught.value)))

@@ -63,11 +63,13 @@ def test_log_exp_gives_the_numbers_of_bradley_terry(rm: MakeConfig, tmp_path: Pa
         read_metrics(burnish.run(rm(f"loss={loss}", f"run_dir={tmp_path / loss}")).run_dir)
         for loss in ("bradley_terry", "log_exp")
     )
-    for one, other in zip(first, second, strict=True):
-        if "train/loss" not in one:  # the measurement before the first step
-            continue
-        # 1e-6: softplus and log sigmoid round alike to fp32's last digits
-        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-6)
+    losses = [
+        [line["train/loss"] for line in lines if "train/loss" in line] for lines in (first, second)
+    ]
+    # softplus and log sigmoid round differently in fp32's last digits; Adam then divides gradients
+    # of almost zero by their own size, so that the digits grow with every step
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_centering_keeps_scores_around_zero(rm: MakeConfig, tmp_path: Path) -> None:

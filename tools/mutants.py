@@ -46,11 +46,12 @@ RENAMED = {
 }
 """One function for another that takes the same arguments."""
 
-NOT_LEFT_OUT = frozenset(
-    "dim numel item items update expand_as index_add new_zeros scatter_reduce unflatten".split()
-)
+NOT_LEFT_OUT = {
+    *("dim", "numel", "item", "items", "update", "expand_as", "index_add", "new_zeros"),
+    *("scatter_reduce", "unflatten"),
+}
 """Methods without which the rest could not run: that mistake needs no test to be seen."""
-SYMMETRIC = frozenset("maximum minimum max min index_add isinstance".split())
+SYMMETRIC = {"maximum", "minimum", "max", "min", "index_add", "isinstance", "masked_sum"}
 
 CONFUSED = (
     *(("num_tokens", "num_sequences"), ("num_sequences", "max_len"), ("low", "high")),
@@ -130,6 +131,7 @@ def _sites(tree: ast.Module) -> Iterator[_Site]:
             if isinstance(child, ast.expr | ast.stmt):
                 yield _Site(child, node, field, index, function, names)
             if isinstance(child, Function):
+                _forget_unread_defaults(child)
                 yield from walk(child, child.name, names | _names(child))
             elif isinstance(child, ast.ClassDef):
                 yield from walk(child, child.name, names)
@@ -151,6 +153,15 @@ def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST, int | None]]:
         for i, child in enumerate(many):
             if isinstance(child, ast.AST) and not _is_docstring(child):
                 yield field, child, i if isinstance(value, list) else None
+
+
+def _forget_unread_defaults(function: Function) -> None:
+    """Defaults of keywords that the body never reads (a shared signature) mean nothing: None."""
+    read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+    args = function.args
+    for i, arg in enumerate(args.kwonlyargs):
+        if arg.arg not in read and args.kw_defaults[i] is not None:
+            args.kw_defaults[i] = ast.Constant(None)
 
 
 def _is_type(node: ast.AST) -> bool:
@@ -210,6 +221,8 @@ def _changes(site: _Site) -> Iterator[ast.AST]:
     for kind, change in _EXPRESSIONS:
         if isinstance(node, kind):
             yield from change(copy.deepcopy(node))
+    if isinstance(node, ast.Constant) and node.value == 0 and isinstance(site.parent, ast.Compare):
+        yield ast.Constant(-1)
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         yield from _confused(node, site.names)
 
@@ -265,10 +278,12 @@ def _constant(node: ast.Constant) -> Iterator[ast.AST]:
         yield ast.Constant(not value)
     elif isinstance(value, int):
         yield ast.Constant(value + 1)
-        yield ast.Constant(value - 1)
+        if value:
+            yield ast.Constant(value - 1)
     elif isinstance(value, float):
         yield ast.Constant(2 * value if value else 1.0)
-        yield ast.Constant(value / 2 if value else -1.0)
+        if value:
+            yield ast.Constant(value / 2)
     elif isinstance(value, str) and value:
         yield ast.Constant(RENAMED.get(value, f"not_{value}"))
 

@@ -272,11 +272,11 @@ def run_all(project: Project, todo: Sequence[Mutant]) -> list[Result]:
 
 
 def read_equivalent(path: Path) -> dict[str, str]:
-    """``where: change`` -> reason, of the mutants that no test can tell from the original."""
+    """``file.py:function: change`` -> reason, of the mutants that no test can tell from the original."""
     if not path.is_file():
         return {}
-    entries = tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", [])
-    return {f"{e['where']}: {e['change']}": e["reason"] for e in entries}
+    entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])
+    return {name: entry["reason"] for entry in entries for name in entry["mutants"]}
 
 
 def report(results: Sequence[Result], equivalent: dict[str, str], whole: bool) -> tuple[float, int]:

@@ -117,9 +117,9 @@ def token_rewards(
     ``rewards`` [N], ``mask`` [N, T] bool, ``kl`` [N, T] (k1, so that the sum is an unbiased
     penalty). A row without action tokens gets nothing. Source: arXiv 1909.08593, equation 2.
     """
-    actions_left = mask.flip(1).cumsum(1).flip(1)
-    scalar = at_least_fp32(rewards).unsqueeze(1)
-    out = torch.where(mask & (actions_left == 1), scalar, 0.0)
+    actions_so_far = mask.cumsum(1)
+    last = mask & (actions_so_far == actions_so_far[:, -1:])
+    out = torch.where(last, at_least_fp32(rewards).unsqueeze(1), 0.0)
     return out if kl is None else out - kl_coef * torch.where(mask, at_least_fp32(kl), 0.0)
 
 
@@ -224,7 +224,7 @@ def _discounted_sum(x: Tensor, discount: float) -> Tensor:
     powers = (discount ** torch.arange(_BLOCK + 1, dtype=torch.float64)).to(wide)
     place = torch.arange(_BLOCK, device=x.device)
     ahead = place - place[:, None]
-    triangle = torch.where(ahead >= 0, powers[ahead.clamp(min=0)], 0.0)
+    triangle = powers[ahead].triu()
     found = blocks @ triangle.T
     if num_blocks > 1:
         following = pad(_discounted_sum(found[..., 0], discount**_BLOCK)[..., 1:], (0, 1))

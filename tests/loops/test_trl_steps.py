@@ -69,7 +69,9 @@ def lively(config: ModelConfig) -> LlamaForCausalLM:
 
 
 def engine_of(make_engine: Make, config: ModelConfig, **options: Any) -> TorchTrainEngine:
-    engine = make_engine(config=config, lr_scheduler="constant", max_grad_norm=None, **trl_steps.ADAM)
+    engine = make_engine(
+        config=config, lr_scheduler="constant", max_grad_norm=None, **trl_steps.ADAM
+    )
     engine.model.load_state_dict(lively(config).state_dict())
     return engine
 
@@ -174,7 +176,9 @@ def test_a_step_of_kto_is_that_of_trl(
     ]
     models = lively(POLICY), lively(REFERENCE)
     options_of_trl = {**options, "loss_type": "kto"}
-    seen = trl_steps.preference_steps("kto", *models, tiny_tokenizer, theirs, tmp_path, **options_of_trl)
+    seen = trl_steps.preference_steps(
+        "kto", *models, tiny_tokenizer, theirs, tmp_path, **options_of_trl
+    )
     config = data(tmp_path, rows, label_key="label")
     batch = load_judged(config, tiny_tokenizer).with_global_counts()
     assert rows_in(batch) == rows_of(seen.inputs[0])[::-1]

@@ -237,18 +237,21 @@ def install(module: ModuleType, source: str) -> None:
         if isinstance(before, FunctionType):
             _become(before, value)
         elif isinstance(before, type):
-            for key, part in vars(value).items():
-                if isinstance(part, FunctionType):
-                    _become(vars(before)[key], part)
-                elif not key.startswith("__"):
-                    setattr(before, key, part)
+            _become_class(before, value)
         elif isinstance(before, dict):
             before.clear()
             before.update({key: twins.get(id(part), part) for key, part in value.items()})
         else:
-            for other in list(sys.modules.values()):
-                if vars(other).get(name) is before:
-                    vars(other)[name] = value
+            for other in [m for m in sys.modules.values() if vars(m).get(name) is before]:
+                vars(other)[name] = value
+
+
+def _become_class(known: type, other: type) -> None:
+    for key, part in vars(other).items():
+        if isinstance(part, FunctionType):
+            _become(vars(known)[key], part)
+        elif not key.startswith("__"):
+            setattr(known, key, part)
 
 
 def _become(function: FunctionType, other: FunctionType) -> None:
@@ -272,7 +275,8 @@ def run_all(project: Project, todo: Sequence[Mutant]) -> list[Result]:
 
 
 def read_equivalent(path: Path) -> dict[str, str]:
-    """``file.py:function: change`` -> reason, of the mutants that no test can tell from the original."""
+    """``file.py:function: change`` -> reason, of mutants that no test can tell from the
+    original."""
     if not path.is_file():
         return {}
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])

@@ -327,9 +327,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="the mutants, without running any")
     args = parser.parse_args(argv)
     paths = sorted((args.root / args.source).glob("*.py"))
+    if unknown := {Path(f).name for f in args.files} - {p.name for p in paths}:
+        parser.error(f"{args.source} has no {', '.join(sorted(unknown))}; name its modules")
+    if not (args.root / args.tests).exists():
+        parser.error(f"there is no {args.tests} in {args.root}; name the tests' folder or file")
     chosen = [p for p in paths if not args.files or p.name in {Path(f).name for f in args.files}]
     todo = [m for p in chosen for m in mutants(p.name, p.read_text(encoding="utf-8"))]
     todo = [m for m in todo if args.only in m.name]
+    if not todo:
+        parser.error(f"nothing to change in {args.source} (--only {args.only!r})")
     if args.list:
         print("\n".join(f"{m.line:4d}  {m.name}" for m in todo))
         return 0

@@ -34,7 +34,7 @@ def clipped_value_loss(
     plain = clipped = (v - target).square()
     if value_clip is not None:
         clipped = (v.clamp(old - value_clip, old + value_clip) - target).square()
-    wide_return, error = target.double(), (target - v).detach().double()
+    wide_return, error = target.double(), (target - v).double()
     measured = {
         "clip_frac": clipped > plain,
         "value": v,

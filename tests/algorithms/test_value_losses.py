@@ -150,3 +150,51 @@ def test_half_precision_inputs_are_computed_in_fp32(value_clip: float | None) ->
     assert narrow.dtype == torch.float32 and torch.equal(narrow, wide)
     assert stats.floats() == expected.floats()
     assert not any(number.requires_grad for number, _ in stats.means.values())
+
+
+def test_the_stats_of_the_critic_by_hand() -> None:
+    """Values 1, 3, returns 0, 4: means 2, 2; squares of the returns 8; errors -1, 1: 0 and 1."""
+    values, returns = torch.tensor([1.0, 3.0, 99.0]), torch.tensor([0.0, 4.0, 99.0])
+    mask = torch.tensor([True, True, False])
+    found = clipped_value_loss(values, values, returns, mask, value_clip=None)[1].floats()
+    expected = {
+        "value": 2.0,
+        "return": 2.0,
+        "return_square": 8.0,
+        "error": 0.0,
+        "error_square": 1.0,
+    }
+    assert found == {"clip_frac": 0.0, **expected}
+
+
+def test_returns_far_from_zero_keep_their_variance() -> None:
+    """4096 and 4097 in fp32: squares near 2^24, where fp32 knows whole numbers only; their variance
+    is 1/4. Errors -4096 and -4098 have variance 1: 1 - 1 / (1/4) = -3."""
+    mask = torch.ones(2, dtype=torch.bool)
+
+    def of(*values: float) -> float:
+        v, returns = torch.tensor(values), torch.tensor([4096.0, 4097.0])
+        return explained_variance(clipped_value_loss(v, v, returns, mask, value_clip=None)[1])
+
+    assert of(4096, 4097) == 1 and of(0, 0) == 0
+    assert of(8192, 8195) == -3
+    assert of(0.125, 2.125) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("spread", "varies"), [(0.0, False), (0.7e-12, False), (1.5e-12, True), (1e-6, True)]
+)
+def test_what_varies_by_less_than_rounding_does_not_vary(spread: float, varies: bool) -> None:
+    """Returns 1 - d and 1 + d have variance d^2 and mean square 1 + d^2; the bound is 1e-12 of it.
+    Returns of 0 do not vary either, and tiny ones that do count."""
+    mask = torch.ones(2, dtype=torch.bool)
+
+    def of(returns: Tensor) -> float:
+        stats = clipped_value_loss(returns, returns, returns, mask, value_clip=None)[1]
+        return explained_variance(stats)
+
+    d = math.sqrt(spread)
+    found = of(torch.tensor([1 - d, 1 + d], dtype=torch.float64))
+    assert found == 1 if varies else math.isnan(found)
+    assert math.isnan(of(torch.zeros(2)))
+    assert of(torch.tensor([0.0, 1e-8], dtype=torch.float64)) == 1

@@ -151,3 +151,18 @@ def test_equivalent_mutants_are_counted_apart_but_not_when_a_test_catches_them(
 def test_tests_that_fail_without_a_change_are_no_measure(tmp_path: Path) -> None:
     code, told = run(tmp_path, GOOD.replace("== 10", "== 11"))
     assert code == 1 and "the tests fail without any change" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["gone.py"], "small has no gone.py"),
+        (["--only", "no such text"], "nothing to change"),
+        (["--tests", "elsewhere"], "there is no elsewhere"),
+    ],
+)
+def test_nothing_to_do_is_an_error_and_no_perfect_rate(
+    tmp_path: Path, words: list[str], told: str
+) -> None:
+    code, output = run(tmp_path, GOOD, "", *words)
+    assert code == 2 and told in output

@@ -149,6 +149,14 @@ def test_half_precision_inputs_are_computed_in_fp32(value_clip: float | None) ->
     wide, expected = clipped_value_loss(*[x.float() for x in inputs], mask, value_clip=value_clip)
     assert narrow.dtype == torch.float32 and torch.equal(narrow, wide)
     assert stats.floats() == expected.floats()
+
+
+@pytest.mark.parametrize("value_clip", [None, 0.2])
+def test_the_stats_have_no_gradient(value_clip: float | None) -> None:
+    values, old, returns, mask = tokens(3)
+    _, stats = clipped_value_loss(
+        values.requires_grad_(), old, returns, mask, value_clip=value_clip
+    )
     assert not any(number.requires_grad for number, _ in stats.means.values())
 
 

@@ -42,11 +42,14 @@ def train_role(context: Context, role: ClusterRole) -> RoleMemory:
         guessed = max(guessed, extra)
         notes += [f"{role}: {note}"] if note else []
     always = (*overhead(context, context.ranks(role)), *model_state.state(setup))
-    passing = {name: _in_pass(setup, peaks[name]) for name in passes}
+    passing = {
+        name: _in_pass(setup, peaks[name], accumulates=work.accumulates)
+        for name, work in passes.items()
+    }
     loading, loading_host = _loading(context, setup, model_of(context.config, role)[0])
     passing["load"] = (*loading, *loading_host)
     if setup.trainable:
-        passing["step"] = tuple(model_state.gradients(setup, in_pass=False))
+        passing["step"] = tuple(model_state.gradients_in_step(setup))
         passing["checkpoint"] = _saving(context, setup)
     first: dict[str, Items] = {}
     if role == "policy" and isinstance(context.config, RLConfig):
@@ -211,24 +214,35 @@ def _accumulates(config: Any, rows: tuple[Row, ...]) -> bool:
     return plan.train_batch_size * unit // plan.data_parallel_size > len(rows)
 
 
-def _in_pass(setup: EngineSetup, peaks: Peaks) -> Items:
-    """The items of a pass at its worst stage."""
-    buffers = [*model_state.gathered(setup)]
-    own_gradients = setup.trainable and any(peaks.total[s] > peaks.other[s] for s in peaks.total)
-    elsewhere = setup.sharded or isinstance(setup.train.engine, DeepSpeedEngine)
-    table = peaks.other if elsewhere else peaks.total
-    stage = max(table, key=lambda s: table[s])
-    output = min(peaks.output, peaks.other[stage]) if stage in ("forward", "head") else 0.0
+def _in_pass(setup: EngineSetup, peaks: Peaks, *, accumulates: bool) -> Items:
+    """The items of a pass at its worst stage. ``accumulates``: there are gradients of an earlier
+    one."""
+    stages = [_at_stage(setup, peaks, stage, accumulates) for stage in peaks.other]
+    layers = len(setup.shape.layers)
+    if setup.sharded and setup.trainable and layers > 2 and "bottom" in peaks.other:
+        # The second layer from below: nearly all gradients, and still a layer to gather ahead.
+        top, bottom = peaks.other["top"], peaks.other["bottom"]
+        second = {**peaks.other, "middle": bottom + (top - bottom) / (layers - 1)}
+        stages.append(_at_stage(setup, replace(peaks, other=second), "middle", accumulates))
+    return max(stages, key=model_state.total)
+
+
+def _at_stage(setup: EngineSetup, peaks: Peaks, stage: str, accumulates: bool) -> Items:
+    others = peaks.other[stage]
+    output = min(peaks.output, others) if stage in ("forward", "head") else 0.0
     items = [
-        Item("activations", peaks.other[stage] - output, f"{peaks.how}; stage {stage}"),
+        Item("activations", others - output, f"{peaks.how}; stage {stage}"),
         Item("logits/loss", output, "log-prob head, logits of one chunk at a time"),
     ]
-    if own_gradients and elsewhere:
-        buffers += model_state.gradients(setup, in_pass=True)
-    elif own_gradients:
-        grad = peaks.total[stage] - peaks.other[stage]
+    trains = setup.trainable and any(peaks.total[s] > peaks.other[s] for s in peaks.total)
+    if setup.sharded or isinstance(setup.train.engine, DeepSpeedEngine):
+        items += model_state.gathered(setup, stage)
+        if trains:
+            items += model_state.gradients_in_pass(setup, stage, accumulates=accumulates)
+    elif trains:
+        grad = peaks.total[stage] - others
         items.append(Item("gradients", grad, f"there in the stage {stage}, traced"))
-    return tuple(i for i in (*items, *buffers) if i.bytes)
+    return tuple(i for i in items if i.bytes)
 
 
 def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[Items, Items]:

@@ -260,7 +260,8 @@ def doctor(
         bool, typer.Option("--calibrate", help="Measure what plans assume of this machine.")
     ] = False,
 ) -> None:
-    """Versions, devices, links, known-bad combinations, and a self-test of every installed engine."""
+    """Versions, devices, links, known-bad combinations, and a self-test of every installed
+    engine."""
     from burnish.doctor.command import Wanted, doctor_command
 
     wanted = Wanted(as_json=as_json, self_test=self_test, calibrate=calibrate)

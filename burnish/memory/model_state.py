@@ -54,15 +54,23 @@ class Item:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """One model in one train engine on one of ``ranks`` ranks."""
+    """One model in one train engine on one of ``ranks`` ranks that have different rows."""
 
     shape: ModelShape
+    """What a rank has: the model, or its part of it (tensor parallel)."""
     train: TrainConfig
     precision: PrecisionConfig
     ranks: int = 1
     trainable: bool = True
     unreleased_gathers: bool = False
     """As DeepSpeed 0.16.0 to 0.16.7: what stage 3 gathers stays."""
+    uncut: ModelShape | None = None
+    """The whole model, where ``shape`` is a part of it."""
+
+    @property
+    def model(self) -> ModelShape:
+        """The whole model."""
+        return self.uncut or self.shape
 
     @property
     def weight_size(self) -> int:
@@ -322,9 +330,12 @@ def _largest_trained(s: EngineSetup) -> int:
 
 def handing_over(setup: EngineSetup) -> list[Item]:
     """What is whole on a rank while weights go to the rollout engine."""
-    if not setup.sharded:
-        return []
     w = setup.weight_size
+    if not setup.sharded:
+        if setup.uncut is None:
+            return []
+        size = max(n for u in setup.uncut.units for n in u.numels)
+        return [Item("gathered layers", size * w, f"the largest weight, whole: {_m(size)} x {w} B")]
     if isinstance(setup.train.engine, DeepSpeedEngine):
         size = max(WEIGHT_BUCKET, setup.largest_tensor * w)
         return [Item("gathered layers", size, "a bucket of 256 MiB, or the largest weight")]
@@ -335,7 +346,8 @@ def handing_over(setup: EngineSetup) -> list[Item]:
 
 def checkpoint_bytes(setup: EngineSetup) -> float:
     """What :meth:`TrainEngine.save` writes: masters, two moments, perhaps a moving average."""
-    return setup.trained * (12.0 + 4 * (setup.train.ema_decay is not None))
+    whole = setup.model.adapters or setup.model.parameters
+    return setup.trainable * whole * (12.0 + 4 * (setup.train.ema_decay is not None))
 
 
 def total(items: Iterable[Item], where: Where = "device") -> float:

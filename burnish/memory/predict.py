@@ -248,7 +248,7 @@ def _model_lines(roles: Iterable[RoleMemory]) -> Iterable[str]:
     for role in roles:
         if role.setup is None:
             continue
-        shape = role.setup.shape
+        shape = role.setup.model
         adapters = f" and {shape.adapters:,} of adapters" if shape.adapters else ""
         count = f"{shape.parameters:,} parameters{adapters}"
         yield f"{role.role}: {shape.name}, {count} ({shape.source})"

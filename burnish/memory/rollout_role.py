@@ -117,8 +117,8 @@ def _own_weights(context: Context, setup: EngineSetup) -> Items:
         in_shards = isinstance(train, DeepSpeedEngine) and train.zero_stage == 3
         if same and not in_shards:
             return ()
-    size = setup.shape.parameters * setup.weight_size
-    how = f"{setup.shape.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
+    size = setup.model.parameters * setup.weight_size
+    how = f"{setup.model.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
     return (Item("parameters", size, how),)
 
 

@@ -11,6 +11,7 @@ from burnish.config.model import CriticConfig, ModelConfig
 from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.memory import model_state
 from burnish.memory.activations import Peaks
+from burnish.memory.cut import part_of
 from burnish.memory.model_state import EngineSetup, Item
 from burnish.memory.passes import Pass, Row
 from burnish.memory.plan import PHASES
@@ -82,11 +83,14 @@ def setup_of(
     model, scalar, trainable = model_of(config, role)
     shape = shape_of(model, scalar=scalar)
     train = _train_of(config)
+    parts = _tensor_parallel(train)
+    part = part_of(shape, parts, model.lora)
     setup = EngineSetup(
-        shape=shape,
+        shape=part or shape,
+        uncut=shape if part is not None and parts > 1 else None,
         train=train,
         precision=config.precision,
-        ranks=ranks,
+        ranks=max(1, ranks // parts),
         trainable=trainable,
         unreleased_gathers="unreleased-gathers" in assume
         and trainable
@@ -105,16 +109,20 @@ def _stretches(rows: tuple[Row, ...], train: TrainConfig) -> tuple[Row, ...]:
 
 
 def _uncut(setup: EngineSetup, held: float) -> tuple[float, str | None]:
-    """How many of the ``held`` bytes tensor parallelism would leave to other ranks, at most; and
-    what is said of it. (Which layers a model's plan cuts is not looked at.)"""
-    engine = setup.train.engine
-    parts = engine.tensor_parallel_size if isinstance(engine, TorchEngine) else 1
-    if parts == 1:
+    """How many of the ``held`` bytes tensor parallelism would leave to other ranks, at most, where
+    what a rank has is not known; and what is said of it."""
+    parts = _tensor_parallel(setup.train)
+    if parts == 1 or setup.uncut is not None:
         return 0.0, None
     return held * (1 - 1 / parts), (
-        f"tensor_parallel_size={parts} is counted as if every rank had whole layers: an upper "
-        "bound, for which no run is refused"
+        f"tensor_parallel_size={parts} is counted as if every rank had whole layers, because no "
+        f"config describes a part of {setup.shape.name}: an upper bound, for which no run is "
+        "refused"
     )
+
+
+def _tensor_parallel(train: TrainConfig) -> int:
+    return train.engine.tensor_parallel_size if isinstance(train.engine, TorchEngine) else 1
 
 
 def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
@@ -248,7 +256,7 @@ def _at_stage(setup: EngineSetup, peaks: Peaks, stage: str, accumulates: bool) -
 def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[Items, Items]:
     """(on the device, in host memory) while a model is loaded, beside its state: it is read into
     host memory, moved whole, and cut there. FSDP2's ranks read their own rows of a folder."""
-    engine, whole = setup.train.engine, setup.shape.parameters
+    engine, whole = setup.train.engine, setup.model.parameters
     in_parts = model.path is not None and model.gguf_file is None
     if in_parts and setup.sharded and isinstance(engine, TorchEngine):
         how = "each rank reads its own rows, one weight at a time"
@@ -264,7 +272,7 @@ def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[
         return (Item("parameters", setup.largest_tensor * size + part, how),), ()
     if context.hardware.gpu is None:
         host = replace(host, where="device")
-    cut = setup.sharded or (zero and setup.trainable)
+    cut = setup.sharded or setup.uncut is not None or (zero and setup.trainable)
     if not cut:
         return (), (host,) if context.hardware.gpu is not None else ()
     more = setup.weight_size if zero and setup.half and setup.trainable else 0
@@ -284,7 +292,8 @@ def _saving(context: Context, setup: EngineSetup) -> Items:
     if setup.sharded:
         if where == "device":  # it is there already
             return ()
-        size = model_state.checkpoint_bytes(setup) / setup.ranks
+        parts = setup.ranks * (_tensor_parallel(setup.train) if setup.uncut is not None else 1)
+        size = model_state.checkpoint_bytes(setup) / parts
         return (Item("optimizer", size, "this rank's state, copied to be written", where),)
     return (Item("optimizer", 4.0 * setup.trained, "one kind of tensors as bytes", where),)
 
@@ -293,6 +302,6 @@ def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
     """Ray keeps the weights of the last sync in shared memory, for workers that are replaced."""
     if context.inline:
         return {}
-    size = setup.shape.parameters * setup.weight_size
+    size = setup.model.parameters * setup.weight_size
     item = Item("parameters", size, "Ray's object store: weights of the last sync", "host")
     return {phase: (item,) for phase in PHASES if phase != "load"}

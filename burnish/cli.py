@@ -195,6 +195,18 @@ def evaluate(
     _job("evaluate", _on_ray(arguments, ray_address), dry_run, resume=None, force=force)
 
 
+@app.command()
+def generate(  # house: ok typer makes the options from the signature
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    ray_address: RayAddress = None,
+    force: Force = False,
+) -> None:
+    """Answers to a file of prompts: all, the best, pairs; data for the next job."""
+    _job("generate", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+
+
 def _on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
     """The arguments with the overrides that ``--ray-address`` stands for."""
     more = [] if address is None else ["cluster.runtime=ray", f"cluster.ray_address={address}"]

@@ -1,8 +1,8 @@
 """From scored groups to rows of data (job generate): all responses, the best, the best over the
 worst, or each with its reward stated in the prompt. Pure functions; every row left out is counted.
 
-A row's ``prompt`` is what the model read, so ``prompt`` and ``response`` are SFT data, and
-``prompt``, ``chosen``, ``rejected`` and ``margin`` data for ``preference`` and ``rm``, as they stand.
+A row's ``prompt`` is what the model read. So, as they stand, ``prompt`` and ``response`` are SFT
+data, and ``prompt``, ``chosen``, ``rejected`` and ``margin`` data for ``preference`` and ``rm``.
 """
 
 from __future__ import annotations

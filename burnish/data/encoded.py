@@ -153,9 +153,11 @@ class EncodedTable(Generic[T]):
     work is done, and all of it.
     """
 
-    def __init__(self, config: DataConfig, encoder: Encoder[T], *, limit: int | None = None) -> None:
-        """At most ``limit`` rows that are of use. Raises DataError for rows that are of none,
-        saying how many and the first few."""
+    def __init__(
+        self, config: DataConfig, encoder: Encoder[T], *, limit: int | None = None
+    ) -> None:
+        """At most ``limit`` rows that are of use. Raises DataError for rows that are of none:
+        how many, and the first few."""
         self.sources = open_sources(config.sources)
         self._encoder = encoder
         self._overlong = config.overlong

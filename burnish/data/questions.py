@@ -71,11 +71,21 @@ class Questions:
         *,
         limit: int | None = None,
         condition: ConditionConfig | None = None,
+        one_form: bool = False,
     ) -> None:
-        """Raises DataError for every prompt that cannot be used, in one message."""
+        """``one_form``: texts or messages, not both (a column of a Parquet file has one type).
+
+        Raises DataError for every prompt that cannot be used, in one message.
+        """
         encoder = _QuestionEncoder(config, tokenizer, condition)
         self._table = EncodedTable(config, encoder, limit=limit)
         check_label_key(config, self._table.sources)
+        if one_form and len(encoder.forms) > 1:
+            raise DataError(
+                "some prompts are texts and others messages, and a column of a Parquet file holds "
+                "one of the two; set apply_chat_template: true to make messages of all, or an "
+                "output that ends in .jsonl"
+            )
         self.digest = encoder.digest.hexdigest()
         """Of all prompts and their tokens: a resumed run must have the same."""
         self.left_out = sorted(encoder.left_out)
@@ -127,6 +137,7 @@ class _QuestionEncoder:
         self.limit = config.prompt_max_len
         self.digest = hashlib.sha256()
         self.left_out: set[str] = set()
+        self.forms: set[bool] = set()
         self.scanned = False
         self._config, self._condition = config, condition
         self._of_text = PromptEncoder(config, tokenizer)
@@ -145,6 +156,7 @@ class _QuestionEncoder:
         encoder = self._of_text if plain else self._of_messages
         prompt = encoder.with_content(row, ref, content)
         if not self.scanned:
+            self.forms.add(plain)
             self.digest.update(f"{prompt.id} {prompt.token_ids}\n".encode(errors="replace"))
         return Question(
             prompt,

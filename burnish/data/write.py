@@ -124,8 +124,12 @@ def _merged(one: pa.DataType, other: pa.DataType | None) -> pa.DataType | None:
     if other is None:
         return None
     try:
-        return pa.unify_schemas(
-            [pa.schema([("c", one)]), pa.schema([("c", other)])], promote_options="permissive"
-        ).field("c").type
+        return (
+            pa.unify_schemas(
+                [pa.schema([("c", one)]), pa.schema([("c", other)])], promote_options="permissive"
+            )
+            .field("c")
+            .type
+        )
     except pa.ArrowException:
         return None

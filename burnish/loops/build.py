@@ -138,14 +138,16 @@ def build_evaluation(
     return _evaluator(config.eval, engine, scores, sampling, held_out, config, run_dir)
 
 
-def build_generation(
-    config: GenerateConfig, runtime: Runtime, functions: Functions
-) -> Generation:
+def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
     """The parts of a ``generate`` job. Data and rewards first, as for rl."""
     new_tokens = config.rollout.generate_max_len
     data = _within_positions(config.data, config.model, new_tokens=new_tokens)
     questions = Questions(
-        data, runtime.tokenizer, limit=config.num_prompts, condition=config.condition
+        data,
+        runtime.tokenizer,
+        limit=config.num_prompts,
+        condition=config.condition,
+        one_form=not config.output.lower().endswith(".jsonl"),
     )
     rewards: RewardSet = NoRewards()
     scores = _rewards(config, runtime, functions)

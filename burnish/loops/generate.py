@@ -192,7 +192,9 @@ class GenerateRun:
     """One run around its steps: metrics, samples, parts, signals, the output. Use as a context
     manager."""
 
-    def __init__(self, parts: Generation, run_dir: Path, watch: MemoryWatch, timeline: Timeline):
+    def __init__(
+        self, parts: Generation, run_dir: Path, watch: MemoryWatch, timeline: Timeline
+    ) -> None:
         self.parts, self.run_dir, self.watch, self.timeline = parts, run_dir, watch, timeline
         self.config = parts.config
         self.files = Parts(run_dir)
@@ -239,7 +241,7 @@ class GenerateRun:
         questions, state = self.parts.questions, self.files.state()
         mine = {"prompts": len(questions), "digest": questions.digest}
         if state is None and self.files.path(1).exists():
-            raise RunError(f"{self.run_dir} has parts of a run and no {STATE_FILE}; start a new run")
+            raise RunError(f"{self.run_dir} has rows and no {STATE_FILE}; start a new run")
         if state is not None and {name: state.get(name) for name in mine} != mine:
             raise RunError(
                 f"the run {self.run_dir} was begun with {state.get('prompts')} prompts, and the "

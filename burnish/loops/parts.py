@@ -1,8 +1,8 @@
 """What batch inference (job generate) has so far: one file per step, whole or not there, and from
 all of them the output.
 
-    run_dir/generate.json               what the run is of: prompts, their digest; at the end, totals
-    run_dir/parts/part_000012.jsonl     the rows of step 12; its first line says what is in it
+    run_dir/generate.json             what the run is of: prompts, their digest; in the end, totals
+    run_dir/parts/part_000012.jsonl   the rows of step 12; its first line says what is in it
 
 A part is written to a scratch name and renamed, so a kill leaves it whole or absent, and the parts
 from 1 up to the first that is missing are what is done. Every part says how many prompts it stands
@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,7 @@ class Parts:
         lines = [json_line(row) for row in rows]
         body = b"".join(lines)
         step = len(self.done) + 1
-        part = PartInfo(
-            step=step, rows=len(lines), sha256=hashlib.sha256(body).hexdigest(), **info
-        )
+        part = PartInfo(step=step, rows=len(lines), sha256=hashlib.sha256(body).hexdigest(), **info)
         path = self.path(step)
         with _disk_errors(path, self.run_dir), replacing(path) as scratch:
             scratch.write_bytes(json_line(asdict(part)) + body)
@@ -189,18 +188,13 @@ def _flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-class _disk_errors:  # noqa: N801 (reads as a function where it is used)
+@contextmanager
+def _disk_errors(path: Path, run_dir: Path) -> Iterator[None]:
     """An OSError inside becomes a RunError that says what is safe and how to go on."""
-
-    def __init__(self, path: Path, run_dir: Path) -> None:
-        self.path, self.run_dir = path, run_dir
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError):
-            raise RunError(
-                f"{self.path} could not be written ({error}). The steps before are kept: mend "
-                f"that, then go on with: burnish generate --resume {self.run_dir}"
-            ) from error
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path} could not be written ({error}). The steps before are kept: mend that, then "
+            f"go on with: burnish generate --resume {run_dir}"
+        ) from error

@@ -51,9 +51,7 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
         *_device_peaks(places, roles, hardware, supposed),
         *_host_peaks(places, roles, replace(hardware, host_bytes=host)),
     ]
-    keep = (
-        1 if isinstance(config, InferenceJob) else config.model_dump()["checkpoint"]["keep_last"]
-    )
+    keep = 1 if isinstance(config, InferenceJob) else config.model_dump()["checkpoint"]["keep_last"]
     disk = sum(r.disk for r in roles.values())
     return Plan(
         job=f"{config.job} ({config.cluster.runtime})",

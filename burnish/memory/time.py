@@ -220,7 +220,8 @@ class _Clock:
         config, hardware = self.config, self.hardware
         shape = shape_of(config.model.model_copy(update={"lora": None}))
         dtype = config.precision.sampler_dtype
-        engine = config.engine if isinstance(config, EvaluateConfig) else config.rollout.engine
+        plain: Any = config
+        engine = plain.rollout.engine if not isinstance(config, EvaluateConfig) else plain.engine
         workers = self.ranks("rollout")
         demand = demand_of(config, workers, shape)
         is_vllm = isinstance(engine, VllmEngine)

@@ -136,52 +136,31 @@ Force = Annotated[
 ]
 
 
-@app.command()
-def sft(  # house: ok typer makes the options from the signature
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    resume: Resume = None,
-    ray_address: RayAddress = None,
-    force: Force = False,
-) -> None:
-    """Supervised fine-tuning on demonstrations."""
-    _job("sft", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+_RESUMABLE = {
+    "sft": "Supervised fine-tuning on demonstrations.",
+    "rm": "A reward model from preference pairs.",
+    "preference": "A policy from preferences, without rollouts: DPO and its family.",
+    "rl": "Reinforcement learning from rewards: PPO, GRPO and their family.",
+    "generate": "Answers to a file of prompts: all, the best, or pairs; data for the next job.",
+}
 
 
-@app.command()
-def rm(  # house: ok typer makes the options from the signature
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    resume: Resume = None,
-    ray_address: RayAddress = None,
-    force: Force = False,
-) -> None:
-    """A reward model from preference pairs."""
-    _job("rm", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+def _add_job(job: str, text: str) -> None:
+    """The command of a job that can be resumed."""
+
+    @app.command(job, help=text)
+    def command(  # house: ok typer makes the options from the signature
+        arguments: Arguments = None,
+        dry_run: DryRun = False,
+        resume: Resume = None,
+        ray_address: RayAddress = None,
+        force: Force = False,
+    ) -> None:
+        _job(job, _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
 
-@app.command()
-def preference(  # house: ok typer makes the options from the signature
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    resume: Resume = None,
-    ray_address: RayAddress = None,
-    force: Force = False,
-) -> None:
-    """A policy from preferences, without rollouts: DPO and its family."""
-    _job("preference", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
-
-
-@app.command()
-def rl(  # house: ok typer makes the options from the signature
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    resume: Resume = None,
-    ray_address: RayAddress = None,
-    force: Force = False,
-) -> None:
-    """Reinforcement learning from rewards: PPO, GRPO and their family."""
-    _job("rl", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+for _name, _text in _RESUMABLE.items():
+    _add_job(_name, _text)
 
 
 @app.command()

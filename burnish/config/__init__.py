@@ -4,6 +4,7 @@ from burnish.config.arithmetic import BatchError, BatchPlan
 from burnish.config.jobs import (
     JOBS,
     EvaluateConfig,
+    GenerateConfig,
     JobConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -18,6 +19,7 @@ __all__ = [
     "BatchPlan",
     "ConfigError",
     "EvaluateConfig",
+    "GenerateConfig",
     "JobConfig",
     "PreferenceConfig",
     "RLConfig",

@@ -20,6 +20,7 @@ from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout, deri
 from burnish.config.base import Node, PathText
 from burnish.config.cluster import COLOCATED, ClusterConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.generate import GenerateFields
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
 from burnish.config.rollout import (
@@ -359,7 +360,15 @@ class RLConfig(TrainingJob):
             )
 
 
-class EvaluateConfig(JobConfig):
+class InferenceJob(JobConfig):
+    """Fields that every job without gradient steps has."""
+
+    device: str = "auto"
+    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
+    ``cuda:1``."""
+
+
+class EvaluateConfig(InferenceJob):
     """``burnish evaluate``: pass@1 and pass@k of a model on held-out prompts."""
 
     job: Literal["evaluate"] = "evaluate"
@@ -374,14 +383,23 @@ class EvaluateConfig(JobConfig):
     """What happens when a reward fails."""
     engine: RolloutEngineConfig = LocalEngine()
     """Which engine samples."""
-    device: str = "auto"
-    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
-    ``cuda:1``."""
 
     def rules(self) -> Iterator[str]:
         if self.eval.generate_max_len is None:
             yield "eval.generate_max_len is not set, and this job has no rollout to take it from"
         yield from _rollout_place_rules(self.cluster, self.engine)
+
+
+class GenerateConfig(GenerateFields, InferenceJob):
+    """``burnish generate``: answers to a file of prompts as rows of a file, all of them or chosen
+    by reward; data for the next job."""
+
+    job: Literal["generate"] = "generate"
+    """Which job the recipe is for."""
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        yield from _rollout_place_rules(self.cluster, self.rollout.engine)
 
 
 JOBS: dict[str, type[JobConfig]] = {
@@ -390,6 +408,7 @@ JOBS: dict[str, type[JobConfig]] = {
     "preference": PreferenceConfig,
     "rl": RLConfig,
     "evaluate": EvaluateConfig,
+    "generate": GenerateConfig,
 }
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
 from burnish.config import (
     EvaluateConfig,
+    GenerateConfig,
     JobConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -26,9 +27,11 @@ from burnish.config.rewards import ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.prompts import PromptStream, load_prompts
+from burnish.data.questions import Questions
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.unpaired import HalvesStream, UnpairedStream, load_judged
 from burnish.loops.evaluate import Evaluator
+from burnish.loops.generate import Generation
 from burnish.loops.objectives import (
     policy_objective,
     reward_model_objective,
@@ -47,7 +50,7 @@ from burnish.loops.supervised import Supervised
 from burnish.models.load import ModelError, describe, num_positions
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
-from burnish.rewards.base import Reward, RewardSet
+from burnish.rewards.base import NoRewards, Reward, RewardSet
 from burnish.rewards.build import build_rewards
 from burnish.rewards.model import load_model_reward
 from burnish.rollout.base import RolloutEngine, Sampling
@@ -133,6 +136,38 @@ def build_evaluation(
     plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
     sampling = _eval_sampling(config.eval, plain)
     return _evaluator(config.eval, engine, scores, sampling, held_out, config, run_dir)
+
+
+def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
+    """The parts of a ``generate`` job. Data and rewards first, as for rl."""
+    new_tokens = config.rollout.generate_max_len
+    data = _within_positions(config.data, config.model, new_tokens=new_tokens)
+    questions = Questions(
+        data,
+        runtime.tokenizer,
+        limit=config.num_prompts,
+        condition=config.condition,
+        one_form=not config.output.lower().endswith(".jsonl"),
+    )
+    rewards: RewardSet = NoRewards()
+    scores = _rewards(config, runtime, functions)
+    if scores:
+        rewards = RewardSet(
+            scores,
+            on_failure=config.on_reward_failure,
+            shaping=ShapingConfig(),
+            generate_max_len=new_tokens,
+        )
+    longest = data.prompt_max_len + new_tokens
+    engine = runtime.standalone_rollout(config.model, config.rollout.engine, max_len=longest)
+    runner = Runner(
+        timed(engine, runtime.timeline, {"generate": "rollout"}),
+        timed(rewards, runtime.timeline, {"score": "reward"}),
+        _sampling(config.rollout),
+        num_samples=config.rollout.n_samples_per_prompt,
+        seed=config.seed,
+    )
+    return Generation(config, questions, runner)
 
 
 def build_supervised(
@@ -297,7 +332,7 @@ def _reference(config: RLConfig, runtime: Runtime, policy: TrainEngine) -> HasLo
 
 
 def _rewards(
-    config: RLConfig | EvaluateConfig, runtime: Runtime, functions: Functions
+    config: RLConfig | EvaluateConfig | GenerateConfig, runtime: Runtime, functions: Functions
 ) -> WeightedRewards:
     def make_engine(spec: EngineSpec) -> TrainEngine:
         if isinstance(config, RLConfig):  # in shards where the policy is

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.config.cluster import ClusterRole
-from burnish.config.jobs import EvaluateConfig, JobConfig, RLConfig
+from burnish.config.jobs import EvaluateConfig, GenerateConfig, JobConfig, RLConfig
 from burnish.config.placement import places_of, roles_of
 from burnish.config.rollout import VllmEngine
 from burnish.config.train import DeepSpeedEngine, ranks_per_row
@@ -221,7 +221,8 @@ class _Clock:
         config, hardware = self.config, self.hardware
         shape = shape_of(config.model.model_copy(update={"lora": None}))
         dtype = config.precision.sampler_dtype
-        engine = config.rollout.engine if self._is_rl else config.engine
+        plain: Any = config
+        engine = plain.rollout.engine if not isinstance(config, EvaluateConfig) else plain.engine
         workers = self.ranks("rollout")
         demand = demand_of(config, workers, shape)
         is_vllm = isinstance(engine, VllmEngine)
@@ -244,7 +245,8 @@ class _Clock:
             batch * flops(shape, length) / parts / self.flops_per_s(dtype != "fp32"),
         )
         steps = max(sequences * new / batch, float(demand.new_tokens))
-        group = config.rollout.n_samples_per_prompt if self._is_rl else 1
+        one = isinstance(config, EvaluateConfig)
+        group = 1 if one else config.rollout.n_samples_per_prompt
         prefill = sequences / group * prompt * flops(shape, prompt) / parts
         seconds = prefill / self.flops_per_s(dtype != "fp32")
         return [
@@ -272,6 +274,8 @@ def _work_of(config: Any) -> tuple[int, int]:
     if isinstance(config, EvaluateConfig):
         count = config.eval.num_prompts or 1000
         return count * config.eval.n_samples_per_prompt, 0
+    if isinstance(config, GenerateConfig):
+        return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt, 0
     plan = config.batch_plan()
     if isinstance(config, RLConfig):
         samples = (plan.samples_per_rollout or 1) * plan.epochs_per_rollout

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from burnish.config.cluster import ClusterRole
-from burnish.config.jobs import EvaluateConfig, RewardModelConfig, RLConfig
+from burnish.config.jobs import InferenceJob, RewardModelConfig, RLConfig
 from burnish.config.model import CriticConfig, ModelConfig
 from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.memory import model_state
@@ -143,7 +143,7 @@ def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
 
 
 def _train_of(config: Any) -> TrainConfig:
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, InferenceJob):
         return TrainConfig(train_batch_size=1)
     train: TrainConfig = config.train
     return train
@@ -153,7 +153,7 @@ def largest_rows(config: Any, role: ClusterRole, ranks: int, limit: int) -> tupl
     """The rows of the largest micro-batch that the recipe allows: all of full length, every second
     one token shorter (rows of one length would be computed without a mask)."""
     length, prompt = lengths_of(config, limit)
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, InferenceJob):
         return alike(REWARD_ROWS, length, prompt, group=1)
     if role == "reward" and isinstance(config, RLConfig):
         entry = model_reward(config)

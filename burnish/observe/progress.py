@@ -119,6 +119,9 @@ def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[
         shown.insert(0, f"loss {_short(metrics['train/loss'])}")
     if "train/loss_scale" in metrics:
         shown.append(f"scale {_power_of_two(metrics['train/loss_scale'])}")
+    if "generate/prompts_total" in metrics:
+        done, total = metrics["generate/prompts_done"], metrics["generate/prompts_total"]
+        shown.insert(0, f"{done:,.0f}/{total:,.0f} prompts")
     skipped = sum(metrics[name] for name in _SKIPPED if metrics.get(name, 0) > 0)
     if skipped:
         shown.append(f"{skipped:,.0f} skipped")

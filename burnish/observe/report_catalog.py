@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-NOT_DRAWN = ("time/*",)  # the time split shows these
+NOT_DRAWN = ("time/*", "generate/prompts_total")  # the time split shows the first; a constant
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ CHARTS = (
     ),
     Chart(ROLLOUT, "Groups with equal rewards", "fraction", ("reward/equal_groups_frac",)),
     Chart(ROLLOUT, "Groups dropped", "per step", ("reward/groups_dropped",)),
+    Chart(ROLLOUT, "Rows written", "per step", ("generate/rows",)),
+    Chart(ROLLOUT, "Left out", "per step", ("generate/dropped_*",)),
+    Chart(ROLLOUT, "Reward of the rows", "per row", ("generate/kept_reward",)),
+    Chart(ROLLOUT, "Margin of the pairs", "per row", ("generate/margin",)),
+    Chart(ROLLOUT, "Prompts", "since the start", ("generate/prompts_done",)),
     Chart(ROLLOUT, "Staleness", "optimizer steps", ("rollout/staleness", "rollout/staleness_*")),
     Chart(MACHINE, "Speed", "tokens per second", ("*/tokens_per_s",)),
     Chart(MACHINE, "GPU memory by phase, tensors", "bytes", ("memory/*/peak_bytes",)),

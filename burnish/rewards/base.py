@@ -261,6 +261,17 @@ class RewardSet:
         return Stats(means=own | totalled, sums=sums)
 
 
+class NoRewards(RewardSet):
+    """For batch inference without rewards: groups come back as they are."""
+
+    def __init__(self) -> None:
+        self._rewards = ()
+
+    def score(self, groups: Sequence[Group]) -> Scored:
+        """``groups``, without a reward."""
+        return Scored(tuple(groups), (), Stats())
+
+
 def describe(item: RewardInput) -> str:
     """Which sample, with excerpts of its prompt, response and label, for an error message."""
     return (

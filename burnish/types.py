@@ -142,6 +142,9 @@ class Batch:
     """[N] fp32, preference margins (only reward models use them)"""
     labels: Tensor | None = None
     """[N] bool, whether somebody liked the response (only KTO uses them)"""
+    step_labels: Tensor | None = None
+    """[M] fp32, on the last token of each step the probability that it is right (process reward
+    models). Where it is there a reward model scores every action token, not the last of the row."""
     kl_estimate: float = 0.0
     """Of the whole optimizer step, in nats per response: how far the policy is from the reference
     (only KTO uses it)."""
@@ -274,6 +277,17 @@ def rows_to_batch(
         num_tokens=int(action_mask.sum()),
         num_sequences=len(rows),
     )
+
+
+def steps_to_batch(
+    rows: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], *, prompt_lens: Sequence[int]
+) -> Batch:
+    """Rows of token ids to be scored at the tokens ``ends`` of each row, without labels (all
+    0)."""
+    marked = [set(places) for places in ends]
+    masks = [[t in at for t in range(len(row))] for row, at in zip(rows, marked, strict=True)]
+    batch = rows_to_batch(rows, masks, prompt_lens=prompt_lens)
+    return replace(batch, step_labels=torch.zeros(batch.tokens.numel()))
 
 
 def _flat(rows: Iterable[Iterable[Any]], dtype: Any, *, count: int) -> Tensor:

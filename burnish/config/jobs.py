@@ -29,6 +29,7 @@ from burnish.config.rollout import (
     RolloutEngineConfig,
     VllmEngine,
 )
+from burnish.config.steps import RewardDataConfig, StepsDataConfig, reward_data_rules
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.train import (
     CheckpointConfig,
@@ -118,39 +119,39 @@ class SFTConfig(_SupervisedJob):
 
 
 class RewardModelConfig(_SupervisedJob):
-    """``burnish rm``: a reward model from preference pairs (Bradley-Terry)."""
+    """``burnish rm``: a reward model from preference pairs (Bradley-Terry), or a process reward
+    model from solutions with a label on every step."""
 
     job: Literal["rm"] = "rm"
     """Which job the recipe is for."""
-    data: PreferenceDataConfig
-    """Pairs."""
-    eval_data: PreferenceDataConfig | None = None
-    """Held-out pairs. None: no evaluation. Mean and spread of their scores go into the config of
-    exports."""
-    loss: Literal["bradley_terry", "log_exp"] = "bradley_terry"
+    data: RewardDataConfig
+    """Pairs, or with ``kind: steps`` step-labelled solutions."""
+    eval_data: RewardDataConfig | None = None
+    """Held-out data of the same kind. None: no evaluation. Mean and spread of its scores go into
+    the config of exports."""
+    loss: Literal["bradley_terry", "log_exp", "process"] | None = None
     """bradley_terry: -log sigmoid(difference - margin). log_exp: the same without margins, as
-    log(1 + exp(-difference))."""
+    log(1 + exp(-difference)). process: cross-entropy of every step's label. None: bradley_terry
+    for pairs, process for steps."""
     center_coef: float = Field(0.0, ge=0)
     """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv
     2312.09244). 0: none."""
 
     @property
+    def process(self) -> bool:
+        """Whether it is a process reward model."""
+        return isinstance(self.data, StepsDataConfig)
+
+    @property
     def rows_per_unit(self) -> int:
-        """A pair is two rows."""
-        return 2
+        """A pair is two rows; step-labelled solutions are single rows."""
+        return 1 if self.process else 2
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        if self.data.label_key is not None:
-            yield (
-                f"data.label_key={self.data.label_key} says that rows are single responses, and a "
-                "reward model learns from pairs; remove it"
-            )
-        if self.loss == "log_exp" and self.data.margin_key is not None:
-            yield (
-                f"data.margin_key={self.data.margin_key} with loss=log_exp, which has no margin; "
-                "remove it, or use bradley_terry"
-            )
+        yield from reward_data_rules(
+            self.data, self.eval_data, loss=self.loss, centered=bool(self.center_coef)
+        )
 
 
 class PreferenceReferenceConfig(ReferenceConfig):

@@ -13,6 +13,9 @@ from burnish.config.base import Node
 from burnish.config.model import ModelConfig
 
 
+StepAggregation = Literal["min", "product", "last", "mean"]
+
+
 class _Reward(Node):
     name: str | None = None
     """Name in metrics and samples. None: made from the kind."""
@@ -43,8 +46,16 @@ class ModelReward(_Reward):
     micro_batch_size: int = Field(8, ge=1)
     """Rows per forward pass."""
     normalize: bool = False
-    """(score - mean) / std with the ``reward_mean`` and ``reward_std`` in the model's config, which
-    ``burnish rm`` with ``eval_data`` measures and ``burnish export`` writes."""
+    """(score - mean) / std with the ``reward_mean`` and ``reward_std`` in the model's config (of a
+    process reward model ``process_reward_stats``), which ``burnish rm`` with ``eval_data`` measures
+    and ``burnish export`` writes."""
+    step_aggregation: StepAggregation | None = None
+    """Process reward models (their config says ``process_reward``) give every step of a response a
+    probability, and this makes one score of them: the least, the product, the last, the mean. None:
+    min. Other models take none."""
+    step_separator: str | None = Field(None, min_length=1)
+    """Process reward models: text at which responses are split into steps. None: what the model was
+    trained with."""
 
 
 class MathReward(_Reward):

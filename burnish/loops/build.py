@@ -24,13 +24,16 @@ from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataC
 from burnish.config.model import CriticConfig, ModelConfig
 from burnish.config.rewards import ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
+from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.prompts import PromptStream, load_prompts
 from burnish.data.sft import SFTStream, load_rows
+from burnish.data.steps import StepsStream, load_solutions
 from burnish.data.unpaired import HalvesStream, UnpairedStream, load_judged
 from burnish.loops.evaluate import Evaluator
 from burnish.loops.objectives import (
     policy_objective,
+    process_objective,
     reward_model_objective,
     sft_objective,
     value_objective,
@@ -40,7 +43,7 @@ from burnish.loops.reference_cache import FILE as CACHE_FILE
 from burnish.loops.reference_cache import compute as compute_cache
 from burnish.loops.reference_cache import load as load_cache
 from burnish.loops.reference_cache import save as save_cache
-from burnish.loops.reward_model import measure_pairs
+from burnish.loops.reward_model import measure_pairs, measure_steps
 from burnish.loops.rl import RL
 from burnish.loops.sft import measure_sft
 from burnish.loops.supervised import Supervised
@@ -55,12 +58,14 @@ from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
 from burnish.train.base import HasLogprobs, Loss, Role, TrainEngine
 from burnish.train.torch import EngineSpec
-from burnish.types import Batch, Group, Prompt
+from burnish.types import Batch, Group, Prompt, Stats
 
 log = logging.getLogger("burnish")
 
 Functions = Mapping[str, Callable[..., Any]]
-Data = TypeVar("Data", PromptDataConfig, SFTDataConfig, PreferenceDataConfig)
+Data = TypeVar(
+    "Data", PromptDataConfig, SFTDataConfig, PreferenceDataConfig, PairsDataConfig, StepsDataConfig
+)
 WeightedRewards = Sequence[tuple[Reward, float]]
 
 
@@ -154,8 +159,9 @@ def build_supervised(
         engine=engine,
         loss=_supervised_loss(config),
         batch_size=plan.train_batch_size,
-        measure=measure_sft if sft else measure_pairs,
+        measure=_measure(config),
         eval_batch=eval_batch,
+        facts=_facts(config),
     )
     return parts, total
 
@@ -163,7 +169,25 @@ def build_supervised(
 def _supervised_loss(config: SFTConfig | RewardModelConfig) -> Loss:
     if isinstance(config, SFTConfig):
         return sft_objective()
-    return reward_model_objective(config.loss, center_coef=config.center_coef)
+    if config.process:
+        return process_objective()
+    return reward_model_objective(config.loss or "bradley_terry", center_coef=config.center_coef)
+
+
+def _measure(
+    config: SFTConfig | RewardModelConfig,
+) -> Callable[[TrainEngine, Batch], Stats]:
+    if isinstance(config, SFTConfig):
+        return measure_sft
+    return measure_steps if config.process else measure_pairs
+
+
+def _facts(config: SFTConfig | RewardModelConfig) -> dict[str, Any] | None:
+    """What the exports of a process reward model say of it."""
+    data = config.data
+    if not isinstance(data, StepsDataConfig):
+        return None
+    return {"process_reward": True, "step_separator": data.step_separator}
 
 
 def build_preference(
@@ -361,14 +385,19 @@ def _longest(config: EvalConfig | None, new_tokens: int) -> int:
 
 def _supervised_data(
     config: SFTConfig | RewardModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[SFTStream | PreferenceStream, Batch | None]:
+) -> tuple[SFTStream | PreferenceStream | StepsStream, Batch | None]:
+    """The training stream and all held-out rows."""
     if isinstance(config, SFTConfig):
         data = _within_positions(config.data, config.model)
         held_out = load_rows(config.eval_data, tokenizer) if config.eval_data else None
         return SFTStream(data, tokenizer, seed=config.seed), held_out
-    pairs_data = _within_positions(config.data, config.model)
-    pairs = load_pairs(config.eval_data, tokenizer) if config.eval_data else None
-    return PreferenceStream(pairs_data, tokenizer, seed=config.seed), pairs
+    own: StepsDataConfig | PairsDataConfig = _within_positions(config.data, config.model)
+    other = config.eval_data
+    if isinstance(own, StepsDataConfig):
+        solutions = load_solutions(other, tokenizer) if isinstance(other, StepsDataConfig) else None
+        return StepsStream(own, tokenizer, seed=config.seed), solutions
+    pairs = load_pairs(other, tokenizer) if isinstance(other, PairsDataConfig) else None
+    return PreferenceStream(own, tokenizer, seed=config.seed), pairs
 
 
 def _kl_controller(config: KlConfig) -> KlController:

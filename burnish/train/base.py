@@ -29,7 +29,7 @@ class Outputs:
     """[M] fp32: entropy in nats of the distribution token t was drawn from"""
     values: Tensor | None = None
     """[M] fp32. critic: value of the state in which action token t is chosen. reward: the score,
-    on the last token of each row"""
+    on the last token of each row (process reward models: of each step)"""
 
 
 @dataclass(frozen=True)

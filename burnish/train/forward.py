@@ -60,6 +60,9 @@ class Forward:
 
     def _reads(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[K] tokens whose hidden states are read, and [K] those that the answers are about."""
+        if self.role == "reward" and batch.step_labels is not None:
+            steps = batch.action_mask.nonzero()[:, 0]
+            return steps, steps
         if self.role == "reward":
             last = batch.offsets[1:].to(batch.tokens.device) - 1
             return last, last

@@ -21,6 +21,7 @@ from burnish.config.base import Node, PathText
 from burnish.config.cluster import COLOCATED, ClusterConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
+from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
 from burnish.config.rollout import (
     EvalConfig,
@@ -251,6 +252,8 @@ class RLConfig(TrainingJob):
     """Advantage, loss, KL."""
     critic: CriticConfig | None = None
     """Value model, for ``advantage: gae`` only. None with gae: defaults."""
+    ptx: PtxConfig | None = None
+    """Pre-training rows mixed into every update (PPO-ptx). None: none."""
     reference: ReferenceConfig | None = None
     """Reference model of the KL term. None with a KL term: the policy at the start."""
     train: RLTrainConfig
@@ -280,6 +283,7 @@ class RLConfig(TrainingJob):
         yield from team_rules(self.train, self.cluster)
         yield from self._advantage_rules()
         yield from self._kl_rules()
+        yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from sync_rules(self.sync, self.cluster.runtime)
         yield from _rollout_place_rules(self.cluster, self.rollout.engine)
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
@@ -312,6 +316,14 @@ class RLConfig(TrainingJob):
                 f"engine in {sampler}: their log-probs differ for the same weights, and the "
                 "update takes the difference for a change of the policy; leave rollout_dtype out "
                 "to use one format (the gap is measured at every step: train/mismatch_*)"
+            )
+
+        normed = [entry.name or entry.kind for entry in self.rewards if entry.running_norm]
+        if normed and self.eval is None and self.checkpoint.best_metric is None:
+            yield (
+                "checkpoint.best_metric is reward/mean where there is no eval, and running_norm "
+                f"measures {', '.join(normed)} in a mean that moves, so the best checkpoint would "
+                f"say little; set checkpoint.best_metric=reward/{normed[0]} (the plain score)"
             )
 
     def _advantage_rules(self) -> Iterator[str]:

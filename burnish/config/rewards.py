@@ -12,7 +12,6 @@ from pydantic import Field
 from burnish.config.base import Node
 from burnish.config.model import ModelConfig
 
-
 StepAggregation = Literal["min", "product", "last", "mean"]
 
 
@@ -21,6 +20,11 @@ class _Reward(Node):
     """Name in metrics and samples. None: made from the kind."""
     weight: float = 1.0
     """The total reward is the weighted sum of all rewards."""
+    running_norm: Literal["mean_std", "std"] | None = None
+    """Before its weight, measure this reward in its own mean and spread over the run: all scores so
+    far, those of the step included. mean_std: (score - mean) / std. std: score / std, which keeps
+    the sign. Kept in checkpoints. Metrics, samples, dynamic sampling and evaluation have the plain
+    score. None: the score as it is."""
 
 
 class FunctionReward(_Reward):
@@ -56,6 +60,13 @@ class ModelReward(_Reward):
     step_separator: str | None = Field(None, min_length=1)
     """Process reward models: text at which responses are split into steps. None: what the model was
     trained with."""
+
+    def rules(self) -> Iterator[str]:
+        if self.normalize and self.running_norm is not None:
+            yield (
+                f"normalize=true and running_norm={self.running_norm} measure the score twice; "
+                "choose one (normalize: as on the held-out rows of burnish rm)"
+            )
 
 
 class MathReward(_Reward):
@@ -181,10 +192,16 @@ class FailurePolicy(Node):
 
 
 class ShapingConfig(Node):
-    """Changes to the reward after the weighted sum, before any baseline."""
+    """Changes to the reward after the weighted sum, before any baseline.
+
+    The order of everything: each reward's score, its ``normalize`` (reward models), its
+    ``running_norm``, its ``weight``; the sum; ``reward_clip``; the penalties, which are not
+    clipped away."""
 
     reward_clip: float | None = Field(None, gt=0)
-    """Clip the reward to [-c, c]. None: no clipping."""
+    """Clip the weighted sum to [-c, c]. None: no clipping."""
+    length_penalty: float = Field(0.0, ge=0)
+    """Taken off for every token of a response (end token included). 0: length costs nothing."""
     truncation_penalty: float = Field(0.0, ge=0)
     """Taken off where the response hit the length limit."""
     overlong_buffer_len: int = Field(0, ge=0)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -39,6 +39,7 @@ from burnish.loops.objectives import (
     value_objective,
 )
 from burnish.loops.preference import measure_preferences, preference_objective, preparation
+from burnish.loops.ptx import Ptx, ptx_objective
 from burnish.loops.reference_cache import FILE as CACHE_FILE
 from burnish.loops.reference_cache import compute as compute_cache
 from burnish.loops.reference_cache import load as load_cache
@@ -78,6 +79,7 @@ def build_rl(
     data = _within_positions(config.data, config.model, new_tokens=new_tokens)
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
     held_out = _held_out(config.eval, config, runtime.tokenizer, new_tokens)
+    ptx = _ptx(config, runtime)
     scores = _rewards(config, runtime, functions)
     policy = runtime.language_model(_rl_spec(config, "policy"))
     longest = max(data.prompt_max_len + new_tokens, _longest(config.eval, new_tokens))
@@ -95,6 +97,7 @@ def build_rl(
         on_failure=config.on_reward_failure,
         shaping=config.shaping,
         generate_max_len=max_len,
+        running=_running(config, scores),
     )
     limit = config.observe.samples_per_step
     parts = RL(
@@ -118,12 +121,30 @@ def build_rl(
         reference=_reference(config, runtime, policy),
         critic=critic,
         value_loss=value_loss,
+        ptx=ptx,
     )
     if config.eval is None:
         return parts, None
     sampling = _eval_sampling(config.eval, config.rollout)
     eval_rollout = timed(rollout, runtime.timeline, {"generate": "eval"})
     return parts, _evaluator(config.eval, eval_rollout, scores, sampling, held_out, config, run_dir)
+
+
+def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["mean_std", "std"]]:
+    pairs = zip(config.rewards, scores, strict=True)
+    return {reward.name: e.running_norm for e, (reward, _) in pairs if e.running_norm is not None}
+
+
+def _ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
+    if config.ptx is None:
+        return None
+    data = _within_positions(config.ptx.data, config.model)
+    stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
+    return Ptx(
+        timed(stream, runtime.timeline, {"next": "data"}),
+        config.ptx.batch_size,
+        ptx_objective(config.ptx.ptx_coef),
+    )
 
 
 def build_evaluation(

@@ -7,7 +7,7 @@ import torch
 
 from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
-from burnish.loops.objectives import pair_scores, process_objective, step_stats
+from burnish.loops.objectives import pair_scores, process_objective
 from burnish.train.base import Outputs, TrainEngine
 from burnish.types import Batch, Stats
 

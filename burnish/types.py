@@ -121,6 +121,9 @@ class Batch:
     """Action tokens in the whole optimizer step."""
     num_sequences: int
     """Rows in the whole optimizer step."""
+    num_read_tokens: int = 0
+    """Tokens in the whole optimizer step, prompts included (only the balance of experts is measured
+    over all of them)."""
     rows_per_unit: int = 1
     """Rows that must stay in one micro-batch (2 for preference pairs: row 2i chosen, 2i + 1
     rejected)."""
@@ -182,7 +185,12 @@ class Batch:
 
     def with_global_counts(self) -> Batch:
         """This batch taken as a whole optimizer step: its own counts become the denominators."""
-        return replace(self, num_tokens=int(self.action_mask.sum()), num_sequences=self.num_rows)
+        return replace(
+            self,
+            num_tokens=int(self.action_mask.sum()),
+            num_sequences=self.num_rows,
+            num_read_tokens=self.tokens.numel(),
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         """Token arrays on ``device``; offsets and ids stay on the CPU, where indices are made."""
@@ -276,6 +284,7 @@ def rows_to_batch(
         group_ids=torch.tensor(ids, dtype=torch.int64),
         num_tokens=int(action_mask.sum()),
         num_sequences=len(rows),
+        num_read_tokens=int(offsets[-1]),
     )
 
 

@@ -38,6 +38,7 @@ from burnish.config.train import (
     RLTrainConfig,
     TrainConfig,
     engine_rules,
+    expert_rules,
     ranks_per_row,
     team_rules,
 )
@@ -105,6 +106,7 @@ class _SupervisedJob(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
+        yield from expert_rules(self.train, self.model)
         yield from team_rules(self.train, self.cluster)
 
 
@@ -280,6 +282,7 @@ class RLConfig(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
+        yield from expert_rules(self.train, self.model)
         yield from team_rules(self.train, self.cluster)
         yield from self._advantage_rules()
         yield from self._kl_rules()

@@ -37,6 +37,7 @@ from burnish.loops.objectives import (
     reward_model_objective,
     sft_objective,
     value_objective,
+    with_expert_balance,
 )
 from burnish.loops.preference import measure_preferences, preference_objective, preparation
 from burnish.loops.ptx import Ptx, ptx_objective
@@ -85,12 +86,7 @@ def build_rl(
     longest = max(data.prompt_max_len + new_tokens, _longest(config.eval, new_tokens))
     rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
     kl = _kl_controller(config.algorithm.kl)
-    critic, value_loss = None, None
-    if isinstance(config.algorithm.advantage, GaeAdvantage):
-        own = config.critic or CriticConfig()
-        spec = replace(_rl_spec(config, "critic"), model=own.model or config.model, lr=own.lr)
-        critic = runtime.scalar_model(spec, seed=config.seed)
-        value_loss = value_objective(value_clip=own.value_clip)
+    critic, value_loss = _critic(config, runtime)
     max_len = config.rollout.generate_max_len
     rewards = RewardSet(
         scores,
@@ -112,7 +108,10 @@ def build_rl(
             dynamic=config.rollout.dynamic_sampling,
         ),
         policy=policy,
-        policy_loss=policy_objective(config.algorithm, max_len=max_len, kl_coef=lambda: kl.coef),
+        policy_loss=with_expert_balance(
+            policy_objective(config.algorithm, max_len=max_len, kl_coef=lambda: kl.coef),
+            config.train.moe_aux_loss_coef,
+        ),
         kl=kl,
         sync=runtime.sync(policy, rollout, config.sync),
         keep_samples=lambda step, groups, advantages: _keep(
@@ -178,7 +177,7 @@ def build_supervised(
     parts = Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=engine,
-        loss=_supervised_loss(config),
+        loss=with_expert_balance(_supervised_loss(config), config.train.moe_aux_loss_coef),
         batch_size=plan.train_batch_size,
         measure=_measure(config),
         eval_batch=eval_batch,
@@ -230,7 +229,7 @@ def build_preference(
     parts = Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=policy,
-        loss=loss,
+        loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
         batch_size=config.batch_plan().train_batch_size,
         measure=measure_preferences(loss, prepare),
         eval_batch=held_out,
@@ -261,7 +260,8 @@ def _preference_engines(
         policy = runtime.language_model(spec, spans)
         reference = runtime.frozen_base(policy)
     else:
-        frozen = replace(spec, role="reference", model=own or model, trainable=False)
+        train = spec.train.model_copy(update={"moe_aux_loss_coef": 0.0})
+        frozen = replace(spec, role="reference", model=own or model, train=train, trainable=False)
         reference = runtime.language_model(frozen, {"logprobs": "reference"})
     if precompute:
         rows = [load_pairs(_within_positions(config.data, model), runtime.tokenizer)]
@@ -319,9 +319,12 @@ def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
     plan = config.batch_plan()
     updates = plan.optimizer_steps_per_rollout
     assert updates is not None
+    train = config.train
+    if role != "policy":
+        train = train.model_copy(update={"moe_aux_loss_coef": 0.0})
     return EngineSpec(
         role=role,
-        train=config.train,
+        train=train,
         model=config.model,
         micro_batch_size=plan.micro_train_batch_size,
         total_steps=config.max_steps * updates,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from burnish.algorithms import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, reduce
 from burnish.algorithms.correction import correction_weights, mismatch_stats
+from burnish.algorithms.experts import expert_loads, load_balancing_loss
 from burnish.algorithms.policy_losses import BY_ROW
 from burnish.algorithms.preference import centering
 from burnish.algorithms.process import step_cross_entropy
@@ -174,6 +175,33 @@ def step_stats(scores: Tensor, batch: Batch) -> Stats:
             "good_steps": ((good & mask).sum(), mask.sum()),
         }
     )
+
+
+def with_expert_balance(loss: Loss, coef: float) -> Loss:
+    """``loss`` + ``coef`` x the load-balancing loss of a mixture of experts; ``coef`` 0: ``loss``.
+
+    A micro-batch of m of the step's M tokens (prompts included) weighs m / M. The mean
+    probabilities in the loss are then those of the whole step; the loads are the micro-batch's own.
+    """
+    if not coef:
+        return loss
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        value, stats = loss(outputs, batch)
+        assert outputs.router_logits is not None, "the engine does not read the routers"
+        routed: dict[str, Any] = {"top_k": outputs.experts_per_token}
+        balance = load_balancing_loss(outputs.router_logits, **routed)
+        loads, count = expert_loads(outputs.router_logits, **routed), batch.tokens.numel()
+        found = Stats(
+            means={
+                "moe_aux_loss": (balance.detach() * count, count),
+                "moe_idle_experts": ((loads == 0).sum(), loads.numel()),
+            },
+            maxima={"moe_max_load": loads.max()},
+        )
+        return value + coef * count / batch.num_read_tokens * balance, stats + found
+
+    return objective
 
 
 def pair_scores(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:

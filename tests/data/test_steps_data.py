@@ -116,7 +116,7 @@ def test_the_column_of_steps_is_found_by_either_of_its_usual_names(config, token
 def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place(
     config, tokenizer, change, said
 ) -> None:
-    with pytest.raises(DataError, match="steps.jsonl") as caught:
+    with pytest.raises(DataError, match=r"steps\.jsonl") as caught:
         load_solutions(config([{**ROW, **change}]), tokenizer)
     assert said in str(caught.value)
 

@@ -214,12 +214,26 @@ class PreferenceConfig(_SupervisedJob):
         if kind == "kto":
             yield from self._kto_rules()
 
+    def advice(self) -> Iterator[str]:
+        own = self.reference is not None and self.reference.model is not None
+        if self.needs_reference and not own and self.model.scratch is not None:
+            yield _random_reference(f"loss={self.loss.kind}")
+
     def _kto_rules(self) -> Iterator[str]:
         if self.reference is not None and self.reference.precompute:
             yield (
                 "reference.precompute with loss=kto: its reference point needs the reference model "
                 "on rows that are made in every step; remove precompute"
             )
+        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+            if data is None or data.label_key is not None:
+                continue
+            for path in data.files_without_pairs():
+                yield (
+                    f"loss=kto without labels: {name}.label_key is not set, and {path} has no "
+                    f"columns {data.chosen_key!r} and {data.rejected_key!r} to make labels of; set "
+                    f"{name}.label_key to the column that says whether a response was liked"
+                )
         try:
             rows = self.batch_plan().train_batch_size
         except BatchError:
@@ -321,6 +335,9 @@ class RLConfig(TrainingJob):
                 "to use one format (the gap is measured at every step: train/mismatch_*)"
             )
 
+        own = self.reference is not None and self.reference.model is not None
+        if self.algorithm.kl.init_kl_coef and not own and self.model.scratch is not None:
+            yield _random_reference("algorithm.kl")
         normed = [entry.name or entry.kind for entry in self.rewards if entry.running_norm]
         if normed and self.eval is None and self.checkpoint.best_metric is None:
             yield (
@@ -416,6 +433,15 @@ def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
         gradient_accumulation_steps=train.gradient_accumulation_steps,
         data_parallel_size=max(1, cluster.policy_ranks // ranks_per_row(train)),
         token_budget=train.max_tokens_per_micro_batch is not None,
+    )
+
+
+def _random_reference(what: str) -> str:
+    """A reference that is needed and that nobody gave is the policy as it starts."""
+    return (
+        f"{what} measures against a reference model, none is given, and the policy as it starts "
+        "(model.scratch) has random weights; set reference.model.path, or begin from a trained "
+        "model"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from burnish.config.columns import missing_columns
 from burnish.config.data import DataConfig, PreferenceDataConfig
 
 STEP_KEYS = ("completions", "steps")
@@ -52,6 +53,8 @@ class StepsDataConfig(DataConfig):
         yield from super().rules()
         if self.steps_key == self.labels_key:
             yield f"steps_key and labels_key are both {self.labels_key!r}; give two columns"
+        wanted = {"labels_key": self.labels_key, "steps_key": self.steps_key}
+        yield from missing_columns(self.files, wanted)
 
 
 def _pairs_unless_named(value: Any) -> Any:

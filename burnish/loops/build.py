@@ -129,6 +129,15 @@ def build_rl(
     return parts, _evaluator(config.eval, eval_rollout, scores, sampling, held_out, config, run_dir)
 
 
+def _critic(config: RLConfig, runtime: Runtime) -> tuple[TrainEngine | None, Loss | None]:
+    if not isinstance(config.algorithm.advantage, GaeAdvantage):
+        return None, None
+    own = config.critic or CriticConfig()
+    spec = replace(_rl_spec(config, "critic"), model=own.model or config.model, lr=own.lr)
+    critic = runtime.scalar_model(spec, seed=config.seed)
+    return critic, value_objective(value_clip=own.value_clip)
+
+
 def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["mean_std", "std"]]:
     pairs = zip(config.rewards, scores, strict=True)
     return {reward.name: e.running_norm for e, (reward, _) in pairs if e.running_norm is not None}
@@ -415,11 +424,12 @@ def _supervised_data(
         data = _within_positions(config.data, config.model)
         held_out = load_rows(config.eval_data, tokenizer) if config.eval_data else None
         return SFTStream(data, tokenizer, seed=config.seed), held_out
-    own: StepsDataConfig | PairsDataConfig = _within_positions(config.data, config.model)
     other = config.eval_data
-    if isinstance(own, StepsDataConfig):
+    if isinstance(config.data, StepsDataConfig):
+        steps = _within_positions(config.data, config.model)
         solutions = load_solutions(other, tokenizer) if isinstance(other, StepsDataConfig) else None
-        return StepsStream(own, tokenizer, seed=config.seed), solutions
+        return StepsStream(steps, tokenizer, seed=config.seed), solutions
+    own = _within_positions(config.data, config.model)
     pairs = load_pairs(other, tokenizer) if isinstance(other, PairsDataConfig) else None
     return PreferenceStream(own, tokenizer, seed=config.seed), pairs
 

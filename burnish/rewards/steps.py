@@ -12,7 +12,7 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     separator, where there is text in front of it since the last one; and the last token of the
     response. What follows the last separator belongs to the step before it where it has no text of
     its own (an end token, spaces). A response of one step or of none has one place, T - 1."""
-    text = tokenizer.decode(ids, skip_special_tokens=True)
+    text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     ends: list[int] = []
     begin, pending = 0, False
     while (found := text.find(separator, begin)) >= 0:
@@ -33,8 +33,8 @@ def _token_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], length: in
     while low < high:
         middle = (low + high) // 2
         # Half a character decodes to a mark of its own, which is not yet the character.
-        text = tokenizer.decode(ids[: middle + 1], skip_special_tokens=True).rstrip("\ufffd")
-        if len(text) >= length:
+        text = str(tokenizer.decode(list(ids[: middle + 1]), skip_special_tokens=True))
+        if len(text.rstrip("\ufffd")) >= length:
             high = middle
         else:
             low = middle + 1

@@ -217,9 +217,9 @@ def _split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path
 def _dry_run_text(config: JobConfig) -> str:
     """The resolved recipe; the batch table stands above it as comments, so the whole is a recipe
     again."""
-    lines = [f"# warning: {warning}" for warning in config.warnings()]
+    lines: list[str] = []
     if isinstance(config, TrainingJob):
-        lines += [
+        lines = [
             f"# {n:<30} {value:>8}  {how}".rstrip()
             for n, value, how in batch_table(config.batch_plan())
         ]

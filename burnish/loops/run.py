@@ -203,8 +203,6 @@ def _run_supervised(
 def _run_evaluate(
     config: EvaluateConfig, run_dir: Path, functions: Mapping[str, Any], watch: MemoryWatch
 ) -> dict[str, float]:
-    for warning in config.warnings():
-        log.warning(warning)
     runtime = watch.runtime = _runtime(config, config.device, Timeline(peaks=watch.peaks))
     try:
         evaluator = build_evaluation(config, runtime, functions, run_dir)

@@ -34,7 +34,7 @@ from burnish.memory.watched import MEMORY_FILE, MEMORY_JSON
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
-from burnish.observe.progress import Progress, close_logging, setup_logging
+from burnish.observe.progress import FILE_ONLY, Progress, close_logging, setup_logging
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.observe.timeline import Timeline
@@ -216,8 +216,8 @@ class Session:
         StoppedError, once the step is saved, where a step says that going on makes no sense.
         """
         self._open(total_steps)
-        for warning in self.config.warnings():
-            log.warning(warning)
+        for warning in self.config.warnings():  # told when the recipe was loaded
+            log.warning(warning, extra=FILE_ONLY)
         self._survives(state, lambda: self._restore(state))
         # Only now is it sure that this recipe and the run in the folder belong together.
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))

@@ -159,6 +159,18 @@ def largest_rows(config: Any, role: ClusterRole, ranks: int, limit: int) -> tupl
         entry = model_reward(config)
         count = entry.micro_batch_size if entry is not None else REWARD_ROWS
         return alike(count, length, prompt, group=1)
+    rows = _update_rows(config, ranks, length, prompt)
+    if role != "policy" or not isinstance(config, RLConfig) or config.ptx is None:
+        return rows
+    other = min(config.ptx.data.max_len, limit)
+    budget, micro = config.train.max_tokens_per_micro_batch, config.batch_plan()
+    most = micro.micro_train_batch_size or max(1, (budget or other) // other)
+    mixed = alike(min(most, config.ptx.batch_size), other, 1, group=1)
+    return max(rows, mixed, key=lambda found: sum(row.length for row in found))
+
+
+def _update_rows(config: Any, ranks: int, length: int, prompt: int) -> tuple[Row, ...]:
+    """The largest micro-batch of the job's own rows."""
     unit = config.rows_per_unit
     plan = config.batch_plan()
     group = plan.n_samples_per_prompt if isinstance(config, RLConfig) else 1

@@ -191,6 +191,10 @@ def close_logging() -> None:
             _log.setLevel(logging.NOTSET)
 
 
+FILE_ONLY = {"file_only": True}
+"""``extra`` of log records that the terminal has had already."""
+
+
 class _RunLogHandler(logging.FileHandler):
     """The handler of run.log, told apart from handlers that a user adds."""
 
@@ -199,6 +203,8 @@ class _StderrHandler(logging.Handler):
     """Prints to whatever sys.stderr is now: a live bar replaces it to keep lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if "file_only" in vars(record):
+            return
         try:
             print(self.format(record), file=sys.stderr)
         except Exception:  # what logging asks of every handler: a log line never stops the program

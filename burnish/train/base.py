@@ -29,7 +29,12 @@ class Outputs:
     """[M] fp32: entropy in nats of the distribution token t was drawn from"""
     values: Tensor | None = None
     """[M] fp32. critic: value of the state in which action token t is chosen. reward: the score,
-    on the last token of each row"""
+    on the last token of each row (process reward models: of each step)"""
+    router_logits: Tensor | None = None
+    """[L, M, E]: what the routers of L layers say of every token, prompts included (mixtures of E
+    experts, in ``forward_backward`` where ``train.moe_aux_loss_coef`` is set)"""
+    experts_per_token: int = 0
+    """Experts that each token is sent to (where there are ``router_logits``)"""
 
 
 @dataclass(frozen=True)

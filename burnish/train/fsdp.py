@@ -264,7 +264,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         logprobs, entropy, values = self.root(compute)
         if batch.num_rows:
             return Outputs(logprobs, entropy, values)
-        return Outputs(*(None if t is None else t[:0] for t in (logprobs, entropy, values)))
+        none = [None if t is None else t[:0] for t in (logprobs, entropy, values)]
+        return Outputs(none[0], none[1], none[2])
 
     def _first_bad_here(self) -> str | None:
         """The micro-batches once more, watched, by all ranks together; what comes first in the

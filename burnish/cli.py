@@ -173,6 +173,18 @@ def preference(  # house: ok typer makes the options from the signature
 
 
 @app.command()
+def distill(  # house: ok typer makes the options from the signature
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    ray_address: RayAddress = None,
+    force: Force = False,
+) -> None:
+    """A student from a teacher's distribution over every token of given rows."""
+    _job("distill", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+
+
+@app.command()
 def rl(  # house: ok typer makes the options from the signature
     arguments: Arguments = None,
     dry_run: DryRun = False,

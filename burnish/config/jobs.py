@@ -30,6 +30,7 @@ from burnish.config.rollout import (
     VllmEngine,
 )
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
+from burnish.config.teacher import TeacherConfig, teacher_rules, without_rewards
 from burnish.config.train import (
     CheckpointConfig,
     ObserveConfig,
@@ -84,7 +85,9 @@ class TrainingJob(JobConfig):
         """The batch sizes after derivation. Raises BatchError."""
 
 
-class _SupervisedJob(TrainingJob):
+class SupervisedJob(TrainingJob):
+    """Fields of the jobs that learn from given rows."""
+
     train: TrainConfig
     """Batches, optimizer, schedule."""
     max_epochs: int = Field(1, ge=1)
@@ -106,7 +109,7 @@ class _SupervisedJob(TrainingJob):
         yield from team_rules(self.train, self.cluster)
 
 
-class SFTConfig(_SupervisedJob):
+class SFTConfig(SupervisedJob):
     """``burnish sft``: supervised fine-tuning on demonstrations."""
 
     job: Literal["sft"] = "sft"
@@ -117,7 +120,7 @@ class SFTConfig(_SupervisedJob):
     """Held-out demonstrations. None: no evaluation."""
 
 
-class RewardModelConfig(_SupervisedJob):
+class RewardModelConfig(SupervisedJob):
     """``burnish rm``: a reward model from preference pairs (Bradley-Terry)."""
 
     job: Literal["rm"] = "rm"
@@ -161,7 +164,7 @@ class PreferenceReferenceConfig(ReferenceConfig):
     and give the model's memory back. (kto needs it in every step.)"""
 
 
-class PreferenceConfig(_SupervisedJob):
+class PreferenceConfig(SupervisedJob):
     """``burnish preference``: a policy from preferences, without rollouts (DPO and its family)."""
 
     job: Literal["preference"] = "preference"
@@ -241,7 +244,8 @@ class RLConfig(TrainingJob):
     rollout: RolloutConfig
     """How responses are sampled."""
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
-    """What scores them; the total is the weighted sum."""
+    """What scores them; the total is the weighted sum. (None unless given where the advantage is
+    ``on_policy_distill``, with which they are only measured.)"""
     on_reward_failure: FailurePolicy = FailurePolicy()
     """What happens when a reward fails."""
     shaping: ShapingConfig = ShapingConfig()
@@ -252,6 +256,8 @@ class RLConfig(TrainingJob):
     """Value model, for ``advantage: gae`` only. None with gae: defaults."""
     reference: ReferenceConfig | None = None
     """Reference model of the KL term. None with a KL term: the policy at the start."""
+    teacher: TeacherConfig | None = None
+    """The model to learn from, for ``advantage: on_policy_distill`` only."""
     train: RLTrainConfig
     """Batches, optimizer, schedule."""
     sync: SyncConfig = LinkSync()
@@ -259,6 +265,8 @@ class RLConfig(TrainingJob):
     disk | object_store``, or a node with ``kind`` and its options."""
     eval: EvalConfig | None = None
     """Held-out evaluation. None: none."""
+
+    _no_rewards = model_validator(mode="before")(without_rewards)
 
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
@@ -279,6 +287,7 @@ class RLConfig(TrainingJob):
         yield from team_rules(self.train, self.cluster)
         yield from self._advantage_rules()
         yield from self._kl_rules()
+        yield from teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
         yield from _rollout_place_rules(self.cluster, self.rollout.engine)
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
@@ -382,15 +391,6 @@ class EvaluateConfig(JobConfig):
         if self.eval.generate_max_len is None:
             yield "eval.generate_max_len is not set, and this job has no rollout to take it from"
         yield from _rollout_place_rules(self.cluster, self.engine)
-
-
-JOBS: dict[str, type[JobConfig]] = {
-    "sft": SFTConfig,
-    "rm": RewardModelConfig,
-    "preference": PreferenceConfig,
-    "rl": RLConfig,
-    "evaluate": EvaluateConfig,
-}
 
 
 def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from burnish.config import (
+    DistillConfig,
     EvaluateConfig,
     JobConfig,
     PreferenceConfig,
@@ -23,9 +24,16 @@ from burnish.config import (
     SFTConfig,
     dump_yaml,
 )
+from burnish.config.jobs import SupervisedJob
 from burnish.config.model import PrecisionConfig
 from burnish.config.placement import places_of
-from burnish.loops.build import build_evaluation, build_preference, build_rl, build_supervised
+from burnish.loops.build import (
+    build_evaluation,
+    build_preference,
+    build_rl,
+    build_supervised,
+)
+from burnish.loops.build_distill import build_distill
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.session import RunError, Session, StoppedError, prepare_run_dir
 from burnish.loops.supervised import SupervisedState, supervised_eval, supervised_step
@@ -99,7 +107,7 @@ def _run_job(
         return _run_rl(config, run_dir, functions, watch)
     if isinstance(config, EvaluateConfig):
         return _run_evaluate(config, run_dir, functions, watch)
-    assert isinstance(config, (SFTConfig, RewardModelConfig, PreferenceConfig))
+    assert isinstance(config, SupervisedJob)
     return _run_supervised(config, run_dir, watch)
 
 
@@ -162,9 +170,7 @@ def _with_gap_warning(
     return measured
 
 
-def _run_supervised(
-    config: SFTConfig | RewardModelConfig | PreferenceConfig, run_dir: Path, watch: MemoryWatch
-) -> dict[str, float]:
+def _run_supervised(config: SupervisedJob, run_dir: Path, watch: MemoryWatch) -> dict[str, float]:
     with (
         Session(config, run_dir, best_metric="eval/loss", watch=watch) as session,
         ExitStack() as stack,
@@ -174,7 +180,10 @@ def _run_supervised(
         session.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
         if isinstance(config, PreferenceConfig):
             parts, total = build_preference(config, runtime, run_dir)
+        elif isinstance(config, DistillConfig):
+            parts, total = build_distill(config, runtime)
         else:
+            assert isinstance(config, (SFTConfig, RewardModelConfig))
             parts, total = build_supervised(config, runtime)
         held_out = parts.eval_batch is not None
         return session.run(

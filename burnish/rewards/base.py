@@ -261,6 +261,19 @@ class RewardSet:
         return Stats(means=own | totalled, sums=sums)
 
 
+class NoRewards(RewardSet):
+    """Where nothing is learned from rewards: every sample keeps NaN for one."""
+
+    def __init__(self) -> None:
+        self._rewards = ()
+
+    def score(self, groups: Sequence[Group]) -> Scored:
+        """The groups as they are; which share of their samples was cut off."""
+        cut = [s.finish_reason == "length" for group in groups for s in group.samples]
+        means: dict[str, tuple[Number, Number]] = {"rollout/truncated_frac": (sum(cut), len(cut))}
+        return Scored(tuple(groups), (), Stats(means=means))
+
+
 def describe(item: RewardInput) -> str:
     """Which sample, with excerpts of its prompt, response and label, for an error message."""
     return (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burnish.types import Batch, Stats
 
-Role = Literal["policy", "critic", "reference", "reward"]
+Role = Literal["policy", "critic", "reference", "reward", "teacher"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,18 @@ class Outputs:
     values: Tensor | None = None
     """[M] fp32. critic: value of the state in which action token t is chosen. reward: the score,
     on the last token of each row"""
+    divergence: Tensor | None = None
+    """[M] fp32: between the teacher's and this model's distribution of token t, in nats"""
+    teacher_kl: Tensor | None = None
+    """[M] fp32: KL(teacher || this model), without gradient"""
+    agreement: Tensor | None = None
+    """[M] fp32: 1 where both models think the same token the most likely"""
+    states: Tensor | None = None
+    """[M, H] in the compute format: last hidden state before token t, for others to read"""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in the order of the fields."""
+        return tuple(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,15 @@ class HasLogprobs(Protocol):
         ...
 
 
+class HasStates(Protocol):
+    """All that learning from a teacher's whole distribution needs of the teacher."""
+
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] last hidden states from which action token t is predicted (0 elsewhere), without
+        gradient, in the engine's compute format."""
+        ...
+
+
 class TrainEngine(Protocol):
     """One model in one role."""
 
@@ -108,9 +129,18 @@ class TrainEngine(Protocol):
         gradient."""
         ...
 
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] last hidden states from which action token t is predicted, without gradient, in
+        the compute format (language models only)."""
+        ...
+
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch`` (split into micro-batches) to what is
         accumulated."""
+        ...
+
+    def measure(self, batch: Batch, loss: Loss) -> Stats:
+        """What ``loss`` measures over ``batch``, without gradient."""
         ...
 
     def optim_step(self) -> StepStats:

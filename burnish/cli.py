@@ -140,6 +140,7 @@ _RESUMABLE = {
     "sft": "Supervised fine-tuning on demonstrations.",
     "rm": "A reward model from preference pairs.",
     "preference": "A policy from preferences, without rollouts: DPO and its family.",
+    "distill": "A student from a teacher's distribution over every token of given rows.",
     "rl": "Reinforcement learning from rewards: PPO, GRPO and their family.",
     "generate": "Answers to a file of prompts: all, the best, or pairs; data for the next job.",
 }

@@ -133,6 +133,11 @@ class Batch:
     """[M] fp32"""
     ref_logprobs: Tensor | None = None
     """[M] fp32"""
+    teacher_logprobs: Tensor | None = None
+    """[M] fp32"""
+    teacher_states: Tensor | None = None
+    """[M, H] in the teacher's format: its last hidden state before token t (only the job distill
+    uses them)"""
     advantages: Tensor | None = None
     """[M] fp32"""
     values: Tensor | None = None

@@ -54,13 +54,24 @@ class ReinforceAdvantage(Node):
     """Shift and scale the advantages of the whole rollout batch to mean 0 and variance 1."""
 
 
-def _name_to_node(value: Any) -> Any:
+class OnPolicyDistillAdvantage(Node):
+    """What a teacher would rather have said, token by token: its log-prob minus the policy's. Needs
+    a ``teacher``, no rewards, no groups."""
+
+    kind: Literal["on_policy_distill"]
+
+
+def name_to_node(value: Any) -> Any:
+    """``dpo`` -> ``{kind: dpo}``: a variant may be named alone."""
     return {"kind": value} if isinstance(value, str) else value
 
 
 AdvantageConfig = Annotated[
-    Annotated[GroupAdvantage | GaeAdvantage | ReinforceAdvantage, Field(discriminator="kind")],
-    BeforeValidator(_name_to_node),
+    Annotated[
+        GroupAdvantage | GaeAdvantage | ReinforceAdvantage | OnPolicyDistillAdvantage,
+        Field(discriminator="kind"),
+    ],
+    BeforeValidator(name_to_node),
 ]
 
 
@@ -108,7 +119,7 @@ class ReinforceLoss(Node):
 
 PolicyLossConfig = Annotated[
     Annotated[PpoLoss | GspoLoss | CispoLoss | ReinforceLoss, Field(discriminator="kind")],
-    BeforeValidator(_name_to_node),
+    BeforeValidator(name_to_node),
 ]
 
 
@@ -169,8 +180,8 @@ class AlgorithmConfig(Node):
     """One RL algorithm = an advantage + a policy loss + an aggregation + a KL term."""
 
     advantage: AdvantageConfig = GroupAdvantage(kind="grpo")
-    """``grpo | dr_grpo | rloo | opo | gae | reinforce_pp | reinforce_pp_baseline``, or a node with
-    ``kind`` and its options."""
+    """``grpo | dr_grpo | rloo | opo | gae | reinforce_pp | reinforce_pp_baseline |
+    on_policy_distill``, or a node with ``kind`` and its options."""
     policy_loss: PolicyLossConfig = PpoLoss()
     """``ppo | gspo | cispo | reinforce``, or a node with ``kind`` and its options."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = "token_mean"
@@ -249,5 +260,5 @@ PreferenceLossConfig = Annotated[
     Annotated[
         DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss | KtoLoss, Field(discriminator="kind")
     ],
-    BeforeValidator(_name_to_node),
+    BeforeValidator(name_to_node),
 ]

@@ -33,6 +33,7 @@ from burnish.config.rollout import (
 )
 from burnish.config.steps import RewardDataConfig, StepsDataConfig, reward_data_rules
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
+from burnish.config.teacher import TeacherConfig, teacher_rules, without_rewards
 from burnish.config.train import (
     CheckpointConfig,
     ObserveConfig,
@@ -88,7 +89,9 @@ class TrainingJob(JobConfig):
         """The batch sizes after derivation. Raises BatchError."""
 
 
-class _SupervisedJob(TrainingJob):
+class SupervisedJob(TrainingJob):
+    """Fields of the jobs that learn from given rows."""
+
     train: TrainConfig
     """Batches, optimizer, schedule."""
     max_epochs: int = Field(1, ge=1)
@@ -111,7 +114,7 @@ class _SupervisedJob(TrainingJob):
         yield from team_rules(self.train, self.cluster)
 
 
-class SFTConfig(_SupervisedJob):
+class SFTConfig(SupervisedJob):
     """``burnish sft``: supervised fine-tuning on demonstrations."""
 
     job: Literal["sft"] = "sft"
@@ -122,7 +125,7 @@ class SFTConfig(_SupervisedJob):
     """Held-out demonstrations. None: no evaluation."""
 
 
-class RewardModelConfig(_SupervisedJob):
+class RewardModelConfig(SupervisedJob):
     """``burnish rm``: a reward model from preference pairs (Bradley-Terry), or a process reward
     model from solutions with a label on every step."""
 
@@ -166,7 +169,7 @@ class PreferenceReferenceConfig(ReferenceConfig):
     and give the model's memory back. (kto needs it in every step.)"""
 
 
-class PreferenceConfig(_SupervisedJob):
+class PreferenceConfig(SupervisedJob):
     """``burnish preference``: a policy from preferences, without rollouts (DPO and its family)."""
 
     job: Literal["preference"] = "preference"
@@ -260,7 +263,8 @@ class RLConfig(TrainingJob):
     rollout: RolloutConfig
     """How responses are sampled."""
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
-    """What scores them; the total is the weighted sum."""
+    """What scores them; the total is the weighted sum. (None unless given where the advantage is
+    ``on_policy_distill``, with which they are only measured.)"""
     on_reward_failure: FailurePolicy = FailurePolicy()
     """What happens when a reward fails."""
     shaping: ShapingConfig = ShapingConfig()
@@ -273,6 +277,8 @@ class RLConfig(TrainingJob):
     """Pre-training rows mixed into every update (PPO-ptx). None: none."""
     reference: ReferenceConfig | None = None
     """Reference model of the KL term. None with a KL term: the policy at the start."""
+    teacher: TeacherConfig | None = None
+    """The model to learn from, for ``advantage: on_policy_distill`` only."""
     train: RLTrainConfig
     """Batches, optimizer, schedule."""
     sync: SyncConfig = LinkSync()
@@ -280,6 +286,8 @@ class RLConfig(TrainingJob):
     disk | object_store``, or a node with ``kind`` and its options."""
     eval: EvalConfig | None = None
     """Held-out evaluation. None: none."""
+
+    _no_rewards = model_validator(mode="before")(without_rewards)
 
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
@@ -302,6 +310,7 @@ class RLConfig(TrainingJob):
         yield from self._advantage_rules()
         yield from self._kl_rules()
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
+        yield from teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
         yield from _rollout_place_rules(self.cluster, self.rollout.engine)
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
@@ -433,16 +442,6 @@ class GenerateConfig(GenerateFields, InferenceJob):
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         yield from _rollout_place_rules(self.cluster, self.rollout.engine)
-
-
-JOBS: dict[str, type[JobConfig]] = {
-    "sft": SFTConfig,
-    "rm": RewardModelConfig,
-    "preference": PreferenceConfig,
-    "rl": RLConfig,
-    "evaluate": EvaluateConfig,
-    "generate": GenerateConfig,
-}
 
 
 def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from burnish.config.base import Node
 from burnish.config.explain import explain, nearest
-from burnish.config.jobs import JOBS, JobConfig
+from burnish.config.jobs import JobConfig
 from burnish.config.overrides import OverrideError, RecipeLoader, apply_override
+from burnish.config.registry import JOBS
 
 _log = logging.getLogger("burnish")
 

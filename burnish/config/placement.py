@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from burnish.config.algorithm import GaeAdvantage
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
+from burnish.config.distill import DistillConfig
 from burnish.config.jobs import (
     EvaluateConfig,
     GenerateConfig,
@@ -45,6 +46,8 @@ def roles_of(config: JobConfig) -> list[ClusterRole]:
         return ["policy"]
     if isinstance(config, RewardModelConfig):
         return ["reward"]
+    if isinstance(config, DistillConfig):
+        return ["policy", "teacher"]
     if isinstance(config, PreferenceConfig):
         own = config.reference is not None and config.reference.model is not None
         apart = config.needs_reference and (config.model.lora is None or own)
@@ -61,6 +64,8 @@ def roles_of(config: JobConfig) -> list[ClusterRole]:
     own_reference = config.reference is not None and config.reference.model is not None
     if config.algorithm.kl.init_kl_coef and (config.model.lora is None or own_reference):
         roles.append("reference")
+    if config.teacher is not None:
+        roles.append("teacher")
     return roles
 
 

@@ -281,7 +281,7 @@ def team_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
     if not isinstance(train.engine, TorchEngine):
         return
     size = train.engine.ranks_per_row
-    roles: tuple[ClusterRole, ...] = ("policy", "reference", "critic")
+    roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic")
     given = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
     told: set[int] = set()
     for name, ranks in given.items():

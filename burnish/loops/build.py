@@ -22,6 +22,7 @@ from burnish.config import (
 )
 from burnish.config.algorithm import GaeAdvantage, KlConfig, KtoLoss
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.jobs import SupervisedJob
 from burnish.config.model import CriticConfig, ModelConfig
 from burnish.config.rewards import ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
@@ -32,6 +33,7 @@ from burnish.data.questions import Questions
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.steps import StepsStream, load_solutions
 from burnish.data.unpaired import HalvesStream, UnpairedStream, load_judged
+from burnish.loops.distill import Teacher, make_teacher
 from burnish.loops.evaluate import Evaluator
 from burnish.loops.generate import Generation
 from burnish.loops.objectives import (
@@ -91,13 +93,7 @@ def build_rl(
     kl = _kl_controller(config.algorithm.kl)
     critic, value_loss = _critic(config, runtime)
     max_len = config.rollout.generate_max_len
-    rewards = RewardSet(
-        scores,
-        on_failure=config.on_reward_failure,
-        shaping=config.shaping,
-        generate_max_len=max_len,
-        running=_running(config, scores),
-    )
+    rewards = _reward_set(scores, config, max_len)
     limit = config.observe.samples_per_step
     parts = RL(
         config=config,
@@ -121,6 +117,7 @@ def build_rl(
             run_dir, step, groups, advantages=advantages, limit=limit
         ),
         reference=_reference(config, runtime, policy),
+        teacher=_teacher(config, runtime),
         critic=critic,
         value_loss=value_loss,
         ptx=ptx,
@@ -318,17 +315,13 @@ def _preference_engines(
     return reference, policy or runtime.language_model(spec, spans)
 
 
-def _supervised_steps(
-    config: SFTConfig | RewardModelConfig | PreferenceConfig, num_rows: int
-) -> int:
+def _supervised_steps(config: SupervisedJob, num_rows: int) -> int:
     size = config.batch_plan().train_batch_size
     by_epochs = max(1, num_rows * config.max_epochs // size)
     return min(by_epochs, config.max_steps or by_epochs)
 
 
-def _supervised_spec(
-    config: SFTConfig | RewardModelConfig | PreferenceConfig, role: Role, total_steps: int
-) -> EngineSpec:
+def _supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> EngineSpec:
     return EngineSpec(
         role=role,
         train=config.train,
@@ -386,6 +379,25 @@ def _reference(config: RLConfig, runtime: Runtime, policy: TrainEngine) -> HasLo
         return runtime.frozen_base(policy)
     spec = replace(_rl_spec(config, "reference"), model=own or config.model)
     return runtime.language_model(spec, {"logprobs": "reference"})
+
+
+def _teacher(config: RLConfig, runtime: Runtime) -> Teacher | None:
+    if config.teacher is None:
+        return None
+    spec = _rl_spec(config, "teacher")
+    return make_teacher(config.teacher, config.model, spec, runtime)
+
+
+def _reward_set(scores: WeightedRewards, config: RLConfig, max_len: int) -> RewardSet:
+    if not scores:
+        return NoRewards()
+    return RewardSet(
+        scores,
+        on_failure=config.on_reward_failure,
+        shaping=config.shaping,
+        generate_max_len=max_len,
+        running=_running(config, scores),
+    )
 
 
 def _rewards(

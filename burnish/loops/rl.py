@@ -21,6 +21,7 @@ from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.data.prompts import PromptStream
 from burnish.loops.credit import assign_advantages
+from burnish.loops.distill import Teacher, teacher_stats
 from burnish.loops.ptx import Ptx
 from burnish.loops.session import StoppedError
 from burnish.rollout.runner import Runner
@@ -45,6 +46,7 @@ class RL:
     keep_samples: Callable[[int, Sequence[Group], dict[str, float]], None]
     """(step, groups, sample id -> advantage): where samples are written for people to see."""
     reference: HasLogprobs | None = None
+    teacher: Teacher | None = None
     critic: TrainEngine | None = None
     value_loss: Loss | None = None
     ptx: Ptx | None = None
@@ -55,6 +57,7 @@ def rl_step(run: RL, step: int) -> Metrics:
     rollout = run.runner.fill(run.prompts.next, run.config.rollout.rollout_batch_size)
     batch = groups_to_batch(rollout.groups)
     batch = with_reference(batch, run.reference)
+    batch = batch if run.teacher is None else run.teacher.judge(batch)
     batch = with_old_policy(batch, run)
     batch = assign_advantages(batch, run.config.algorithm, kl_coef=run.kl.coef)
     run.keep_samples(step, rollout.groups, advantage_by_sample(rollout.groups, batch))
@@ -72,6 +75,7 @@ def rl_step(run: RL, step: int) -> Metrics:
 
     metrics = rollout.stats.floats() | batch_metrics(batch) | updates.metrics()
     metrics |= handed_over | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
+    metrics |= teacher_stats(batch)
     run.kl.update(metrics.get("train/kl", 0.0), batch.num_rows)
     return updates.checked(metrics)
 
@@ -87,13 +91,13 @@ def with_old_policy(batch: Batch, run: RL) -> Batch:
     """The batch with what the models say before the update.
 
     ``old_logprobs`` are computed only where they differ from the log-probs of the update itself
-    (several updates on one rollout) or are needed before it (KL in the reward); ``values`` where
-    there is a critic.
+    (several updates on one rollout) or are needed before it (KL in the reward, or a teacher to
+    compare them with); ``values`` where there is a critic.
     """
     algorithm = run.config.algorithm
     several = (run.config.batch_plan().optimizer_steps_per_rollout or 1) > 1
     kl_in_reward = run.reference is not None and algorithm.kl.placement == "reward"
-    if several or kl_in_reward:
+    if several or kl_in_reward or run.teacher is not None:
         batch = replace(batch, old_logprobs=run.policy.logprobs(batch))
     if run.critic is not None:
         batch = replace(batch, values=run.critic.values(batch))
@@ -196,8 +200,11 @@ def step_metrics(steps: Sequence[StepStats]) -> Metrics:
 
 
 def batch_metrics(batch: Batch) -> Metrics:
-    """Spread of the rewards of one rollout (their mean comes with the scores)."""
+    """Spread of the rewards of one rollout (their mean comes with the scores). Nothing where there
+    are none."""
     assert batch.rewards is not None
+    if bool(batch.rewards.isnan().any()):
+        return {}
     return {"reward/std": float(batch.rewards.std()) if batch.num_rows > 1 else 0.0}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config import (
+    DistillConfig,
     EvaluateConfig,
     GenerateConfig,
     JobConfig,
@@ -20,6 +21,7 @@ from burnish.config import (
     SFTConfig,
     dump_yaml,
 )
+from burnish.config.jobs import SupervisedJob
 from burnish.config.model import PrecisionConfig
 from burnish.config.placement import places_of
 from burnish.loops.build import (
@@ -29,6 +31,7 @@ from burnish.loops.build import (
     build_rl,
     build_supervised,
 )
+from burnish.loops.build_distill import build_distill
 from burnish.loops.generate import GenerateRun, check_output, check_same_recipe, finished
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.session import (
@@ -119,7 +122,7 @@ def _run_job(
         return _run_evaluate(config, run_dir, functions, watch)
     if isinstance(config, GenerateConfig):
         return _run_generate(config, run_dir, functions, watch)
-    assert isinstance(config, (SFTConfig, RewardModelConfig, PreferenceConfig))
+    assert isinstance(config, SupervisedJob)
     return _run_supervised(config, run_dir, watch)
 
 
@@ -176,9 +179,7 @@ def _with_gap_warning(
     return measured
 
 
-def _run_supervised(
-    config: SFTConfig | RewardModelConfig | PreferenceConfig, run_dir: Path, watch: MemoryWatch
-) -> dict[str, float]:
+def _run_supervised(config: SupervisedJob, run_dir: Path, watch: MemoryWatch) -> dict[str, float]:
     with (
         Session(config, run_dir, best_metric="eval/loss", watch=watch) as session,
         ExitStack() as stack,
@@ -188,7 +189,10 @@ def _run_supervised(
         session.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
         if isinstance(config, PreferenceConfig):
             parts, total = build_preference(config, runtime, run_dir)
+        elif isinstance(config, DistillConfig):
+            parts, total = build_distill(config, runtime)
         else:
+            assert isinstance(config, (SFTConfig, RewardModelConfig))
             parts, total = build_supervised(config, runtime)
         held_out = parts.eval_batch is not None
         return session.run(

@@ -306,9 +306,11 @@ def _about_attention(roles: Iterable[RoleMemory]) -> Iterable[str]:
 def _unknown_models(config: Any) -> Iterable[str]:
     parts = vars(config)
     critic, reference = parts.get("critic"), parts.get("reference")
+    teacher = parts.get("teacher")
     rewards = [r.model for r in parts.get("rewards") or () if isinstance(r, ModelReward)]
     named = [("the critic", critic.model if critic is not None else None)]
     named += [("the reference", reference.model if reference is not None else None)]
+    named += [("the teacher", teacher.model if teacher is not None else None)]
     named += [("the reward model", model) for model in rewards]
     for what, model in named:
         if model is not None and known_or(model, config.model) is not model:

@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from burnish.config.cluster import ClusterRole
+from burnish.config.distill import DistillConfig
 from burnish.config.jobs import InferenceJob, RewardModelConfig, RLConfig
-from burnish.config.model import CriticConfig, ModelConfig
+from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig
 from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.memory import model_state
 from burnish.memory.activations import Peaks
 from burnish.memory.cut import part_of
+from burnish.memory.lesson import lesson_head, with_lesson
 from burnish.memory.model_state import EngineSetup, Item
 from burnish.memory.passes import Pass, Row
 from burnish.memory.plan import PHASES
@@ -33,16 +35,17 @@ from burnish.memory.shapes import shape_of
 
 
 def train_role(context: Context, role: ClusterRole) -> RoleMemory:
-    """Policy, reference, critic or reward model."""
+    """Policy, reference, teacher, critic or reward model."""
     setup, rows = setup_of(context.config, role, context.ranks(role), context.assume)
     passes = _passes(context, setup, role, rows)
     peaks, notes, guessed = {}, [], 0.0
     for name, work in passes.items():
         found, extra, note = peaks_of(setup, work, context.over["fallback_margin"])
-        peaks[name] = found
+        peaks[name] = with_lesson(context.config, found, work) if role == "policy" else found
         guessed = max(guessed, extra)
         notes += [f"{role}: {note}"] if note else []
     always = (*overhead(context, context.ranks(role)), *model_state.state(setup))
+    always += lesson_head(context.config) if role == "policy" else ()
     passing = {
         name: _in_pass(setup, peaks[name], accumulates=work.accumulates)
         for name, work in passes.items()
@@ -89,7 +92,7 @@ def setup_of(
         shape=part or shape,
         uncut=shape if part is not None and parts > 1 else None,
         train=train,
-        precision=config.precision,
+        precision=_precision_of(config, role),
         ranks=max(1, ranks // parts),
         trainable=trainable,
         unreleased_gathers="unreleased-gathers" in assume
@@ -97,6 +100,13 @@ def setup_of(
         and train.gradient_checkpointing,
     )
     return setup, _stretches(largest_rows(config, role, ranks, positions(shape)), train)
+
+
+def _precision_of(config: Any, role: ClusterRole) -> PrecisionConfig:
+    own: PrecisionConfig = config.precision
+    if role == "teacher" and config.teacher.dtype is not None:
+        own = PrecisionConfig(dtype=config.teacher.dtype)
+    return own
 
 
 def _stretches(rows: tuple[Row, ...], train: TrainConfig) -> tuple[Row, ...]:
@@ -135,6 +145,8 @@ def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
     if role == "reference":
         own = config.reference.model if config.reference is not None else None
         return known_or(own, config.model), False, False
+    if role == "teacher":
+        return known_or(config.teacher.model, config.model), False, False
     if isinstance(config, RewardModelConfig):
         return config.model, True, True
     entry = model_reward(config)
@@ -203,6 +215,7 @@ def _passes(
         chunk_tokens=train.logprob_chunk_tokens,
         grad_accum_dtype=setup.precision.grad_accum_dtype,
         lora=model_of(config, role)[0].lora,
+        states=role == "teacher" and isinstance(config, DistillConfig),
         device=context.hardware.device,
     )
     passes: dict[str, Pass] = {}
@@ -223,6 +236,8 @@ def _needs_old_policy(config: Any, role: ClusterRole) -> bool:
     """As ``loops/rl.with_old_policy``; a LoRA policy is its own reference too."""
     if role != "policy" or not isinstance(config, RLConfig):
         return False
+    if config.teacher is not None:
+        return True
     kl = config.algorithm.kl
     several = (config.batch_plan().optimizer_steps_per_rollout or 1) > 1
     return several or bool(kl.init_kl_coef and (kl.placement == "reward" or config.model.lora))

@@ -46,6 +46,7 @@ _JOBS = {
     "rl": "Reinforcement learning",
     "sft": "Supervised fine-tuning",
     "rm": "Reward model",
+    "distill": "Distillation",
     "evaluate": "Evaluation",
     "generate": "Generation",
 }

@@ -35,6 +35,8 @@ CHARTS = (
     Chart(LEARNING, "Held-out pass rate", "fraction", ("eval/pass@*",)),
     Chart(LEARNING, "Mean reward", "per response", ("reward/mean",)),
     Chart(LEARNING, "Loss", "", ("train/loss", "eval/loss")),
+    Chart(LEARNING, "KL to the teacher", "nats per token", ("train/teacher_kl", "eval/teacher_kl")),
+    Chart(LEARNING, "Most likely token as the teacher's", "fraction", ("*/agreement",)),
     Chart(LEARNING, "Pairs ranked right", "fraction", ("train/accuracy", "eval/accuracy")),
     Chart(LEARNING, "Steps judged right", "fraction", ("*/step_accuracy", "*/*_step_accuracy")),
     Chart(LEARNING, "Solutions with every step judged right", "fraction", ("*/row_exact",)),

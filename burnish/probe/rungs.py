@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.config.cluster import ClusterRole
+from burnish.config.distill import DistillConfig
 from burnish.config.jobs import (
     JobConfig,
     PreferenceConfig,
@@ -44,6 +45,10 @@ class Rung:
 
 def ladder(config: JobConfig, hardware: Hardware) -> list[Rung]:
     """All rungs, the smallest first. Raises PlanError for a job that cannot be probed."""
+    if isinstance(config, DistillConfig):
+        raise PlanError(
+            "--probe does not run the teacher that a distillation needs; leave it out for the plan"
+        )
     if not isinstance(config, (RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig)):
         raise PlanError(
             f"--probe trains a model, and the job {config.job} has none; leave it out for the plan"

@@ -290,14 +290,17 @@ class RewardSet:
 
 
 class NoRewards(RewardSet):
-    """For batch inference without rewards: groups come back as they are."""
+    """Where nothing is learned from rewards (distillation, batch inference): groups come back as
+    they are, every sample with NaN for a reward."""
 
     def __init__(self) -> None:
         self._rewards = ()
 
     def score(self, groups: Sequence[Group]) -> Scored:
-        """``groups``, without a reward."""
-        return Scored(tuple(groups), (), Stats())
+        """The groups as they are; which share of their samples was cut off."""
+        cut = [s.finish_reason == "length" for group in groups for s in group.samples]
+        means: dict[str, tuple[Number, Number]] = {"rollout/truncated_frac": (sum(cut), len(cut))}
+        return Scored(tuple(groups), (), Stats(means=means))
 
 
 def describe(item: RewardInput) -> str:

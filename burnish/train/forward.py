@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from burnish.config.train import TrainConfig
 from burnish.models.attention import NO_MASK, PackedPlan
+from burnish.models.distill import Lesson, taught_logprobs
 from burnish.models.load import ModelError
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.ulysses import SpreadPlan
@@ -48,7 +49,9 @@ class Forward:
         """The output projection, or the value head."""
         self.experts_per_token = experts_per_token(self.body) if train.moe_aux_loss_coef else 0
         """Above 0: passes with gradient also give what the routers say."""
-        self.ask_head: Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]] = self.read_head
+        self.ask_head: Callable[..., tuple[Tensor, ...]] = self.read_head
+        self.lesson: Lesson | None = None
+        """What a student is measured against, in batches that have a teacher's states."""
 
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         """Outputs [M] fp32 in line with the batch's tokens."""
@@ -66,15 +69,25 @@ class Forward:
             experts_per_token=self.experts_per_token,
         )
 
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] the hidden states from which action tokens are predicted."""
+        return self._compute(batch, arrange(batch, self.layout), with_entropy=None)[0]
+
+    def no_states(self, batch: Batch, dtype: torch.dtype) -> Tensor:
+        """[M, H] zeros, to put states into, on the CPU."""
+        width = int(self.body.config.get_text_config().hidden_size)
+        return torch.zeros(batch.tokens.numel(), width, dtype=dtype)
+
     def _compute(
-        self, batch: Batch, arranged: Arranged, *, with_entropy: bool
+        self, batch: Batch, arranged: Arranged, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
-        """[M] values, or log-probs and perhaps entropies."""
+        """What the head says, in line with the tokens; ``with_entropy`` None: what it would have
+        read."""
         hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
         return self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
 
     def _read(
-        self, batch: Batch, hidden: Tensor, place: Tensor, *, with_entropy: bool
+        self, batch: Batch, hidden: Tensor, place: Tensor, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
         read, target = self._reads(batch)
         return self._ask(batch, hidden[place[read]], target, with_entropy=with_entropy)
@@ -90,29 +103,44 @@ class Forward:
         return read_and_target(batch)
 
     def _ask(
-        self, batch: Batch, hidden: Tensor, target: Tensor, *, with_entropy: bool
+        self, batch: Batch, hidden: Tensor, target: Tensor, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
         """What the head says about ``hidden`` [K, H], in line with the batch's tokens."""
-        found = self.ask_head(hidden, batch.tokens[target], with_entropy)
+        if with_entropy is None:
+            return (_in_line(hidden, target, batch),)
+        states = None if batch.teacher_states is None else batch.teacher_states[target]
+        found = self.ask_head(hidden, batch.tokens[target], with_entropy, states)
         return tuple(_in_line(values, target, batch) for values in found)
 
     def named(self, tensors: tuple[Tensor, ...]) -> Outputs:
-        """Values, or log-probs and perhaps entropies, by their names."""
+        """Values, or log-probs and perhaps entropies or what a teacher's states were for, by their
+        names."""
         if self.scalar:
             return Outputs(values=tensors[0])
+        if len(tensors) == 4:
+            logprobs, divergence, kl, agreement = tensors
+            return Outputs(logprobs, divergence=divergence, teacher_kl=kl, agreement=agreement)
         return Outputs(logprobs=tensors[0], entropy=tensors[1] if len(tensors) > 1 else None)
 
     def read_head(
-        self, hidden: Tensor, targets: Tensor, with_entropy: bool = False
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        with_entropy: bool = False,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """[K] values of ``hidden`` [K, H]; or log-probs of ``targets`` [K] and, on request,
-        entropies."""
+        entropies, or with a teacher's ``states`` [K, H'] the four tensors of ``Taught``."""
         weight: Tensor = self.head.weight
         bias: Tensor | None = self.head.bias
         if self.scalar:  # in fp32: advantages and margins are differences of these numbers
             wide = None if bias is None else bias.float()
             return (nn.functional.linear(hidden.float(), weight.float(), wide)[:, 0],)
         head = Head(weight, bias, temperature=self._temperature, chunk_tokens=self._chunk_tokens)
+        if states is not None:
+            assert self.lesson is not None, "teacher's states, and no lesson to use them in"
+            found = taught_logprobs(hidden, targets, head, states=states, lesson=self.lesson)
+            return found.logprobs, found.divergence, found.kl, found.agreement
         logprobs, entropy = token_logprobs(hidden, targets, head, with_entropy=with_entropy)
         return (logprobs,) if entropy is None else (logprobs, entropy)
 
@@ -153,11 +181,16 @@ class BatchForward(nn.Module):
         head.forward = forward  # type: ignore[method-assign, assignment]
         parts.ask_head = lambda hidden, *extra: head(hidden, extra=extra)
 
-    def forward(self, batch: Batch, with_entropy: bool = False) -> tuple[Tensor, ...]:
-        """[M] fp32 values in line with the tokens, or log-probs and (on request) entropies: a plain
-        tuple, so that hooks on outputs find the tensors."""
+    def forward(
+        self, batch: Batch, with_entropy: bool = False, states: bool = False
+    ) -> tuple[Tensor, ...]:
+        """[M] fp32 values in line with the tokens, or log-probs and what else was asked for: a
+        plain tuple, so that hooks on outputs find the tensors. ``states``: the hidden states
+        alone."""
+        if states:
+            return (self.parts.states(batch),)
         found = self.parts(batch, with_entropy=with_entropy)
-        return tuple(t for t in (found.logprobs, found.entropy, found.values) if t is not None)
+        return tuple(t for t in found.tensors() if t is not None)
 
 
 def enable_checkpointing(body: PreTrainedModel) -> None:
@@ -192,5 +225,6 @@ def _in_rows(routed: tuple[Tensor, ...] | None, place: Tensor, body: PreTrainedM
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:
-    """[M] with ``values`` [K] at ``index``, 0 elsewhere; differentiable."""
-    return values.new_zeros(batch.tokens.numel()).index_put((index,), values)
+    """[M, ...] with ``values`` [K, ...] at ``index``, 0 elsewhere; differentiable."""
+    zeros = values.new_zeros(batch.tokens.numel(), *values.shape[1:])
+    return zeros.index_put((index,), values)

@@ -146,7 +146,7 @@ def finished(config: GenerateConfig, run_dir: Path) -> Metrics | None:
             "a new run"
         )
     parts.remove()  # of a run that was killed right before
-    return {name: float(value) for name, value in state["finished"].items()}
+    return _as_metrics(state["finished"])
 
 
 def check_same_recipe(config: GenerateConfig, run_dir: Path) -> None:
@@ -341,13 +341,17 @@ class GenerateRun:
             self.progress.message(line)
         if not totals["rows"]:
             log.warning("the output %s has no rows: everything was left out", output)
-        return {f"total/{name}": float(value) for name, value in totals.items()}
+        return _as_metrics(totals)
 
     def _say_stopping(self, name: str) -> None:
         self.progress.message(
             f"{name}: finishing the step under way, then stopping; once more stops at once, and "
             "that step is done again"
         )
+
+
+def _as_metrics(totals: Mapping[str, float]) -> Metrics:
+    return {f"total/{name}": float(value) for name, value in totals.items()}
 
 
 def summary(totals: Mapping[str, float], output: Path) -> list[str]:

@@ -145,7 +145,7 @@ def test_a_finished_run_stays_as_it_is(generate: MakeConfig, reward: Reward) -> 
     before = output.read_bytes(), output.stat().st_mtime_ns
     again = burnish.run(config, rewards=_stopping(1, _crash), resume=first.run_dir)
     assert (output.read_bytes(), output.stat().st_mtime_ns) == before
-    assert again.metrics["rows"] == 88
+    assert again.metrics["total/rows"] == 88
     output.unlink()
     with pytest.raises(RunError, match=r"its output .* is not there any more"):
         burnish.run(config, rewards=reward, resume=first.run_dir)

@@ -157,6 +157,8 @@ class GenerateFields(Node):
                 f"output={self.output} has to end in {' or '.join(OUTPUT_KINDS)}, which says what "
                 "is written"
             )
+        if set("{}") & set(self.output.replace("{run_dir}", "")):
+            yield f"output={self.output} has braces, and only {{run_dir}} is filled in; remove them"
         if self.data.overlong == "truncate_left":
             yield (
                 "data.overlong=truncate_left would sample from prompts that are not those in the "

@@ -7,6 +7,7 @@ a run that was killed does its missing steps and has the rows of one that was no
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -20,6 +21,7 @@ from typing import Any
 import yaml
 
 from burnish.config import GenerateConfig, dump_yaml
+from burnish.config.rewards import ModelReward
 from burnish.data.choosing import DROPS, Selection, select
 from burnish.data.questions import Question, Questions
 from burnish.loops.parts import STATE_FILE, Parts
@@ -43,6 +45,8 @@ Metrics = dict[str, float]
 MAY_CHANGE = ("run_dir", "cluster", "device", "observe", "output", "rollout.engine")
 """Keys that a resumed run may set anew: none of them decides what is sampled."""
 
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
+_ENDS_BYTES = 1 << 22
 _MAX_LOST_STEPS = 10
 """Steps in a row in which a reward failed on every prompt, after which going on makes no sense."""
 
@@ -146,7 +150,7 @@ def finished(config: GenerateConfig, run_dir: Path) -> Metrics | None:
             "a new run"
         )
     parts.remove()  # of a run that was killed right before
-    return {name: float(value) for name, value in state["finished"].items()}
+    return _as_metrics(state["finished"])
 
 
 def check_same_recipe(config: GenerateConfig, run_dir: Path) -> None:
@@ -183,6 +187,23 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     for key, value in items:
         found |= _flat(value, f"{path}.{key}" if path else str(key))
     return found
+
+
+def weights_digest(config: GenerateConfig) -> str:
+    """Of the ends of every file of weights in local folders (policy and reward models): other
+    weights under the same path are told from these without reading all of them."""
+    models = [config.model, *(r.model for r in config.rewards if isinstance(r, ModelReward))]
+    digest = hashlib.sha256()
+    for path in (Path(model.path) for model in models if model.path is not None):
+        files = sorted(p for p in path.glob("*") if p.suffix in _WEIGHTS) if path.is_dir() else []
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(_ENDS_BYTES))
+                opened.seek(max(0, size - _ENDS_BYTES))
+                digest.update(opened.read(_ENDS_BYTES))
+    return digest.hexdigest()
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -237,11 +258,22 @@ class GenerateRun:
         return self._last | self._finish()
 
     def _check_prompts(self) -> dict[str, Any]:
-        """What the run is of. Raises RunError where it was begun with other prompts."""
+        """What the run is of. Raises RunError where it was begun with other prompts or
+        weights."""
         questions, state = self.parts.questions, self.files.state()
-        mine = {"prompts": len(questions), "digest": questions.digest}
+        mine = {
+            "prompts": len(questions),
+            "digest": questions.digest,
+            "weights": weights_digest(self.config),
+        }
         if state is None and self.files.path(1).exists():
             raise RunError(f"{self.run_dir} has rows and no {STATE_FILE}; start a new run")
+        if state is not None and state.get("weights") != mine["weights"]:
+            raise RunError(
+                f"the run {self.run_dir} was begun with other weights than those that the models' "
+                "folders hold now, and its rows would be of two models; restore them, or start a "
+                "new run"
+            )
         if state is not None and {name: state.get(name) for name in mine} != mine:
             raise RunError(
                 f"the run {self.run_dir} was begun with {state.get('prompts')} prompts, and the "
@@ -341,13 +373,17 @@ class GenerateRun:
             self.progress.message(line)
         if not totals["rows"]:
             log.warning("the output %s has no rows: everything was left out", output)
-        return {f"total/{name}": float(value) for name, value in totals.items()}
+        return _as_metrics(totals)
 
     def _say_stopping(self, name: str) -> None:
         self.progress.message(
             f"{name}: finishing the step under way, then stopping; once more stops at once, and "
             "that step is done again"
         )
+
+
+def _as_metrics(totals: Mapping[str, float]) -> Metrics:
+    return {f"total/{name}": float(value) for name, value in totals.items()}
 
 
 def summary(totals: Mapping[str, float], output: Path) -> list[str]:

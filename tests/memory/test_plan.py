@@ -428,3 +428,18 @@ def test_a_guess_alone_refuses_nothing(tmp_path, monkeypatch):
 def test_workers_on_gpus_that_cannot_be_seen_from_here_are_not_judged(tmp_path):
     assert check_memory(load_config(NINE), tmp_path) is None
     assert "cannot be seen from here" in (tmp_path / "plan.txt").read_text()
+
+
+def test_a_step_of_generate_is_planned_as_the_rollout_of_rl_and_nothing_else():
+    """4 prompts x 4 samples of 16 + 8 tokens in both."""
+    generate = {k: v for k, v in TINY.items() if k not in ("max_steps", "train")}
+    cluster = parse_cluster("1x1xA800-80GB")
+    ours = make_plan(load_config(generate | {"job": "generate"}), cluster)
+    theirs = make_plan(load_config(TINY), cluster)
+
+    def caches(plan):
+        return {r.phase: r.bytes for r in plan.rows if r.item == "KV cache" and r.bytes}
+
+    assert caches(ours) and caches(ours).items() <= caches(theirs).items()
+    assert {r.role for r in ours.rows} == {"rollout"}
+    assert estimate(load_config(generate | {"job": "generate"}), cluster).samples == 16

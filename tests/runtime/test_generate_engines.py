@@ -16,7 +16,7 @@ from burnish.rewards.base import RewardError
 from burnish.rollout.vllm import INSTALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-RAY = ["cluster.runtime=ray", "cluster.rollout_workers=2"]
+RAY = ["cluster.runtime=ray", "cluster.layout=separate", "cluster.rollout_workers=2"]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 MakeConfig = Callable[..., JobConfig]
 

@@ -46,6 +46,7 @@ def rows_of(run_dir: Path, name: str = "generated.jsonl") -> list[dict[str, Any]
         (["condition.template='{prompt}{reward:d}'"], "cannot be filled"),
         (["condition.template='{prompt}{reward}{x}'"], "cannot be filled"),
         (["output=rows.csv"], r"has to end in .jsonl or .parquet"),
+        (["output='{job}.jsonl'"], r"only \{run_dir\} is filled in"),
         (["data.overlong=truncate_left"], "not those in the output"),
         (["rollout.temperature=0"], "the same response every time"),
         (["rewards=[]", "on_reward_failure.retries=1"], "there are no rewards"),

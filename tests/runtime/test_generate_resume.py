@@ -17,6 +17,7 @@ from burnish.config import JobConfig
 from burnish.config.data import FileSource
 from burnish.data.sources import open_source
 from burnish.loops.session import RunError
+from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 from burnish.rewards.base import RewardError
@@ -145,7 +146,7 @@ def test_a_finished_run_stays_as_it_is(generate: MakeConfig, reward: Reward) -> 
     before = output.read_bytes(), output.stat().st_mtime_ns
     again = burnish.run(config, rewards=_stopping(1, _crash), resume=first.run_dir)
     assert (output.read_bytes(), output.stat().st_mtime_ns) == before
-    assert again.metrics["rows"] == 88
+    assert again.metrics["total/rows"] == 88
     output.unlink()
     with pytest.raises(RunError, match=r"its output .* is not there any more"):
         burnish.run(config, rewards=reward, resume=first.run_dir)
@@ -205,6 +206,27 @@ def test_data_that_changed_under_a_run_is_refused(
     write_rows("asked", [{"prompt": f"{i}+2=", "label": "x", "level": 0} for i in range(22)])
     with pytest.raises(RunError, match="other ones; rows would come twice or never"):
         burnish.run(config, rewards=reward, resume=run_dir)
+
+
+def test_weights_that_changed_under_a_run_are_refused(
+    generate: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    plain = generate().model
+
+    def write(seed: int) -> None:
+        scratch = plain.scratch.model_copy(update={"seed": seed})  # type: ignore[union-attr]
+        model = plain.model_copy(update={"scratch": scratch})
+        load_causal_lm(model, dtype="fp32", device="cpu").save_pretrained(tmp_path / "model")
+        load_tokenizer(model).save_pretrained(tmp_path / "model")
+
+    write(0)
+    config, run_dir = _half_done(generate, f"model={{path: '{tmp_path / 'model'}'}}")
+    write(1)
+    with pytest.raises(RunError, match="begun with other weights"):
+        burnish.run(config, rewards=reward, resume=run_dir)
+    write(0)
+    burnish.run(config, rewards=reward, resume=run_dir)
+    assert len(rows_of(run_dir)) == 88
 
 
 def test_rows_that_fit_no_parquet_are_kept_and_go_to_json_lines(

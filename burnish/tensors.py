@@ -51,8 +51,9 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
         return x
     lowest = torch.where(mask, x, torch.inf).amin().detach()
     above = torch.where(mask, x - lowest, 0.0)
-    scale = masked_var(above, mask).clamp(min=eps).rsqrt()
-    return torch.where(mask, (above - masked_mean(above, mask)) * scale, 0.0)
+    count = mask.expand_as(x).sum().clamp(min=1)
+    centered = torch.where(mask, above - above.sum() / count, 0.0)
+    return centered * (centered.square().sum() / count).clamp(min=eps).rsqrt()
 
 
 def pad_rows(flat: Tensor, offsets: Tensor, value: float = 0) -> Tensor:

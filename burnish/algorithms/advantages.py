@@ -118,9 +118,9 @@ def token_rewards(
     ``rewards`` [N], ``mask`` [N, T] bool, ``kl`` [N, T] (k1, so that the sum is an unbiased
     penalty). A row without action tokens gets nothing. Source: arXiv 1909.08593, equation 2.
     """
-    actions_left = mask.flip(1).cumsum(1).flip(1)
-    scalar = at_least_fp32(rewards).unsqueeze(1)
-    out = torch.where(mask & (actions_left == 1), scalar, 0.0)
+    actions_so_far = mask.cumsum(1)
+    last = mask & (actions_so_far == actions_so_far[:, -1:])
+    out = torch.where(last, at_least_fp32(rewards).unsqueeze(1), 0.0)
     return out if kl is None else out - kl_coef * torch.where(mask, at_least_fp32(kl), 0.0)
 
 
@@ -129,9 +129,9 @@ def return_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
 
     ``rewards`` [N, T], ``mask`` [N, T] bool. Rewards outside the mask are not counted.
     """
-    order = _actions_first(mask)
-    actions = torch.where(mask, at_least_fp32(rewards), 0.0).gather(1, order)
-    return torch.zeros_like(actions).scatter(1, order, _discounted_sum(actions, gamma))
+    without_gaps = _closed(mask)
+    actions = _move(at_least_fp32(rewards), mask, without_gaps)
+    return _move(_discounted_sum(actions, gamma), without_gaps, mask)
 
 
 def gae(
@@ -144,11 +144,10 @@ def gae(
     across, and costs no discount. After the last action token the value is 0. ``rewards``,
     ``values`` [N, T], ``mask`` [N, T] bool. Source: arXiv 1506.02438, equation 16.
     """
-    order = _actions_first(mask)
-    r, v = (torch.where(mask, at_least_fp32(x), 0.0).gather(1, order) for x in (rewards, values))
+    without_gaps = _closed(mask)
+    r, v = (_move(at_least_fp32(x), mask, without_gaps) for x in (rewards, values))
     delta = r + gamma * pad(v[:, 1:], (0, 1)) - v
-    found = _discounted_sum(delta, gamma * lam)
-    advantages = torch.zeros_like(found).scatter(1, order, found)
+    advantages = _move(_discounted_sum(delta, gamma * lam), without_gaps, mask)
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
@@ -212,19 +211,42 @@ def _deviation(
     return above - groups.total(weights * above) / total_weight, groups
 
 
-def _actions_first(mask: Tensor) -> Tensor:
-    """[N, T] indices that bring each row's action tokens to the left, in order."""
-    return torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
+def _closed(mask: Tensor) -> Tensor:
+    """Where the action tokens stand, [N, T] bool, once no row has a gap: where they are if none has
+    one (the usual case, and the quick one), else moved to the left."""
+    starts = mask & ~pad(mask[:, :-1], (1, 0))
+    if not (starts.sum(1) > 1).any():
+        return mask
+    return torch.arange(mask.shape[1], device=mask.device) < mask.sum(1, keepdim=True)
+
+
+def _move(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """``x`` [N, T] with what stands at the true places of ``source`` at those of ``target``, in
+    order, and 0 elsewhere. Both have as many in each row."""
+    if source is target:
+        return torch.where(target, x, 0.0)
+    return torch.zeros_like(x).masked_scatter(target, x[source])
 
 
 def _discounted_sum(x: Tensor, discount: float) -> Tensor:
-    """y_t = x_t + discount y_(t+1) along the last dimension [..., T], in log2(T) steps.
+    """y_t = x_t + discount y_(t+1) along the last dimension [..., T].
 
-    After k doublings y_t holds the first 2^k terms; y_t + discount^(2^k) y_(t + 2^k) holds twice as
-    many.
+    Within a block of 32 it is a product with the triangle of discount^(j - i); then every block
+    adds what follows it, which the blocks' first entries find in the same way: log32(T) rounds.
     """
-    step = 1
-    while step < x.shape[-1]:
-        x = x + discount**step * pad(x[..., step:], (0, step))
-        step *= 2
-    return x
+    length = x.shape[-1]
+    num_blocks = -(-length // _BLOCK)
+    wide = x.double() if x.is_cuda else x  # a GPU may be set to round fp32 products to TF32
+    blocks = pad(wide, (0, num_blocks * _BLOCK - length)).unflatten(-1, (num_blocks, _BLOCK))
+    powers = (discount ** torch.arange(_BLOCK + 1, dtype=torch.float64)).to(wide)
+    place = torch.arange(_BLOCK, device=x.device)
+    ahead = place - place[:, None]
+    triangle = powers[ahead].triu()
+    found = blocks @ triangle.T
+    if num_blocks > 1:
+        following = pad(_discounted_sum(found[..., 0], discount**_BLOCK)[..., 1:], (0, 1))
+        found = torch.addcmul(found, following.unsqueeze(-1), powers[1:].flip(0))
+    return found.flatten(-2)[..., :length].to(x.dtype)
+
+
+_BLOCK = 32

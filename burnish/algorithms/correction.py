@@ -45,14 +45,13 @@ def correction_weights(  # house: ok the terms of the equation
     importance sampling. Raises ValueError for another level or mode.
     """
     gap = at_least_fp32(old_logprobs.detach()) - at_least_fp32(sampler_logprobs.detach())
-    gap = torch.where(mask, gap, 0.0)
     if level == "sequence":
         gap = row_sum(gap, mask, row_ids)
     elif level == "geometric":
         gap = row_mean(gap, mask, row_ids)
     elif level != "token":
         raise ValueError(f"unknown level {level!r}; use token, sequence or geometric")
-    raw = torch.where(mask, gap.clamp(max=MAX_LOG_RATIO).exp(), 1.0)
+    raw = gap.clamp(max=MAX_LOG_RATIO).exp()
     if mode == "truncate":
         bounded = raw.clamp(max=high)
     elif mode == "clip":
@@ -76,10 +75,7 @@ def mismatch_stats(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
     sampler, which drew the tokens); maxima ``mismatch_max`` = max |g|; all in nats. Tensors of one
     shape, [N, T] or [M]; no gradient. What stands outside the mask may be NaN or infinite.
     """
-    trainer, sampler = (
-        torch.where(mask, at_least_fp32(x.detach()), 0.0)
-        for x in (trainer_logprobs, sampler_logprobs)
-    )
+    trainer, sampler = (at_least_fp32(x.detach()) for x in (trainer_logprobs, sampler_logprobs))
     gap, count = (trainer - sampler).abs(), mask.sum()
     return Stats(
         means={

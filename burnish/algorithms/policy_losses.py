@@ -52,7 +52,7 @@ def ppo(  # house: ok the terms of the equation
         over = (adv < 0) & (loss > bound)
         loss = torch.where(over, bound, loss)
         means["dual_clip_frac"] = (masked_sum(over, mask), mask.sum())
-    return torch.where(mask, loss, 0.0), Stats(means=means) + _ratio_stats(log_ratio, mask)
+    return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
 
 
 def gspo(  # house: ok the terms of the equation
@@ -77,8 +77,8 @@ def gspo(  # house: ok the terms of the equation
     tokens, and means ``sequence_ratio``. Source: arXiv 2507.18071 (equations 5, 7, 9).
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    difference = torch.where(mask, at_least_fp32(logprobs) - at_least_fp32(old_logprobs), 0.0)
-    mean = row_mean(difference.detach(), mask, row_ids).clamp(max=MAX_LOG_RATIO)
+    difference = at_least_fp32(logprobs.detach()) - at_least_fp32(old_logprobs.detach())
+    mean = row_mean(difference, mask, row_ids).clamp(max=MAX_LOG_RATIO)
     own = torch.where(mask, at_least_fp32(logprobs), 0.0)
     ratio = (mean + own - own.detach()).exp()
     adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
@@ -88,7 +88,7 @@ def gspo(  # house: ok the terms of the equation
         "clip_frac": (masked_sum(clipped, mask), count),
         "sequence_ratio": (masked_sum(ratio.detach(), mask), count),
     }
-    return torch.where(mask, loss, 0.0), Stats(means=means) + _ratio_stats(log_ratio, mask)
+    return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
 
 
 def cispo(  # house: ok the terms of the equation

@@ -5,6 +5,7 @@ from burnish.config.arithmetic import BatchError, BatchPlan
 from burnish.config.distill import DistillConfig
 from burnish.config.jobs import (
     EvaluateConfig,
+    GenerateConfig,
     JobConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DistillConfig",
     "EvaluateConfig",
+    "GenerateConfig",
     "JobConfig",
     "PreferenceConfig",
     "RLConfig",

@@ -19,6 +19,16 @@ class GroupAdvantage(Node):
     R - mean of the others, arXiv 2402.14740. opo: R - length-weighted mean, arXiv 2505.23585."""
     eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (grpo)."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token. Only 1: a group compares whole responses, which have one reward each."""
+
+    def rules(self) -> Iterator[str]:
+        if self.gamma != 1.0:
+            yield (
+                f"gamma={self.gamma:g} with the group baseline {self.kind}: it compares whole "
+                "responses, and the baseline would not be discounted; use gamma=1, or an "
+                "advantage with returns per token (gae, reinforce_pp)"
+            )
 
 
 class GaeAdvantage(Node):
@@ -139,7 +149,7 @@ class KlConfig(Node):
     """Taken off every token's reward, or added to the loss."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """http://joschu.net/blog/kl-approx.html. In the reward k1 is meant; as a loss k2 or k3 (k1's
-    gradient is 0 on average)."""
+    gradient is 0 on average: a warning)."""
     kl_target: float | None = Field(None, gt=0)
     """Adapt the weight to hold the mean KL per token at this value (Ziegler 2019). None: fixed
     weight."""
@@ -147,11 +157,6 @@ class KlConfig(Node):
     """Samples over which the adaptive weight moves."""
 
     def rules(self) -> Iterator[str]:
-        if self.init_kl_coef and self.placement == "loss" and self.estimator == "k1":
-            yield (
-                "estimator=k1 as a loss has a gradient that is 0 on average; use k2 or k3, or "
-                "placement=reward"
-            )
         if self.init_kl_coef and self.placement == "reward" and self.estimator != "k1":
             yield (
                 f"estimator={self.estimator} in the reward biases the return; placement=reward "
@@ -161,6 +166,13 @@ class KlConfig(Node):
             yield (
                 "kl_target adapts init_kl_coef, which is 0; set init_kl_coef (0.01 is a usual "
                 "start)"
+            )
+
+    def advice(self) -> Iterator[str]:
+        if self.init_kl_coef and self.placement == "loss" and self.estimator == "k1":
+            yield (
+                "estimator=k1 as a loss has a gradient that is 0 on average, so it adds noise and "
+                "holds nothing back; use k2 or k3, or placement=reward"
             )
 
 

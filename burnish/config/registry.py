@@ -5,6 +5,7 @@ from __future__ import annotations
 from burnish.config.distill import DistillConfig
 from burnish.config.jobs import (
     EvaluateConfig,
+    GenerateConfig,
     JobConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -19,4 +20,5 @@ JOBS: dict[str, type[JobConfig]] = {
     "distill": DistillConfig,
     "rl": RLConfig,
     "evaluate": EvaluateConfig,
+    "generate": GenerateConfig,
 }

@@ -6,10 +6,10 @@ Engines never import algorithms: the loss arrives as an argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class Outputs:
     """[M] fp32: entropy in nats of the distribution token t was drawn from"""
     values: Tensor | None = None
     """[M] fp32. critic: value of the state in which action token t is chosen. reward: the score,
-    on the last token of each row"""
+    on the last token of each row (process reward models: of each step)"""
     divergence: Tensor | None = None
     """[M] fp32: between the teacher's and this model's distribution of token t, in nats"""
     teacher_kl: Tensor | None = None
@@ -38,10 +38,25 @@ class Outputs:
     """[M] fp32: 1 where both models think the same token the most likely"""
     states: Tensor | None = None
     """[M, H] in the compute format: last hidden state before token t, for others to read"""
+    router_logits: Tensor | None = None
+    """[L, M, E]: what the routers of L layers say of every token, prompts included (mixtures of E
+    experts, in ``forward_backward`` where ``train.moe_aux_loss_coef`` is set)"""
+    experts_per_token: int = 0
+    """Experts that each token is sent to (where there are ``router_logits``)"""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> Outputs:
+        """The inverse of :meth:`tensors`."""
+        names = ("logprobs", "entropy", "values", "divergence", "teacher_kl", "agreement", "states")
+        found: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        return cls(**found)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them, in the order of the fields."""
-        return tuple(vars(self).values())
+        """All but what routers say."""
+        return (
+            *(self.logprobs, self.entropy, self.values),
+            *(self.divergence, self.teacher_kl, self.agreement, self.states),
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ parameter, two modules.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from burnish.config.train import TrainConfig
 from burnish.models.attention import NO_MASK, PackedPlan
 from burnish.models.distill import Lesson, taught_logprobs
+from burnish.models.load import ModelError
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.ulysses import SpreadPlan
 from burnish.train.base import Outputs, Role
@@ -45,14 +47,27 @@ class Forward:
         """Everything before the head."""
         self.head = cast(nn.Linear, head)
         """The output projection, or the value head."""
+        self.experts_per_token = experts_per_token(self.body) if train.moe_aux_loss_coef else 0
+        """Above 0: passes with gradient also give what the routers say."""
         self.ask_head: Callable[..., tuple[Tensor, ...]] = self.read_head
         self.lesson: Lesson | None = None
         """What a student is measured against, in batches that have a teacher's states."""
 
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         """Outputs [M] fp32 in line with the batch's tokens."""
-        found = self._compute(batch, arrange(batch, self.layout), with_entropy=with_entropy)
-        return self.named(found)
+        arranged = arrange(batch, self.layout)
+        if not self.experts_per_token or not torch.is_grad_enabled():
+            return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
+        out = self._body(
+            arranged.input_ids, arranged.position_ids, arranged.plan, output_router_logits=True
+        )
+        hidden = cast(Tensor, out.last_hidden_state).flatten(0, 1)
+        found = self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
+        return replace(
+            self.named(found),
+            router_logits=_in_rows(out.router_logits, arranged.place, self.body),
+            experts_per_token=self.experts_per_token,
+        )
 
     def states(self, batch: Batch) -> Tensor:
         """[M, H] the hidden states from which action tokens are predicted."""
@@ -69,11 +84,19 @@ class Forward:
         """What the head says, in line with the tokens; ``with_entropy`` None: what it would have
         read."""
         hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
+        return self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
+
+    def _read(
+        self, batch: Batch, hidden: Tensor, place: Tensor, *, with_entropy: bool | None
+    ) -> tuple[Tensor, ...]:
         read, target = self._reads(batch)
-        return self._ask(batch, hidden[arranged.place[read]], target, with_entropy=with_entropy)
+        return self._ask(batch, hidden[place[read]], target, with_entropy=with_entropy)
 
     def _reads(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[K] tokens whose hidden states are read, and [K] those that the answers are about."""
+        if self.role == "reward" and batch.step_labels is not None:
+            steps = batch.action_mask.nonzero()[:, 0]
+            return steps, steps
         if self.role == "reward":
             last = batch.offsets[1:].to(batch.tokens.device) - 1
             return last, last
@@ -125,11 +148,21 @@ class Forward:
         self, ids: Tensor, positions: Tensor, plan: PackedPlan | SpreadPlan | None
     ) -> Tensor:
         """[R * T, H] last hidden states of tokens [R, T]."""
+        out = self._body(ids, positions, plan)
+        return cast(Tensor, out.last_hidden_state).flatten(0, 1)
+
+    def _body(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        plan: PackedPlan | SpreadPlan | None,
+        **more: bool,
+    ) -> Any:
         packed: dict[str, Any] = {}
         if plan is not None:
             packed = {"plan": plan, "attention_mask": NO_MASK.to(ids.device)}
-        out = self.body(input_ids=ids, position_ids=positions, use_cache=False, **packed)
-        return cast(Tensor, out.last_hidden_state).flatten(0, 1)
+        packed |= more
+        return self.body(input_ids=ids, position_ids=positions, use_cache=False, **packed)
 
 
 class BatchForward(nn.Module):
@@ -164,6 +197,31 @@ def enable_checkpointing(body: PreTrainedModel) -> None:
     """Recompute activations in backward; transformers renamed the switch in 5.2x."""
     renamed = getattr(body, "activation_checkpointing_enable", None)  # house: ok two versions
     (renamed or body.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def experts_per_token(body: PreTrainedModel) -> int:
+    """Experts that each token of a mixture is sent to. Raises ModelError where there are none."""
+    told = body.config.to_dict()
+    experts = told.get("num_experts") or told.get("num_local_experts") or 0
+    each = told.get("num_experts_per_tok") or 0
+    if experts < 2 or each < 1:
+        raise ModelError(
+            f"train.moe_aux_loss_coef evens the load of experts, and this {body.config.model_type} "
+            "model has none (no num_experts in its config); remove it"
+        )
+    return int(each)
+
+
+def _in_rows(routed: tuple[Tensor, ...] | None, place: Tensor, body: PreTrainedModel) -> Tensor:
+    """[L, M, E]: the routers' logits [R * T, E] of each layer, in line with the batch's tokens: no
+    padding, and a shared prompt once for each of its rows, so that layouts agree."""
+    if not routed:
+        raise ModelError(
+            f"train.moe_aux_loss_coef: {type(body).__name__} does not say what its routers chose "
+            "(output_router_logits); use a model that does (such as Mixtral, Qwen3-MoE, OLMoE), or "
+            "leave the loss out"
+        )
+    return torch.stack([logits[place] for logits in routed])
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:

@@ -263,8 +263,8 @@ class ShardedTrainEngine(TorchTrainEngine):
 
         tensors = self.root(compute)
         if batch.num_rows:
-            return Outputs(*tensors)
-        return Outputs(*(None if t is None else t[:0] for t in tensors))
+            return Outputs.of(tensors)
+        return Outputs.of([None if t is None else t[:0] for t in tensors])
 
     def _states(self, batch: Batch) -> Tensor:
         read = batch if batch.num_rows else NO_ROWS.to(self.device)

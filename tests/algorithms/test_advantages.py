@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 from burnish.algorithms import ADVANTAGES
 from burnish.algorithms.advantages import (
+    _closed,
+    _discounted_sum,
     dr_grpo,
     gae,
     group_mean_baseline,
@@ -343,3 +345,62 @@ def test_gradients_agree_with_finite_differences() -> None:
     assert gradcheck(lambda a, b: gae(a, b, mask, gamma=0.9, lam=0.8), (r, v))
     assert gradcheck(lambda a: return_to_go(a, mask, gamma=0.9), (r,))
     assert gradcheck(lambda a, b: token_rewards(a[:, 0], mask, b, 0.3), (r, v))
+
+
+@pytest.mark.parametrize("length", [5, 32, 33, 40, 64, 65, 1100])
+def test_sums_over_time_are_the_naive_ones_whatever_the_number_of_blocks(length: int) -> None:
+    """Blocks of 32: one, two, three, and more than 32 of them."""
+    x = torch.randn(length, generator=generator(length), dtype=torch.float64)
+    following, expected = 0.0, []
+    for value in reversed(x.tolist()):
+        following = value + 0.97 * following
+        expected.append(following)
+    want = torch.tensor(expected[::-1], dtype=torch.float64)
+    # 1e-12: fp64 sums of about 33 terms that count (1 / (1 - 0.97)), in another order
+    torch.testing.assert_close(_discounted_sum(x, 0.97), want, atol=1e-12, rtol=1e-12)
+    assert _discounted_sum(x, 0.0).tolist() == x.tolist()
+
+
+def test_rows_without_gaps_stay_where_they_are_and_need_no_second_mask() -> None:
+    """The quick way: prompts on the left, padding on the right, an empty row, a full one."""
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]]).bool()
+    assert _closed(mask) is mask
+    gap = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [0, 1, 1, 0]]).bool()
+    expected = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]).bool()
+    assert torch.equal(_closed(gap), expected)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+def test_garbage_around_rows_without_gaps_is_not_seen(garbage: float) -> None:
+    """Row 0, gamma lambda 1: rewards 1, 2 and values 3, 4: deltas 1 + 4 - 3 = 2 and 2 - 4 = -2, so
+    A = 0, -2 and returns 3, 2. Row 1: one action, reward 5, value 1: A = 4."""
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]]).bool()
+    rewards, values = torch.full((2, 2, 4), garbage)
+    rewards[0, 1:3], values[0, 1:3] = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    rewards[1, 3], values[1, 3] = 5.0, 1.0
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [[0, 0, -2, 0], [0, 0, 0, 4]]
+    assert returns.tolist() == [[0, 3, 2, 0], [0, 0, 0, 5]]
+    assert return_to_go(rewards, mask, gamma=1.0).tolist() == [[0, 3, 2, 0], [0, 0, 0, 5]]
+
+
+def test_a_kl_without_a_weight_costs_nothing() -> None:
+    rewards, mask = torch.tensor([1.0, 2.0]), torch.ones(2, 3).bool()
+    assert torch.equal(token_rewards(rewards, mask, torch.ones(2, 3)), token_rewards(rewards, mask))
+
+
+def test_token_advantages_of_half_precision_input_are_computed_in_fp32() -> None:
+    """0.1 x 1.0078125 and sums of 1/3 are no bf16 numbers."""
+    x = (torch.arange(1, 41).reshape(2, 20) / 3).bfloat16()
+    kl, mask = torch.full((2, 20), 1.0078125).bfloat16(), torch.ones(2, 20).bool()
+    narrow = token_rewards(x[:, 0], mask), token_rewards(x[:, 0].float(), mask, kl, 0.1)
+    wide = (
+        token_rewards(x[:, 0].float(), mask),
+        token_rewards(x[:, 0].float(), mask, kl.float(), 0.1),
+    )
+    narrow += return_to_go(x, mask, gamma=0.9), *gae(x, x.flip(0), mask, gamma=0.9, lam=0.9)
+    y = x.float()
+    wide += return_to_go(y, mask, gamma=0.9), *gae(y, y.flip(0), mask, gamma=0.9, lam=0.9)
+    for found, expected in zip(narrow, wide, strict=True):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)

@@ -131,3 +131,52 @@ def test_unknown_levels_and_modes_are_refused() -> None:
     for level, mode, told in (("word", "clip", "use token"), ("token", "cut", "use truncate")):
         with pytest.raises(ValueError, match=told):
             correction_weights(GAPS, GAPS, MASK, level=level, mode=mode, low=0.5, high=2.0)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_garbage_outside_the_mask_changes_no_weight_and_no_stat(
+    garbage: float, level: str, mode: str
+) -> None:
+    """Outside the mask the weight is 1, also where the bounds leave 1 out."""
+    options = {"level": level, "mode": mode, "low": 0.1, "high": 0.9}
+    clean, stats = correction_weights(GAPS, torch.zeros(2, 3), MASK, **options)
+    dirty = GAPS.masked_fill(~MASK, garbage)
+    weights, found = correction_weights(dirty, torch.zeros(2, 3), MASK, **options)
+    assert torch.equal(weights, clean) and weights[~MASK].eq(1).all()
+    assert found.floats() == stats.floats()
+
+
+def test_a_weight_on_a_bound_is_inside() -> None:
+    """exp(0) = 1 in a band [1, 1]."""
+    x = torch.zeros(1, 2)
+    weights, _ = correction_weights(x, x, x == 0, level="token", mode="mask", low=1.0, high=1.0)
+    assert weights.tolist() == [[1, 1]]
+
+
+def test_neither_side_of_the_gap_gets_a_gradient() -> None:
+    old, sampler = torch.zeros(2, 2, 3).requires_grad_()
+    options = {"level": "token", "mode": "truncate", "low": 0.5, "high": 2.0}
+    weights, stats = correction_weights(old, sampler, MASK, **options)
+    assert not weights.requires_grad
+    assert not any(number.requires_grad for number, _ in stats.means.values())
+
+
+def test_two_bf16_sides_are_subtracted_in_fp32() -> None:
+    """-5 and -0.0078125 are bf16 numbers; their difference, 4.9921875, would be rounded to 5."""
+    x, y = torch.tensor([-0.0078125]).bfloat16(), torch.tensor([-5.0]).bfloat16()
+    assert mismatch_stats(x, y, x < 0).floats()["mismatch_max"] == 4.9921875
+    options = {"level": "token", "mode": "truncate", "low": 0.0, "high": 1e9}
+    weights, _ = correction_weights(x, y, x < 0, **options)
+    # 1e-6: fp32 exp
+    assert weights.item() == pytest.approx(math.exp(4.9921875), rel=1e-6)
+
+
+def test_an_infinite_ratio_stops_at_exp_20() -> None:
+    """exp(20) = 485,165,195."""
+    x = torch.tensor([[500.0]])
+    options = {"level": "token", "mode": "truncate", "low": 0.0, "high": 1e12}
+    weights, _ = correction_weights(x, torch.zeros(1, 1), x > 0, **options)
+    # 1e-6: fp32 exp
+    assert weights.item() == pytest.approx(485_165_195, rel=1e-6)

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from burnish.algorithms import PREFERENCE_LOSSES
-from burnish.algorithms.preference import cdpo, dpo, ipo, kto, mismatched_kl, orpo, simpo
+from burnish.algorithms.preference import (
+    cdpo,
+    centering,
+    dpo,
+    ipo,
+    kto,
+    mismatched_kl,
+    orpo,
+    simpo,
+)
 
 LN2 = math.log(2)
 PAIRED: dict[str, Callable[..., Tensor]] = {
@@ -143,3 +152,53 @@ def test_a_nan_is_not_hidden() -> None:
     nan = t(math.nan)
     assert dpo(nan, t(0), t(0), t(0), beta=0.1).isnan().all()
     assert kto(nan, t(0), torch.tensor([True]), kl=0.0, beta=0.1).isnan().all()
+
+
+def test_ktos_weights_are_those_of_the_two_verdicts() -> None:
+    """r = 0, z = 0: each loss is its weight / 2. Without weights 1/2. z = 0.5, beta 1, r = 0: liked
+    1 - sigmoid(-0.5) = 0.622459, disliked 1 - sigmoid(0.5) = 0.377541."""
+    liked, zero = torch.tensor([True, False]), t(0, 0)
+    weights = {"desirable_weight": 3.0, "undesirable_weight": 5.0}
+    assert kto(zero, zero, liked, kl=0.0, beta=1.0, **weights).tolist() == [1.5, 2.5]
+    assert kto(zero, zero, liked, kl=0.0, beta=1.0).tolist() == [0.5, 0.5]
+    out = kto(zero, zero, liked, kl=0.5, beta=1.0)
+    # 1e-6: six written decimals
+    assert out.tolist() == pytest.approx([0.622459, 0.377541], abs=1e-6)
+
+
+def test_ktos_reference_and_reference_point_are_constants() -> None:
+    policy, ref, kl = (t(-1, -2).requires_grad_() for _ in range(3))
+    liked = torch.tensor([True, False])
+    loss = kto(policy, ref, liked, kl=kl[0].abs(), beta=1.0).sum()
+    grads = torch.autograd.grad(loss, (policy, ref, kl), allow_unused=True)
+    assert grads[0] is not None and grads[1] is None and grads[2] is None
+    assert not mismatched_kl(policy, ref).requires_grad
+
+
+def test_the_reference_point_of_a_single_response_is_its_own() -> None:
+    assert mismatched_kl(t(-1), t(-4)).item() == 3.0
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_every_loss_of_half_precision_input_is_computed_in_fp32(name: str) -> None:
+    """Sums like -10.0625 + 3.015625 are no bf16 numbers."""
+    g = torch.Generator().manual_seed(3)
+    sides = (-5 * torch.rand(4, 6, generator=g) - 0.01).bfloat16()
+    options = {
+        **{name: {"beta": 0.1} for name in ("dpo", "ipo", "orpo")},
+        "cdpo": {"beta": 0.1, "label_smoothing": 0.2},
+        "simpo": {"beta": 2.0, "gamma": 0.5},
+        "kto": {"beta": 0.1, "kl": 0.3},
+    }.get(name, {})
+    count = 4 if name in PAIRED else 2
+    verdicts = [torch.arange(6) % 2 == 0] if name == "kto" else []
+    narrow = PREFERENCE_LOSSES[name](*sides[:count], *verdicts, **options)
+    wide = PREFERENCE_LOSSES[name](*sides[:count].float(), *verdicts, **options)
+    assert narrow.dtype == torch.float32 and torch.equal(narrow, wide)
+
+
+def test_centering_and_the_reference_point_of_half_precision_input_are_computed_in_fp32() -> None:
+    x, y = torch.tensor([-5.0, -3.0]).bfloat16(), torch.tensor([-0.0078125, -1.0]).bfloat16()
+    for f in (centering, mismatched_kl):
+        for a, b in ((x, y), (y, x)):
+            assert torch.equal(f(a, b), f(a.float(), b.float()))

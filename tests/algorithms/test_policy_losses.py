@@ -251,3 +251,46 @@ def test_permuting_and_padding_rows_changes_neither_loss_nor_gradient(loss, seed
     # 1e-12: fp64 sums in another order
     assert results[1][0] == pytest.approx(results[0][0], abs=1e-12)
     torch.testing.assert_close(results[1][1][:, 2:-3], results[0][1][order], atol=1e-12, rtol=0)
+
+
+EVERY_LOSS = {**LOSSES, "gspo": lambda *args: gspo(*args, **CLIP)}
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_no_loss_has_a_gradient_in_its_advantages_or_its_stats(name: str) -> None:
+    logprobs, old, advantages, mask = tokens(4)
+    inputs = [x.requires_grad_() for x in (logprobs, old, advantages)]
+    loss, stats = EVERY_LOSS[name](*inputs, mask)
+    grads = torch.autograd.grad(loss.sum(), inputs, allow_unused=True)
+    assert grads[0] is not None and grads[1] is None and grads[2] is None
+    assert not any(number.requires_grad for number, _ in stats.means.values())
+    assert not any(number.requires_grad for number in stats.maxima.values())
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_half_precision_inputs_are_computed_in_fp32(name: str) -> None:
+    *inputs, mask = (x.bfloat16() if x.is_floating_point() else x for x in tokens(5))
+    narrow, stats = EVERY_LOSS[name](*inputs, mask)
+    wide, expected = EVERY_LOSS[name](*[x.float() for x in inputs], mask)
+    assert narrow.dtype == torch.float32 and torch.equal(narrow, wide)
+    assert stats.floats() == expected.floats()
+
+
+def test_the_log_ratio_stops_at_20() -> None:
+    """exp(20) = 485,165,195."""
+    x = torch.tensor([[500.0]])
+    for loss in EVERY_LOSS.values():
+        _, stats = loss(x, torch.zeros(1, 1), torch.ones(1, 1), x > 0)
+        # 1e-6: fp32 exp
+        assert stats.floats()["ratio_max"] == pytest.approx(485_165_195, rel=1e-6)
+
+
+def test_a_loss_on_the_dual_bound_is_not_over_it_and_small_advantages_have_one_too() -> None:
+    """c = 2, r = 2, A -1: the loss is 2 either way, and not counted. r 4, A -1/2: 2 becomes 1."""
+    x = torch.tensor([2.0, 4.0], dtype=torch.float64).log()
+    advantages = torch.tensor([-1.0, -0.5], dtype=torch.float64)
+    args = (x, torch.zeros(2, dtype=torch.float64), advantages, torch.ones(2).bool())
+    loss, stats = ppo(*args, **CLIP, dual_clip=float(x[0].exp()))
+    # 1e-12: exp(log r) in fp64
+    assert loss.tolist() == pytest.approx([2.0, 1.0], abs=1e-12)
+    assert stats.floats()["dual_clip_frac"] == 0.5

@@ -71,3 +71,10 @@ def test_log_exp_is_bradley_terry_without_margins() -> None:
 def test_centering_is_the_square_of_the_pairs_sum() -> None:
     """(1 + 2)^2 = 9; (3 - 3)^2 = 0: only the sum counts, never the difference."""
     assert centering(torch.tensor([1.0, 3.0]), torch.tensor([2.0, -3.0])).tolist() == [9, 0]
+
+
+def test_gradients_of_the_other_losses_of_scores_agree_with_finite_differences() -> None:
+    a, b = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs = (a.requires_grad_(), b.requires_grad_())
+    assert gradcheck(log_exp, inputs)
+    assert gradcheck(centering, inputs)

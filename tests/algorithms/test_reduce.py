@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from burnish.algorithms import reduce
+from burnish.algorithms.reduce import row_mean, row_sum, sum_by_row
 from burnish.tensors import unpad_rows
 
 quick = settings(max_examples=30, deadline=None)
@@ -154,3 +155,34 @@ def test_what_cannot_be_divided_is_refused(changed: dict, message: str) -> None:
     counts = {"aggregation": "token_mean", "num_tokens": 3, "num_sequences": 1} | changed
     with pytest.raises(ValueError, match=message):
         reduce(packed, packed > 0, **counts)
+
+
+def test_counts_of_one_are_enough() -> None:
+    one = torch.ones(1, 1)
+    for aggregation in ("token_mean", "sequence_mean", "sequence_sum_constant"):
+        counts = {"num_tokens": 1, "num_sequences": 1, "max_len": 1}
+        assert reduce(one, one > 0, aggregation=aggregation, **counts).item() == 1
+
+
+def test_sums_by_row_of_half_precision_input_are_taken_in_fp32() -> None:
+    """300 ones in each of two rows: a bf16 sum would stop at 256. Row 2 has nothing."""
+    x, mask = torch.ones(600).bfloat16(), torch.ones(600).bool()
+    ids = torch.arange(600) // 300
+    mask[0] = False
+    assert sum_by_row(x, mask, row_ids=ids, num_rows=3).tolist() == [299, 300, 0]
+    assert row_sum(x, mask, ids)[[0, 599]].tolist() == [299, 300]
+    assert row_sum(x.view(2, 300), mask.view(2, 300))[:, 0].tolist() == [299, 300]
+    # 1e-7: 299 / 299 in fp32
+    assert row_mean(x, mask, ids)[[0, 599]].tolist() == pytest.approx([1, 1], abs=1e-7)
+
+
+def test_sums_by_row_have_gradients_and_see_no_garbage() -> None:
+    x, mask = torch.tensor([1.0, 2.0, 3.0, 4.0]).double(), torch.tensor([True, True, False, True])
+    ids = torch.tensor([0, 1, 1, 1])
+    assert sum_by_row(x.masked_fill(~mask, math.nan), mask, row_ids=ids, num_rows=2).tolist() == [
+        *(1, 6)
+    ]
+    x.requires_grad_()
+    assert gradcheck(lambda v: sum_by_row(v, mask, row_ids=ids, num_rows=2), (x,))
+    assert gradcheck(lambda v: row_mean(v, mask, ids), (x,))
+    assert gradcheck(lambda v: row_sum(v.view(2, 2), mask.view(2, 2)), (x,))

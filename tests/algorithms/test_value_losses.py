@@ -140,3 +140,13 @@ def test_packed_tokens_and_permuted_rows_give_the_same_losses(seed: int) -> None
     flipped, _ = clipped_value_loss(*[x.flip(0) for x in padded], mask.flip(0), value_clip=0.2)
     assert torch.equal(packed, out[mask])
     assert torch.equal(flipped, out.flip(0))
+
+
+@pytest.mark.parametrize("value_clip", [None, 0.2])
+def test_half_precision_inputs_are_computed_in_fp32(value_clip: float | None) -> None:
+    *inputs, mask = (x.bfloat16() if x.is_floating_point() else x for x in tokens(3))
+    narrow, stats = clipped_value_loss(*inputs, mask, value_clip=value_clip)
+    wide, expected = clipped_value_loss(*[x.float() for x in inputs], mask, value_clip=value_clip)
+    assert narrow.dtype == torch.float32 and torch.equal(narrow, wide)
+    assert stats.floats() == expected.floats()
+    assert not any(number.requires_grad for number, _ in stats.means.values())

@@ -165,7 +165,6 @@ def test_the_nearest_train_batch_size_also_fits_the_micro_batches(rl_recipe):
             "compares samples of one prompt",
         ),
         (("algorithm.kl.kl_target=0.1",), "set init_kl_coef"),
-        (("algorithm.kl={init_kl_coef: 0.1, estimator: k1}",), "use k2 or k3"),
         (("critic={}",), "remove critic or use gae"),
         (("reference={}",), "never reads it"),
         (("checkpoint.best_metric=eval/pass@1",), "is measured by eval, which is not set"),

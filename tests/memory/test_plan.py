@@ -153,12 +153,22 @@ def test_a_sequence_over_several_ranks_halves_what_passes_and_not_what_stays():
     assert rows[1]["activations"] <= 1.1 * rows[0]["activations"]
 
 
-def test_a_tensor_parallel_run_is_never_refused_for_what_is_not_looked_at():
-    config = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
-    config["train"] = {**TINY["train"], "engine": {"kind": "torch", "tensor_parallel_size": 2}}
-    plan = make_plan(load_config(config), parse_cluster("2xA100-80GB"))
-    assert any("tensor_parallel_size=2 is counted as if" in note for note in plan.assumptions)
-    assert plan.guessed > 0
+def test_a_tensor_parallel_rank_has_its_part_and_nothing_is_guessed():
+    tree = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
+    engine = {"kind": "torch", "tensor_parallel_size": 2}
+    parallel = {**tree, "train": {**TINY["train"], "engine": engine}}
+    plans = [make_plan(load_config(c), parse_cluster("2xA100-80GB")) for c in (tree, parallel)]
+    whole, part = (
+        next(
+            r.bytes
+            for r in p.rows
+            if (r.role, r.phase, r.item) == ("policy x2", "step", "parameters")
+        )
+        for p in plans
+    )
+    assert 0.5 * whole < part < 0.75 * whole, "embeddings and norms are on both"
+    assert plans[1].guessed == 0 and plans[0].disk_per_checkpoint == plans[1].disk_per_checkpoint
+    assert plans[0].models == plans[1].models
 
 
 def test_roles_that_share_a_gpu_take_turns_and_a_sleeping_vllm_counts_nothing():

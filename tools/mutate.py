@@ -1,0 +1,342 @@
+"""Do the tests notice small mistakes? ``python tools/mutate.py`` makes them one by one and counts.
+
+    python tools/mutate.py [FILE ...] [--min-rate 0.95] [--max-survivors N] [--list]
+
+Works on a copy of the tree; the checkout is not touched. The tests of ``--tests`` run once as they
+are, and it is noted which function each of them calls; then every mutant (``mutants.py``) gets the
+tests that call its function, those first that found the most mistakes so far, up to the first that
+fails. Each runs in a fork of one process in which pytest has collected the tests, so that
+everything is imported once. A mutant that no test fails on survives. Those that cannot be told from
+the original stand in ``--equivalent`` with the reason; they are counted apart and still run: one
+that is caught, or that no longer exists, is an error. Reading order: main, run_all, Plugin,
+install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from mutants import Mutant, mutants
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHES = shutil.ignore_patterns("__pycache__", ".*", "*.pyc")
+
+
+@dataclass
+class Project:
+    """A copy of what is needed to run the tests, and what is known of them."""
+
+    folder: Path
+    source: Path
+    """The folder with the modules to change, relative to ``folder``."""
+    tests: str
+    seconds: float
+    """A mutant that takes longer has hung."""
+    calls: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """``file.py:function`` -> tests that call it, the quickest first."""
+    kills: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """``file.py:function`` -> how many of its mutants each test caught."""
+
+    @property
+    def package(self) -> str:
+        """The package with the modules to change, with dots."""
+        return ".".join(self.source.parts)
+
+    def order(self, where: str) -> list[str]:
+        """The tests for a mutant in ``where``, the likeliest to fail first."""
+        tests = self.calls[where] if self.calls[where] else self.calls["*"]
+        caught = self.kills[where]
+        return sorted(tests, key=lambda test: -caught[test])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one mutant."""
+
+    mutant: Mutant
+    outcome: str
+    """``killed`` (a test's assertion failed), ``crashed`` (the changed code raised something else),
+    ``hung`` or ``survived``."""
+    test: str = ""
+
+
+def copy_of(root: Path, source: Path, tests: str, into: Path) -> Path:
+    """The packages and the tests of ``root`` in a new folder."""
+    for name in {source.parts[0], Path(tests).parts[0]}:
+        shutil.copytree(root / name, into / name, ignore=CACHES)
+    for path in ("pyproject.toml",):
+        if (root / path).is_file():
+            shutil.copy(root / path, into)
+    return into
+
+
+def in_fork(work: Callable[[], Any], seconds: float) -> Any:
+    """What ``work`` returns in a child process; None where it took too long or died."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):  # it must not get out of the child
+            os.close(read)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            with os.fdopen(write, "w") as pipe:
+                json.dump(work(), pipe)
+            code = 0
+        os._exit(code)
+    os.close(write)
+    text, deadline = b"", time.monotonic() + seconds
+    while True:
+        ready, _, _ = select.select([read], [], [], max(0.0, deadline - time.monotonic()))
+        part = os.read(read, 1 << 16) if ready else b""
+        if not part:
+            break
+        text += part
+    os.close(read)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return json.loads(text) if text and ready else None
+
+
+class Plugin:
+    """In pytest: once the tests are collected, forks that run some of them."""
+
+    def __init__(self, project: Project, todo: Sequence[Mutant]) -> None:
+        self.project, self.todo = project, todo
+        self.results: list[Result] = []
+        self.items: dict[str, Any] = {}
+        self.failed, self.assertion, self.error = "", False, ""
+
+    def pytest_collection(self) -> None:
+        """Hypothesis: always the same examples, and no search for smaller ones."""
+        with contextlib.suppress(ImportError):
+            from hypothesis import Phase, settings
+
+            phases = (Phase.explicit, Phase.generate)
+            settings.register_profile(
+                "mutate", derandomize=True, database=None, deadline=None, phases=phases
+            )
+            settings.load_profile("mutate")
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """All mutants, instead of the tests."""
+        if session.testsfailed:
+            return False
+        self.items = {item.nodeid: item for item in session.items}
+        self._baseline()
+        for i, mutant in enumerate(self.todo, start=1):
+            result = self._attempt(mutant)
+            self.results.append(result)
+            if result.outcome in ("survived", "hung"):
+                print(f"[{i}/{len(self.todo)}] {result.outcome}: {mutant.name}", file=sys.stderr)
+        return True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """The first test that failed, and whether it was the test that said so."""
+        if report.failed and not self.failed:
+            self.failed, self.error = report.nodeid, str(report.longrepr)
+            crash = getattr(report.longrepr, "reprcrash", None)  # house: ok pytest's own object
+            said = ("assert", "Assertion", "Failed: DID NOT RAISE", "torch.autograd.gradcheck")
+            self.assertion = crash is None or crash.message.startswith(said)
+
+    def _run(self, names: Sequence[str]) -> None:
+        """Run tests in this process, up to the first that fails."""
+        items = [self.items[name] for name in names]
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failed:
+                return
+
+    def _baseline(self) -> None:
+        """Run the tests unchanged: who calls what. Raises SystemExit where one fails."""
+        source = str(self.project.folder / self.project.source)
+        calls: dict[str, list[str]] = {}
+        seconds: dict[str, float] = {}
+
+        def work() -> dict[str, Any]:
+            for name in self.items:
+                seen: set[str] = set()
+                begin = time.perf_counter()
+                sys.setprofile(lambda frame, event, _, seen=seen: _note(frame, source, seen))
+                self._run([name])
+                sys.setprofile(None)
+                seconds[name], calls[name] = time.perf_counter() - begin, sorted(seen)
+                if self.failed:
+                    break
+            return {"calls": calls, "seconds": seconds, "failed": self.failed, "text": self.error}
+
+        told = in_fork(work, 1200)
+        if not told or told["failed"]:
+            raise SystemExit(f"the tests fail without any change:\n{told and told['text']}")
+        for test in sorted(told["calls"], key=told["seconds"].__getitem__):
+            for where in [*told["calls"][test], "*"]:
+                self.project.calls[where].append(test)
+
+    def _attempt(self, mutant: Mutant) -> Result:
+        """The tests of the mutant's function against it."""
+        project, order = self.project, self.project.order(mutant.where)
+        file = mutant.where.partition(":")[0]
+        name = f"{project.package}.{file.removesuffix('.py')}"
+
+        def work() -> dict[str, Any]:
+            try:
+                install(sys.modules[name], mutant.source)
+            except Exception:
+                return {"failed": "(at import)", "assertion": False}
+            self._run(order)
+            return {"failed": self.failed, "assertion": self.assertion}
+
+        told = in_fork(work, project.seconds) if order else {"failed": ""}
+        if told is None:
+            return Result(mutant, "hung")
+        if not told["failed"]:
+            return Result(mutant, "survived")
+        project.kills[mutant.where][told["failed"]] += 1
+        return Result(mutant, "killed" if told["assertion"] else "crashed", told["failed"])
+
+
+def _note(frame: Any, source: str, seen: set[str]) -> None:
+    code = frame.f_code
+    if code.co_filename.startswith(source):
+        names = code.co_qualname.partition(".<locals>")[0].split(".")
+        seen.add(f"{Path(code.co_filename).name}:{names[-1]}")
+        seen.add(f"{Path(code.co_filename).name}:{names[0]}")
+
+
+def install(module: ModuleType, source: str) -> None:
+    """Make ``module`` what ``source`` says, also for everybody who already imported from it:
+    functions keep their identity and get new code, dicts get new entries, other values are replaced
+    wherever they stand under the same name."""
+    new = {"__name__": module.__name__, "__package__": module.__package__}
+    exec(compile(source, str(module.__file__), "exec"), new)
+    old = vars(module)
+    twins = {id(new[name]): value for name, value in old.items() if name in new}
+    for name, value in new.items():
+        before = old.get(name)
+        if name.startswith("__") or before is value:
+            continue
+        if isinstance(before, FunctionType):
+            _become(before, value)
+        elif isinstance(before, type):
+            for key, part in vars(value).items():
+                if isinstance(part, FunctionType):
+                    _become(vars(before)[key], part)
+                elif not key.startswith("__"):
+                    setattr(before, key, part)
+        elif isinstance(before, dict):
+            before.clear()
+            before.update({key: twins.get(id(part), part) for key, part in value.items()})
+        else:
+            for other in list(sys.modules.values()):
+                if vars(other).get(name) is before:
+                    vars(other)[name] = value
+
+
+def _become(function: FunctionType, other: FunctionType) -> None:
+    function.__code__ = other.__code__
+    function.__defaults__, function.__kwdefaults__ = other.__defaults__, other.__kwdefaults__
+
+
+def run_all(project: Project, todo: Sequence[Mutant]) -> list[Result]:
+    """Every mutant's result. Raises SystemExit where the tests cannot be collected or fail."""
+    import pytest
+
+    os.chdir(project.folder)
+    sys.path.insert(0, str(project.folder))
+    plugin = Plugin(project, todo)
+    off = [word for name in ("cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
+    options = ["-q", "-s", *off, "-m", "not slow", f"--rootdir={project.folder}"]
+    code = pytest.main([*options, project.tests], plugins=[plugin])
+    if len(plugin.results) != len(todo):
+        raise SystemExit(f"the tests of {project.tests} could not be run (pytest says {code!r})")
+    return plugin.results
+
+
+def read_equivalent(path: Path) -> dict[str, str]:
+    """``file.py:function: change`` -> reason, of the mutants that no test can tell from the original."""
+    if not path.is_file():
+        return {}
+    entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])
+    return {name: entry["reason"] for entry in entries for name in entry["mutants"]}
+
+
+def report(results: Sequence[Result], equivalent: dict[str, str], whole: bool) -> tuple[float, int]:
+    """Print the table and the survivors; the rate and the number of survivors. Raises SystemExit
+    where the list of equivalent mutants is wrong."""
+    apart = [r for r in results if r.mutant.name in equivalent]
+    counted = [r for r in results if r.mutant.name not in equivalent]
+    survivors = [r for r in counted if r.outcome == "survived"]
+    files: dict[str, Counter[str]] = defaultdict(Counter)
+    for r in counted:
+        files[r.mutant.where.partition(":")[0]][r.outcome] += 1
+    heads = ("killed", "crashed", "hung", "survived")
+    print(f"{'':24s}{''.join(f'{h:>10s}' for h in heads)}{'rate':>10s}")
+    for name, numbers in [*sorted(files.items()), ("all", sum(files.values(), Counter()))]:
+        total = numbers.total()
+        rate = 1 - numbers["survived"] / max(total, 1)
+        print(f"{name:24s}{''.join(f'{numbers[h]:10d}' for h in heads)}{rate:10.3f}")
+    print(f"equivalent, counted apart: {len(apart)}")
+    for r in survivors:
+        print(f"survived: {r.mutant.name}  (line {r.mutant.line})")
+    wrong = [f"caught: {r.mutant.name} ({r.test})" for r in apart if r.outcome != "survived"]
+    known = {r.mutant.name for r in results}
+    wrong += [f"not there: {name}" for name in equivalent if whole and name not in known]
+    if wrong:
+        raise SystemExit("the list of equivalent mutants is wrong:\n" + "\n".join(wrong))
+    return 1 - len(survivors) / max(len(counted), 1), len(survivors)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run all mutants, report; 1 where too many survive."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", help="names of modules; all of --source if none")
+    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("--source", type=Path, default=Path("burnish/algorithms"))
+    parser.add_argument("--tests", default="tests/algorithms")
+    parser.add_argument("--equivalent", type=Path, default=Path("tools/equivalent_mutants.toml"))
+    parser.add_argument("--min-rate", type=float, default=0.95)
+    parser.add_argument("--max-survivors", type=int)
+    parser.add_argument("--only", default="", help="mutants whose name has this text")
+    parser.add_argument("--seconds", type=float, default=120, help="after which one has hung")
+    parser.add_argument("--list", action="store_true", help="the mutants, without running any")
+    args = parser.parse_args(argv)
+    paths = sorted((args.root / args.source).glob("*.py"))
+    chosen = [p for p in paths if not args.files or p.name in {Path(f).name for f in args.files}]
+    todo = [m for p in chosen for m in mutants(p.name, p.read_text(encoding="utf-8"))]
+    todo = [m for m in todo if args.only in m.name]
+    if args.list:
+        print("\n".join(f"{m.line:4d}  {m.name}" for m in todo))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        copied = copy_of(args.root, args.source, args.tests, Path(folder).resolve())
+        project = Project(copied, args.source, args.tests, args.seconds)
+        results = run_all(project, todo)
+    whole = not args.files and not args.only
+    rate, survivors = report(results, read_equivalent(args.root / args.equivalent), whole)
+    too_many = args.max_survivors is not None and survivors > args.max_survivors
+    return int(rate < args.min_rate or too_many)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

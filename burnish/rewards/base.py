@@ -294,7 +294,7 @@ class NoRewards(RewardSet):
     for one."""
 
     def __init__(self) -> None:
-        self._rewards = ()
+        self._rewards, self._running = (), {}
 
     def score(self, groups: Sequence[Group]) -> Scored:
         """The groups as they are; which share of their samples was cut off."""

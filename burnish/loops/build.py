@@ -15,12 +15,11 @@ from burnish.config import (
     EvaluateConfig,
     GenerateConfig,
     JobConfig,
-    PreferenceConfig,
     RewardModelConfig,
     RLConfig,
     SFTConfig,
 )
-from burnish.config.algorithm import GaeAdvantage, KlConfig, KtoLoss
+from burnish.config.algorithm import GaeAdvantage, KlConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.jobs import SupervisedJob
 from burnish.config.model import CriticConfig, ModelConfig
@@ -32,7 +31,6 @@ from burnish.data.prompts import PromptStream, load_prompts
 from burnish.data.questions import Questions
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.steps import StepsStream, load_solutions
-from burnish.data.unpaired import HalvesStream, UnpairedStream, load_judged
 from burnish.loops.distill import Teacher, make_teacher
 from burnish.loops.evaluate import Evaluator
 from burnish.loops.generate import Generation
@@ -44,12 +42,7 @@ from burnish.loops.objectives import (
     value_objective,
     with_expert_balance,
 )
-from burnish.loops.preference import measure_preferences, preference_objective, preparation
 from burnish.loops.ptx import Ptx, ptx_objective
-from burnish.loops.reference_cache import FILE as CACHE_FILE
-from burnish.loops.reference_cache import compute as compute_cache
-from burnish.loops.reference_cache import load as load_cache
-from burnish.loops.reference_cache import save as save_cache
 from burnish.loops.reward_model import measure_pairs, measure_steps
 from burnish.loops.rl import RL
 from burnish.loops.sft import measure_sft
@@ -249,70 +242,6 @@ def _facts(config: SFTConfig | RewardModelConfig) -> dict[str, Any] | None:
     if not isinstance(data, StepsDataConfig):
         return None
     return {"process_reward": True, "step_separator": data.step_separator}
-
-
-def build_preference(
-    config: PreferenceConfig, runtime: Runtime, run_dir: Path
-) -> tuple[Supervised, int]:
-    """The parts of a preference run, and its number of optimizer steps."""
-    kto = isinstance(config.loss, KtoLoss)
-    data = _within_positions(config.data, config.model)
-    held_out = None
-    if config.eval_data is not None:
-        held_out = (load_judged if kto else load_pairs)(config.eval_data, runtime.tokenizer)
-    kind = PreferenceStream if not kto else UnpairedStream if data.label_key else HalvesStream
-    stream = kind(data, runtime.tokenizer, seed=config.seed)
-    total = _supervised_steps(config, len(stream))
-    spec = _supervised_spec(config, "policy", total)
-    reference, policy = _preference_engines(config, spec, runtime, run_dir, held_out)
-    prepare = preparation(config.loss, policy, reference, max_len=data.max_len)
-    loss = preference_objective(config.loss, nll_coef=config.nll_coef)
-    parts = Supervised(
-        stream=timed(stream, runtime.timeline, {"next": "data"}),
-        engine=policy,
-        loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
-        batch_size=config.batch_plan().train_batch_size,
-        measure=measure_preferences(loss, prepare),
-        eval_batch=held_out,
-        prepare=prepare,
-    )
-    return parts, total
-
-
-def _preference_engines(
-    config: PreferenceConfig,
-    spec: EngineSpec,
-    runtime: Runtime,
-    run_dir: Path,
-    held_out: Batch | None,
-) -> tuple[HasLogprobs | None, TrainEngine]:
-    """The reference, or its log-probs, and the policy. In this order: a reference that is only
-    needed for its log-probs is gone before the policy comes."""
-    spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
-    settings, model = config.reference, config.model
-    own = settings.model if settings is not None else None
-    precompute = settings is not None and settings.precompute
-    cached = load_cache(run_dir / CACHE_FILE, own or model) if precompute else None
-    reference: HasLogprobs | None = cached
-    policy: TrainEngine | None = None
-    if cached is not None or not config.needs_reference:
-        return reference, runtime.language_model(spec, spans)
-    if own is None and model.lora is not None:
-        policy = runtime.language_model(spec, spans)
-        reference = runtime.frozen_base(policy)
-    else:
-        train = spec.train.model_copy(update={"moe_aux_loss_coef": 0.0})
-        frozen = replace(spec, role="reference", model=own or model, train=train, trainable=False)
-        reference = runtime.language_model(frozen, {"logprobs": "reference"})
-    if precompute:
-        rows = [load_pairs(_within_positions(config.data, model), runtime.tokenizer)]
-        batches = rows + ([held_out] if held_out is not None else [])
-        log.info("the reference's log-probs of %d rows", sum(b.num_rows for b in batches))
-        cache = compute_cache(reference, batches, 2 * config.batch_plan().train_batch_size)
-        save_cache(cache, run_dir / CACHE_FILE, own or model)
-        runtime.release(reference)
-        reference = cache
-    return reference, policy or runtime.language_model(spec, spans)
 
 
 def _supervised_steps(config: SupervisedJob, num_rows: int) -> int:

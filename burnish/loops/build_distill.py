@@ -14,6 +14,7 @@ from burnish.config import DistillConfig
 from burnish.data.sft import SFTStream, load_rows
 from burnish.loops.build import _supervised_spec, _supervised_steps, _within_positions
 from burnish.loops.distill import distill_objective, make_teacher, measure_distill
+from burnish.loops.objectives import with_expert_balance
 from burnish.loops.supervised import Supervised
 from burnish.models.teacher import LessonSpec
 from burnish.observe.timeline import timed
@@ -36,7 +37,7 @@ def build_distill(config: DistillConfig, runtime: Runtime) -> tuple[Supervised, 
     parts = Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=runtime.language_model(replace(spec, lesson=lesson), spans),
-        loss=loss,
+        loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
         batch_size=size,
         measure=measure_distill(loss, teacher, rows_at_once=size),
         eval_batch=held_out,

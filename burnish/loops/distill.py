@@ -75,6 +75,7 @@ def make_teacher(
     own = replace(
         spec,
         role="teacher",
+        train=spec.train.model_copy(update={"moe_aux_loss_coef": 0.0}),
         model=config.model,
         dtype=config.dtype,
         trainable=False,

@@ -27,11 +27,11 @@ from burnish.config.placement import places_of
 from burnish.loops.build import (
     build_evaluation,
     build_generation,
-    build_preference,
     build_rl,
     build_supervised,
 )
 from burnish.loops.build_distill import build_distill
+from burnish.loops.build_preference import build_preference
 from burnish.loops.generate import GenerateRun, check_output, check_same_recipe, finished
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.session import (

@@ -290,11 +290,11 @@ class RewardSet:
 
 
 class NoRewards(RewardSet):
-    """Where nothing is learned from rewards (distillation, batch inference): groups come back as
-    they are, every sample with NaN for a reward."""
+    """Where nothing is learned from rewards: groups come back as they are, every sample with NaN
+    for one."""
 
     def __init__(self) -> None:
-        self._rewards = ()
+        self._rewards, self._running = (), {}
 
     def score(self, groups: Sequence[Group]) -> Scored:
         """The groups as they are; which share of their samples was cut off."""

@@ -132,10 +132,15 @@ def test_the_loss_is_the_mix_that_the_recipe_asks_for(distill: MakeConfig) -> No
         assert line["train/divergence"] < line["train/teacher_kl"], "jsd is the smaller"
 
 
-def test_only_responses_count_unless_all_tokens_are_asked_for(distill: MakeConfig) -> None:
+def test_only_responses_count_unless_all_tokens_are_asked_for(
+    distill: MakeConfig, tmp_path: Path
+) -> None:
     few = evaluated(run(distill("eval_data.train_on_prompt=false")))[0]
     assert few["eval/loss"] == pytest.approx(few["eval/divergence"], rel=1e-5)
-    assert run(distill("run_dir=runs/other", "max_steps=1"))[0]["eval/loss"] != few["eval/loss"]
+    assert (
+        run(distill(f"run_dir={tmp_path / 'all'}", "max_steps=1"))[0]["eval/loss"]
+        != few["eval/loss"]
+    )
 
 
 @pytest.mark.parametrize("options", [[], ["loss=jsd", "model.lora.lora_rank=4"]])

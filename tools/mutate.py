@@ -272,7 +272,8 @@ def run_all(project: Project, todo: Sequence[Mutant]) -> list[Result]:
 
 
 def read_equivalent(path: Path) -> dict[str, str]:
-    """``file.py:function: change`` -> reason, of the mutants that no test can tell from the original."""
+    """``file.py:function: change`` -> reason, of the mutants that no test can tell from the
+    original."""
     if not path.is_file():
         return {}
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -44,19 +44,15 @@ class Outputs:
     experts_per_token: int = 0
     """Experts that each token is sent to (where there are ``router_logits``)"""
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that are in line with tokens, in the order of the fields."""
+        return tuple(vars(self).values())[:7]
+
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Outputs:
-        """The inverse of :meth:`tensors`."""
-        names = ("logprobs", "entropy", "values", "divergence", "teacher_kl", "agreement", "states")
-        found: dict[str, Any] = dict(zip(names, tensors, strict=True))
-        return cls(**found)
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All but what routers say."""
-        return (
-            *(self.logprobs, self.entropy, self.values),
-            *(self.divergence, self.teacher_kl, self.agreement, self.states),
-        )
+        """What :meth:`tensors` gave."""
+        logprobs, entropy, values, divergence, teacher_kl, agreement, states = tensors
+        return cls(logprobs, entropy, values, divergence, teacher_kl, agreement, states)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ nothing held out is trained on.
     sort_demos*.jsonl    prompt, response: half of them in descending order, which is wrong
     sort_pairs*.jsonl    prompt, chosen (ascending), rejected (descending, or with a slip)
     sort_prompts*.jsonl  prompt, label
-    sort_steps*.jsonl    prompt, completions, labels: insertion sort, one digit of the prompt more in
-                         every step; from a slip on every step is wrong. In sort_steps_soft a label
+    sort_steps*.jsonl    prompt, completions, labels: insertion sort, one digit more in every
+                         step; from a slip on every step is wrong. In sort_steps_soft a label
                          is the share of 8 attempts that get to the right answer from there (drawn:
                          0.9 each from a right step, 0.05 from a wrong one)
 """

@@ -73,3 +73,17 @@ def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_places() -> None:
 def test_colocated_roles_need_equal_numbers() -> None:
     with pytest.raises(ConfigError, match="puts policy and rollout into the same places"):
         load_config(BY_NAME["llama3_8b_grpo_8gpu"], ["cluster.rollout_workers=4"])
+
+
+def test_the_other_algorithms_of_a_recipe_are_words_that_it_takes() -> None:
+    """Lines '#   NAME   key=value ...' of the SmolLM2 recipe's header."""
+    path = BY_NAME["smollm2_chain_sum_grpo"]
+    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {
+        line[1]: [word for word in line if "=" in word]
+        for line in lines
+        if line[:1] == ["#"] and any(word.startswith("algorithm.") for word in line)
+    }
+    assert {"Dr.", "RLOO", "REINFORCE++-baseline", "DAPO", "GSPO", "CISPO", "PPO"} == set(found)
+    for words in found.values():
+        load_config(path, words)

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.steps import StepsDataConfig
@@ -189,3 +193,19 @@ def test_training_rows_are_split_where_rewards_split_them(config, tokenizer) -> 
     prompt = int(batch.prompt_lens[0])
     places = (batch.action_mask.nonzero()[:, 0] - prompt).tolist()
     assert step_ends(tokenizer, batch.tokens[prompt:].tolist(), ";") == places
+
+
+def test_a_token_that_reaches_beyond_the_separator_ends_the_step() -> None:
+    """Byte-level tokens ``a;b``, the two bytes of ``é`` apart, and ``;``: the step ends with the
+    token in which its separator is complete, and half a character moves no place."""
+    letters = ["a", "b", ";", "Ã", "©"]  # é is C3 A9, which byte-level tokenizers write as Ã and ©
+    words = [*letters, "a;", "a;b"]
+    merges = [("a", ";"), ("a;", "b")]
+    model = BPE({word: i for i, word in enumerate(words)}, merges)
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids = tokenizer("a;béé;bé")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["a;b", *("Ã", "©") * 2, ";", "b", "Ã", "©"]
+    assert step_ends(tokenizer, ids, ";") == [0, 5, 8]

@@ -309,8 +309,8 @@ class RLConfig(TrainingJob):
         yield from team_rules(self.train, self.cluster)
         yield from self._advantage_rules()
         yield from self._kl_rules()
-        yield from teacher_rules(self)
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
+        yield from teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
         yield from _rollout_place_rules(self.cluster, self.rollout.engine)
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):

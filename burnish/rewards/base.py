@@ -290,8 +290,8 @@ class RewardSet:
 
 
 class NoRewards(RewardSet):
-    """Where nothing is learned from rewards: groups come back as they are, every sample with NaN
-    for one."""
+    """Where nothing is learned from rewards (distillation, batch inference): groups come back as
+    they are, every sample with NaN for a reward."""
 
     def __init__(self) -> None:
         self._rewards, self._running = (), {}

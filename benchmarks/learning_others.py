@@ -13,7 +13,11 @@ from typing import Any
 from common import model_folder
 from learning_tasks import ROOT, SORT_MODEL
 
-LOSSES = {"dpo": {"kind": "dpo", "beta": 0.1}, "kto": {"kind": "kto", "beta": 0.1}}
+LOSSES: dict[str, dict[str, Any]] = {
+    "dpo": {"loss": {"kind": "dpo", "beta": 0.1}},
+    "dpo, nll_coef 1": {"loss": {"kind": "dpo", "beta": 0.1}, "nll_coef": 1.0},
+    "kto": {"loss": {"kind": "kto", "beta": 0.1}},
+}
 KL_COEFS = (0.0, 0.1)
 OPENINGS = (
     "The film begins", "My flight was", "This restaurant", "The hotel room", "I bought a phone "
@@ -45,9 +49,11 @@ def preference(args: argparse.Namespace) -> None:
             data = _verified(Path(work), seed)
             before = _verdicts(SORT_MODEL, Path(work) / "before", seed)
             for kind in missing:
-                model = _preferred(kind, data[kind], Path(work) / kind, seed)
+                single = kind == "kto"
+                rows = data["singles" if single else "pairs"]
+                model = _preferred(kind, rows, Path(work) / kind, seed)
                 after = _verdicts(model, Path(work) / f"after-{kind}", seed)
-                found = {"name": kind, "seed": seed, "rows": data["rows"][kind]}
+                found = {"name": kind, "seed": seed, "rows": len(rows.read_text().splitlines())}
                 found |= {"before": _mean(before), "after": _mean(after)}
                 found["win_rate"] = win_rate(after, before)
                 file = folder / f"{kind}-{seed}.json"
@@ -88,7 +94,6 @@ def _samples(model: Path, run_dir: Path, seed: int, **eval_data: Any) -> list[di
             }
         ],
         "eval": {"generate_max_len": 8, "temperature": 1.0, **eval_data},
-        "observe": {"samples_per_step": 1_000_000},
     }
     burnish.run(burnish.load_config(tree))
     return list(read_samples(run_dir))
@@ -102,7 +107,7 @@ def _verdicts(model: Path, run_dir: Path, seed: int) -> dict[str, list[float]]:
     return found
 
 
-def _verified(work: Path, seed: int) -> dict[str, Any]:
+def _verified(work: Path, seed: int) -> dict[str, Path]:
     """Pairs for dpo, and single responses with verdicts for kto, of the model's own samples."""
     data = {"sources": [f"{ROOT}/recipes/data/sort_prompts.jsonl"], "prompt_max_len": 8}
     options = {"data": data, "n_samples_per_prompt": 8, "num_prompts": 1000}
@@ -117,10 +122,10 @@ def _verified(work: Path, seed: int) -> dict[str, Any]:
         for p in both
         for r, good in ((right[p], True), (wrong[p], False))
     ]
-    out: dict[str, Any] = {"rows": {"dpo": len(pairs), "kto": len(singles)}}
-    for kind, rows in (("dpo", pairs), ("kto", singles)):
-        out[kind] = work / f"{kind}.jsonl"
-        out[kind].write_text("\n".join(json.dumps(r) for r in rows))
+    out = {}
+    for name, rows in (("pairs", pairs), ("singles", singles)):
+        out[name] = work / f"{name}.jsonl"
+        out[name].write_text("\n".join(json.dumps(r) for r in rows))
     return out
 
 
@@ -134,7 +139,7 @@ def _preferred(kind: str, data: Path, folder: Path, seed: int) -> Path:
         "seed": seed,
         "model": {"path": str(SORT_MODEL)},
         "data": {"sources": [str(data)], "max_len": 16, **single},
-        "loss": LOSSES[kind],
+        **LOSSES[kind],
         "max_epochs": 3,
         "train": {"train_batch_size": 32, "lr": 1e-4},
     }

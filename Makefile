@@ -19,7 +19,7 @@ HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name fo
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-gpu vllm-cpu lint docs clean
+.PHONY: help demo test test-fast test-gpu vllm-cpu lint mutate docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,9 @@ lint: $(VENV)/.dev  ## ruff, mypy and the house rules
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/house.py
+
+mutate: $(VENV)/.dev  ## small mistakes in burnish/algorithms, one at a time: does a test notice each?
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py $(ARGS)
 
 docs: $(VENV)/.dev  ## write what is generated: docs/config.md and the tree in README.md
 	$(BIN)/python -m burnish config --all --markdown > docs/config.md

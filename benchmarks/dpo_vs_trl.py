@@ -122,7 +122,7 @@ def run_burnish(args: argparse.Namespace) -> None:
         )
 
 
-def run_trl(args: argparse.Namespace) -> None:
+def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one long call
     """Worker: TRL's own training loop, held at each step's begin until it is its turn."""
     import torch
     from datasets import Dataset

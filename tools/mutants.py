@@ -48,7 +48,7 @@ RENAMED = {
 
 NOT_LEFT_OUT = {
     *("dim", "numel", "item", "items", "update", "expand_as", "index_add", "new_zeros"),
-    *("scatter_reduce", "unflatten"),
+    *("scatter_reduce", "view"),
 }
 """Methods without which the rest could not run: that mistake needs no test to be seen."""
 SYMMETRIC = {"maximum", "minimum", "max", "min", "index_add", "isinstance", "masked_sum"}

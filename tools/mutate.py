@@ -28,6 +28,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -176,7 +177,7 @@ class Plugin:
             for name in self.items:
                 seen: set[str] = set()
                 begin = time.perf_counter()
-                sys.setprofile(lambda frame, event, _, seen=seen: _note(frame, source, seen))
+                sys.setprofile(partial(_note, source, seen))
                 self._run([name])
                 sys.setprofile(None)
                 seconds[name], calls[name] = time.perf_counter() - begin, sorted(seen)
@@ -214,7 +215,7 @@ class Plugin:
         return Result(mutant, "killed" if told["assertion"] else "crashed", told["failed"])
 
 
-def _note(frame: Any, source: str, seen: set[str]) -> None:
+def _note(source: str, seen: set[str], frame: Any, event: str, argument: Any) -> None:
     code = frame.f_code
     if code.co_filename.startswith(source):
         names = code.co_qualname.partition(".<locals>")[0].split(".")
@@ -226,7 +227,7 @@ def install(module: ModuleType, source: str) -> None:
     """Make ``module`` what ``source`` says, also for everybody who already imported from it:
     functions keep their identity and get new code, dicts get new entries, other values are replaced
     wherever they stand under the same name."""
-    new = {"__name__": module.__name__, "__package__": module.__package__}
+    new: dict[str, Any] = {"__name__": module.__name__, "__package__": module.__package__}
     exec(compile(source, str(module.__file__), "exec"), new)
     old = vars(module)
     twins = {id(new[name]): value for name, value in old.items() if name in new}
@@ -237,18 +238,21 @@ def install(module: ModuleType, source: str) -> None:
         if isinstance(before, FunctionType):
             _become(before, value)
         elif isinstance(before, type):
-            for key, part in vars(value).items():
-                if isinstance(part, FunctionType):
-                    _become(vars(before)[key], part)
-                elif not key.startswith("__"):
-                    setattr(before, key, part)
+            _become_class(before, value)
         elif isinstance(before, dict):
             before.clear()
             before.update({key: twins.get(id(part), part) for key, part in value.items()})
         else:
-            for other in list(sys.modules.values()):
-                if vars(other).get(name) is before:
-                    vars(other)[name] = value
+            for other in [m for m in sys.modules.values() if vars(m).get(name) is before]:
+                vars(other)[name] = value
+
+
+def _become_class(known: type, other: type) -> None:
+    for key, part in vars(other).items():
+        if isinstance(part, FunctionType):
+            _become(vars(known)[key], part)
+        elif not key.startswith("__"):
+            setattr(known, key, part)
 
 
 def _become(function: FunctionType, other: FunctionType) -> None:
@@ -272,7 +276,7 @@ def run_all(project: Project, todo: Sequence[Mutant]) -> list[Result]:
 
 
 def read_equivalent(path: Path) -> dict[str, str]:
-    """``file.py:function: change`` -> reason, of the mutants that no test can tell from the
+    """``file.py:function: change`` -> reason, of mutants that no test can tell from the
     original."""
     if not path.is_file():
         return {}

@@ -237,7 +237,8 @@ def _discounted_sum(x: Tensor, discount: float) -> Tensor:
     length = x.shape[-1]
     num_blocks = -(-length // _BLOCK)
     wide = x.double() if x.is_cuda else x  # a GPU may be set to round fp32 products to TF32
-    blocks = pad(wide, (0, num_blocks * _BLOCK - length)).unflatten(-1, (num_blocks, _BLOCK))
+    padded = pad(wide, (0, num_blocks * _BLOCK - length))
+    blocks = padded.view(*x.shape[:-1], num_blocks, _BLOCK)
     powers = (discount ** torch.arange(_BLOCK + 1, dtype=torch.float64)).to(wide)
     place = torch.arange(_BLOCK, device=x.device)
     ahead = place - place[:, None]

@@ -294,3 +294,25 @@ def test_a_loss_on_the_dual_bound_is_not_over_it_and_small_advantages_have_one_t
     # 1e-12: exp(log r) in fp64
     assert loss.tolist() == pytest.approx([2.0, 1.0], abs=1e-12)
     assert stats.floats()["dual_clip_frac"] == 0.5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gradient_of_cispo_is_that_of_finite_differences_with_its_weight_held(
+    seed: int,
+) -> None:
+    """L(x) = -w A x where w is what it was at the start: clip(exp(x0 - old), 0.8, 1.3)."""
+    logprobs, old, advantages, mask = tokens(seed)
+    x = logprobs.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(cispo(x, old, advantages, mask, **CLIP)[0].sum(), x)
+    weight = (logprobs - old).exp().clamp(0.8, 1.3)
+
+    def total(x: Tensor) -> float:
+        return float((-weight * advantages * x)[mask].sum())
+
+    for i, j in mask.nonzero().tolist():
+        step = torch.zeros_like(logprobs)
+        step[i, j] = 1e-6
+        difference = (total(logprobs + step) - total(logprobs - step)) / 2e-6
+        # 1e-8: differences in fp64 over 2e-6
+        assert grad[i, j].item() == pytest.approx(difference, abs=1e-8)
+    assert grad[~mask].eq(0).all()

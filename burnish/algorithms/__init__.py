@@ -3,14 +3,22 @@
 Read in the order of an RL step: ``kl.py`` (distance from the reference), ``advantages.py`` (from
 rewards to what each token is worth), ``policy_losses.py`` and ``value_losses.py`` (per-token
 losses), ``reduce.py`` (every denominator). ``correction.py`` measures how far sampler and trainer
-disagree; ``preference.py`` is for reward models. Functions of one kind are chosen once, by name,
-from the plain dicts below.
+disagree; ``preference.py`` is for reward models, ``distill.py`` for a student with a teacher.
+Functions of one kind are chosen once, by name, from the plain dicts below.
 """
 
 from burnish.algorithms.advantages import ADVANTAGES
+from burnish.algorithms.distill import DIVERGENCES
 from burnish.algorithms.kl import KL_ESTIMATORS
 from burnish.algorithms.policy_losses import POLICY_LOSSES
 from burnish.algorithms.preference import PREFERENCE_LOSSES
 from burnish.algorithms.reduce import reduce
 
-__all__ = ["ADVANTAGES", "KL_ESTIMATORS", "POLICY_LOSSES", "PREFERENCE_LOSSES", "reduce"]
+__all__ = [
+    "ADVANTAGES",
+    "DIVERGENCES",
+    "KL_ESTIMATORS",
+    "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
+    "reduce",
+]

@@ -10,14 +10,15 @@ rloo                   the same (it is the return-to-go at gamma = 1)
 reinforce_pp           ``token_rewards`` (KL in the reward), ``return_to_go``, ``tensors.whiten``
 reinforce_pp_baseline  the same; only the shaped reward has the group's mean taken off
 gae                    ``token_rewards``, values of a critic, :func:`gae`, ``tensors.whiten``
+on_policy_distill      log-probs of policy and teacher, no rewards
 ====================== ============================================================================
 
 Groups are by id, of any size and in any order. A group of one, and a group of equal rewards, give
 exactly 0.
 
-*Token advantages* (:func:`gae`, :func:`return_to_go`) work on rectangles [N, T] with a mask of
-action tokens. Tokens outside it (padding, or what a tool wrote between two turns) are skipped, as
-if they had been cut out.
+*Token advantages* (:func:`gae`, :func:`return_to_go`, :func:`on_policy_distill`) work on rectangles
+[N, T] with a mask of action tokens. Tokens outside it (padding, or what a tool wrote between two
+turns) are skipped, as if they had been cut out.
 """
 
 from __future__ import annotations
@@ -150,6 +151,20 @@ def gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
+def on_policy_distill(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """A_t = -(log p(token) - log q(token)), p the policy at the start of the update and q the
+    teacher; 0 outside the mask.
+
+    Over tokens that the policy sampled itself the mean of -A is KL(policy || teacher), and the
+    policy gradient with A its gradient, token by token (no token answers for the divergence of
+    later ones: a discount of 0). ``old_logprobs``, ``teacher_logprobs``, ``mask`` of one shape.
+    Sources: arXiv 2306.13649 (students on their own samples);
+    https://thinkingmachines.ai/blog/on-policy-distillation/.
+    """
+    gap = at_least_fp32(teacher_logprobs) - at_least_fp32(old_logprobs)
+    return torch.where(mask, gap, 0.0)
+
+
 ADVANTAGES: dict[str, Callable[..., Any]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -158,8 +173,10 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "gae": gae,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": group_mean_baseline,
+    "on_policy_distill": on_policy_distill,
 }
-"""By the name in ``algorithm.advantage``. All but ``gae`` have the outcome signature."""
+"""By the name in ``algorithm.advantage``. All but ``gae`` and ``on_policy_distill`` have the
+outcome signature."""
 
 
 class _Groups:

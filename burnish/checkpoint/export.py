@@ -8,9 +8,10 @@ What comes out loads with plain ``AutoModelForCausalLM.from_pretrained`` (polici
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from peft.utils import get_peft_model_state_dict
@@ -27,7 +28,7 @@ from transformers import (
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.save import CheckpointStore
-from burnish.checkpoint.state import load_state
+from burnish.checkpoint.state import FACTS, load_state
 from burnish.config.model import Dtype, ModelConfig
 from burnish.formats import FORMATS
 from burnish.models.load import DTYPES, load_causal_lm
@@ -157,7 +158,7 @@ def _save_merged(
     config.use_cache = True
     if scalar:
         config.num_labels = 1
-        config.update(_score_stats(source))
+        config.update(_facts(source) | _score_stats(source))
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     dtype = next(iter(weights.values())).dtype
     shell: PreTrainedModel = auto.from_config(config, dtype=dtype)
@@ -169,13 +170,29 @@ def _save_merged(
     shell.save_pretrained(target, max_shard_size=shard)
 
 
-def _score_stats(source: Path) -> dict[str, float]:
-    """Mean and spread of a reward model's scores on the run's held-out pairs, where it had any."""
-    if not (source.parent / "session.json").is_file():
+def _facts(source: Path) -> dict[str, Any]:
+    """What the run knows of its reward model: of a process reward model, its step separator."""
+    if source.name != "reward" or not (source.parent / f"{FACTS}.json").is_file():
+        return {}
+    return load_state(source.parent, FACTS)
+
+
+def _score_stats(source: Path) -> dict[str, Any]:
+    """Mean and spread of a reward model's scores on the run's held-out rows, where it had any; of a
+    process reward model for each way to make one score of several steps."""
+    if source.name != "reward" or not (source.parent / "session.json").is_file():
         return {}
     last = load_state(source.parent, "session").get("last", {})
     named = {"reward_mean": "eval/score_mean", "reward_std": "eval/score_std"}
-    return {key: float(last[metric]) for key, metric in named.items() if metric in last}
+    found: dict[str, Any] = {k: float(last[name]) for k, name in named.items() if name in last}
+    steps = re.compile(r"eval/score_(min|product|last|mean)_mean")
+    ways = [match[1] for name in sorted(last) if (match := steps.fullmatch(name))]
+    if ways:
+        found["process_reward_stats"] = {
+            way: [float(last[f"eval/score_{way}_{what}"]) for what in ("mean", "std")]
+            for way in ways
+        }
+    return found
 
 
 def _check_adapter(config: ModelConfig, role: str) -> None:

@@ -31,6 +31,8 @@ from torch import Tensor
 from burnish.checkpoint.errors import CheckpointError
 
 FORMAT_VERSION = 1
+FACTS = "facts"
+"""Name of a checkpoint's state that exports copy into the model's config."""
 _NUMPY_KINDS = "biufcmMSU"
 logger = logging.getLogger("burnish")
 

@@ -1,9 +1,11 @@
-"""The typed config tree. Start with ``jobs.py``; ``load.py`` reads a recipe file."""
+"""The typed config tree. Start with ``jobs.py``; ``registry.py`` names all jobs, ``load.py`` reads
+a recipe file."""
 
 from burnish.config.arithmetic import BatchError, BatchPlan
+from burnish.config.distill import DistillConfig
 from burnish.config.jobs import (
-    JOBS,
     EvaluateConfig,
+    GenerateConfig,
     JobConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -11,13 +13,16 @@ from burnish.config.jobs import (
     SFTConfig,
 )
 from burnish.config.load import ConfigError, dump_yaml, load_config
+from burnish.config.registry import JOBS
 
 __all__ = [
     "JOBS",
     "BatchError",
     "BatchPlan",
     "ConfigError",
+    "DistillConfig",
     "EvaluateConfig",
+    "GenerateConfig",
     "JobConfig",
     "PreferenceConfig",
     "RLConfig",

@@ -19,6 +19,16 @@ class GroupAdvantage(Node):
     R - mean of the others, arXiv 2402.14740. opo: R - length-weighted mean, arXiv 2505.23585."""
     eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (grpo)."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token. Only 1: a group compares whole responses, which have one reward each."""
+
+    def rules(self) -> Iterator[str]:
+        if self.gamma != 1.0:
+            yield (
+                f"gamma={self.gamma:g} with the group baseline {self.kind}: it compares whole "
+                "responses, and the baseline would not be discounted; use gamma=1, or an "
+                "advantage with returns per token (gae, reinforce_pp)"
+            )
 
 
 class GaeAdvantage(Node):
@@ -44,13 +54,24 @@ class ReinforceAdvantage(Node):
     """Shift and scale the advantages of the whole rollout batch to mean 0 and variance 1."""
 
 
-def _name_to_node(value: Any) -> Any:
+class OnPolicyDistillAdvantage(Node):
+    """What a teacher would rather have said, token by token: its log-prob minus the policy's. Needs
+    a ``teacher``, no rewards, no groups."""
+
+    kind: Literal["on_policy_distill"]
+
+
+def name_to_node(value: Any) -> Any:
+    """``dpo`` -> ``{kind: dpo}``: a variant may be named alone."""
     return {"kind": value} if isinstance(value, str) else value
 
 
 AdvantageConfig = Annotated[
-    Annotated[GroupAdvantage | GaeAdvantage | ReinforceAdvantage, Field(discriminator="kind")],
-    BeforeValidator(_name_to_node),
+    Annotated[
+        GroupAdvantage | GaeAdvantage | ReinforceAdvantage | OnPolicyDistillAdvantage,
+        Field(discriminator="kind"),
+    ],
+    BeforeValidator(name_to_node),
 ]
 
 
@@ -98,7 +119,7 @@ class ReinforceLoss(Node):
 
 PolicyLossConfig = Annotated[
     Annotated[PpoLoss | GspoLoss | CispoLoss | ReinforceLoss, Field(discriminator="kind")],
-    BeforeValidator(_name_to_node),
+    BeforeValidator(name_to_node),
 ]
 
 
@@ -128,7 +149,7 @@ class KlConfig(Node):
     """Taken off every token's reward, or added to the loss."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """http://joschu.net/blog/kl-approx.html. In the reward k1 is meant; as a loss k2 or k3 (k1's
-    gradient is 0 on average)."""
+    gradient is 0 on average: a warning)."""
     kl_target: float | None = Field(None, gt=0)
     """Adapt the weight to hold the mean KL per token at this value (Ziegler 2019). None: fixed
     weight."""
@@ -136,11 +157,6 @@ class KlConfig(Node):
     """Samples over which the adaptive weight moves."""
 
     def rules(self) -> Iterator[str]:
-        if self.init_kl_coef and self.placement == "loss" and self.estimator == "k1":
-            yield (
-                "estimator=k1 as a loss has a gradient that is 0 on average; use k2 or k3, or "
-                "placement=reward"
-            )
         if self.init_kl_coef and self.placement == "reward" and self.estimator != "k1":
             yield (
                 f"estimator={self.estimator} in the reward biases the return; placement=reward "
@@ -152,13 +168,20 @@ class KlConfig(Node):
                 "start)"
             )
 
+    def advice(self) -> Iterator[str]:
+        if self.init_kl_coef and self.placement == "loss" and self.estimator == "k1":
+            yield (
+                "estimator=k1 as a loss has a gradient that is 0 on average, so it adds noise and "
+                "holds nothing back; use k2 or k3, or placement=reward"
+            )
+
 
 class AlgorithmConfig(Node):
     """One RL algorithm = an advantage + a policy loss + an aggregation + a KL term."""
 
     advantage: AdvantageConfig = GroupAdvantage(kind="grpo")
-    """``grpo | dr_grpo | rloo | opo | gae | reinforce_pp | reinforce_pp_baseline``, or a node with
-    ``kind`` and its options."""
+    """``grpo | dr_grpo | rloo | opo | gae | reinforce_pp | reinforce_pp_baseline |
+    on_policy_distill``, or a node with ``kind`` and its options."""
     policy_loss: PolicyLossConfig = PpoLoss()
     """``ppo | gspo | cispo | reinforce``, or a node with ``kind`` and its options."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = "token_mean"
@@ -237,5 +260,5 @@ PreferenceLossConfig = Annotated[
     Annotated[
         DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss | KtoLoss, Field(discriminator="kind")
     ],
-    BeforeValidator(_name_to_node),
+    BeforeValidator(name_to_node),
 ]

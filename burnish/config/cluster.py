@@ -10,11 +10,11 @@ from pydantic import Field
 from burnish.config.base import Node
 
 Layout = Literal["colocate_all", "colocate_actor_ref", "colocate_critic_reward", "separate"]
-ClusterRole = Literal["policy", "reference", "critic", "reward", "rollout"]
+ClusterRole = Literal["policy", "reference", "teacher", "critic", "reward", "rollout"]
 
 COLOCATED: dict[Layout, frozenset[ClusterRole]] = {
-    "colocate_all": frozenset({"policy", "reference", "critic", "reward", "rollout"}),
-    "colocate_actor_ref": frozenset({"policy", "reference"}),
+    "colocate_all": frozenset({"policy", "reference", "teacher", "critic", "reward", "rollout"}),
+    "colocate_actor_ref": frozenset({"policy", "reference", "teacher"}),
     "colocate_critic_reward": frozenset({"critic", "reward"}),
     "separate": frozenset(),
 }
@@ -31,12 +31,14 @@ class ClusterConfig(Node):
     """Address of a running Ray cluster (``auto``, or ``host:port`` of its head). None: a Ray of our
     own is started on this machine and ended with the run."""
     layout: Layout = "colocate_all"
-    """Which roles share their places (GPUs). colocate_all: all of them; colocate_actor_ref: policy
-    and reference; colocate_critic_reward: critic and reward models; separate: none."""
+    """Which roles share their places (GPUs). colocate_all: all of them; colocate_actor_ref: policy,
+    reference and teacher; colocate_critic_reward: critic and reward models; separate: none."""
     policy_ranks: int = Field(1, ge=1)
     """Data-parallel ranks of the policy."""
     reference_ranks: int | None = Field(None, ge=1)
     """Ranks of the reference model. None: as the policy."""
+    teacher_ranks: int | None = Field(None, ge=1)
+    """Ranks of the teacher. None: as the policy."""
     critic_ranks: int | None = Field(None, ge=1)
     """Ranks of the critic. None: as the policy."""
     rollout_workers: int | None = Field(None, ge=1)
@@ -63,6 +65,7 @@ class ClusterConfig(Node):
         """Workers of a role."""
         own = {
             "reference": self.reference_ranks,
+            "teacher": self.teacher_ranks,
             "critic": self.critic_ranks,
             "rollout": self.rollout_workers,
         }.get(role)
@@ -72,7 +75,7 @@ class ClusterConfig(Node):
         if self.runtime == "inline":
             if self.ray_address is not None:
                 yield "ray_address is set and runtime=inline uses no Ray; set runtime=ray"
-            roles: tuple[ClusterRole, ...] = ("policy", "reference", "critic", "rollout")
+            roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic", "rollout")
             several = [r for r in roles if self.ranks(r) > 1]
             if several:
                 yield (

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
+from burnish.config.columns import columns_of, missing_columns
 
 
 class FileSource(Node):
@@ -88,6 +89,11 @@ class DataConfig(Node):
     """What happens to a row over the length limit: stop, cut tokens off its left end, or leave it
     out (both counted and reported)."""
 
+    @property
+    def files(self) -> list[str]:
+        """Paths of the sources that are files."""
+        return [source.path for source in self.sources if isinstance(source, FileSource)]
+
 
 class PromptDataConfig(DataConfig):
     """Prompts for rollouts and for evaluation."""
@@ -159,3 +165,12 @@ class PreferenceDataConfig(DataConfig):
                 f"chosen_key and rejected_key are both {self.chosen_key!r}; a pair needs two "
                 "columns"
             )
+        wanted = {"margin_key": self.margin_key, "label_key": self.label_key}
+        yield from missing_columns(self.files, wanted)
+
+    def files_without_pairs(self) -> Iterator[str]:
+        """Paths of the sources that are files, are there, and have no two responses in a row."""
+        for path in self.files:
+            have = columns_of(path)
+            if have is not None and not {self.chosen_key, self.rejected_key} <= set(have):
+                yield path

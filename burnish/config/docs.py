@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from burnish.config.base import Node
-from burnish.config.jobs import JOBS
+from burnish.config.registry import JOBS
 from burnish.config.schema import is_list, kinds_of, nodes_in, type_words
 
 _INTRO = """# Configuration

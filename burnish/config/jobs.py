@@ -20,7 +20,9 @@ from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout, deri
 from burnish.config.base import Node, PathText
 from burnish.config.cluster import COLOCATED, ClusterConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.generate import GenerateFields
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
+from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
 from burnish.config.rollout import (
     EvalConfig,
@@ -29,13 +31,16 @@ from burnish.config.rollout import (
     RolloutEngineConfig,
     VllmEngine,
 )
+from burnish.config.steps import RewardDataConfig, StepsDataConfig, reward_data_rules
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
+from burnish.config.teacher import TeacherConfig, teacher_rules, without_rewards
 from burnish.config.train import (
     CheckpointConfig,
     ObserveConfig,
     RLTrainConfig,
     TrainConfig,
     engine_rules,
+    expert_rules,
     ranks_per_row,
     team_rules,
 )
@@ -84,7 +89,9 @@ class TrainingJob(JobConfig):
         """The batch sizes after derivation. Raises BatchError."""
 
 
-class _SupervisedJob(TrainingJob):
+class SupervisedJob(TrainingJob):
+    """Fields of the jobs that learn from given rows."""
+
     train: TrainConfig
     """Batches, optimizer, schedule."""
     max_epochs: int = Field(1, ge=1)
@@ -103,10 +110,11 @@ class _SupervisedJob(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
+        yield from expert_rules(self.train, self.model)
         yield from team_rules(self.train, self.cluster)
 
 
-class SFTConfig(_SupervisedJob):
+class SFTConfig(SupervisedJob):
     """``burnish sft``: supervised fine-tuning on demonstrations."""
 
     job: Literal["sft"] = "sft"
@@ -117,40 +125,40 @@ class SFTConfig(_SupervisedJob):
     """Held-out demonstrations. None: no evaluation."""
 
 
-class RewardModelConfig(_SupervisedJob):
-    """``burnish rm``: a reward model from preference pairs (Bradley-Terry)."""
+class RewardModelConfig(SupervisedJob):
+    """``burnish rm``: a reward model from preference pairs (Bradley-Terry), or a process reward
+    model from solutions with a label on every step."""
 
     job: Literal["rm"] = "rm"
     """Which job the recipe is for."""
-    data: PreferenceDataConfig
-    """Pairs."""
-    eval_data: PreferenceDataConfig | None = None
-    """Held-out pairs. None: no evaluation. Mean and spread of their scores go into the config of
-    exports."""
-    loss: Literal["bradley_terry", "log_exp"] = "bradley_terry"
+    data: RewardDataConfig
+    """Pairs, or with ``kind: steps`` step-labelled solutions."""
+    eval_data: RewardDataConfig | None = None
+    """Held-out data of the same kind. None: no evaluation. Mean and spread of its scores go into
+    the config of exports."""
+    loss: Literal["bradley_terry", "log_exp", "process"] | None = None
     """bradley_terry: -log sigmoid(difference - margin). log_exp: the same without margins, as
-    log(1 + exp(-difference))."""
+    log(1 + exp(-difference)). process: cross-entropy of every step's label. None: bradley_terry
+    for pairs, process for steps."""
     center_coef: float = Field(0.0, ge=0)
     """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv
     2312.09244). 0: none."""
 
     @property
+    def process(self) -> bool:
+        """Whether it is a process reward model."""
+        return isinstance(self.data, StepsDataConfig)
+
+    @property
     def rows_per_unit(self) -> int:
-        """A pair is two rows."""
-        return 2
+        """A pair is two rows; step-labelled solutions are single rows."""
+        return 1 if self.process else 2
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        if self.data.label_key is not None:
-            yield (
-                f"data.label_key={self.data.label_key} says that rows are single responses, and a "
-                "reward model learns from pairs; remove it"
-            )
-        if self.loss == "log_exp" and self.data.margin_key is not None:
-            yield (
-                f"data.margin_key={self.data.margin_key} with loss=log_exp, which has no margin; "
-                "remove it, or use bradley_terry"
-            )
+        yield from reward_data_rules(
+            self.data, self.eval_data, loss=self.loss, centered=bool(self.center_coef)
+        )
 
 
 class PreferenceReferenceConfig(ReferenceConfig):
@@ -161,7 +169,7 @@ class PreferenceReferenceConfig(ReferenceConfig):
     and give the model's memory back. (kto needs it in every step.)"""
 
 
-class PreferenceConfig(_SupervisedJob):
+class PreferenceConfig(SupervisedJob):
     """``burnish preference``: a policy from preferences, without rollouts (DPO and its family)."""
 
     job: Literal["preference"] = "preference"
@@ -210,12 +218,26 @@ class PreferenceConfig(_SupervisedJob):
         if kind == "kto":
             yield from self._kto_rules()
 
+    def advice(self) -> Iterator[str]:
+        own = self.reference is not None and self.reference.model is not None
+        if self.needs_reference and not own and self.model.scratch is not None:
+            yield _random_reference(f"loss={self.loss.kind}")
+
     def _kto_rules(self) -> Iterator[str]:
         if self.reference is not None and self.reference.precompute:
             yield (
                 "reference.precompute with loss=kto: its reference point needs the reference model "
                 "on rows that are made in every step; remove precompute"
             )
+        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+            if data is None or data.label_key is not None:
+                continue
+            for path in data.files_without_pairs():
+                yield (
+                    f"loss=kto without labels: {name}.label_key is not set, and {path} has no "
+                    f"columns {data.chosen_key!r} and {data.rejected_key!r} to make labels of; set "
+                    f"{name}.label_key to the column that says whether a response was liked"
+                )
         try:
             rows = self.batch_plan().train_batch_size
         except BatchError:
@@ -241,7 +263,8 @@ class RLConfig(TrainingJob):
     rollout: RolloutConfig
     """How responses are sampled."""
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
-    """What scores them; the total is the weighted sum."""
+    """What scores them; the total is the weighted sum. (None unless given where the advantage is
+    ``on_policy_distill``, with which they are only measured.)"""
     on_reward_failure: FailurePolicy = FailurePolicy()
     """What happens when a reward fails."""
     shaping: ShapingConfig = ShapingConfig()
@@ -250,8 +273,12 @@ class RLConfig(TrainingJob):
     """Advantage, loss, KL."""
     critic: CriticConfig | None = None
     """Value model, for ``advantage: gae`` only. None with gae: defaults."""
+    ptx: PtxConfig | None = None
+    """Pre-training rows mixed into every update (PPO-ptx). None: none."""
     reference: ReferenceConfig | None = None
     """Reference model of the KL term. None with a KL term: the policy at the start."""
+    teacher: TeacherConfig | None = None
+    """The model to learn from, for ``advantage: on_policy_distill`` only."""
     train: RLTrainConfig
     """Batches, optimizer, schedule."""
     sync: SyncConfig = LinkSync()
@@ -259,6 +286,8 @@ class RLConfig(TrainingJob):
     disk | object_store``, or a node with ``kind`` and its options."""
     eval: EvalConfig | None = None
     """Held-out evaluation. None: none."""
+
+    _no_rewards = model_validator(mode="before")(without_rewards)
 
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
@@ -276,9 +305,12 @@ class RLConfig(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
+        yield from expert_rules(self.train, self.model)
         yield from team_rules(self.train, self.cluster)
         yield from self._advantage_rules()
         yield from self._kl_rules()
+        yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
+        yield from teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
         yield from _rollout_place_rules(self.cluster, self.rollout.engine)
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
@@ -311,6 +343,17 @@ class RLConfig(TrainingJob):
                 f"engine in {sampler}: their log-probs differ for the same weights, and the "
                 "update takes the difference for a change of the policy; leave rollout_dtype out "
                 "to use one format (the gap is measured at every step: train/mismatch_*)"
+            )
+
+        own = self.reference is not None and self.reference.model is not None
+        if self.algorithm.kl.init_kl_coef and not own and self.model.scratch is not None:
+            yield _random_reference("algorithm.kl")
+        normed = [entry.name or entry.kind for entry in self.rewards if entry.running_norm]
+        if normed and self.eval is None and self.checkpoint.best_metric is None:
+            yield (
+                "checkpoint.best_metric is reward/mean where there is no eval, and running_norm "
+                f"measures {', '.join(normed)} in a mean that moves, so the best checkpoint would "
+                f"say little; set checkpoint.best_metric=reward/{normed[0]} (the plain score)"
             )
 
     def _advantage_rules(self) -> Iterator[str]:
@@ -359,7 +402,15 @@ class RLConfig(TrainingJob):
             )
 
 
-class EvaluateConfig(JobConfig):
+class InferenceJob(JobConfig):
+    """Fields that every job without gradient steps has."""
+
+    device: str = "auto"
+    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
+    ``cuda:1``."""
+
+
+class EvaluateConfig(InferenceJob):
     """``burnish evaluate``: pass@1 and pass@k of a model on held-out prompts."""
 
     job: Literal["evaluate"] = "evaluate"
@@ -374,9 +425,6 @@ class EvaluateConfig(JobConfig):
     """What happens when a reward fails."""
     engine: RolloutEngineConfig = LocalEngine()
     """Which engine samples."""
-    device: str = "auto"
-    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
-    ``cuda:1``."""
 
     def rules(self) -> Iterator[str]:
         if self.eval.generate_max_len is None:
@@ -384,13 +432,16 @@ class EvaluateConfig(JobConfig):
         yield from _rollout_place_rules(self.cluster, self.engine)
 
 
-JOBS: dict[str, type[JobConfig]] = {
-    "sft": SFTConfig,
-    "rm": RewardModelConfig,
-    "preference": PreferenceConfig,
-    "rl": RLConfig,
-    "evaluate": EvaluateConfig,
-}
+class GenerateConfig(GenerateFields, InferenceJob):
+    """``burnish generate``: answers to a file of prompts as rows of a file, all of them or chosen
+    by reward; data for the next job."""
+
+    job: Literal["generate"] = "generate"
+    """Which job the recipe is for."""
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        yield from _rollout_place_rules(self.cluster, self.rollout.engine)
 
 
 def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
@@ -400,6 +451,15 @@ def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
         gradient_accumulation_steps=train.gradient_accumulation_steps,
         data_parallel_size=max(1, cluster.policy_ranks // ranks_per_row(train)),
         token_budget=train.max_tokens_per_micro_batch is not None,
+    )
+
+
+def _random_reference(what: str) -> str:
+    """A reference that is needed and that nobody gave is the policy as it starts."""
+    return (
+        f"{what} measures against a reference model, none is given, and the policy as it starts "
+        "(model.scratch) has random weights; set reference.model.path, or begin from a trained "
+        "model"
     )
 
 

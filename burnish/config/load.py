@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from burnish.config.base import Node
 from burnish.config.explain import explain, nearest
-from burnish.config.jobs import JOBS, JobConfig
+from burnish.config.jobs import JobConfig
 from burnish.config.overrides import OverrideError, RecipeLoader, apply_override
+from burnish.config.registry import JOBS
+
+_log = logging.getLogger("burnish")
 
 
 class ConfigError(ValueError):
@@ -34,7 +38,9 @@ def load_config(
     another one is refused.
 
     Raises ConfigError: unreadable file, unknown or misspelt key (with the nearest name), wrong
-    type, or a broken rule between fields. All problems are in the one message."""
+    type, or a broken rule between fields. All problems are in the one message. Settings that work
+    and are rarely meant are warnings of the logger ``burnish`` (without a handler: on stderr), here
+    and nowhere else but in a run's run.log."""
     where, tree = _read(recipe)
     cls = JOBS[_job_name(where, tree, overrides, wanted=job)]
     problems: list[str] = []
@@ -48,6 +54,8 @@ def load_config(
     except ValidationError as error:
         problems += explain(cls, error) + _rules_of_sound_parts(cls, tree, error)
     if not problems:
+        for warning in config.warnings():
+            _log.warning("%s: warning: %s", where, warning)
         return config
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     raise ConfigError(f"{where}: {count}\n" + "\n".join(f"  - {p}" for p in problems))

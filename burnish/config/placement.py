@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from burnish.config.algorithm import GaeAdvantage
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
+from burnish.config.distill import DistillConfig
 from burnish.config.jobs import (
     EvaluateConfig,
+    GenerateConfig,
+    InferenceJob,
     JobConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -43,15 +46,17 @@ def roles_of(config: JobConfig) -> list[ClusterRole]:
         return ["policy"]
     if isinstance(config, RewardModelConfig):
         return ["reward"]
+    if isinstance(config, DistillConfig):
+        return ["policy", "teacher"]
     if isinstance(config, PreferenceConfig):
         own = config.reference is not None and config.reference.model is not None
         apart = config.needs_reference and (config.model.lora is None or own)
         return ["policy", "reference"] if apart else ["policy"]
-    assert isinstance(config, (RLConfig, EvaluateConfig))
+    assert isinstance(config, (RLConfig, EvaluateConfig, GenerateConfig))
     rewards: list[ClusterRole] = (
         ["reward"] if any(isinstance(r, ModelReward) for r in config.rewards) else []
     )
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, InferenceJob):
         return ["rollout", *rewards]
     roles: list[ClusterRole] = ["policy", "rollout", *rewards]
     if isinstance(config.algorithm.advantage, GaeAdvantage):
@@ -59,6 +64,8 @@ def roles_of(config: JobConfig) -> list[ClusterRole]:
     own_reference = config.reference is not None and config.reference.model is not None
     if config.algorithm.kl.init_kl_coef and (config.model.lora is None or own_reference):
         roles.append("reference")
+    if config.teacher is not None:
+        roles.append("teacher")
     return roles
 
 
@@ -87,7 +94,7 @@ def places_for(
 
 def _tensor_parallel_size(config: JobConfig) -> int:
     engine: RolloutEngineConfig | None = None
-    if isinstance(config, RLConfig):
+    if isinstance(config, (RLConfig, GenerateConfig)):
         engine = config.rollout.engine
     elif isinstance(config, EvaluateConfig):
         engine = config.engine

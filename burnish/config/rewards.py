@@ -12,12 +12,19 @@ from pydantic import Field
 from burnish.config.base import Node
 from burnish.config.model import ModelConfig
 
+StepAggregation = Literal["min", "product", "last", "mean"]
+
 
 class _Reward(Node):
     name: str | None = None
     """Name in metrics and samples. None: made from the kind."""
     weight: float = 1.0
     """The total reward is the weighted sum of all rewards."""
+    running_norm: Literal["mean_std", "std"] | None = None
+    """Before its weight, measure this reward in its own mean and spread over the run: all scores so
+    far, those of the step included. mean_std: (score - mean) / std. std: score / std, which keeps
+    the sign. Kept in checkpoints. Metrics, samples, dynamic sampling and evaluation have the plain
+    score. None: the score as it is."""
 
 
 class FunctionReward(_Reward):
@@ -43,8 +50,23 @@ class ModelReward(_Reward):
     micro_batch_size: int = Field(8, ge=1)
     """Rows per forward pass."""
     normalize: bool = False
-    """(score - mean) / std with the ``reward_mean`` and ``reward_std`` in the model's config, which
-    ``burnish rm`` with ``eval_data`` measures and ``burnish export`` writes."""
+    """(score - mean) / std with the ``reward_mean`` and ``reward_std`` in the model's config (of a
+    process reward model ``process_reward_stats``), which ``burnish rm`` with ``eval_data`` measures
+    and ``burnish export`` writes."""
+    step_aggregation: StepAggregation | None = None
+    """Process reward models (their config says ``process_reward``) give every step of a response a
+    probability, and this makes one score of them: the least, the product, the last, the mean. None:
+    min. Other models take none."""
+    step_separator: str | None = Field(None, min_length=1)
+    """Process reward models: text at which responses are split into steps. None: what the model was
+    trained with."""
+
+    def rules(self) -> Iterator[str]:
+        if self.normalize and self.running_norm is not None:
+            yield (
+                f"normalize=true and running_norm={self.running_norm} measure the score twice; "
+                "choose one (normalize: as on the held-out rows of burnish rm)"
+            )
 
 
 class MathReward(_Reward):
@@ -170,10 +192,16 @@ class FailurePolicy(Node):
 
 
 class ShapingConfig(Node):
-    """Changes to the reward after the weighted sum, before any baseline."""
+    """Changes to the reward after the weighted sum, before any baseline.
+
+    The order of everything: each reward's score, its ``normalize`` (reward models), its
+    ``running_norm``, its ``weight``; the sum; ``reward_clip``; the penalties, which are not
+    clipped away."""
 
     reward_clip: float | None = Field(None, gt=0)
-    """Clip the reward to [-c, c]. None: no clipping."""
+    """Clip the weighted sum to [-c, c]. None: no clipping."""
+    length_penalty: float = Field(0.0, ge=0)
+    """Taken off for every token of a response (end token included). 0: length costs nothing."""
     truncation_penalty: float = Field(0.0, ge=0)
     """Taken off where the response hit the length limit."""
     overlong_buffer_len: int = Field(0, ge=0)

@@ -17,7 +17,7 @@ class SamplingConfig(Node):
     generate_max_len: int = Field(256, ge=1)
     """Most new tokens per response."""
     temperature: float = Field(1.0, ge=0)
-    """Softmax temperature. 0: greedy (evaluation only)."""
+    """Softmax temperature. 0: greedy (not where the samples train the policy)."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens whose probability reaches this. 1: all."""
     top_k: int = Field(0, ge=0)

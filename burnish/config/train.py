@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node
 from burnish.config.cluster import ClusterConfig, ClusterRole
-from burnish.config.model import PrecisionConfig
+from burnish.config.model import ModelConfig, PrecisionConfig
 
 
 class TorchEngine(Node):
@@ -181,6 +181,11 @@ class TrainConfig(Node):
     is done again; losses divide by counts of the whole batch, so it stays the same. One unit that
     does not fit alone ends the run. Only where ranks do not wait for each other in a pass: the
     torch engine's replicas."""
+    moe_aux_loss_coef: float = Field(0.0, ge=0)
+    """Mixtures of experts: weight of the router's load-balancing loss (arXiv 2101.03961), in the
+    training of a policy or reward model; 0.001 to 0.01 is usual. It is measured over the tokens of
+    each micro-batch, weighted by their number, so that small micro-batches are evened out one by
+    one. 0: none."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay. None: none."""
     logprob_chunk_tokens: int = Field(512, ge=1)
@@ -219,6 +224,27 @@ def on_oom_problem(train: TrainConfig) -> str | None:
     )
 
 
+def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
+    """Why the load of experts cannot be evened: no experts, or an engine that does not see them."""
+    engine, name = train.engine, f"train.moe_aux_loss_coef={train.moe_aux_loss_coef:g}"
+    if not train.moe_aux_loss_coef:
+        return
+    if model.scratch is not None:
+        yield f"{name} evens the load of experts, and model.scratch has none; remove it"
+    how = None
+    if isinstance(engine, DeepSpeedEngine):
+        how = "train.engine.kind=deepspeed"
+    elif engine.sharding == "full":
+        how = "train.engine.sharding=full"
+    elif engine.ranks_per_row > 1:
+        how = engine.team
+    if how is not None:
+        yield (
+            f"{name} with {how}: only the torch engine's replicas read what routers chose; use "
+            "train.engine.kind=torch with sharding=none and whole rows, or leave it out"
+        )
+
+
 def engine_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str]:
     """One sentence for each number format that the train engine cannot keep to."""
     engine = train.engine
@@ -255,7 +281,7 @@ def team_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
     if not isinstance(train.engine, TorchEngine):
         return
     size = train.engine.ranks_per_row
-    roles: tuple[ClusterRole, ...] = ("policy", "reference", "critic")
+    roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic")
     given = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
     told: set[int] = set()
     for name, ranks in given.items():

@@ -8,6 +8,7 @@ error.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -16,6 +17,9 @@ from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.stream import IndexStream, RowRef
 
 _log = logging.getLogger(__name__)
+
+_SHOWN = 5
+"""Bad rows that a message names."""
 
 T = TypeVar("T")  # a Prompt, a TokenRow or a Pair
 
@@ -139,6 +143,73 @@ def load_all(
             *(dropped, encoder.unit, truncated, encoder.limit_name, encoder.limit, len(items)),
         )
     return items
+
+
+class EncodedTable(Generic[T]):
+    """Every row once, source after source in file order, encoded anew whenever it is asked for: the
+    data may be larger than memory.
+
+    All rows are encoded once at the start, so that whatever is wrong with them is said before any
+    work is done, and all of it.
+    """
+
+    def __init__(
+        self, config: DataConfig, encoder: Encoder[T], *, limit: int | None = None
+    ) -> None:
+        """At most ``limit`` rows that are of use. Raises DataError for rows that are of none:
+        how many, and the first few."""
+        self.sources = open_sources(config.sources)
+        self._encoder = encoder
+        self._overlong = config.overlong
+        self._of, self._rows = array("H"), array("q")
+        self.dropped = 0
+        """Rows over the length limit, left out."""
+        self._bad: list[str] = []
+        self._num_bad = 0
+        for number, source in enumerate(self.sources):
+            for row in range(len(source)):
+                if limit is not None and len(self) >= limit:
+                    break
+                self._scan(number, row)
+        if self._num_bad:
+            raise DataError(self._what_is_bad())
+        if not len(self):
+            raise _all_dropped("the data", encoder, config.overlong)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, first: int, count: int) -> list[T]:
+        """Items ``first`` to ``first + count``, fewer at the end."""
+        numbers = range(first, min(first + count, len(self)))
+        return [self._encoded(self._of[i], self._rows[i]) for i in numbers]
+
+    def _scan(self, number: int, row: int) -> None:
+        source = self.sources[number]
+        try:
+            ref = RowRef(source.name, row, 0)
+            fitted: _Fitted[T] = _fit(source, ref, self._encoder, self._overlong)
+        except DataError as error:
+            self._num_bad += 1
+            if len(self._bad) < _SHOWN:
+                self._bad.append(str(error))
+            return
+        if fitted.item is None:
+            self.dropped += 1
+            return
+        self._of.append(number)
+        self._rows.append(row)
+
+    def _encoded(self, number: int, row: int) -> T:
+        source = self.sources[number]
+        return self._encoder.encode(source[row], RowRef(source.name, row, 0))
+
+    def _what_is_bad(self) -> str:
+        if self._num_bad == 1:
+            return self._bad[0]
+        more = "" if self._num_bad == len(self._bad) else f"; the first {len(self._bad)}"
+        told = "".join(f"\n  - {problem}" for problem in self._bad)
+        return f"{self._num_bad} {self._encoder.unit}s cannot be used{more}:{told}"
 
 
 class _Fitted(NamedTuple, Generic[T]):

@@ -25,8 +25,8 @@ class PromptStream(EncodedStream[Prompt]):
         self, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
         """Raises DataError where a source, the tokenizer or ``label_key`` cannot be used."""
-        super().__init__(config, _PromptEncoder(config, tokenizer), seed=seed)
-        _check_label_key(config, self.sources.values())
+        super().__init__(config, PromptEncoder(config, tokenizer), seed=seed)
+        check_label_key(config, self.sources.values())
 
     def next(self, num: int) -> list[Prompt]:
         """The next ``num`` prompts; ids are ``source:row@epoch``."""
@@ -38,11 +38,13 @@ def load_prompts(
 ) -> list[Prompt]:
     """All prompts once, in file order; at most ``limit``. Raises DataError as the stream does."""
     sources = open_sources(config.sources)
-    _check_label_key(config, sources)
-    return load_all(sources, config, _PromptEncoder(config, tokenizer), limit=limit)
+    check_label_key(config, sources)
+    return load_all(sources, config, PromptEncoder(config, tokenizer), limit=limit)
 
 
-class _PromptEncoder:
+class PromptEncoder:
+    """Implements ``data.encoded.Encoder``."""
+
     unit = "prompt"
     limit_name = "prompt_max_len"
 
@@ -53,9 +55,15 @@ class _PromptEncoder:
 
     def encode(self, row: Row, ref: RowRef) -> Prompt:
         config = self._config
+        content = prompt_column(row, config.prompt_key, config.prompt_template)
+        return self.with_content(row, ref, content)
+
+    def with_content(self, row: Row, ref: RowRef, content: Any) -> Prompt:
+        """The row's prompt with another text, or other messages, in its place."""
+        config = self._config
         text, ids = encode_prompt(
             self._tokenizer,
-            prompt_column(row, config.prompt_key, config.prompt_template),
+            content,
             system_prompt=config.system_prompt,
             apply_chat_template=config.apply_chat_template,
         )
@@ -86,7 +94,7 @@ class _PromptEncoder:
         return rest if row.environment is None else {**rest, "environment": row.environment}
 
 
-def _check_label_key(config: PromptDataConfig, sources: Iterable[Source]) -> None:
+def check_label_key(config: PromptDataConfig, sources: Iterable[Source]) -> None:
     """A label column that was asked for by name has to be in one of the sources."""
     if "label_key" not in config.model_fields_set:
         return

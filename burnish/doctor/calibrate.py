@@ -2,7 +2,8 @@
 
 A few matrix products, reads, copies and optimizer steps, each long enough to be timed; the results
 go into the user's own table (``burnish/memory/hardware.py`` reads it), so that the times of later
-plans are this machine's. Links between GPUs are not measured.
+plans are this machine's. Of the links it is the one between the first two GPUs; the network between
+nodes is not measured.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def _on_gpu(tables: Tables, sizes: Sizes) -> dict[str, dict[str, float]]:
             "decode": read / 1e9 / gpu.memory_gbs,
             "pcie": copy_rate(sizes, device) / 1e9 / gpu.pcie_gbs,
         }
+        if torch.cuda.device_count() > 1:
+            found["link"] = link_rate(sizes) / 1e9 / gpu.link_gbs
     return {"efficiency": found}
 
 
@@ -105,6 +108,13 @@ def copy_rate(sizes: Sizes, device: torch.device) -> float:
     host = torch.empty(sizes.read_bytes // 8, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device=device)
     return host.nbytes / _seconds(lambda: target.copy_(host, non_blocking=True), device)
+
+
+def link_rate(sizes: Sizes) -> float:
+    """Bytes a second from the first GPU to the second."""
+    source = torch.empty(sizes.read_bytes // 8, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source, device="cuda:1")
+    return source.nbytes / _seconds(lambda: target.copy_(source), target.device)
 
 
 def adam_rate(sizes: Sizes) -> float:

@@ -105,6 +105,9 @@ def machine_lines(version: str, facts: Facts) -> Iterator[str]:
         yield f"GPU {i}: {gpu.name}, {_gb(gpu.memory_bytes)}, compute capability {gpu.capability}"
     if not facts.gpus:
         yield f"GPU: none (torch is built for {facts.cuda_build or 'CPUs'})"
+    if facts.links.between_gpus:
+        yield f"links between GPUs: {facts.links.between_gpus}"
+    yield f"network: {'; '.join(facts.links.network) or 'no adapter that tells its rate'}"
     if facts.nccl:
         yield f"NCCL {facts.nccl}"
     yield ", ".join(f"{n} {facts.versions[n]}" for n in SHOWN if n in facts.versions)

@@ -1,4 +1,5 @@
-"""What can be read off a machine without loading anything large: versions, devices, memory."""
+"""What can be read off a machine without loading anything large: versions, devices, memory,
+links."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from burnish.doctor.links import Links, find_links
 
 EXTRAS = {
     "ray": "groups of workers, on this machine or a cluster (cluster.runtime=ray)",
@@ -63,6 +66,7 @@ class Facts:
     nccl: str | None = None
     driver_present: bool = False
     """The driver's tool nvidia-smi is there."""
+    links: Links = field(default_factory=Links)
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that matter here."""
 
@@ -93,6 +97,7 @@ def gather_facts() -> Facts:
         cuda_build=torch.version.cuda,
         nccl=_nccl(),
         driver_present=shutil.which("nvidia-smi") is not None,
+        links=find_links(),
         environment={
             k: v for k, v in os.environ.items() if k.startswith(watched) and "TOKEN" not in k
         },

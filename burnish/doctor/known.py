@@ -165,6 +165,19 @@ def torch_without_the_gpu(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def gpus_without_peer_access(facts: Facts) -> Iterator[Finding]:
+    """GPUs that reach each other through host memory only."""
+    pairs, direct = facts.links.gpu_pairs, facts.links.direct_pairs
+    if direct < pairs:
+        yield Finding(
+            "note",
+            f"{pairs - direct} of {pairs} pairs of GPUs have no peer access: what they send each "
+            "other goes through host memory. burnish plan's times assume the direct link; measure "
+            "this one by burnish doctor --calibrate",
+            "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+        )
+
+
 def small_shared_memory(facts: Facts) -> Iterator[Finding]:
     """Containers have 64 MB."""
     wants = [n for n in ("ray", "vllm") if facts.version(n) is not None]
@@ -196,6 +209,7 @@ RULES: tuple[Rule, ...] = (
     expandable_segments_and_sleep,
     cumem_of_old_nccl,
     torch_without_the_gpu,
+    gpus_without_peer_access,
     small_shared_memory,
     few_open_files,
 )

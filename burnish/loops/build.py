@@ -6,48 +6,51 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
 from burnish.config import (
     EvaluateConfig,
+    GenerateConfig,
     JobConfig,
-    PreferenceConfig,
     RewardModelConfig,
     RLConfig,
     SFTConfig,
 )
-from burnish.config.algorithm import GaeAdvantage, KlConfig, KtoLoss
+from burnish.config.algorithm import GaeAdvantage, KlConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.jobs import SupervisedJob
 from burnish.config.model import CriticConfig, ModelConfig
 from burnish.config.rewards import ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
+from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.prompts import PromptStream, load_prompts
+from burnish.data.questions import Questions
 from burnish.data.sft import SFTStream, load_rows
-from burnish.data.unpaired import HalvesStream, UnpairedStream, load_judged
+from burnish.data.steps import StepsStream, load_solutions
+from burnish.loops.distill import Teacher, make_teacher
 from burnish.loops.evaluate import Evaluator
+from burnish.loops.generate import Generation
 from burnish.loops.objectives import (
     policy_objective,
+    process_objective,
     reward_model_objective,
     sft_objective,
     value_objective,
+    with_expert_balance,
 )
-from burnish.loops.preference import measure_preferences, preference_objective, preparation
-from burnish.loops.reference_cache import FILE as CACHE_FILE
-from burnish.loops.reference_cache import compute as compute_cache
-from burnish.loops.reference_cache import load as load_cache
-from burnish.loops.reference_cache import save as save_cache
-from burnish.loops.reward_model import measure_pairs
+from burnish.loops.ptx import Ptx, ptx_objective
+from burnish.loops.reward_model import measure_pairs, measure_steps
 from burnish.loops.rl import RL
 from burnish.loops.sft import measure_sft
 from burnish.loops.supervised import Supervised
 from burnish.models.load import ModelError, describe, num_positions
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
-from burnish.rewards.base import Reward, RewardSet
+from burnish.rewards.base import NoRewards, Reward, RewardSet
 from burnish.rewards.build import build_rewards
 from burnish.rewards.model import load_model_reward
 from burnish.rollout.base import RolloutEngine, Sampling
@@ -55,12 +58,14 @@ from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
 from burnish.train.base import HasLogprobs, Loss, Role, TrainEngine
 from burnish.train.torch import EngineSpec
-from burnish.types import Batch, Group, Prompt
+from burnish.types import Batch, Group, Prompt, Stats
 
 log = logging.getLogger("burnish")
 
 Functions = Mapping[str, Callable[..., Any]]
-Data = TypeVar("Data", PromptDataConfig, SFTDataConfig, PreferenceDataConfig)
+Data = TypeVar(
+    "Data", PromptDataConfig, SFTDataConfig, PreferenceDataConfig, PairsDataConfig, StepsDataConfig
+)
 WeightedRewards = Sequence[tuple[Reward, float]]
 
 
@@ -73,24 +78,15 @@ def build_rl(
     data = _within_positions(config.data, config.model, new_tokens=new_tokens)
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
     held_out = _held_out(config.eval, config, runtime.tokenizer, new_tokens)
+    ptx = _ptx(config, runtime)
     scores = _rewards(config, runtime, functions)
     policy = runtime.language_model(_rl_spec(config, "policy"))
     longest = max(data.prompt_max_len + new_tokens, _longest(config.eval, new_tokens))
     rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
     kl = _kl_controller(config.algorithm.kl)
-    critic, value_loss = None, None
-    if isinstance(config.algorithm.advantage, GaeAdvantage):
-        own = config.critic or CriticConfig()
-        spec = replace(_rl_spec(config, "critic"), model=own.model or config.model, lr=own.lr)
-        critic = runtime.scalar_model(spec, seed=config.seed)
-        value_loss = value_objective(value_clip=own.value_clip)
+    critic, value_loss = _critic(config, runtime)
     max_len = config.rollout.generate_max_len
-    rewards = RewardSet(
-        scores,
-        on_failure=config.on_reward_failure,
-        shaping=config.shaping,
-        generate_max_len=max_len,
-    )
+    rewards = _reward_set(scores, config, max_len)
     limit = config.observe.samples_per_step
     parts = RL(
         config=config,
@@ -104,21 +100,52 @@ def build_rl(
             dynamic=config.rollout.dynamic_sampling,
         ),
         policy=policy,
-        policy_loss=policy_objective(config.algorithm, max_len=max_len, kl_coef=lambda: kl.coef),
+        policy_loss=with_expert_balance(
+            policy_objective(config.algorithm, max_len=max_len, kl_coef=lambda: kl.coef),
+            config.train.moe_aux_loss_coef,
+        ),
         kl=kl,
         sync=runtime.sync(policy, rollout, config.sync),
         keep_samples=lambda step, groups, advantages: _keep(
             run_dir, step, groups, advantages=advantages, limit=limit
         ),
         reference=_reference(config, runtime, policy),
+        teacher=_teacher(config, runtime),
         critic=critic,
         value_loss=value_loss,
+        ptx=ptx,
     )
     if config.eval is None:
         return parts, None
     sampling = _eval_sampling(config.eval, config.rollout)
     eval_rollout = timed(rollout, runtime.timeline, {"generate": "eval"})
     return parts, _evaluator(config.eval, eval_rollout, scores, sampling, held_out, config, run_dir)
+
+
+def _critic(config: RLConfig, runtime: Runtime) -> tuple[TrainEngine | None, Loss | None]:
+    if not isinstance(config.algorithm.advantage, GaeAdvantage):
+        return None, None
+    own = config.critic or CriticConfig()
+    spec = replace(_rl_spec(config, "critic"), model=own.model or config.model, lr=own.lr)
+    critic = runtime.scalar_model(spec, seed=config.seed)
+    return critic, value_objective(value_clip=own.value_clip)
+
+
+def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["mean_std", "std"]]:
+    pairs = zip(config.rewards, scores, strict=True)
+    return {reward.name: e.running_norm for e, (reward, _) in pairs if e.running_norm is not None}
+
+
+def _ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
+    if config.ptx is None:
+        return None
+    data = _within_positions(config.ptx.data, config.model)
+    stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
+    return Ptx(
+        timed(stream, runtime.timeline, {"next": "data"}),
+        config.ptx.batch_size,
+        ptx_objective(config.ptx.ptx_coef),
+    )
 
 
 def build_evaluation(
@@ -133,6 +160,38 @@ def build_evaluation(
     plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
     sampling = _eval_sampling(config.eval, plain)
     return _evaluator(config.eval, engine, scores, sampling, held_out, config, run_dir)
+
+
+def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
+    """The parts of a ``generate`` job. Data and rewards first, as for rl."""
+    new_tokens = config.rollout.generate_max_len
+    data = _within_positions(config.data, config.model, new_tokens=new_tokens)
+    questions = Questions(
+        data,
+        runtime.tokenizer,
+        limit=config.num_prompts,
+        condition=config.condition,
+        one_form=not config.output.lower().endswith(".jsonl"),
+    )
+    rewards: RewardSet = NoRewards()
+    scores = _rewards(config, runtime, functions)
+    if scores:
+        rewards = RewardSet(
+            scores,
+            on_failure=config.on_reward_failure,
+            shaping=ShapingConfig(),
+            generate_max_len=new_tokens,
+        )
+    longest = data.prompt_max_len + new_tokens
+    engine = runtime.standalone_rollout(config.model, config.rollout.engine, max_len=longest)
+    runner = Runner(
+        timed(engine, runtime.timeline, {"generate": "rollout"}),
+        timed(rewards, runtime.timeline, {"score": "reward"}),
+        _sampling(config.rollout),
+        num_samples=config.rollout.n_samples_per_prompt,
+        seed=config.seed,
+    )
+    return Generation(config, questions, runner)
 
 
 def build_supervised(
@@ -152,10 +211,11 @@ def build_supervised(
     parts = Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=engine,
-        loss=_supervised_loss(config),
+        loss=with_expert_balance(_supervised_loss(config), config.train.moe_aux_loss_coef),
         batch_size=plan.train_batch_size,
-        measure=measure_sft if sft else measure_pairs,
+        measure=_measure(config),
         eval_batch=eval_batch,
+        facts=_facts(config),
     )
     return parts, total
 
@@ -163,83 +223,34 @@ def build_supervised(
 def _supervised_loss(config: SFTConfig | RewardModelConfig) -> Loss:
     if isinstance(config, SFTConfig):
         return sft_objective()
-    return reward_model_objective(config.loss, center_coef=config.center_coef)
+    if config.process:
+        return process_objective()
+    return reward_model_objective(config.loss or "bradley_terry", center_coef=config.center_coef)
 
 
-def build_preference(
-    config: PreferenceConfig, runtime: Runtime, run_dir: Path
-) -> tuple[Supervised, int]:
-    """The parts of a preference run, and its number of optimizer steps."""
-    kto = isinstance(config.loss, KtoLoss)
-    data = _within_positions(config.data, config.model)
-    held_out = None
-    if config.eval_data is not None:
-        held_out = (load_judged if kto else load_pairs)(config.eval_data, runtime.tokenizer)
-    kind = PreferenceStream if not kto else UnpairedStream if data.label_key else HalvesStream
-    stream = kind(data, runtime.tokenizer, seed=config.seed)
-    total = _supervised_steps(config, len(stream))
-    spec = _supervised_spec(config, "policy", total)
-    reference, policy = _preference_engines(config, spec, runtime, run_dir, held_out)
-    prepare = preparation(config.loss, policy, reference, max_len=data.max_len)
-    loss = preference_objective(config.loss, nll_coef=config.nll_coef)
-    parts = Supervised(
-        stream=timed(stream, runtime.timeline, {"next": "data"}),
-        engine=policy,
-        loss=loss,
-        batch_size=config.batch_plan().train_batch_size,
-        measure=measure_preferences(loss, prepare),
-        eval_batch=held_out,
-        prepare=prepare,
-    )
-    return parts, total
+def _measure(
+    config: SFTConfig | RewardModelConfig,
+) -> Callable[[TrainEngine, Batch], Stats]:
+    if isinstance(config, SFTConfig):
+        return measure_sft
+    return measure_steps if config.process else measure_pairs
 
 
-def _preference_engines(
-    config: PreferenceConfig,
-    spec: EngineSpec,
-    runtime: Runtime,
-    run_dir: Path,
-    held_out: Batch | None,
-) -> tuple[HasLogprobs | None, TrainEngine]:
-    """The reference, or its log-probs, and the policy. In this order: a reference that is only
-    needed for its log-probs is gone before the policy comes."""
-    spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
-    settings, model = config.reference, config.model
-    own = settings.model if settings is not None else None
-    precompute = settings is not None and settings.precompute
-    cached = load_cache(run_dir / CACHE_FILE, own or model) if precompute else None
-    reference: HasLogprobs | None = cached
-    policy: TrainEngine | None = None
-    if cached is not None or not config.needs_reference:
-        return reference, runtime.language_model(spec, spans)
-    if own is None and model.lora is not None:
-        policy = runtime.language_model(spec, spans)
-        reference = runtime.frozen_base(policy)
-    else:
-        frozen = replace(spec, role="reference", model=own or model, trainable=False)
-        reference = runtime.language_model(frozen, {"logprobs": "reference"})
-    if precompute:
-        rows = [load_pairs(_within_positions(config.data, model), runtime.tokenizer)]
-        batches = rows + ([held_out] if held_out is not None else [])
-        log.info("the reference's log-probs of %d rows", sum(b.num_rows for b in batches))
-        cache = compute_cache(reference, batches, 2 * config.batch_plan().train_batch_size)
-        save_cache(cache, run_dir / CACHE_FILE, own or model)
-        runtime.release(reference)
-        reference = cache
-    return reference, policy or runtime.language_model(spec, spans)
+def _facts(config: SFTConfig | RewardModelConfig) -> dict[str, Any] | None:
+    """What the exports of a process reward model say of it."""
+    data = config.data
+    if not isinstance(data, StepsDataConfig):
+        return None
+    return {"process_reward": True, "step_separator": data.step_separator}
 
 
-def _supervised_steps(
-    config: SFTConfig | RewardModelConfig | PreferenceConfig, num_rows: int
-) -> int:
+def _supervised_steps(config: SupervisedJob, num_rows: int) -> int:
     size = config.batch_plan().train_batch_size
     by_epochs = max(1, num_rows * config.max_epochs // size)
     return min(by_epochs, config.max_steps or by_epochs)
 
 
-def _supervised_spec(
-    config: SFTConfig | RewardModelConfig | PreferenceConfig, role: Role, total_steps: int
-) -> EngineSpec:
+def _supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> EngineSpec:
     return EngineSpec(
         role=role,
         train=config.train,
@@ -274,9 +285,12 @@ def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
     plan = config.batch_plan()
     updates = plan.optimizer_steps_per_rollout
     assert updates is not None
+    train = config.train
+    if role != "policy":
+        train = train.model_copy(update={"moe_aux_loss_coef": 0.0})
     return EngineSpec(
         role=role,
-        train=config.train,
+        train=train,
         model=config.model,
         micro_batch_size=plan.micro_train_batch_size,
         total_steps=config.max_steps * updates,
@@ -296,8 +310,27 @@ def _reference(config: RLConfig, runtime: Runtime, policy: TrainEngine) -> HasLo
     return runtime.language_model(spec, {"logprobs": "reference"})
 
 
+def _teacher(config: RLConfig, runtime: Runtime) -> Teacher | None:
+    if config.teacher is None:
+        return None
+    spec = _rl_spec(config, "teacher")
+    return make_teacher(config.teacher, config.model, spec, runtime)
+
+
+def _reward_set(scores: WeightedRewards, config: RLConfig, max_len: int) -> RewardSet:
+    if not scores:
+        return NoRewards()
+    return RewardSet(
+        scores,
+        on_failure=config.on_reward_failure,
+        shaping=config.shaping,
+        generate_max_len=max_len,
+        running=_running(config, scores),
+    )
+
+
 def _rewards(
-    config: RLConfig | EvaluateConfig, runtime: Runtime, functions: Functions
+    config: RLConfig | EvaluateConfig | GenerateConfig, runtime: Runtime, functions: Functions
 ) -> WeightedRewards:
     def make_engine(spec: EngineSpec) -> TrainEngine:
         if isinstance(config, RLConfig):  # in shards where the policy is
@@ -361,14 +394,20 @@ def _longest(config: EvalConfig | None, new_tokens: int) -> int:
 
 def _supervised_data(
     config: SFTConfig | RewardModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[SFTStream | PreferenceStream, Batch | None]:
+) -> tuple[SFTStream | PreferenceStream | StepsStream, Batch | None]:
+    """The training stream and all held-out rows."""
     if isinstance(config, SFTConfig):
         data = _within_positions(config.data, config.model)
         held_out = load_rows(config.eval_data, tokenizer) if config.eval_data else None
         return SFTStream(data, tokenizer, seed=config.seed), held_out
-    pairs_data = _within_positions(config.data, config.model)
-    pairs = load_pairs(config.eval_data, tokenizer) if config.eval_data else None
-    return PreferenceStream(pairs_data, tokenizer, seed=config.seed), pairs
+    other = config.eval_data
+    if isinstance(config.data, StepsDataConfig):
+        steps = _within_positions(config.data, config.model)
+        solutions = load_solutions(other, tokenizer) if isinstance(other, StepsDataConfig) else None
+        return StepsStream(steps, tokenizer, seed=config.seed), solutions
+    own = _within_positions(config.data, config.model)
+    pairs = load_pairs(other, tokenizer) if isinstance(other, PairsDataConfig) else None
+    return PreferenceStream(own, tokenizer, seed=config.seed), pairs
 
 
 def _kl_controller(config: KlConfig) -> KlController:

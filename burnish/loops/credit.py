@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms import ADVANTAGES
-from burnish.algorithms.advantages import gae, return_to_go, token_rewards
+from burnish.algorithms.advantages import (
+    gae,
+    on_policy_distill,
+    return_to_go,
+    token_rewards,
+)
 from burnish.algorithms.kl import k1
-from burnish.config.algorithm import AlgorithmConfig, GaeAdvantage, GroupAdvantage
+from burnish.config.algorithm import (
+    AlgorithmConfig,
+    GaeAdvantage,
+    GroupAdvantage,
+    OnPolicyDistillAdvantage,
+)
 from burnish.tensors import pad_rows, unpad_rows, whiten
 from burnish.types import Batch
 
@@ -19,11 +29,16 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
     """The batch with ``advantages`` [M] (and ``returns`` [M] for a critic).
 
     Takes ``rewards`` [N], and what the kind needs: ``values`` (gae), ``old_logprobs`` and
-    ``ref_logprobs`` (KL in the reward). Whitening is over all action tokens of the batch given,
+    ``ref_logprobs`` (KL in the reward); ``old_logprobs`` and ``teacher_logprobs``
+    (on_policy_distill, of rewards nothing). Whitening is over all action tokens of the batch given,
     which is the whole rollout.
     """
     assert batch.rewards is not None
     advantage = config.advantage
+    if isinstance(advantage, OnPolicyDistillAdvantage):
+        assert batch.old_logprobs is not None and batch.teacher_logprobs is not None
+        found = on_policy_distill(batch.old_logprobs, batch.teacher_logprobs, batch.action_mask)
+        return replace(batch, advantages=found)
     lengths = _action_counts(batch)
     if isinstance(advantage, GroupAdvantage):
         outcome = ADVANTAGES[advantage.kind](

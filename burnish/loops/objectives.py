@@ -14,8 +14,10 @@ from torch import Tensor
 
 from burnish.algorithms import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, reduce
 from burnish.algorithms.correction import correction_weights, mismatch_stats
+from burnish.algorithms.experts import expert_loads, load_balancing_loss
 from burnish.algorithms.policy_losses import BY_ROW
 from burnish.algorithms.preference import centering
+from burnish.algorithms.process import step_cross_entropy
 from burnish.algorithms.reduce import Aggregation
 from burnish.algorithms.value_losses import clipped_value_loss
 from burnish.config.algorithm import AlgorithmConfig, CorrectionConfig
@@ -130,6 +132,74 @@ def reward_model_objective(loss_name: str = "bradley_terry", *, center_coef: flo
             sums={"loss": loss.detach()},
         )
         return loss, stats
+
+    return objective
+
+
+def process_objective() -> Loss:
+    """Cross-entropy of every step's label, mean over all steps of the optimizer step."""
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        assert outputs.values is not None and batch.step_labels is not None
+        labels = batch.step_labels.to(outputs.values.device)
+        losses = step_cross_entropy(outputs.values, labels)
+        loss = _reduce(losses, batch, "token_mean", None)
+        stats = step_stats(outputs.values.detach(), batch)
+        return loss, stats + Stats(sums={"loss": loss.detach()})
+
+    return objective
+
+
+def step_stats(scores: Tensor, batch: Batch) -> Stats:
+    """What scores [M] say of the steps of a batch: right where score and label are on the same
+    side of one half (a label of one half counts as good).
+
+    step_accuracy: of all steps; good_/bad_step_accuracy: of those with a good/bad label;
+    row_exact: rows with every step right; step_score: mean probability given to a step;
+    good_steps: share of good labels.
+    """
+    assert batch.step_labels is not None
+    mask, good = batch.action_mask, batch.step_labels >= 0.5
+    mask, good = mask.to(scores.device), good.to(scores.device)
+    right = ((scores > 0) == good) & mask
+    rows = batch.row_ids.to(scores.device)
+    wrong = torch.zeros(batch.num_rows, device=scores.device)
+    wrong = wrong.index_add(0, rows, (mask & ~right).float())
+    return Stats(
+        means={
+            "step_accuracy": (right.sum(), mask.sum()),
+            "good_step_accuracy": ((right & good).sum(), (mask & good).sum()),
+            "bad_step_accuracy": ((right & ~good).sum(), (mask & ~good).sum()),
+            "row_exact": ((wrong == 0).sum(), wrong.numel()),
+            "step_score": (masked_sum(scores.sigmoid(), mask), mask.sum()),
+            "good_steps": ((good & mask).sum(), mask.sum()),
+        }
+    )
+
+
+def with_expert_balance(loss: Loss, coef: float) -> Loss:
+    """``loss`` + ``coef`` x the load-balancing loss of a mixture of experts; ``coef`` 0: ``loss``.
+
+    A micro-batch of m of the step's M tokens (prompts included) weighs m / M. The mean
+    probabilities in the loss are then those of the whole step; the loads are the micro-batch's own.
+    """
+    if not coef:
+        return loss
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        value, stats = loss(outputs, batch)
+        assert outputs.router_logits is not None, "the engine does not read the routers"
+        routed: dict[str, Any] = {"top_k": outputs.experts_per_token}
+        balance = load_balancing_loss(outputs.router_logits, **routed)
+        loads, count = expert_loads(outputs.router_logits, **routed), batch.tokens.numel()
+        found = Stats(
+            means={
+                "moe_aux_loss": (balance.detach() * count, count),
+                "moe_idle_experts": ((loads == 0).sum(), loads.numel()),
+            },
+            maxima={"moe_max_load": loads.max()},
+        )
+        return value + coef * count / batch.num_read_tokens * balance, stats + found
 
     return objective
 

@@ -1,11 +1,13 @@
-"""Reward models from pairs (Bradley-Terry). The loop is ``supervised.py``'s."""
+"""Reward models from pairs (Bradley-Terry), and process reward models from step-labelled solutions.
+The loop is ``supervised.py``'s; here is what evaluation measures."""
 
 from __future__ import annotations
 
 import torch
 
 from burnish.algorithms import PREFERENCE_LOSSES
-from burnish.loops.objectives import pair_scores
+from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
+from burnish.loops.objectives import pair_scores, process_objective
 from burnish.train.base import Outputs, TrainEngine
 from burnish.types import Batch, Stats
 
@@ -25,3 +27,17 @@ def measure_pairs(engine: TrainEngine, batch: Batch) -> Stats:
         },
         maxima={"score_std": torch.cat([chosen, rejected]).std()},
     )
+
+
+def measure_steps(engine: TrainEngine, batch: Batch) -> Stats:
+    """Loss and accuracies over the steps of held-out solutions; mean and spread of the solutions'
+    scores, for each way to make one score of a solution's steps."""
+    values, mask = engine.values(batch), batch.action_mask
+    _, stats = process_objective()(Outputs(values=values), batch)
+    rows, probs = batch.row_ids[mask], values[mask].sigmoid()
+    scores: dict[str, float] = {}
+    for how in AGGREGATIONS:
+        found = aggregate_steps(probs, rows, num_rows=batch.num_rows, how=how)
+        scores[f"score_{how}_mean"] = float(found.mean())
+        scores[f"score_{how}_std"] = float(found.std()) if batch.num_rows > 1 else 0.0
+    return stats + Stats(maxima=scores)

@@ -21,6 +21,8 @@ from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.data.prompts import PromptStream
 from burnish.loops.credit import assign_advantages
+from burnish.loops.distill import Teacher, teacher_stats
+from burnish.loops.ptx import Ptx
 from burnish.loops.session import StoppedError
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Sync
@@ -44,8 +46,10 @@ class RL:
     keep_samples: Callable[[int, Sequence[Group], dict[str, float]], None]
     """(step, groups, sample id -> advantage): where samples are written for people to see."""
     reference: HasLogprobs | None = None
+    teacher: Teacher | None = None
     critic: TrainEngine | None = None
     value_loss: Loss | None = None
+    ptx: Ptx | None = None
 
 
 def rl_step(run: RL, step: int) -> Metrics:
@@ -53,6 +57,7 @@ def rl_step(run: RL, step: int) -> Metrics:
     rollout = run.runner.fill(run.prompts.next, run.config.rollout.rollout_batch_size)
     batch = groups_to_batch(rollout.groups)
     batch = with_reference(batch, run.reference)
+    batch = batch if run.teacher is None else run.teacher.judge(batch)
     batch = with_old_policy(batch, run)
     batch = assign_advantages(batch, run.config.algorithm, kl_coef=run.kl.coef)
     run.keep_samples(step, rollout.groups, advantage_by_sample(rollout.groups, batch))
@@ -63,11 +68,14 @@ def rl_step(run: RL, step: int) -> Metrics:
             updates.add("critic", run.critic.forward_backward(minibatch, run.value_loss))
             updates.step("critic", run.critic)
         updates.add("train", run.policy.forward_backward(minibatch, run.policy_loss))
+        if run.ptx is not None:
+            updates.add("train", run.ptx.forward_backward(run.policy))
         updates.step("train", run.policy)
     handed_over = run.sync.push()
 
     metrics = rollout.stats.floats() | batch_metrics(batch) | updates.metrics()
-    metrics |= handed_over | prompt_metrics(run.prompts) | {"train/kl_coef": run.kl.coef}
+    metrics |= handed_over | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
+    metrics |= teacher_stats(batch)
     run.kl.update(metrics.get("train/kl", 0.0), batch.num_rows)
     return updates.checked(metrics)
 
@@ -83,13 +91,13 @@ def with_old_policy(batch: Batch, run: RL) -> Batch:
     """The batch with what the models say before the update.
 
     ``old_logprobs`` are computed only where they differ from the log-probs of the update itself
-    (several updates on one rollout) or are needed before it (KL in the reward); ``values`` where
-    there is a critic.
+    (several updates on one rollout) or are needed before it (KL in the reward, or a teacher to
+    compare them with); ``values`` where there is a critic.
     """
     algorithm = run.config.algorithm
     several = (run.config.batch_plan().optimizer_steps_per_rollout or 1) > 1
     kl_in_reward = run.reference is not None and algorithm.kl.placement == "reward"
-    if several or kl_in_reward:
+    if several or kl_in_reward or run.teacher is not None:
         batch = replace(batch, old_logprobs=run.policy.logprobs(batch))
     if run.critic is not None:
         batch = replace(batch, values=run.critic.values(batch))
@@ -192,14 +200,18 @@ def step_metrics(steps: Sequence[StepStats]) -> Metrics:
 
 
 def batch_metrics(batch: Batch) -> Metrics:
-    """Spread of the rewards of one rollout (their mean comes with the scores)."""
+    """Spread of the rewards of one rollout (their mean comes with the scores). Nothing where there
+    are none."""
     assert batch.rewards is not None
+    if bool(batch.rewards.isnan().any()):
+        return {}
     return {"reward/std": float(batch.rewards.std()) if batch.num_rows > 1 else 0.0}
 
 
-def prompt_metrics(prompts: PromptStream) -> Metrics:
-    """Position and losses of the prompt stream."""
-    return {f"data/{name}": float(value) for name, value in prompts.counts.items()}
+def stream_metrics(run: RL) -> Metrics:
+    """Position and losses of the streams that the run reads."""
+    prompts = {f"data/{name}": float(value) for name, value in run.prompts.counts.items()}
+    return prompts | ({} if run.ptx is None else run.ptx.metrics())
 
 
 class RLState:
@@ -216,11 +228,14 @@ class RLState:
         return int(1.02 * sum(e.state_bytes for e in engines)) + (16 << 20)
 
     def save(self, folder: Path) -> None:
-        """Write policy, critic, prompt position and KL controller."""
+        """Write policy, critic, the positions of the streams, KL controller, reward statistics."""
         self.run.policy.save(folder / "policy")
         if self.run.critic is not None:
             self.run.critic.save(folder / "critic")
         state = {"prompts": self.run.prompts.state_dict(), "kl": self.run.kl.state_dict()}
+        state["rewards"] = self.run.runner.rewards.state_dict()
+        if self.run.ptx is not None:
+            state["ptx"] = self.run.ptx.stream.state_dict()
         save_state(folder, "rl", state)
 
     def load(self, folder: Path) -> None:
@@ -231,4 +246,7 @@ class RLState:
         state = load_state(folder, "rl")
         self.run.prompts.load_state_dict(state["prompts"])
         self.run.kl.load_state_dict(state["kl"])
+        self.run.runner.rewards.load_state_dict(state.get("rewards", {}))
+        if self.run.ptx is not None and "ptx" in state:  # else it is new in this run
+            self.run.ptx.stream.load_state_dict(state["ptx"])
         self.run.sync.push()

@@ -4,18 +4,16 @@ calls."""
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from burnish.config import (
+    DistillConfig,
     EvaluateConfig,
+    GenerateConfig,
     JobConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -23,11 +21,26 @@ from burnish.config import (
     SFTConfig,
     dump_yaml,
 )
+from burnish.config.jobs import SupervisedJob
 from burnish.config.model import PrecisionConfig
 from burnish.config.placement import places_of
-from burnish.loops.build import build_evaluation, build_preference, build_rl, build_supervised
+from burnish.loops.build import (
+    build_evaluation,
+    build_generation,
+    build_rl,
+    build_supervised,
+)
+from burnish.loops.build_distill import build_distill
+from burnish.loops.build_preference import build_preference
+from burnish.loops.generate import GenerateRun, check_output, check_same_recipe, finished
 from burnish.loops.rl import RLState, rl_step
-from burnish.loops.session import RunError, Session, StoppedError, prepare_run_dir
+from burnish.loops.session import (
+    RunError,
+    Session,
+    StoppedError,
+    prepare_run_dir,
+    seed_everything,
+)
 from burnish.loops.supervised import SupervisedState, supervised_eval, supervised_step
 from burnish.loops.watch import MemoryWatch
 from burnish.memory.launch import check_memory
@@ -71,10 +84,18 @@ def run(
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     if resume is not None and isinstance(config, EvaluateConfig):
         raise RunError("an evaluation is done in one go and cannot be resumed; leave resume out")
-    if functions and not isinstance(config, (RLConfig, EvaluateConfig)):
+    if functions and not isinstance(config, (RLConfig, EvaluateConfig, GenerateConfig)):
         raise RunError(f"the job {config.job} takes no rewards; leave rewards out")
-    _seed_everything(config.seed)
+    seed_everything(config.seed)
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
+    if isinstance(config, GenerateConfig):
+        check_output(config, run_dir, resumed=resume is not None)
+        if resume is not None:
+            check_same_recipe(config, run_dir)
+            done = finished(config, run_dir)
+            if done is not None:
+                log.warning("the run %s is finished; there is nothing left to do", run_dir)
+                return RunResult(run_dir, done)
     watch = MemoryWatch(config, run_dir, check_memory(config, run_dir, force=force))
     try:
         metrics = _run_job(config, run_dir, functions, watch)
@@ -99,14 +120,10 @@ def _run_job(
         return _run_rl(config, run_dir, functions, watch)
     if isinstance(config, EvaluateConfig):
         return _run_evaluate(config, run_dir, functions, watch)
-    assert isinstance(config, (SFTConfig, RewardModelConfig, PreferenceConfig))
+    if isinstance(config, GenerateConfig):
+        return _run_generate(config, run_dir, functions, watch)
+    assert isinstance(config, SupervisedJob)
     return _run_supervised(config, run_dir, watch)
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
 
 
 def _run_rl(
@@ -162,9 +179,7 @@ def _with_gap_warning(
     return measured
 
 
-def _run_supervised(
-    config: SFTConfig | RewardModelConfig | PreferenceConfig, run_dir: Path, watch: MemoryWatch
-) -> dict[str, float]:
+def _run_supervised(config: SupervisedJob, run_dir: Path, watch: MemoryWatch) -> dict[str, float]:
     with (
         Session(config, run_dir, best_metric="eval/loss", watch=watch) as session,
         ExitStack() as stack,
@@ -174,7 +189,10 @@ def _run_supervised(
         session.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
         if isinstance(config, PreferenceConfig):
             parts, total = build_preference(config, runtime, run_dir)
+        elif isinstance(config, DistillConfig):
+            parts, total = build_distill(config, runtime)
         else:
+            assert isinstance(config, (SFTConfig, RewardModelConfig))
             parts, total = build_supervised(config, runtime)
         held_out = parts.eval_batch is not None
         return session.run(
@@ -189,8 +207,6 @@ def _run_supervised(
 def _run_evaluate(
     config: EvaluateConfig, run_dir: Path, functions: Mapping[str, Any], watch: MemoryWatch
 ) -> dict[str, float]:
-    for warning in config.warnings():
-        log.warning(warning)
     runtime = watch.runtime = _runtime(config, config.device, Timeline(peaks=watch.peaks))
     try:
         evaluator = build_evaluation(config, runtime, functions, run_dir)
@@ -207,6 +223,19 @@ def _run_evaluate(
     metrics_log.log(0, metrics)
     metrics_log.close()
     return metrics
+
+
+def _run_generate(
+    config: GenerateConfig, run_dir: Path, functions: Mapping[str, Any], watch: MemoryWatch
+) -> dict[str, float]:
+    with ExitStack() as stack:
+        runtime = watch.runtime = _runtime(config, config.device, Timeline(peaks=watch.peaks))
+        stack.callback(runtime.close)
+        parts = build_generation(config, runtime, functions)
+        stack.callback(parts.runner.engine.close)
+        stack.callback(parts.runner.rewards.close)
+        with GenerateRun(parts, run_dir, watch, runtime.timeline) as session:
+            return session.run()
 
 
 def _runtime(config: JobConfig, device: str, timeline: Timeline) -> Runtime:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol
 
+import numpy as np
+import torch
 import yaml
 
 from burnish.checkpoint import CheckpointError, CheckpointStore
@@ -25,13 +27,14 @@ from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_
 from burnish.config import dump_yaml
 from burnish.config.arithmetic import batch_table
 from burnish.config.jobs import JobConfig, TrainingJob
+from burnish.loops.signals import StopSignals
 from burnish.loops.watch import OOM_FILE, MemoryWatch
 from burnish.memory.launch import PLAN_FILE
 from burnish.memory.watched import MEMORY_FILE, MEMORY_JSON
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
-from burnish.observe.progress import Progress, close_logging, setup_logging
+from burnish.observe.progress import FILE_ONLY, Progress, close_logging, setup_logging
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.observe.timeline import Timeline
@@ -125,6 +128,13 @@ def _holds_something(folder: Path) -> bool:
     return bool(names - left)
 
 
+def seed_everything(seed: int) -> None:
+    """Seed every global generator."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
 @contextmanager
 def rare_collections() -> Iterator[None]:
     """Python looks for unreachable cycles less often inside: a step makes millions of small objects
@@ -156,7 +166,7 @@ class Session:
             best_mode=config.checkpoint.best_mode or default_mode,
         )
         self._opened = False
-        self._signal: int | None = None
+        self._signals = StopSignals(self._say_stopping)
         self._last: Metrics = {}
         self._measured_step = -1
         """The step at which the best metric was last measured."""
@@ -206,12 +216,12 @@ class Session:
         StoppedError, once the step is saved, where a step says that going on makes no sense.
         """
         self._open(total_steps)
-        for warning in self.config.warnings():
-            log.warning(warning)
+        for warning in self.config.warnings():  # told when the recipe was loaded
+            log.warning(warning, extra=FILE_ONLY)
         self._survives(state, lambda: self._restore(state))
         # Only now is it sure that this recipe and the run in the folder belong together.
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
-        with self._signals(), rare_collections(), self._watched():
+        with self._signals, rare_collections(), self._watched():
             while not self._survives(state, lambda: self._begin(state, evaluate)):
                 pass
             while self.step < self.total_steps:
@@ -399,30 +409,13 @@ class Session:
 
     # ---- signals -----------------------------------------------------------------------------
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM ask for a stop after the step; only the main thread can be asked."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: Any) -> None:
-        if self._signal is not None:
-            raise KeyboardInterrupt
-        self._signal = number
-        name = signal.Signals(number).name
+    def _say_stopping(self, name: str) -> None:
         self.progress.message(
             f"{name}: finishing step {self.step + 1}, then saving; once more stops at once "
             "without saving"
         )
 
     def _stop_if_asked(self, state: State) -> None:
-        if self._signal is not None:
+        if self._signals.asked is not None:
             self._save(state)
-            raise Interrupted(self.run_dir, self._signal)
+            raise Interrupted(self.run_dir, self._signals.asked)

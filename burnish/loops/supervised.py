@@ -3,13 +3,15 @@ reward_model.py and preference.py differ in the data and in the loss only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from burnish.checkpoint.state import load_state, save_state
+from burnish.checkpoint.state import FACTS, load_state, save_state
 from burnish.data.preference import PreferenceStream
 from burnish.data.sft import SFTStream
+from burnish.data.steps import StepsStream
 from burnish.data.unpaired import UnpairedStream
 from burnish.loops.rl import Metrics, Updates
 from burnish.train.base import Loss, TrainEngine
@@ -20,7 +22,7 @@ from burnish.types import Batch, Stats
 class Supervised:
     """The parts of a supervised run."""
 
-    stream: SFTStream | PreferenceStream | UnpairedStream
+    stream: SFTStream | PreferenceStream | UnpairedStream | StepsStream
     engine: TrainEngine
     loss: Loss
     batch_size: int
@@ -30,6 +32,8 @@ class Supervised:
     eval_batch: Batch | None = None
     prepare: Callable[[Batch], Batch] = lambda batch: batch
     """What a batch needs before its update (preferences: the reference's log-probs)."""
+    facts: Mapping[str, Any] | None = None
+    """What exports write into the model's config, beside what evaluation measured."""
 
 
 def supervised_step(run: Supervised, step: int) -> Metrics:
@@ -64,6 +68,8 @@ class SupervisedState:
         """Write the model and the position in the data."""
         self.run.engine.save(folder / self.role)
         save_state(folder, "data", self.run.stream.state_dict())
+        if self.run.facts is not None:
+            save_state(folder, FACTS, self.run.facts)
 
     def load(self, folder: Path) -> None:
         """Take back what :meth:`save` wrote."""

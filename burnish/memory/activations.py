@@ -299,11 +299,12 @@ class _Trace:
         read = torch.zeros(actions, dtype=torch.int64)
         at_reads = hidden[place[read]]
         before = self.live.now
-        if self.scalar:
+        found: list[Tensor | None]
+        if work.states:
+            found = [at_reads]
+        elif self.scalar:
             head = self.model.score
-            found: list[Tensor | None] = [
-                torch.nn.functional.linear(at_reads.float(), head.weight.float())[:, 0]
-            ]
+            found = [torch.nn.functional.linear(at_reads.float(), head.weight.float())[:, 0]]
         else:
             projection = self.model.get_output_embeddings()
             head = Head(
@@ -316,7 +317,9 @@ class _Trace:
         self.output = float(max(self.output, self.live.peaks["forward"][0] - before))
         blank = tokens.shape[0]
         return [
-            x.new_zeros(blank).index_put((read[: x.shape[0]],), x) for x in found if x is not None
+            x.new_zeros(blank, *x.shape[1:]).index_put((read[: x.shape[0]],), x)
+            for x in found
+            if x is not None
         ]
 
     def _log_probs(self, at_reads: Tensor, targets: Tensor, head: Head) -> list[Tensor | None]:

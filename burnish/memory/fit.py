@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from burnish.config.cluster import COLOCATED
-from burnish.config.jobs import EvaluateConfig, JobConfig, RLConfig
+from burnish.config.jobs import GenerateConfig, InferenceJob, JobConfig, RLConfig
 from burnish.config.load import ConfigError, load_config
 from burnish.config.placement import places_of
 from burnish.config.rollout import VllmEngine
@@ -129,7 +129,7 @@ def _reason(plan: Plan, seconds: float, rate: float) -> str:
 def candidates(config: Any, hardware: Hardware) -> list[list[str]]:
     """Overrides of every candidate, the recipe itself first."""
     options = [_vllm_shares(config, hardware)]
-    if not isinstance(config, EvaluateConfig):
+    if not isinstance(config, InferenceJob):
         options += [_engines(config), _checkpointing(config), _micro_batches(config)]
     return [[*itertools.chain(*chosen)] for chosen in itertools.product(*options)]
 
@@ -188,8 +188,9 @@ def _stage(config: Any, stage: int, adam_offload: bool, param_offload: bool) -> 
 
 
 def _vllm_shares(config: Any, hardware: Hardware) -> list[list[str]]:
-    path = "rollout.engine" if isinstance(config, RLConfig) else "engine"
-    engine = config.rollout.engine if isinstance(config, RLConfig) else vars(config).get("engine")
+    rollout = isinstance(config, (RLConfig, GenerateConfig))
+    path = "rollout.engine" if rollout else "engine"
+    engine = config.rollout.engine if rollout else vars(config).get("engine")
     if not isinstance(engine, VllmEngine) or hardware.gpu is None:
         return [[]]
     now = engine.gpu_memory_utilization

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from burnish.config.jobs import EvaluateConfig, JobConfig
+from burnish.config.jobs import InferenceJob, JobConfig
 from burnish.config.placement import places_of
 from burnish.memory.hardware import Hardware, this_machine, visible_gpus
 from burnish.memory.plan import Plan
@@ -58,7 +58,7 @@ def hardware_of(config: Any) -> Hardware | None:
     """What the run will compute on, as far as this process can see; None where it cannot."""
     cluster = config.cluster
     if cluster.runtime == "inline":
-        device = config.device if isinstance(config, EvaluateConfig) else config.train.engine.device
+        device = config.device if isinstance(config, InferenceJob) else config.train.engine.device
         gpus = None if device == "cpu" else visible_gpus()
         return gpus or this_machine()
     need = sum(p.count * p.gpus for p in places_of(config))

@@ -54,15 +54,23 @@ class Item:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """One model in one train engine on one of ``ranks`` ranks."""
+    """One model in one train engine on one of ``ranks`` ranks that have different rows."""
 
     shape: ModelShape
+    """What a rank has: the model, or its part of it (tensor parallel)."""
     train: TrainConfig
     precision: PrecisionConfig
     ranks: int = 1
     trainable: bool = True
     unreleased_gathers: bool = False
     """As DeepSpeed 0.16.0 to 0.16.7: what stage 3 gathers stays."""
+    uncut: ModelShape | None = None
+    """The whole model, where ``shape`` is a part of it."""
+
+    @property
+    def model(self) -> ModelShape:
+        """The whole model."""
+        return self.uncut or self.shape
 
     @property
     def weight_size(self) -> int:
@@ -193,8 +201,9 @@ def _ema(s: EngineSetup, entries: int, where: Where) -> list[Item]:
 # ---- while it computes -----------------------------------------------------------------------
 
 
-def gathered(setup: EngineSetup) -> list[Item]:
-    """Weights that are whole for a while, of engines that keep them in shards."""
+def gathered(setup: EngineSetup, stage: str = "forward") -> list[Item]:
+    """Weights that are whole for a while, of engines that keep them in shards, in a stage of a
+    pass (``activations.STAGES``)."""
     if not setup.sharded:
         return []
     engine, w = setup.train.engine, setup.weight_size
@@ -213,36 +222,52 @@ def gathered(setup: EngineSetup) -> list[Item]:
     rest = setup.largest("rest") + setup.largest("embedding")
     if not engine.reshard_after_forward:
         return [Item("gathered layers", whole * w, f"all, kept for backward: {_m(whole)} x {w} B")]
+    if stage in ("bottom", "ends"):  # there is no next one
+        how = f"the first layer {_m(layer)}, ends {_m(rest)}; x {w} B"
+        return [Item("gathered layers", min(whole, layer + rest) * w, how)]
     live = min(whole, 2 * layer + rest)
     how = f"this layer and the next 2 x {_m(layer)}, ends {_m(rest)}; x {w} B"
     items = [Item("gathered layers", live * w, how)]
     return [*items, Item("communication", layer * w, f"all-gather: {_m(layer)} x {w} B")]
 
 
-def gradients(setup: EngineSetup, *, in_pass: bool) -> list[Item]:
-    """Gradients and their buffers of engines with ranks; a replica's own are in the trace.
-    ``in_pass``: during backward; else in the step."""
-    if not setup.trainable:
-        return []
+def gradients_in_pass(setup: EngineSetup, stage: str, *, accumulates: bool) -> list[Item]:
+    """Gradients and their buffers in one stage of a pass (``activations.STAGES``), of engines with
+    ranks; a replica's own are in the trace. ``accumulates``: there are those of an earlier pass."""
     engine = setup.train.engine
     if isinstance(engine, DeepSpeedEngine):
-        return _deepspeed_gradients(setup, engine, in_pass=in_pass)
+        return _deepspeed_gradients(setup, engine) + _deepspeed_buckets(setup, engine)
     if not setup.sharded:
-        return [] if in_pass else _replica_step(setup)
-    where: Where = "host" if engine.cpu_offload else "device"
-    n = setup.trained
-    items = [Item("gradients", _rows(setup) * 4, f"sums: {_part(setup, n)} x 4 B", where)]
-    if not in_pass:
-        return items
-    unit = _largest_trained(setup)
-    if engine.reduce_gradients == "once":
+        return []
+    unit, w, items = _largest_trained(setup), setup.weight_size, []
+    backward = stage not in ("forward", "head")
+    left = {"middle": 2, "bottom": 1}.get(stage, 0)  # layers that have none yet
+    if accumulates or left or stage == "ends":
+        items += _shard_sums(setup, engine, without=0 if accumulates else left * unit)
+    if engine.reduce_gradients == "once" and (accumulates or backward):
+        n = setup.trained
         items.append(Item("gradients", n * 4, f"until the last pass: {_m(n)} x 4 B"))
-    w = setup.weight_size
-    return [
-        *items,
-        Item("gradients", unit * w, f"of a whole layer: {_m(unit)} x {w} B"),
-        Item("communication", unit * 8, f"reduce-scatter, two in flight: 2 x {_m(unit)} x 4 B"),
-    ]
+    if backward:
+        items.append(Item("gradients", unit * w, f"of a whole layer: {_m(unit)} x {w} B"))
+    if left or stage == "ends":
+        items.append(Item("communication", unit * 4, f"reduce-scatter: {_m(unit)} x 4 B"))
+    return items
+
+
+def gradients_in_step(setup: EngineSetup) -> list[Item]:
+    """Gradients and their buffers while the optimizer steps."""
+    engine = setup.train.engine
+    if not setup.trainable:
+        return []
+    if isinstance(engine, DeepSpeedEngine):
+        return _deepspeed_gradients(setup, engine) + _deepspeed_step(setup, engine)
+    return _shard_sums(setup, engine) if setup.sharded else _replica_step(setup)
+
+
+def _shard_sums(s: EngineSetup, engine: TorchEngine, without: int = 0) -> list[Item]:
+    where: Where = "host" if engine.cpu_offload else "device"
+    n = max(0, s.trained - without)
+    return [Item("gradients", rounded_up(n, s.ranks) * 4, f"sums: {_part(s, n)} x 4 B", where)]
 
 
 def _replica_step(s: EngineSetup) -> list[Item]:
@@ -252,28 +277,34 @@ def _replica_step(s: EngineSetup) -> list[Item]:
     return items
 
 
-def _deepspeed_gradients(s: EngineSetup, engine: DeepSpeedEngine, *, in_pass: bool) -> list[Item]:
+def _deepspeed_gradients(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
+    """Beside stage 3's sums, which are there all the time."""
     n, stage = s.trained, engine.zero_stage
-    part, share = (rounded_up(n, s.ranks), _part(s, n)) if stage else (n, _m(n))
     sums = SIZES[s.precision.grad_accum_dtype]
-    where: Where = "host" if engine.adam_offload else "device"
-    items: list[Item] = []
     if stage == 0:
-        items.append(Item("gradients", n * s.weight_size, f"{_m(n)} x {s.weight_size} B"))
-    elif stage == 1:
-        items.append(Item("gradients", n * sums, f"sums, whole: {_m(n)} x {sums} B"))
-    elif stage == 2:
-        items.append(Item("gradients", part * sums, f"sums: {share} x {sums} B", where))
-    if in_pass:
-        return items + _deepspeed_buckets(s, engine)
-    if stage == 0 and s.half:
-        items.append(Item("gradients", n * 4, f"fp32, for the step: {_m(n)} x 4 B"))
-    elif stage in (1, 2):
-        items.append(Item("gradients", part * 4, f"fp32, for the step: {share} x 4 B", where))
-    elif stage == 3 and not engine.adam_offload:
-        step = min(part, SUB_GROUP)
-        items.append(Item("gradients", step * 4, f"fp32, for the step: {_m(step)} x 4 B"))
-    return items
+        return [Item("gradients", n * s.weight_size, f"{_m(n)} x {s.weight_size} B")]
+    if stage == 1:
+        return [Item("gradients", n * sums, f"sums, whole: {_m(n)} x {sums} B")]
+    if stage == 2:
+        where: Where = "host" if engine.adam_offload else "device"
+        part = rounded_up(n, s.ranks)
+        return [Item("gradients", part * sums, f"sums: {_part(s, n)} x {sums} B", where)]
+    return []
+
+
+def _deepspeed_step(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
+    n, stage = s.trained, engine.zero_stage
+    part = rounded_up(n, s.ranks) if stage else n
+    where: Where = "host" if engine.adam_offload else "device"
+    if stage == 0:
+        return [Item("gradients", n * 4, f"fp32, for the step: {_m(n)} x 4 B")] if s.half else []
+    if stage in (1, 2):
+        how = f"fp32, for the step: {_part(s, n)} x 4 B"
+        return [Item("gradients", part * 4, how, where)]
+    if engine.adam_offload:
+        return []
+    step = min(part, SUB_GROUP)
+    return [Item("gradients", step * 4, f"fp32, for the step: {_m(step)} x 4 B")]
 
 
 def _deepspeed_buckets(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
@@ -299,9 +330,12 @@ def _largest_trained(s: EngineSetup) -> int:
 
 def handing_over(setup: EngineSetup) -> list[Item]:
     """What is whole on a rank while weights go to the rollout engine."""
-    if not setup.sharded:
-        return []
     w = setup.weight_size
+    if not setup.sharded:
+        if setup.uncut is None:
+            return []
+        size = max(n for u in setup.uncut.units for n in u.numels)
+        return [Item("gathered layers", size * w, f"the largest weight, whole: {_m(size)} x {w} B")]
     if isinstance(setup.train.engine, DeepSpeedEngine):
         size = max(WEIGHT_BUCKET, setup.largest_tensor * w)
         return [Item("gathered layers", size, "a bucket of 256 MiB, or the largest weight")]
@@ -312,7 +346,8 @@ def handing_over(setup: EngineSetup) -> list[Item]:
 
 def checkpoint_bytes(setup: EngineSetup) -> float:
     """What :meth:`TrainEngine.save` writes: masters, two moments, perhaps a moving average."""
-    return setup.trained * (12.0 + 4 * (setup.train.ema_decay is not None))
+    whole = setup.model.adapters or setup.model.parameters
+    return setup.trainable * whole * (12.0 + 4 * (setup.train.ema_decay is not None))
 
 
 def total(items: Iterable[Item], where: Where = "device") -> float:

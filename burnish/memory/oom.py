@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.config.jobs import EvaluateConfig, JobConfig, RLConfig
+from burnish.config.jobs import EvaluateConfig, GenerateConfig, InferenceJob, JobConfig, RLConfig
 from burnish.config.load import ConfigError, load_config
 from burnish.config.rollout import VllmEngine
 from burnish.config.train import DeepSpeedEngine, on_oom_problem
@@ -75,6 +75,8 @@ def _go_on(config: JobConfig, failure: Failure) -> str:
     if isinstance(config, EvaluateConfig):
         return "An evaluation is done in one go: run it again with one of these."
     again = f"burnish {config.job} --resume {failure.run_dir} KEY=VALUE"
+    if isinstance(config, GenerateConfig):
+        return f"The steps before are kept. Go on with them by: {again}"
     if failure.checkpoint is None:
         return f"There is no checkpoint yet. Start again from step 0 by: {again}"
     return f"The checkpoint {failure.checkpoint} is good. Go on from it by: {again}"
@@ -137,7 +139,7 @@ def knobs(config: Any, phase: str) -> Iterator[Knob]:
     """What makes a recipe smaller, in the order of what it costs."""
     if phase == "rollout":
         yield from _rollout_knobs(config)
-    if not isinstance(config, EvaluateConfig):
+    if not isinstance(config, InferenceJob):
         if phase not in ("rollout", "sync", "checkpoint", "step", "load"):
             yield from _pass_knobs(config)
         yield from _state_knobs(config)
@@ -193,11 +195,11 @@ def _state_knobs(config: Any) -> Iterator[Knob]:
 
 
 def _rollout_knobs(config: Any) -> Iterator[Knob]:
-    rl = isinstance(config, RLConfig)
-    if not rl and not isinstance(config, EvaluateConfig):
+    rollout = isinstance(config, (RLConfig, GenerateConfig))
+    if not rollout and not isinstance(config, EvaluateConfig):
         return
-    engine = config.rollout.engine if rl else config.engine
-    key = "rollout.engine." if rl else "engine."
+    engine = config.rollout.engine if rollout else config.engine
+    key = "rollout.engine." if rollout else "engine."
     if isinstance(engine, VllmEngine):
         share = round(0.75 * engine.gpu_memory_utilization, 2)
         what = "vLLM takes less of the GPU: fewer samples at a time"
@@ -212,5 +214,5 @@ def _length_knobs(config: Any) -> Iterator[Knob]:
     if isinstance(config, RLConfig):
         half = max(1, config.rollout.generate_max_len // 2)
         yield Knob((f"rollout.generate_max_len={half}",), what)
-    elif not isinstance(config, EvaluateConfig):
+    elif not isinstance(config, InferenceJob):
         yield Knob((f"data.max_len={max(1, int(config.data.max_len) // 2)}",), what)

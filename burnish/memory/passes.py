@@ -38,6 +38,8 @@ class Pass:
     chunk_tokens: int = 512
     grad_accum_dtype: Dtype = "fp32"
     lora: LoraConfig | None = None
+    states: bool = False
+    """The hidden states are what is asked for: there is no head."""
     device: str = "cpu"
     """``cpu`` or ``cuda``: which kernels to suppose."""
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from burnish.config.arithmetic import batch_table
-from burnish.config.jobs import EvaluateConfig, JobConfig
+from burnish.config.jobs import InferenceJob, JobConfig
 from burnish.config.placement import Places, places_of, roles_of, total_text
 from burnish.config.rewards import ModelReward
 from burnish.memory.hardware import Hardware
@@ -51,15 +51,13 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
         *_device_peaks(places, roles, hardware, supposed),
         *_host_peaks(places, roles, replace(hardware, host_bytes=host)),
     ]
-    keep = (
-        1 if isinstance(config, EvaluateConfig) else config.model_dump()["checkpoint"]["keep_last"]
-    )
+    keep = 1 if isinstance(config, InferenceJob) else config.model_dump()["checkpoint"]["keep_last"]
     disk = sum(r.disk for r in roles.values())
     return Plan(
         job=f"{config.job} ({config.cluster.runtime})",
         hardware=str(hardware),
         models=tuple(dict.fromkeys(_model_lines(roles.values()))),
-        batch=() if isinstance(config, EvaluateConfig) else tuple(_batch(config)),
+        batch=() if isinstance(config, InferenceJob) else tuple(_batch(config)),
         rows=tuple(_rows(roles.values())),
         peaks=tuple(peaks),
         disk_per_checkpoint=disk,
@@ -248,7 +246,7 @@ def _model_lines(roles: Iterable[RoleMemory]) -> Iterable[str]:
     for role in roles:
         if role.setup is None:
             continue
-        shape = role.setup.shape
+        shape = role.setup.model
         adapters = f" and {shape.adapters:,} of adapters" if shape.adapters else ""
         count = f"{shape.parameters:,} parameters{adapters}"
         yield f"{role.role}: {shape.name}, {count} ({shape.source})"
@@ -308,9 +306,11 @@ def _about_attention(roles: Iterable[RoleMemory]) -> Iterable[str]:
 def _unknown_models(config: Any) -> Iterable[str]:
     parts = vars(config)
     critic, reference = parts.get("critic"), parts.get("reference")
+    teacher = parts.get("teacher")
     rewards = [r.model for r in parts.get("rewards") or () if isinstance(r, ModelReward)]
     named = [("the critic", critic.model if critic is not None else None)]
     named += [("the reference", reference.model if reference is not None else None)]
+    named += [("the teacher", teacher.model if teacher is not None else None)]
     named += [("the reward model", model) for model in rewards]
     for what, model in named:
         if model is not None and known_or(model, config.model) is not model:

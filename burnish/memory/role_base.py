@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.config.cluster import ClusterRole
-from burnish.config.jobs import EvaluateConfig, RLConfig
+from burnish.config.jobs import EvaluateConfig, GenerateConfig, RLConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import ModelReward
 from burnish.memory import model_state
@@ -96,7 +96,7 @@ def positions(shape: ModelShape) -> int:
 
 def lengths_of(config: Any, limit: int) -> tuple[int, int]:
     """(longest row, its prompt) of the training data."""
-    if isinstance(config, RLConfig):
+    if isinstance(config, (RLConfig, GenerateConfig)):
         new = config.rollout.generate_max_len
         prompt = max(1, min(config.data.prompt_max_len, limit - new))
         return prompt + new, prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from burnish.config.jobs import RLConfig
+from burnish.config.jobs import EvaluateConfig, GenerateConfig, RLConfig
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.config.train import DeepSpeedEngine, TrainConfig
 from burnish.memory.kv_cache import (
@@ -36,7 +36,7 @@ def rollout_role(context: Context) -> RoleMemory:
     """The rollout engine that the recipe names."""
     config = context.config
     engine: RolloutEngineConfig = (
-        config.rollout.engine if isinstance(config, RLConfig) else config.engine
+        config.engine if isinstance(config, EvaluateConfig) else config.rollout.engine
     )
     shape = shape_of(config.model.model_copy(update={"lora": None}))
     demand = demand_of(config, context.ranks("rollout"), shape)
@@ -51,10 +51,10 @@ def demand_of(config: Any, workers: int, shape: ModelShape) -> Demand:
     length, prompt = lengths_of(config, limit)
     new = length - prompt
     sequences = 0
-    if isinstance(config, RLConfig):
+    if isinstance(config, (RLConfig, GenerateConfig)):
         rollout = config.rollout
         sequences = -(-rollout.rollout_batch_size // workers) * rollout.n_samples_per_prompt
-    held_out = config.eval
+    held_out = None if isinstance(config, GenerateConfig) else config.eval
     if held_out is not None:
         prompt = max(prompt, min(held_out.data.prompt_max_len, limit))
         new = max(new, held_out.generate_max_len or new)
@@ -117,8 +117,8 @@ def _own_weights(context: Context, setup: EngineSetup) -> Items:
         in_shards = isinstance(train, DeepSpeedEngine) and train.zero_stage == 3
         if same and not in_shards:
             return ()
-    size = setup.shape.parameters * setup.weight_size
-    how = f"{setup.shape.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
+    size = setup.model.parameters * setup.weight_size
+    how = f"{setup.model.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
     return (Item("parameters", size, how),)
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.config.cluster import ClusterRole
-from burnish.config.jobs import EvaluateConfig, JobConfig, RLConfig
+from burnish.config.jobs import EvaluateConfig, GenerateConfig, JobConfig, RLConfig
 from burnish.config.placement import places_of, roles_of
 from burnish.config.rollout import VllmEngine
-from burnish.config.train import DeepSpeedEngine
+from burnish.config.train import DeepSpeedEngine, ranks_per_row
 from burnish.memory.hardware import Hardware
 from burnish.memory.kv_cache import bytes_per_token, vllm_on_gpu
 from burnish.memory.model_state import SIZES, EngineSetup
@@ -136,12 +136,13 @@ class _Clock:
     def engine(self, role: ClusterRole) -> list[Part]:
         ranks = self.ranks(role)
         setup, rows = setup_of(self.config, role, ranks)
-        length, prompt = self._mean_lengths(setup.shape)
+        length, prompt = self._mean_lengths(setup.model)
         group = self.config.rollout.n_samples_per_prompt if self._is_rl else 1
         shares = setup.train.layout == "shared_prefix"
         tokens = length - (prompt * (1 - 1 / group) if shares else 0.0)
-        per_token = flops(setup.shape, length)
-        passes = max(1.0, self.samples / ranks / max(1, len(rows)))
+        per_token = flops(setup.model, length)
+        team = ranks_per_row(setup.train)
+        passes = max(1.0, team * self.samples / ranks / max(1, len(rows)))
         work = self.samples / ranks * tokens * per_token
         parts = []
         old = self._is_rl and (role in ("critic", "reference") or self.updates > 1)
@@ -202,7 +203,7 @@ class _Clock:
         return Part(role, "step", self.updates * seconds, f"{self.updates} x {how}")
 
     def _sync(self, setup: EngineSetup) -> Part:
-        size = setup.shape.parameters * setup.weight_size
+        size = setup.model.parameters * setup.weight_size
         if self.config.cluster.runtime == "inline":
             copies = isinstance(self.config.rollout.engine, VllmEngine)
             seconds = size / self.memory_bytes_per_s() * (2 if copies else 0)
@@ -220,7 +221,8 @@ class _Clock:
         config, hardware = self.config, self.hardware
         shape = shape_of(config.model.model_copy(update={"lora": None}))
         dtype = config.precision.sampler_dtype
-        engine = config.rollout.engine if self._is_rl else config.engine
+        plain: Any = config
+        engine = plain.rollout.engine if not isinstance(config, EvaluateConfig) else plain.engine
         workers = self.ranks("rollout")
         demand = demand_of(config, workers, shape)
         is_vllm = isinstance(engine, VllmEngine)
@@ -243,7 +245,8 @@ class _Clock:
             batch * flops(shape, length) / parts / self.flops_per_s(dtype != "fp32"),
         )
         steps = max(sequences * new / batch, float(demand.new_tokens))
-        group = config.rollout.n_samples_per_prompt if self._is_rl else 1
+        one = isinstance(config, EvaluateConfig)
+        group = 1 if one else config.rollout.n_samples_per_prompt
         prefill = sequences / group * prompt * flops(shape, prompt) / parts
         seconds = prefill / self.flops_per_s(dtype != "fp32")
         return [
@@ -271,6 +274,8 @@ def _work_of(config: Any) -> tuple[int, int]:
     if isinstance(config, EvaluateConfig):
         count = config.eval.num_prompts or 1000
         return count * config.eval.n_samples_per_prompt, 0
+    if isinstance(config, GenerateConfig):
+        return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt, 0
     plan = config.batch_plan()
     if isinstance(config, RLConfig):
         samples = (plan.samples_per_rollout or 1) * plan.epochs_per_rollout

@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from burnish.config.cluster import ClusterRole
-from burnish.config.jobs import EvaluateConfig, RewardModelConfig, RLConfig
-from burnish.config.model import CriticConfig, ModelConfig
+from burnish.config.distill import DistillConfig
+from burnish.config.jobs import InferenceJob, RewardModelConfig, RLConfig
+from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig
 from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.memory import model_state
 from burnish.memory.activations import Peaks
+from burnish.memory.cut import part_of
+from burnish.memory.lesson import lesson_head, with_lesson
 from burnish.memory.model_state import EngineSetup, Item
 from burnish.memory.passes import Pass, Row
 from burnish.memory.plan import PHASES
@@ -32,21 +35,25 @@ from burnish.memory.shapes import shape_of
 
 
 def train_role(context: Context, role: ClusterRole) -> RoleMemory:
-    """Policy, reference, critic or reward model."""
+    """Policy, reference, teacher, critic or reward model."""
     setup, rows = setup_of(context.config, role, context.ranks(role), context.assume)
     passes = _passes(context, setup, role, rows)
     peaks, notes, guessed = {}, [], 0.0
     for name, work in passes.items():
         found, extra, note = peaks_of(setup, work, context.over["fallback_margin"])
-        peaks[name] = found
+        peaks[name] = with_lesson(context.config, found, work) if role == "policy" else found
         guessed = max(guessed, extra)
         notes += [f"{role}: {note}"] if note else []
     always = (*overhead(context, context.ranks(role)), *model_state.state(setup))
-    passing = {name: _in_pass(setup, peaks[name]) for name in passes}
+    always += lesson_head(context.config) if role == "policy" else ()
+    passing = {
+        name: _in_pass(setup, peaks[name], accumulates=work.accumulates)
+        for name, work in passes.items()
+    }
     loading, loading_host = _loading(context, setup, model_of(context.config, role)[0])
     passing["load"] = (*loading, *loading_host)
     if setup.trainable:
-        passing["step"] = tuple(model_state.gradients(setup, in_pass=False))
+        passing["step"] = tuple(model_state.gradients_in_step(setup))
         passing["checkpoint"] = _saving(context, setup)
     first: dict[str, Items] = {}
     if role == "policy" and isinstance(context.config, RLConfig):
@@ -79,17 +86,27 @@ def setup_of(
     model, scalar, trainable = model_of(config, role)
     shape = shape_of(model, scalar=scalar)
     train = _train_of(config)
+    parts = _tensor_parallel(train)
+    part = part_of(shape, parts, model.lora)
     setup = EngineSetup(
-        shape=shape,
+        shape=part or shape,
+        uncut=shape if part is not None and parts > 1 else None,
         train=train,
-        precision=config.precision,
-        ranks=ranks,
+        precision=_precision_of(config, role),
+        ranks=max(1, ranks // parts),
         trainable=trainable,
         unreleased_gathers="unreleased-gathers" in assume
         and trainable
         and train.gradient_checkpointing,
     )
     return setup, _stretches(largest_rows(config, role, ranks, positions(shape)), train)
+
+
+def _precision_of(config: Any, role: ClusterRole) -> PrecisionConfig:
+    own: PrecisionConfig = config.precision
+    if role == "teacher" and config.teacher.dtype is not None:
+        own = PrecisionConfig(dtype=config.teacher.dtype)
+    return own
 
 
 def _stretches(rows: tuple[Row, ...], train: TrainConfig) -> tuple[Row, ...]:
@@ -102,16 +119,20 @@ def _stretches(rows: tuple[Row, ...], train: TrainConfig) -> tuple[Row, ...]:
 
 
 def _uncut(setup: EngineSetup, held: float) -> tuple[float, str | None]:
-    """How many of the ``held`` bytes tensor parallelism would leave to other ranks, at most; and
-    what is said of it. (Which layers a model's plan cuts is not looked at.)"""
-    engine = setup.train.engine
-    parts = engine.tensor_parallel_size if isinstance(engine, TorchEngine) else 1
-    if parts == 1:
+    """How many of the ``held`` bytes tensor parallelism would leave to other ranks, at most, where
+    what a rank has is not known; and what is said of it."""
+    parts = _tensor_parallel(setup.train)
+    if parts == 1 or setup.uncut is not None:
         return 0.0, None
     return held * (1 - 1 / parts), (
-        f"tensor_parallel_size={parts} is counted as if every rank had whole layers: an upper "
-        "bound, for which no run is refused"
+        f"tensor_parallel_size={parts} is counted as if every rank had whole layers, because no "
+        f"config describes a part of {setup.shape.name}: an upper bound, for which no run is "
+        "refused"
     )
+
+
+def _tensor_parallel(train: TrainConfig) -> int:
+    return train.engine.tensor_parallel_size if isinstance(train.engine, TorchEngine) else 1
 
 
 def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
@@ -124,6 +145,8 @@ def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
     if role == "reference":
         own = config.reference.model if config.reference is not None else None
         return known_or(own, config.model), False, False
+    if role == "teacher":
+        return known_or(config.teacher.model, config.model), False, False
     if isinstance(config, RewardModelConfig):
         return config.model, True, True
     entry = model_reward(config)
@@ -132,7 +155,7 @@ def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
 
 
 def _train_of(config: Any) -> TrainConfig:
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, InferenceJob):
         return TrainConfig(train_batch_size=1)
     train: TrainConfig = config.train
     return train
@@ -142,12 +165,24 @@ def largest_rows(config: Any, role: ClusterRole, ranks: int, limit: int) -> tupl
     """The rows of the largest micro-batch that the recipe allows: all of full length, every second
     one token shorter (rows of one length would be computed without a mask)."""
     length, prompt = lengths_of(config, limit)
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, InferenceJob):
         return alike(REWARD_ROWS, length, prompt, group=1)
     if role == "reward" and isinstance(config, RLConfig):
         entry = model_reward(config)
         count = entry.micro_batch_size if entry is not None else REWARD_ROWS
         return alike(count, length, prompt, group=1)
+    rows = _update_rows(config, ranks, length, prompt)
+    if role != "policy" or not isinstance(config, RLConfig) or config.ptx is None:
+        return rows
+    other = min(config.ptx.data.max_len, limit)
+    budget, micro = config.train.max_tokens_per_micro_batch, config.batch_plan()
+    most = micro.micro_train_batch_size or max(1, (budget or other) // other)
+    mixed = alike(min(most, config.ptx.batch_size), other, 1, group=1)
+    return max(rows, mixed, key=lambda found: sum(row.length for row in found))
+
+
+def _update_rows(config: Any, ranks: int, length: int, prompt: int) -> tuple[Row, ...]:
+    """The largest micro-batch of the job's own rows."""
     unit = config.rows_per_unit
     plan = config.batch_plan()
     group = plan.n_samples_per_prompt if isinstance(config, RLConfig) else 1
@@ -180,6 +215,7 @@ def _passes(
         chunk_tokens=train.logprob_chunk_tokens,
         grad_accum_dtype=setup.precision.grad_accum_dtype,
         lora=model_of(config, role)[0].lora,
+        states=role == "teacher" and isinstance(config, DistillConfig),
         device=context.hardware.device,
     )
     passes: dict[str, Pass] = {}
@@ -200,6 +236,8 @@ def _needs_old_policy(config: Any, role: ClusterRole) -> bool:
     """As ``loops/rl.with_old_policy``; a LoRA policy is its own reference too."""
     if role != "policy" or not isinstance(config, RLConfig):
         return False
+    if config.teacher is not None:
+        return True
     kl = config.algorithm.kl
     several = (config.batch_plan().optimizer_steps_per_rollout or 1) > 1
     return several or bool(kl.init_kl_coef and (kl.placement == "reward" or config.model.lora))
@@ -211,30 +249,41 @@ def _accumulates(config: Any, rows: tuple[Row, ...]) -> bool:
     return plan.train_batch_size * unit // plan.data_parallel_size > len(rows)
 
 
-def _in_pass(setup: EngineSetup, peaks: Peaks) -> Items:
-    """The items of a pass at its worst stage."""
-    buffers = [*model_state.gathered(setup)]
-    own_gradients = setup.trainable and any(peaks.total[s] > peaks.other[s] for s in peaks.total)
-    elsewhere = setup.sharded or isinstance(setup.train.engine, DeepSpeedEngine)
-    table = peaks.other if elsewhere else peaks.total
-    stage = max(table, key=lambda s: table[s])
-    output = min(peaks.output, peaks.other[stage]) if stage in ("forward", "head") else 0.0
+def _in_pass(setup: EngineSetup, peaks: Peaks, *, accumulates: bool) -> Items:
+    """The items of a pass at its worst stage. ``accumulates``: there are gradients of an earlier
+    one."""
+    stages = [_at_stage(setup, peaks, stage, accumulates) for stage in peaks.other]
+    layers = len(setup.shape.layers)
+    if setup.sharded and setup.trainable and layers > 2 and "bottom" in peaks.other:
+        # The second layer from below: nearly all gradients, and still a layer to gather ahead.
+        top, bottom = peaks.other["top"], peaks.other["bottom"]
+        second = {**peaks.other, "middle": bottom + (top - bottom) / (layers - 1)}
+        stages.append(_at_stage(setup, replace(peaks, other=second), "middle", accumulates))
+    return max(stages, key=model_state.total)
+
+
+def _at_stage(setup: EngineSetup, peaks: Peaks, stage: str, accumulates: bool) -> Items:
+    others = peaks.other[stage]
+    output = min(peaks.output, others) if stage in ("forward", "head") else 0.0
     items = [
-        Item("activations", peaks.other[stage] - output, f"{peaks.how}; stage {stage}"),
+        Item("activations", others - output, f"{peaks.how}; stage {stage}"),
         Item("logits/loss", output, "log-prob head, logits of one chunk at a time"),
     ]
-    if own_gradients and elsewhere:
-        buffers += model_state.gradients(setup, in_pass=True)
-    elif own_gradients:
-        grad = peaks.total[stage] - peaks.other[stage]
+    trains = setup.trainable and any(peaks.total[s] > peaks.other[s] for s in peaks.total)
+    if setup.sharded or isinstance(setup.train.engine, DeepSpeedEngine):
+        items += model_state.gathered(setup, stage)
+        if trains:
+            items += model_state.gradients_in_pass(setup, stage, accumulates=accumulates)
+    elif trains:
+        grad = peaks.total[stage] - others
         items.append(Item("gradients", grad, f"there in the stage {stage}, traced"))
-    return tuple(i for i in (*items, *buffers) if i.bytes)
+    return tuple(i for i in items if i.bytes)
 
 
 def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[Items, Items]:
     """(on the device, in host memory) while a model is loaded, beside its state: it is read into
     host memory, moved whole, and cut there. FSDP2's ranks read their own rows of a folder."""
-    engine, whole = setup.train.engine, setup.shape.parameters
+    engine, whole = setup.train.engine, setup.model.parameters
     in_parts = model.path is not None and model.gguf_file is None
     if in_parts and setup.sharded and isinstance(engine, TorchEngine):
         how = "each rank reads its own rows, one weight at a time"
@@ -250,7 +299,7 @@ def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[
         return (Item("parameters", setup.largest_tensor * size + part, how),), ()
     if context.hardware.gpu is None:
         host = replace(host, where="device")
-    cut = setup.sharded or (zero and setup.trainable)
+    cut = setup.sharded or setup.uncut is not None or (zero and setup.trainable)
     if not cut:
         return (), (host,) if context.hardware.gpu is not None else ()
     more = setup.weight_size if zero and setup.half and setup.trainable else 0
@@ -270,7 +319,8 @@ def _saving(context: Context, setup: EngineSetup) -> Items:
     if setup.sharded:
         if where == "device":  # it is there already
             return ()
-        size = model_state.checkpoint_bytes(setup) / setup.ranks
+        parts = setup.ranks * (_tensor_parallel(setup.train) if setup.uncut is not None else 1)
+        size = model_state.checkpoint_bytes(setup) / parts
         return (Item("optimizer", size, "this rank's state, copied to be written", where),)
     return (Item("optimizer", 4.0 * setup.trained, "one kind of tensors as bytes", where),)
 
@@ -279,6 +329,6 @@ def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
     """Ray keeps the weights of the last sync in shared memory, for workers that are replaced."""
     if context.inline:
         return {}
-    size = setup.shape.parameters * setup.weight_size
+    size = setup.model.parameters * setup.weight_size
     item = Item("parameters", size, "Ray's object store: weights of the last sync", "host")
     return {phase: (item,) for phase in PHASES if phase != "load"}

@@ -19,6 +19,7 @@ PLANNED_AS: Mapping[str, tuple[str, str]] = {
     "reward": ("reward", "log-probs"),
     "logprobs": ("policy", "log-probs"),
     "reference": ("reference", "log-probs"),
+    "teacher": ("teacher", "log-probs"),
     "values": ("critic", "log-probs"),
     "train": ("policy", "forward/backward"),
     "critic": ("critic", "forward/backward"),

@@ -8,6 +8,7 @@ the other chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,40 +82,59 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         hidden, weight, bias, targets, log_norm, entropy = ctx.saved_tensors
         head: Head = ctx.head
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
+        sums = HeadGradients(hidden, weight, bias, wanted=ctx.needs_input_grad[:3])
         for begin in reversed(range(0, hidden.shape[0], head.chunk_tokens)):
             rows = slice(begin, begin + head.chunk_tokens)
             if ctx.last_log_p is not None:
                 log_p, ctx.last_log_p = ctx.last_log_p, None
             else:
                 log_p = head.logits(hidden[rows]).sub_(log_norm[rows, None])
-            grad = _grad_logits(log_p, targets[rows], grad_logprobs[rows])
+            grad = grad_logits(log_p, targets[rows], grad_logprobs[rows])
             if ctx.with_entropy:
                 # dH/dz = -p (log p + H)
                 p = log_p.exp()
                 grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
             grad /= head.temperature
-            low = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                _matmul_into(grad_hidden[rows], low, weight)
-            if grad_weight is not None:
-                _add_matmul(grad_weight, low, hidden[rows])
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
+            sums.add(rows, grad)
+        return (*sums.found(), None, None, None)
+
+
+class HeadGradients:
+    """Gradients of hidden states [K, H] and of the output projection, from those of logits that
+    come some rows at a time."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: Sequence[bool]
+    ) -> None:
+        """``wanted``: of hidden, weight and bias."""
+        self._hidden_states, self._weight, self._bias = hidden, weight, bias
+        self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self._of_bias = None
+        if bias is not None and wanted[2]:
+            self._of_bias = torch.zeros_like(bias, dtype=torch.float32)
+
+    def add(self, rows: slice, grad: Tensor) -> None:
+        """``grad`` [k, V] fp32: of the logits of ``rows``."""
+        low = grad.to(self._hidden_states.dtype)
+        if self._of_hidden is not None:
+            _matmul_into(self._of_hidden[rows], low, self._weight)
+        if self._of_weight is not None:
+            _add_matmul(self._of_weight, low, self._hidden_states[rows])
+        if self._of_bias is not None:
+            self._of_bias += grad.sum(0)
+
+    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden, weight and bias, each in its own format."""
+        weight, bias = self._of_weight, self._of_bias
         return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
+            self._of_hidden,
+            None if weight is None else weight.to(self._weight.dtype),
+            None if bias is None or self._bias is None else bias.to(self._bias.dtype),
         )
 
 
-def _grad_logits(log_p: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:
+def grad_logits(log_p: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:
     """d(sum upstream x logprob)/d logits = upstream (onehot - p), [K, V] fp32."""
     grad = log_p.exp().mul_(-upstream[:, None])
     return grad.scatter_add_(-1, targets[:, None], upstream[:, None].to(grad.dtype))

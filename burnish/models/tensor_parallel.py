@@ -71,6 +71,16 @@ def cut_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, Cut]:
     return cuts
 
 
+def cut_dims(body: PreTrainedModel) -> dict[str, int | None]:
+    """Along which dimension each parameter of ``body`` that belongs to a layer's plan is cut; None:
+    it is whole on every rank. Raises ModelError as :func:`layer_styles`."""
+    return {
+        f"{name}.{leaf}": _dim(style, leaf, name)
+        for name, style in layer_styles(body).items()
+        for leaf, _ in body.get_submodule(name).named_parameters()
+    }
+
+
 def layer_styles(body: PreTrainedModel) -> dict[str, str]:
     """What is done to which module, by its name in ``body``. Raises ModelError where there is no
     plan, or not a whole one. (What stands outside of layers stays whole, whatever the plan

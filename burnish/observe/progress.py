@@ -119,6 +119,9 @@ def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[
         shown.insert(0, f"loss {_short(metrics['train/loss'])}")
     if "train/loss_scale" in metrics:
         shown.append(f"scale {_power_of_two(metrics['train/loss_scale'])}")
+    if "generate/prompts_total" in metrics:
+        done, total = metrics["generate/prompts_done"], metrics["generate/prompts_total"]
+        shown.insert(0, f"{done:,.0f}/{total:,.0f} prompts")
     skipped = sum(metrics[name] for name in _SKIPPED if metrics.get(name, 0) > 0)
     if skipped:
         shown.append(f"{skipped:,.0f} skipped")
@@ -188,6 +191,10 @@ def close_logging() -> None:
             _log.setLevel(logging.NOTSET)
 
 
+FILE_ONLY = {"file_only": True}
+"""``extra`` of log records that the terminal has had already."""
+
+
 class _RunLogHandler(logging.FileHandler):
     """The handler of run.log, told apart from handlers that a user adds."""
 
@@ -196,6 +203,8 @@ class _StderrHandler(logging.Handler):
     """Prints to whatever sys.stderr is now: a live bar replaces it to keep lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if "file_only" in vars(record):
+            return
         try:
             print(self.format(record), file=sys.stderr)
         except Exception:  # what logging asks of every handler: a log line never stops the program

@@ -46,13 +46,17 @@ _JOBS = {
     "rl": "Reinforcement learning",
     "sft": "Supervised fine-tuning",
     "rm": "Reward model",
+    "distill": "Distillation",
     "evaluate": "Evaluation",
+    "generate": "Generation",
 }
 
 # metric, words, whether it is a fraction, and the metrics in whose presence it is left out
 _HEADLINES: tuple[tuple[str, str, bool, tuple[str, ...]], ...] = (
     ("eval/pass@1", "Held-out pass@1", True, ()),
     ("reward/mean", "Mean reward", False, ()),
+    ("generate/kept_reward", "Mean reward of the rows", False, ()),
+    ("generate/margin", "Mean margin", False, ()),
     ("eval/accuracy", "Held-out accuracy", True, ()),
     ("eval/loss", "Held-out loss", False, ()),
     ("train/loss", "Training loss", False, ("reward/mean", "eval/pass@1")),

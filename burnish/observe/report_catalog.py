@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-NOT_DRAWN = ("time/*",)  # the time split shows these
+NOT_DRAWN = ("time/*", "generate/prompts_total")  # the time split shows the first; a constant
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,11 @@ CHARTS = (
     Chart(LEARNING, "Held-out pass rate", "fraction", ("eval/pass@*",)),
     Chart(LEARNING, "Mean reward", "per response", ("reward/mean",)),
     Chart(LEARNING, "Loss", "", ("train/loss", "eval/loss")),
+    Chart(LEARNING, "KL to the teacher", "nats per token", ("train/teacher_kl", "eval/teacher_kl")),
+    Chart(LEARNING, "Most likely token as the teacher's", "fraction", ("*/agreement",)),
     Chart(LEARNING, "Pairs ranked right", "fraction", ("train/accuracy", "eval/accuracy")),
+    Chart(LEARNING, "Steps judged right", "fraction", ("*/step_accuracy", "*/*_step_accuracy")),
+    Chart(LEARNING, "Solutions with every step judged right", "fraction", ("*/row_exact",)),
     Chart(LEARNING, "Score margin", "chosen minus rejected", ("*/score_margin",)),
     Chart(LEARNING, "Held-out reward", "per response", ("eval/reward",)),
     Chart(LEARNING, "Spread of the reward", "standard deviation", ("reward/std",)),
@@ -51,6 +55,10 @@ CHARTS = (
     Chart(UPDATE, "Policy ratio, mean", "new / old probability", ("*/ratio",)),
     Chart(UPDATE, "Policy ratio, largest", "new / old probability", ("*/ratio_max",)),
     Chart(UPDATE, "Policy loss", "", ("train/policy_loss",)),
+    Chart(UPDATE, "Other text (ptx)", "nats per token", ("train/ptx_nll",)),
+    Chart(UPDATE, "Load-balancing loss of experts", "", ("train/moe_aux_loss",)),
+    Chart(UPDATE, "Busiest expert", "1: an even share", ("train/moe_max_load",)),
+    Chart(UPDATE, "Experts without a token", "fraction", ("train/moe_idle_experts",)),
     Chart(UPDATE, "Value loss", "", ("critic/value_loss",)),
     Chart(UPDATE, "Loss scale", "log scale", ("*/loss_scale",), log=True),
     Chart(UPDATE, "Skipped steps", "per step", ("*/skipped_steps", "*/overflows")),
@@ -69,6 +77,11 @@ CHARTS = (
     ),
     Chart(ROLLOUT, "Groups with equal rewards", "fraction", ("reward/equal_groups_frac",)),
     Chart(ROLLOUT, "Groups dropped", "per step", ("reward/groups_dropped",)),
+    Chart(ROLLOUT, "Rows written", "per step", ("generate/rows",)),
+    Chart(ROLLOUT, "Left out", "per step", ("generate/dropped_*",)),
+    Chart(ROLLOUT, "Reward of the rows", "per row", ("generate/kept_reward",)),
+    Chart(ROLLOUT, "Margin of the pairs", "per row", ("generate/margin",)),
+    Chart(ROLLOUT, "Prompts", "since the start", ("generate/prompts_done",)),
     Chart(ROLLOUT, "Staleness", "optimizer steps", ("rollout/staleness", "rollout/staleness_*")),
     Chart(MACHINE, "Speed", "tokens per second", ("*/tokens_per_s",)),
     Chart(MACHINE, "GPU memory by phase, tensors", "bytes", ("memory/*/peak_bytes",)),

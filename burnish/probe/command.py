@@ -42,27 +42,35 @@ def probe_recipe(config: JobConfig, say: Callable[[str], None]) -> Probed:
     limit = _free(hardware)
     say(f"probe on {hardware}; {limit / 1e9:.2f} GB free, tried up to {ROOM:.0%} of it")
     factors: Factors = {}
-    for number, rung in enumerate(rungs := ladder(config, hardware), 1):
+    rungs = ladder(config, hardware)
+    whole = planned(rungs[-1], hardware)
+    for number, rung in enumerate(rungs, 1):
         plans = planned(rung, hardware)
         say(f"\nrung {number} of {len(rungs)}: {rung.name} ({' '.join(rung.overrides)})")
         need = _predicted(plans, factors, sharing=rung.ranks if hardware.gpu is None else 1)
         if need > ROOM * limit:
             say(f"  not tried: {need / 1e9:.2f} GB predicted of {limit / 1e9:.2f}")
-            return _ended(factors, False, say)
+            return _ended(factors, whole, say, reached=False)
         found = _run(rung, list(plans), on_gpu=hardware.gpu is not None)
         if isinstance(found, str):
             say(f"  {found} ({need / 1e9:.2f} GB were predicted of {limit / 1e9:.2f})")
-            return _ended(factors, False, say)
+            return _ended(factors, whole, say, reached=False)
         factors = _told(plans, found, say)
-    return _ended(factors, True, say)
+    return _ended(factors, whole, say, reached=True)
 
 
-def _ended(factors: Factors, whole: bool, say: Callable[[str], None]) -> Probed:
+def _ended(
+    factors: Factors, whole: Mapping[str, Planned], say: Callable[[str], None], *, reached: bool
+) -> Probed:
+    """Say what the last rung corrects, and what the recipe's own size takes, so corrected."""
     if factors:
         words = ", ".join(f"{phase} {value:.2f}" for phase, value in factors.items())
         say(f"\ncorrection (measured / planned, last rung): {words}")
-    say("the recipe's own size was reached" if whole else "stopped before the recipe's own size")
-    return Probed(factors, whole)
+        sizes = {p: x.overhead + x.tensors * factors.get(p, 1.0) for p, x in whole.items()}
+        words = ", ".join(f"{phase} {_gb(size)}" for phase, size in sizes.items())
+        say(f"the recipe's own size, corrected, in GB a rank: {words}")
+    say("the recipe's own size was reached" if reached else "stopped before the recipe's own size")
+    return Probed(factors, reached)
 
 
 def _free(hardware: Hardware) -> float:

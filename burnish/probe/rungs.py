@@ -4,17 +4,25 @@ rank to all that this machine has; and what the planner says of each rung."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from burnish.config.cluster import ClusterRole
-from burnish.config.jobs import JobConfig, PreferenceConfig, RLConfig, SFTConfig
+from burnish.config.distill import DistillConfig
+from burnish.config.jobs import (
+    JobConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from burnish.config.load import ConfigError, load_config
+from burnish.config.placement import places_of, roles_of
 from burnish.config.rollout import LocalEngine
 from burnish.memory.hardware import Hardware
 from burnish.memory.model_state import Item
-from burnish.memory.role_base import Context
+from burnish.memory.role_base import Context, RoleMemory
 from burnish.memory.rollout_role import rollout_role
 from burnish.memory.shapes import PlanError
 from burnish.memory.train_role import train_role
@@ -37,9 +45,13 @@ class Rung:
 
 def ladder(config: JobConfig, hardware: Hardware) -> list[Rung]:
     """All rungs, the smallest first. Raises PlanError for a job that cannot be probed."""
-    if not isinstance(config, (RLConfig, SFTConfig, PreferenceConfig)):
+    if isinstance(config, DistillConfig):
         raise PlanError(
-            f"--probe trains a policy, and the job {config.job} has none; leave it out for the plan"
+            "--probe does not run the teacher that a distillation needs; leave it out for the plan"
+        )
+    if not isinstance(config, (RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig)):
+        raise PlanError(
+            f"--probe trains a model, and the job {config.job} has none; leave it out for the plan"
         )
     most = _ranks_here(config, hardware)
     sizes = list(_sizes(config))
@@ -49,7 +61,7 @@ def ladder(config: JobConfig, hardware: Hardware) -> list[Rung]:
     ]
     found += [("larger micro-batch", (*_one_rank(config), *size)) for size in sizes[1:]]
     counts = [2**k for k in range(1, most.bit_length()) if 2**k < most] + [most] * (most > 1)
-    found += [(f"{n} ranks", (f"cluster.policy_ranks={n}", *sizes[-1])) for n in counts]
+    found += [(f"{n} ranks", (*_on_ranks(n), *sizes[-1])) for n in counts]
     return list(_that_load(config, found))
 
 
@@ -61,7 +73,7 @@ def _that_load(config: JobConfig, found: Iterable[tuple[str, tuple[str, ...]]]) 
             smaller = load_config(tree, list(overrides), job=config.job)
         except ConfigError:
             continue
-        ranks = 1 if config.cluster.runtime == "inline" else smaller.cluster.policy_ranks
+        ranks = 1 if config.cluster.runtime == "inline" else _ranks(smaller)
         yield Rung(name, overrides, smaller, ranks)
 
 
@@ -70,11 +82,21 @@ def _ranks_here(config: JobConfig, hardware: Hardware) -> int:
     if config.cluster.runtime == "inline":
         return 1
     here = hardware.gpus_per_node if hardware.gpu is not None else os.cpu_count() or 1
-    return min(config.cluster.policy_ranks, here)
+    return min(_ranks(config), here)
+
+
+def _ranks(config: JobConfig) -> int:
+    return config.cluster.ranks(probed_roles(config)[0])
 
 
 def _one_rank(config: JobConfig) -> list[str]:
-    return [] if config.cluster.runtime == "inline" else ["cluster.policy_ranks=1"]
+    return [] if config.cluster.runtime == "inline" else _on_ranks(1)
+
+
+def _on_ranks(count: int) -> list[str]:
+    """All roles on so many: those that are in one place have to be as many."""
+    more = ("cluster.reference_ranks=null", "cluster.critic_ranks=null")
+    return [f"cluster.policy_ranks={count}", *more]
 
 
 def _lengths(config: Any, share: float) -> list[str]:
@@ -114,20 +136,48 @@ class Planned:
     """In host memory beside a GPU."""
 
 
+@dataclass(frozen=True)
+class PhaseOf:
+    """What one role does in one phase."""
+
+    role: ClusterRole
+    phase: str
+
+    def __str__(self) -> str:
+        return self.phase if self.role in ("policy", "rollout") else f"{self.phase} ({self.role})"
+
+
+def probed_roles(config: Any) -> tuple[ClusterRole, ...]:
+    """The roles with a train engine that are in one place with the one that is trained."""
+    first: ClusterRole = "reward" if isinstance(config, RewardModelConfig) else "policy"
+    if config.cluster.runtime == "inline":
+        together = roles_of(config)
+    else:
+        together = next(list(p.roles) for p in places_of(config) if first in p.roles)
+    return (first, *(r for r in together if r not in (first, "rollout")))
+
+
 def planned(rung: Rung, hardware: Hardware) -> dict[str, Planned]:
-    """By phase, of the phases that are probed. Raises PlanError."""
-    role: ClusterRole = "policy"
+    """By role and phase (:class:`PhaseOf`, as text), of those that are probed; all roles are
+    there. Raises PlanError."""
     context = Context(rung.config, hardware, frozenset())
-    policy = train_role(context, role)
-    phases = {
-        phase: _sum((*policy.resident[phase], *policy.passing.get(phase, ())))
-        for phase in ("log-probs", "forward/backward", "step")
-        if phase in policy.passing
-    }
+    roles = [train_role(context, role) for role in probed_roles(rung.config)]
+    phases: dict[str, Planned] = {}
     if probes_rollout(rung.config):
         passing = rollout_role(context).passing["rollout"]
-        phases["rollout"] = _sum((*policy.resident["rollout"], *passing))
+        phases["rollout"] = _sum((*_resident(roles, "rollout"), *passing))
+    for role in roles:
+        for phase in ("log-probs", "forward/backward", "step"):
+            if phase in role.passing:
+                work = PhaseOf(role.role, phase)
+                phases[str(work)] = _sum((*_resident(roles, phase), *role.passing[phase]))
     return phases
+
+
+def _resident(roles: Sequence[RoleMemory], phase: str) -> list[Item]:
+    """What is there of all roles in one process: itself is counted once."""
+    first, *others = (role.resident[phase] for role in roles)
+    return [*first, *(i for items in others for i in items if i.name != "overhead")]
 
 
 def _sum(items: Iterable[Item]) -> Planned:

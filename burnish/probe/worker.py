@@ -11,29 +11,31 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from burnish.config.cluster import ClusterRole
 from burnish.config.jobs import JobConfig, RLConfig
 from burnish.config.load import load_config
-from burnish.config.train import TorchEngine
-from burnish.memory.role_base import positions
+from burnish.memory.role_base import model_reward, positions
 from burnish.memory.shapes import find_config, shape_of
 from burnish.memory.tracking import LiveBytes
-from burnish.memory.train_role import largest_rows
+from burnish.memory.train_role import largest_rows, model_of
 from burnish.models.load import place, use_burnish_attention
 from burnish.models.lora import inject_lora
 from burnish.models.scratch import scratch_tokenizer
+from burnish.models.value_head import ScalarModel
 from burnish.observe.peaks import PhasePeaks
-from burnish.probe.rungs import probes_rollout
+from burnish.probe.rungs import PhaseOf, probed_roles, probes_rollout
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
-from burnish.train.base import Outputs
+from burnish.train.base import Outputs, Role
 from burnish.train.engines import make_engine
 from burnish.train.oom import is_out_of_memory
 from burnish.train.ranks import Ranks
@@ -63,16 +65,21 @@ def _end_with_parent() -> None:
 
 
 def probe(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
-    """Bytes and seconds by phase."""
+    """Bytes and seconds by role and phase."""
     ranks, device = _join(task)
     torch.manual_seed(0)
-    engine = _engine(config, ranks, device)
-    work = {p: w for p, w in _work(config, engine, ranks).items() if p in task["phases"]}
+    engines = {role: _engine(config, role, ranks, device) for role in probed_roles(config)}
+    made = _work(config, engines, ranks)
+    work = {str(what): run for what, run in made.items() if str(what) in task["phases"]}
     for run in work.values():  # moments and workspaces are there from the first step on
         run()
-    counted = device.type == "cpu" and isinstance(engine.spec.train.engine, TorchEngine)
-    counted = counted and engine.spec.train.engine.model_dump()["sharding"] == "none"
-    live = _count(engine, work) if counted else {}
+    kind = config.model_dump()["train"]["engine"]
+    counted = device.type == "cpu" and kind.get("sharding") == "none"
+    live = _count(engines.values(), work) if counted else {}
+    return _measured(work, live, device)
+
+
+def _measured(work: Work, live: dict[str, float], device: torch.device) -> dict[str, Any]:
     peaks = PhasePeaks()
     seconds: dict[str, float] = {}
     for phase, run in work.items():
@@ -109,47 +116,62 @@ def _join(task: dict[str, Any]) -> tuple[Ranks, torch.device]:
     return Ranks(distributed.group.WORLD), device
 
 
-def _engine(config: Any, ranks: Ranks, device: torch.device) -> TorchTrainEngine:
-    """The recipe's train engine over a model with random weights."""
+def _engine(config: Any, role: ClusterRole, ranks: Ranks, device: torch.device) -> TorchTrainEngine:
+    """The train engine of a role over a model with random weights."""
+    described, scalar, trainable = model_of(config, role)
     with device:
-        model: Any = AutoModelForCausalLM.from_config(find_config(config.model)[0])
-    whole = config.model.lora is None
+        model: Any = AutoModelForCausalLM.from_config(find_config(described)[0])
+    whole = trainable and described.lora is None
     model = place(model, dtype="fp32" if whole else config.precision.dtype, device=device)
     use_burnish_attention(model)
-    if not whole:
-        inject_lora(model, config.model.lora)
+    if described.lora is not None:
+        inject_lora(model, described.lora)
+    if scalar:
+        body = model.get_decoder()
+        size, like = body.config.hidden_size, next(body.parameters())
+        model = ScalarModel(body, torch.nn.Linear(size, 1, bias=False).to(like.device, like.dtype))
+    micro = config.batch_plan().micro_train_batch_size
+    entry = model_reward(config) if role == "reward" and isinstance(config, RLConfig) else None
     spec = EngineSpec(
-        "policy",
+        cast(Role, role),
         config.train,
-        config.model,
-        micro_batch_size=config.batch_plan().micro_train_batch_size,
+        described,
+        micro_batch_size=micro if entry is None else entry.micro_batch_size,
         with_entropy=config.job == "rl",
+        trainable=trainable,
         precision=config.precision,
     )
     return make_engine(model, spec, ranks=ranks)
 
 
-def _work(config: Any, engine: TorchTrainEngine, ranks: Ranks) -> Work:
-    """What every phase does, in order."""
-    batch = _batch(config, ranks.size)
-
-    def loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
-        assert outputs.logprobs is not None
-        return -outputs.logprobs.sum() / batch.num_tokens, Stats()
-
-    work: Work = {}
+def _work(
+    config: Any, engines: dict[ClusterRole, TorchTrainEngine], ranks: Ranks
+) -> dict[PhaseOf, Callable[[], Any]]:
+    """What every role does in every phase, in order."""
+    work: dict[PhaseOf, Callable[[], Any]] = {}
     if probes_rollout(config):
-        work["rollout"] = _rollout(config, engine)
-    work["log-probs"] = lambda: engine.logprobs(batch)
-    work["forward/backward"] = lambda: engine.forward_backward(batch, loss)
-    work["step"] = engine.optim_step
+        work[PhaseOf("rollout", "rollout")] = _rollout(config, engines["policy"])
+    for role, engine in engines.items():
+        scalar = model_of(config, role)[1]
+        batch = _batch(config, role, ranks.size)
+        read = engine.values if scalar else engine.logprobs
+        work[PhaseOf(role, "log-probs")] = partial(read, batch)
+        if engine.spec.trainable:
+            work[PhaseOf(role, "forward/backward")] = partial(engine.forward_backward, batch, _loss)
+            work[PhaseOf(role, "step")] = engine.optim_step
     return work
 
 
-def _batch(config: Any, ranks: int) -> Batch:
+def _loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
+    found = outputs.logprobs if outputs.logprobs is not None else outputs.values
+    assert found is not None
+    return -found.sum() / batch.num_tokens, Stats()
+
+
+def _batch(config: Any, role: ClusterRole, ranks: int) -> Batch:
     """Two of the largest micro-batches of every rank (one, where the recipe has no more)."""
     limit = positions(shape_of(config.model))
-    micro = largest_rows(config, "policy", ranks, limit)
+    micro = largest_rows(config, role, ranks, limit)
     unit = config.rows_per_unit
     share = config.batch_plan().train_batch_size * unit // ranks
     rows = [row for _ in range(ranks * min(2, max(1, share // len(micro)))) for row in micro]
@@ -185,17 +207,23 @@ def _rollout(config: RLConfig, engine: TorchTrainEngine) -> Callable[[], Any]:
     return lambda: [None for _ in local.generate(requests, sampling)]
 
 
-def _count(engine: TorchTrainEngine, work: Work) -> dict[str, float]:
+def _count(engines: Iterable[TorchTrainEngine], work: Work) -> dict[str, float]:
     """Bytes of live tensors by phase, counted operation by operation (on a CPU)."""
-    assert engine.optimizer is not None
-    moments = [t for state in engine.optimizer.adamw.state.values() for t in state.values()]
-    model = [*engine.model.parameters(), *engine.model.buffers()]
+    held = [tensor for engine in engines for tensor in _state(engine)]
     with LiveBytes() as live:
-        live.hold([*model, *engine.optimizer.masters, *moments, *(engine.optimizer.ema or ())])
+        live.hold(held)
         for phase, run in work.items():
             live.stage(phase)
             run()
     return {phase: float(live.peaks[phase][0]) for phase in work}
+
+
+def _state(engine: TorchTrainEngine) -> list[torch.Tensor]:
+    model = [*engine.model.parameters(), *engine.model.buffers()]
+    if engine.optimizer is None:
+        return model
+    moments = [t for state in engine.optimizer.adamw.state.values() for t in state.values()]
+    return [*model, *engine.optimizer.masters, *moments, *(engine.optimizer.ema or ())]
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from numbers import Real
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 
+from burnish.algorithms.running import RunningMoments
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.rewards.shaping import shaped
 from burnish.train.base import EngineLostError
@@ -108,7 +109,8 @@ class Scored:
     stats: Stats
     """Means ``reward/<name>`` (before weights), ``reward/mean`` (after shaping),
     ``reward/truncated_frac``, where shaping is on ``reward/shaping``, and what a reward measures
-    besides as ``reward/<name>/<measurement>``; sums ``reward/groups_dropped`` and
+    besides as ``reward/<name>/<measurement>``, and of a reward with running_norm
+    ``reward/<name>/running_mean`` and ``running_std``; sums ``reward/groups_dropped`` and
     ``reward/<name>/<event>``.
     """
 
@@ -145,7 +147,9 @@ class RewardSet:
         on_failure: FailurePolicy,
         shaping: ShapingConfig,
         generate_max_len: int,
+        running: Mapping[str, Literal["mean_std", "std"]] | None = None,
     ) -> None:
+        """``running``: which rewards, by name, are measured in their own mean and spread."""
         if not rewards:
             raise RewardError("there is no reward; a recipe needs at least one entry in 'rewards'")
         names = [reward.name for reward, _ in rewards]
@@ -157,6 +161,7 @@ class RewardSet:
         self._on_failure = on_failure
         self._shaping = shaping
         self._generate_max_len = generate_max_len
+        self._running = {name: (RunningMoments(), how) for name, how in (running or {}).items()}
 
     def score(self, groups: Sequence[Group]) -> Scored:
         """Score every sample of ``groups``; each reward is called once with all of them.
@@ -172,7 +177,7 @@ class RewardSet:
         ends = list(accumulate(len(group.samples) for group in groups))
         spans = [slice(end - len(g.samples), end) for g, end in zip(groups, ends, strict=True)]
         columns = {reward.name: self._column(reward, items, spans) for reward, _ in self._rewards}
-        kept: list[Group] = []
+        whole: list[tuple[Group, dict[str, list[float]]]] = []
         dropped: list[str] = []
         failures: list[_Failure] = []
         for group, span in zip(groups, spans, strict=True):
@@ -182,7 +187,10 @@ class RewardSet:
                 dropped.append(group.prompt.id)
                 failures.append(failed[0])
             else:
-                kept.append(self._with_rewards(group, cast("dict[str, list[float]]", parts)))
+                whole.append((group, cast("dict[str, list[float]]", parts)))
+        for name, (moments, _) in self._running.items():
+            moments.update([value for _, parts in whole for value in parts[name]])
+        kept = [self._with_rewards(group, parts) for group, parts in whole]
         if failures and not any(group.samples for group in kept):
             first = failures[0].error()
             raise NoGroupLeftError(
@@ -195,6 +203,16 @@ class RewardSet:
     def total(self, parts: Mapping[str, float]) -> float:
         """The weighted sum of a sample's ``reward_parts``, before shaping."""
         return sum(weight * parts[reward.name] for reward, weight in self._rewards)
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """The running statistics, by reward. JSON-able."""
+        return {name: moments.state_dict() for name, (moments, _) in self._running.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on from ``state``; a reward that it does not have begins anew."""
+        for name, (moments, _) in self._running.items():
+            if name in state:
+                moments.load_state_dict(state[name])
 
     def close(self) -> None:
         """Close every reward."""
@@ -234,7 +252,7 @@ class RewardSet:
         samples = []
         for i, sample in enumerate(group.samples):
             own = {name: values[i] for name, values in parts.items()}
-            total = self.total(own)
+            total = self.total(self._normalized(own))
             reward = shaped(
                 total, sample, config=self._shaping, generate_max_len=self._generate_max_len
             )
@@ -242,6 +260,13 @@ class RewardSet:
                 own["shaping"] = reward - total
             samples.append(replace(sample, reward=reward, reward_parts=own))
         return replace(group, samples=tuple(samples))
+
+    def _normalized(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """``parts`` of one sample, those with running_norm in their mean and spread."""
+        return dict(parts) | {
+            name: moments.normalized(parts[name], center=how == "mean_std")
+            for name, (moments, how) in self._running.items()
+        }
 
     def _stats(self, groups: Sequence[Group], num_dropped: int) -> Stats:
         samples = [sample for group in groups for sample in group.samples]
@@ -257,8 +282,25 @@ class RewardSet:
             sums.update({f"reward/{reward.name}/{event}": n for event, n in counts.items()})
             means = reward.take_means() if isinstance(reward, HasMeans) else {}
             own.update({f"reward/{reward.name}/{name}": mean for name, mean in means.items()})
+        for name, (moments, _) in self._running.items():
+            own[f"reward/{name}/running_mean"] = (moments.mean, 1)
+            own[f"reward/{name}/running_std"] = (moments.std, 1)
         totalled = {f"reward/{name}": (total, len(samples)) for name, total in totals.items()}
         return Stats(means=own | totalled, sums=sums)
+
+
+class NoRewards(RewardSet):
+    """Where nothing is learned from rewards (distillation, batch inference): groups come back as
+    they are, every sample with NaN for a reward."""
+
+    def __init__(self) -> None:
+        self._rewards, self._running = (), {}
+
+    def score(self, groups: Sequence[Group]) -> Scored:
+        """The groups as they are; which share of their samples was cut off."""
+        cut = [s.finish_reason == "length" for group in groups for s in group.samples]
+        means: dict[str, tuple[Number, Number]] = {"rollout/truncated_frac": (sum(cut), len(cut))}
+        return Scored(tuple(groups), (), Stats(means=means))
 
 
 def describe(item: RewardInput) -> str:

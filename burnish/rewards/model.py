@@ -1,14 +1,19 @@
-"""Scores of a reward model: one number on the last token of prompt + response."""
+"""Scores of a reward model: one number on the last token of prompt + response; of a process reward
+model one on the last token of every step, made into one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from burnish.algorithms.process import aggregate_steps
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rewards import ModelReward as ModelRewardConfig
+from burnish.config.rewards import StepAggregation
 from burnish.config.train import TrainConfig
 from burnish.models.load import (
     ModelError,
@@ -19,11 +24,13 @@ from burnish.models.load import (
 )
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import RewardInput
+from burnish.rewards.steps import step_ends
 from burnish.train.base import TrainEngine
 from burnish.train.torch import EngineSpec, TorchTrainEngine
-from burnish.types import rows_to_batch
+from burnish.types import rows_to_batch, steps_to_batch
 
-Encode = Callable[[RewardInput], Sequence[int]]
+Encode = Callable[[RewardInput], tuple[Sequence[int], Sequence[int]]]
+"""Token ids of the prompt, and of the response."""
 
 
 class ModelReward:
@@ -43,8 +50,54 @@ class ModelReward:
     def score(self, items: Sequence[RewardInput]) -> list[float]:
         """One score per item."""
         mean, std = self.scale
-        scores = score_rows(self.engine, [list(self.encode(item)) for item in items])
+        pairs = [self.encode(item) for item in items]
+        scores = score_rows(self.engine, [[*prompt, *response] for prompt, response in pairs])
         return [(score - mean) / std for score in scores]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class ProcessReward:
+    """Scores every step of a response with a process reward model in this process, and makes one
+    number in [0, 1] of them. Implements ``rewards.base.Reward`` and ``HasMeans``."""
+
+    def __init__(
+        self,
+        inner: ModelReward,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        separator: str,
+        how: StepAggregation,
+    ) -> None:
+        """``inner``: the model with its encoding and scale; ``tokenizer``: of its token ids."""
+        self.name, self.inner, self.tokenizer = inner.name, inner, tokenizer
+        self.separator, self.how = separator, how
+        self._steps, self._responses = 0, 0
+
+    def score(self, items: Sequence[RewardInput]) -> list[float]:
+        """One score per item. An empty response is one step that ends with the prompt."""
+        pairs = [self.inner.encode(item) for item in items]
+        rows = [[*prompt, *response] for prompt, response in pairs]
+        ends = [
+            [len(prompt) + end for end in step_ends(self.tokenizer, response, self.separator)]
+            for prompt, response in pairs
+        ]
+        lens = [len(prompt) for prompt, _ in pairs]
+        batch = steps_to_batch(rows, ends, prompt_lens=lens)
+        mask = batch.action_mask
+        probs = self.inner.engine.values(batch)[mask].sigmoid()
+        scores = aggregate_steps(probs, batch.row_ids[mask], num_rows=len(rows), how=self.how)
+        self._steps += int(mask.sum())
+        self._responses += len(rows)
+        mean, std = self.inner.scale
+        return [(score - mean) / std for score in scores.to(torch.float64).tolist()]
+
+    def take_means(self) -> dict[str, tuple[float, float]]:
+        """``steps``: mean number of steps of a response."""
+        found = {"steps": (float(self._steps), float(self._responses))}
+        self._steps = self._responses = 0
+        return found
 
     def close(self) -> None:
         """Nothing to end."""
@@ -62,28 +115,64 @@ def load_model_reward(
     config: ModelRewardConfig,
     policy_tokenizer: PreTrainedTokenizerBase,
     make_engine: Callable[[EngineSpec], TrainEngine],
-) -> ModelReward:
+) -> ModelReward | ProcessReward:
     """The reward model of a recipe entry, in an engine that ``make_engine`` makes.
 
     Where it has the policy's vocabulary the sampled token ids are scored as they are; otherwise
-    prompt and response are tokenised for it. Raises ModelError where it has no trained head.
+    prompt and response are tokenised for it. A model that says that it is a process reward model is
+    asked for every step. Raises ModelError where it has no trained head.
     """
+    told = facts_of(config.model)
+    _check_steps(config, told)
     spec = _spec(config.model, micro_batch_size=config.micro_batch_size)
     own = load_tokenizer(config.model)
     same = own.get_vocab() == policy_tokenizer.get_vocab()
+    how = (config.step_aggregation or "min") if told.get("process_reward") else None
+    scale = _scale(config.model, told, how) if config.normalize else (0.0, 1.0)
     encode = _ids if same else _encoder(own)
-    scale = _scale(config.model) if config.normalize else (0.0, 1.0)
-    return ModelReward(config.name or "model", make_engine(spec), encode, scale)
+    reward = ModelReward(config.name or "model", make_engine(spec), encode, scale)
+    if how is None:
+        return reward
+    separator = str(config.step_separator or told["step_separator"])
+    return ProcessReward(reward, own, separator=separator, how=how)
 
 
-def _scale(model: ModelConfig) -> tuple[float, float]:
-    """Mean and spread of its scores, of the model's config. Raises ModelError where it has none."""
+def facts_of(model: ModelConfig) -> dict[str, Any]:
+    """What the model's own config says; nothing where it cannot be read."""
     found = hf_config(model)
-    told = {} if found is None else found.to_dict()
+    return {} if found is None else found.to_dict()
+
+
+def _check_steps(config: ModelRewardConfig, told: Mapping[str, Any]) -> None:
+    """Raise ModelError where the recipe and the model disagree on whether it scores steps."""
+    process = bool(told.get("process_reward"))
+    if process and not (config.step_separator or told.get("step_separator")):
+        raise ModelError(
+            f"{describe(config.model)} is a process reward model without a step_separator in its "
+            "config; set the reward's step_separator"
+        )
+    for name in ("step_aggregation", "step_separator"):
+        value = config.model_dump()[name]
+        if value is not None and not process:
+            raise ModelError(
+                f"{name}={value!r} is for process reward models, and {describe(config.model)} does "
+                "not say that it is one (process_reward in its config.json); train one by burnish "
+                f"rm with data.kind=steps, or remove {name}"
+            )
+
+
+def _scale(
+    model: ModelConfig, told: Mapping[str, Any], how: StepAggregation | None
+) -> tuple[float, float]:
+    """Mean and spread of its scores, of the model's config. Raises ModelError where it has none."""
+    names = "reward_mean and reward_std"
     mean, std = told.get("reward_mean"), told.get("reward_std")
+    if how is not None:
+        names = f"process_reward_stats with {how!r}"
+        mean, std = (told.get("process_reward_stats") or {}).get(how, (None, None))
     if mean is None or not std:
         raise ModelError(
-            f"{describe(model)} has no reward_mean and reward_std in its config (found {mean} and "
+            f"{describe(model)} has no {names} in its config (found {mean} and "
             f"{std}), which normalize=true needs; train it by burnish rm with eval_data and export "
             "it, write the two numbers into its config.json, or leave normalize out"
         )
@@ -126,14 +215,16 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str =
     return [*head, *tokenizer(response, add_special_tokens=False)["input_ids"]]
 
 
-def _ids(item: RewardInput) -> Sequence[int]:
-    return item.sample.prompt_ids + item.sample.response_ids
+def _ids(item: RewardInput) -> tuple[Sequence[int], Sequence[int]]:
+    return item.sample.prompt_ids, item.sample.response_ids
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
-    def encode(item: RewardInput) -> Sequence[int]:
+    def encode(item: RewardInput) -> tuple[Sequence[int], Sequence[int]]:
         ids = encode_text(tokenizer, item.prompt.text, item.sample.text)
+        prompt = len(encode_text(tokenizer, item.prompt.text))
         ended = item.sample.finish_reason == "stop"
-        return [*ids, *([int(tokenizer.eos_token_id)] if ended else [])]
+        response = [*ids[prompt:], *([int(tokenizer.eos_token_id)] if ended else [])]
+        return ids[:prompt], response
 
     return encode

@@ -1,7 +1,7 @@
 """Changes to the total reward of a response, before any baseline. Pure functions of numbers.
 
-Order: clip, then the truncation penalty, then the soft overlong penalty; penalties are not clipped
-away.
+Order: clip, then the truncation penalty, the penalty per token and the soft overlong penalty;
+penalties are not clipped away.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def shaped(total: float, sample: Sample, *, config: ShapingConfig, generate_max_
     reward = clip(total, config.reward_clip)
     if sample.finish_reason == "length":
         reward -= config.truncation_penalty
+    reward -= config.length_penalty * len(sample.response_ids)
     return reward - overlong_penalty(
         len(sample.response_ids),
         max_len=generate_max_len,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from burnish.config.rollout import DynamicSampling
 from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
-from burnish.types import Group, Prompt, Sample, Stats
+from burnish.types import Group, Number, Prompt, Sample, Stats
 
 log = logging.getLogger("burnish")
 
@@ -151,12 +152,12 @@ def _sample(prompt: Prompt, group_id: int, completion: Completion) -> Sample:
 def _sample_stats(groups: Sequence[Group]) -> Stats:
     samples = [s for g in groups for s in g.samples]
     lengths = [len(s.response_ids) for s in samples]
-    equal = sum(len({s.reward for s in g.samples}) == 1 for g in groups)
+    means: dict[str, tuple[Number, Number]] = {"rollout/response_len": (sum(lengths), len(lengths))}
+    if not any(math.isnan(s.reward) for s in samples):  # there are rewards
+        equal = sum(len({s.reward for s in g.samples}) == 1 for g in groups)
+        means["reward/equal_groups_frac"] = (equal, len(groups))
     return Stats(
-        means={
-            "rollout/response_len": (sum(lengths), len(lengths)),
-            "reward/equal_groups_frac": (equal, len(groups)),
-        },
+        means=means,
         maxima={"rollout/response_len_max": max(lengths, default=0)},
         sums={"rollout/tokens": sum(lengths), "rollout/samples": len(lengths)},
     )

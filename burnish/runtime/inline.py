@@ -6,7 +6,6 @@ A runtime answers one question, "give me an engine for this role"; a loop never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -123,7 +122,7 @@ class InlineRuntime:
     def _engine(
         self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
     ) -> TorchTrainEngine:
-        own = replace(spec, precision=self.precision)
+        own = spec.with_precision(self.precision)
         engine = make_engine(model, own, tokenizer=self.tokenizer, ranks=self.ranks)
         if self.device.type == "cuda":  # what the model took whole, before it was cut
             torch.cuda.empty_cache()
@@ -132,7 +131,7 @@ class InlineRuntime:
     def _load_dtype(self, spec: EngineSpec) -> Dtype:
         """fp32 where all weights are trained: they become the masters, unrounded."""
         whole = spec.trainable and spec.model.lora is None
-        return "fp32" if whole else self.precision.dtype
+        return "fp32" if whole else spec.dtype or self.precision.dtype
 
     def _add_end_token(self, model: PreTrainedModel) -> None:
         """Make the chat template's end of turn an end token of the model, here and in its

@@ -19,7 +19,14 @@ from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import WorkerLostError
-from burnish.runtime.worker import NO_SPANS, RolloutWorker, Sending, TrainWorker, pack_batch
+from burnish.runtime.worker import (
+    NO_SPANS,
+    RolloutWorker,
+    Sending,
+    TrainWorker,
+    pack_batch,
+    to_tensor,
+)
 from burnish.sync.base import encode
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.engine import messages
@@ -176,17 +183,28 @@ class RemoteTrainEngine:
     def logprobs(self, batch: Batch) -> Tensor:
         """[M] fp32 log-probs of the action tokens, without gradient."""
         packed = self._put(batch)
-        return _tensor(self.group.all(lambda w: w.logprobs.remote(packed))[0])
+        return to_tensor(self.group.all(lambda w: w.logprobs.remote(packed))[0])
 
     def base_logprobs(self, batch: Batch) -> Tensor:
         """[M] the same under the base model of a LoRA."""
         packed = self._put(batch)
-        return _tensor(self.group.all(lambda w: w.base_logprobs.remote(packed))[0])
+        return to_tensor(self.group.all(lambda w: w.base_logprobs.remote(packed))[0])
 
     def values(self, batch: Batch) -> Tensor:
         """[M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
         packed = self._put(batch)
-        return _tensor(self.group.all(lambda w: w.values.remote(packed))[0])
+        return to_tensor(self.group.all(lambda w: w.values.remote(packed))[0])
+
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] hidden states from which action tokens are predicted, without gradient."""
+        packed = self._put(batch)
+        return to_tensor(self.group.all(lambda w: w.states.remote(packed))[0])
+
+    def measure(self, batch: Batch, loss: Loss) -> Stats:
+        """What ``loss`` measures over ``batch``, without gradient."""
+        packed, function = self._put(batch), self.group.runtime.ray.put(loss)
+        stats: list[Stats] = self.group.all(lambda w: w.measure.remote(packed, function))
+        return stats[0]
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; each rank computes its share."""
@@ -464,10 +482,6 @@ def _why_lost(ray: Any, error: BaseException) -> str:
 
 def _died(error: BaseException) -> str:
     return f"died: {first_line(error)}"
-
-
-def _tensor(array: Any) -> Tensor:
-    return torch.from_numpy(array.copy())
 
 
 def first_line(error: BaseException) -> str:

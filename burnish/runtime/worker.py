@@ -38,7 +38,7 @@ from burnish.sync.engine import SyncedEngine, WeightSender, exhaust, messages
 from burnish.sync.store import connect_store, serve_store
 from burnish.sync.stored import StoredLink
 from burnish.train.base import Loss, NonFiniteError, StepStats
-from burnish.train.ranks import Ranks
+from burnish.train.ranks import Ranks, plain_stats
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 from burnish.types import Batch, Stats
 
@@ -54,16 +54,39 @@ by one they would cost it more than they are worth. What a worker that dies has 
 again."""
 
 
+@dataclass(frozen=True)
+class Bf16:
+    """Numbers in bf16, which NumPy has not."""
+
+    bits: Any
+    """int16 array"""
+
+
+def to_array(tensor: Tensor) -> Any:
+    """What travels of a tensor on the CPU: a NumPy array of its memory, marked where NumPy lacks
+    the format."""
+    if tensor.dtype == torch.bfloat16:
+        return Bf16(tensor.view(torch.int16).numpy())
+    return tensor.numpy()
+
+
+def to_tensor(array: Any) -> Tensor:
+    """The inverse of :func:`to_array`. Copies: shared arrays are read-only."""
+    if isinstance(array, Bf16):
+        return torch.from_numpy(array.bits.copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
 def pack_batch(batch: Batch) -> Packed:
     """A batch as NumPy arrays and numbers."""
     values = {f.name: vars(batch)[f.name] for f in fields(batch)}
-    return {n: v.numpy() if isinstance(v, Tensor) else v for n, v in values.items()}
+    return {n: to_array(v) if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
 def unpack_batch(packed: Packed) -> Batch:
     """The inverse of :func:`pack_batch`. Copies: shared arrays are read-only."""
     values: dict[str, Any] = {
-        name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+        name: to_tensor(value) if isinstance(value, (np.ndarray, Bf16)) else value
         for name, value in packed.items()
     }
     return Batch(**values)
@@ -228,23 +251,28 @@ class TrainWorker(_Worker):
         with self._turn(), self.timeline.span("reference"):
             return self._first(FrozenBase(self.engine).logprobs(unpack_batch(packed)))
 
+    def states(self, packed: Packed) -> Any:
+        """[M, H] hidden states as an array, from rank 0."""
+        with self._turn():
+            return self._first(self.engine.states(unpack_batch(packed)))
+
     def values(self, packed: Packed) -> Any:
         """[M] values as an array, from rank 0."""
         with self._turn():
             return self._first(self.engine.values(unpack_batch(packed)))
 
     def _first(self, result: Tensor) -> Any:
-        return result.numpy() if self.place.rank == 0 else None
+        return to_array(result) if self.place.rank == 0 else None
 
     def forward_backward(self, packed: Packed, loss: Loss) -> Stats:
         """Stats over all ranks, as plain numbers."""
         with self._turn():
-            stats = self.engine.forward_backward(unpack_batch(packed), loss)
-        return Stats(
-            {n: (float(a), float(b)) for n, (a, b) in stats.means.items()},
-            {n: float(v) for n, v in stats.maxima.items()},
-            {n: float(v) for n, v in stats.sums.items()},
-        )
+            return plain_stats(self.engine.forward_backward(unpack_batch(packed), loss))
+
+    def measure(self, packed: Packed, loss: Loss) -> Stats:
+        """As :meth:`forward_backward`, without gradient."""
+        with self._turn():
+            return plain_stats(self.engine.measure(unpack_batch(packed), loss))
 
     def optim_step(self) -> tuple[StepStats, str | None, int]:
         """What the step did, what NonFiniteError said if it was raised, and the version."""

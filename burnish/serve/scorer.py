@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
-from burnish.models.load import load_tokenizer, num_positions
-from burnish.rewards.model import encode_text, load_reward_engine, score_rows
+from burnish.models.load import describe, load_tokenizer, num_positions
+from burnish.rewards.model import encode_text, facts_of, load_reward_engine, score_rows
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.train.base import TrainEngine
 
@@ -73,6 +73,12 @@ def load_text_scorer(model: ModelConfig, options: ServeOptions) -> TextScorer:
     if positions is not None and options.max_len is not None and options.max_len > positions:
         raise ServeError(
             f"max_len={options.max_len} is more than the model's {positions} positions"
+        )
+    if facts_of(model).get("process_reward"):
+        raise ServeError(
+            f"{describe(model)} is a process reward model, which scores steps of a response whose "
+            "beginning it knows, and requests are whole texts; use it in the run itself "
+            "(rewards: {kind: model}), or serve a model of whole responses"
         )
     limit = options.max_len or positions or options.max_batch_tokens
     engine = load_reward_engine(

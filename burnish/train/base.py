@@ -6,7 +6,7 @@ Engines never import algorithms: the loss arrives as an argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burnish.types import Batch, Stats
 
-Role = Literal["policy", "critic", "reference", "reward"]
+Role = Literal["policy", "critic", "reference", "reward", "teacher"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,30 @@ class Outputs:
     """[M] fp32: entropy in nats of the distribution token t was drawn from"""
     values: Tensor | None = None
     """[M] fp32. critic: value of the state in which action token t is chosen. reward: the score,
-    on the last token of each row"""
+    on the last token of each row (process reward models: of each step)"""
+    divergence: Tensor | None = None
+    """[M] fp32: between the teacher's and this model's distribution of token t, in nats"""
+    teacher_kl: Tensor | None = None
+    """[M] fp32: KL(teacher || this model), without gradient"""
+    agreement: Tensor | None = None
+    """[M] fp32: 1 where both models think the same token the most likely"""
+    states: Tensor | None = None
+    """[M, H] in the compute format: last hidden state before token t, for others to read"""
+    router_logits: Tensor | None = None
+    """[L, M, E]: what the routers of L layers say of every token, prompts included (mixtures of E
+    experts, in ``forward_backward`` where ``train.moe_aux_loss_coef`` is set)"""
+    experts_per_token: int = 0
+    """Experts that each token is sent to (where there are ``router_logits``)"""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that are in line with tokens, in the order of the fields."""
+        return tuple(vars(self).values())[:7]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> Outputs:
+        """What :meth:`tensors` gave."""
+        logprobs, entropy, values, divergence, teacher_kl, agreement, states = tensors
+        return cls(logprobs, entropy, values, divergence, teacher_kl, agreement, states)
 
 
 @dataclass(frozen=True)
@@ -91,6 +114,15 @@ class HasLogprobs(Protocol):
         ...
 
 
+class HasStates(Protocol):
+    """All that learning from a teacher's whole distribution needs of the teacher."""
+
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] last hidden states from which action token t is predicted (0 elsewhere), without
+        gradient, in the engine's compute format."""
+        ...
+
+
 class TrainEngine(Protocol):
     """One model in one role."""
 
@@ -108,9 +140,18 @@ class TrainEngine(Protocol):
         gradient."""
         ...
 
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] last hidden states from which action token t is predicted, without gradient, in
+        the compute format (language models only)."""
+        ...
+
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch`` (split into micro-batches) to what is
         accumulated."""
+        ...
+
+    def measure(self, batch: Batch, loss: Loss) -> Stats:
+        """What ``loss`` measures over ``batch``, without gradient."""
         ...
 
     def optim_step(self) -> StepStats:

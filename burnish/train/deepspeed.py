@@ -97,6 +97,7 @@ class DeepSpeedTrainEngine:
         self._losses: list[Tensor] = []
         self.device = torch.device(_accelerator(self._library).current_device_name())
         parts = Forward(model, spec.role, spec.train, temperature=spec.temperature)
+        parts.lesson = spec.load_lesson(self.device)
         self.forward = BatchForward(model, parts)
         self.scalar = parts.scalar
         self.body: PreTrainedModel = parts.body
@@ -173,6 +174,20 @@ class DeepSpeedTrainEngine:
         assert self.scalar, f"a {self.role} has log-probs, not values"
         return self._no_grad_pass(batch)
 
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] hidden states from which action tokens are predicted, without gradient."""
+        assert not self.scalar, f"a {self.role} has values, not a vocabulary"
+        return self._no_grad_pass(batch, states=True)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, loss: Loss) -> Stats:
+        """What ``loss`` measures over ``batch``, over all ranks, without gradient."""
+        stats, forward = Stats(), self.engine or self.forward
+        for rows in self._split(batch):
+            if rows or self.config.zero_stage == 3:
+                stats = stats + self._micro_loss(forward, batch, rows, loss)[1]
+        return self.ranks.sum_stats(stats)
+
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; returns the sum of the micro-batches'
         stats over all ranks."""
@@ -204,14 +219,16 @@ class DeepSpeedTrainEngine:
         return (scalar if scalar.requires_grad else scalar + nothing), stats
 
     @torch.no_grad()
-    def _no_grad_pass(self, batch: Batch) -> Tensor:
+    def _no_grad_pass(self, batch: Batch, *, states: bool = False) -> Tensor:
         out, begins = torch.zeros(batch.tokens.numel()), batch.offsets.tolist()
+        if states:
+            out = self.forward.parts.no_states(batch, DTYPES[self.spec.precision.dtype])
         forward = self.engine or self.forward
         for rows in self._split(batch):
             if not rows and self.config.zero_stage < 3:
                 continue
             micro = (batch.select(rows) if rows else NO_ROWS).to(self.device)
-            result = forward(micro)[0]
+            result = forward(micro, states=states)[0]
             if rows:
                 index = [torch.arange(begins[r], begins[r + 1]) for r in rows]
                 out[torch.cat(index)] = result.cpu()

@@ -11,13 +11,17 @@ parameter, two modules.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.config.train import TrainConfig
 from burnish.models.attention import NO_MASK, PackedPlan
+from burnish.models.distill import Lesson, taught_logprobs
+from burnish.models.load import ModelError
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.ulysses import SpreadPlan
 from burnish.train.base import Outputs, Role
@@ -43,52 +47,100 @@ class Forward:
         """Everything before the head."""
         self.head = cast(nn.Linear, head)
         """The output projection, or the value head."""
-        self.ask_head: Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]] = self.read_head
+        self.experts_per_token = experts_per_token(self.body) if train.moe_aux_loss_coef else 0
+        """Above 0: passes with gradient also give what the routers say."""
+        self.ask_head: Callable[..., tuple[Tensor, ...]] = self.read_head
+        self.lesson: Lesson | None = None
+        """What a student is measured against, in batches that have a teacher's states."""
 
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         """Outputs [M] fp32 in line with the batch's tokens."""
         arranged = arrange(batch, self.layout)
-        return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
+        if not self.experts_per_token or not torch.is_grad_enabled():
+            return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
+        out = self._body(
+            arranged.input_ids, arranged.position_ids, arranged.plan, output_router_logits=True
+        )
+        hidden = cast(Tensor, out.last_hidden_state).flatten(0, 1)
+        found = self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
+        return replace(
+            self.named(found),
+            router_logits=_in_rows(out.router_logits, arranged.place, self.body),
+            experts_per_token=self.experts_per_token,
+        )
+
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] the hidden states from which action tokens are predicted."""
+        return self._compute(batch, arrange(batch, self.layout), with_entropy=None)[0]
+
+    def no_states(self, batch: Batch, dtype: torch.dtype) -> Tensor:
+        """[M, H] zeros, to put states into, on the CPU."""
+        width = int(self.body.config.get_text_config().hidden_size)
+        return torch.zeros(batch.tokens.numel(), width, dtype=dtype)
 
     def _compute(
-        self, batch: Batch, arranged: Arranged, *, with_entropy: bool
+        self, batch: Batch, arranged: Arranged, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
-        """[M] values, or log-probs and perhaps entropies."""
+        """What the head says, in line with the tokens; ``with_entropy`` None: what it would have
+        read."""
         hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
+        return self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
+
+    def _read(
+        self, batch: Batch, hidden: Tensor, place: Tensor, *, with_entropy: bool | None
+    ) -> tuple[Tensor, ...]:
         read, target = self._reads(batch)
-        return self._ask(batch, hidden[arranged.place[read]], target, with_entropy=with_entropy)
+        return self._ask(batch, hidden[place[read]], target, with_entropy=with_entropy)
 
     def _reads(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[K] tokens whose hidden states are read, and [K] those that the answers are about."""
+        if self.role == "reward" and batch.step_labels is not None:
+            steps = batch.action_mask.nonzero()[:, 0]
+            return steps, steps
         if self.role == "reward":
             last = batch.offsets[1:].to(batch.tokens.device) - 1
             return last, last
         return read_and_target(batch)
 
     def _ask(
-        self, batch: Batch, hidden: Tensor, target: Tensor, *, with_entropy: bool
+        self, batch: Batch, hidden: Tensor, target: Tensor, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
         """What the head says about ``hidden`` [K, H], in line with the batch's tokens."""
-        found = self.ask_head(hidden, batch.tokens[target], with_entropy)
+        if with_entropy is None:
+            return (_in_line(hidden, target, batch),)
+        states = None if batch.teacher_states is None else batch.teacher_states[target]
+        found = self.ask_head(hidden, batch.tokens[target], with_entropy, states)
         return tuple(_in_line(values, target, batch) for values in found)
 
     def named(self, tensors: tuple[Tensor, ...]) -> Outputs:
-        """Values, or log-probs and perhaps entropies, by their names."""
+        """Values, or log-probs and perhaps entropies or what a teacher's states were for, by their
+        names."""
         if self.scalar:
             return Outputs(values=tensors[0])
+        if len(tensors) == 4:
+            logprobs, divergence, kl, agreement = tensors
+            return Outputs(logprobs, divergence=divergence, teacher_kl=kl, agreement=agreement)
         return Outputs(logprobs=tensors[0], entropy=tensors[1] if len(tensors) > 1 else None)
 
     def read_head(
-        self, hidden: Tensor, targets: Tensor, with_entropy: bool = False
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        with_entropy: bool = False,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """[K] values of ``hidden`` [K, H]; or log-probs of ``targets`` [K] and, on request,
-        entropies."""
+        entropies, or with a teacher's ``states`` [K, H'] the four tensors of ``Taught``."""
         weight: Tensor = self.head.weight
         bias: Tensor | None = self.head.bias
         if self.scalar:  # in fp32: advantages and margins are differences of these numbers
             wide = None if bias is None else bias.float()
             return (nn.functional.linear(hidden.float(), weight.float(), wide)[:, 0],)
         head = Head(weight, bias, temperature=self._temperature, chunk_tokens=self._chunk_tokens)
+        if states is not None:
+            assert self.lesson is not None, "teacher's states, and no lesson to use them in"
+            found = taught_logprobs(hidden, targets, head, states=states, lesson=self.lesson)
+            return found.logprobs, found.divergence, found.kl, found.agreement
         logprobs, entropy = token_logprobs(hidden, targets, head, with_entropy=with_entropy)
         return (logprobs,) if entropy is None else (logprobs, entropy)
 
@@ -96,11 +148,21 @@ class Forward:
         self, ids: Tensor, positions: Tensor, plan: PackedPlan | SpreadPlan | None
     ) -> Tensor:
         """[R * T, H] last hidden states of tokens [R, T]."""
+        out = self._body(ids, positions, plan)
+        return cast(Tensor, out.last_hidden_state).flatten(0, 1)
+
+    def _body(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        plan: PackedPlan | SpreadPlan | None,
+        **more: bool,
+    ) -> Any:
         packed: dict[str, Any] = {}
         if plan is not None:
             packed = {"plan": plan, "attention_mask": NO_MASK.to(ids.device)}
-        out = self.body(input_ids=ids, position_ids=positions, use_cache=False, **packed)
-        return cast(Tensor, out.last_hidden_state).flatten(0, 1)
+        packed |= more
+        return self.body(input_ids=ids, position_ids=positions, use_cache=False, **packed)
 
 
 class BatchForward(nn.Module):
@@ -119,11 +181,16 @@ class BatchForward(nn.Module):
         head.forward = forward  # type: ignore[method-assign, assignment]
         parts.ask_head = lambda hidden, *extra: head(hidden, extra=extra)
 
-    def forward(self, batch: Batch, with_entropy: bool = False) -> tuple[Tensor, ...]:
-        """[M] fp32 values in line with the tokens, or log-probs and (on request) entropies: a plain
-        tuple, so that hooks on outputs find the tensors."""
+    def forward(
+        self, batch: Batch, with_entropy: bool = False, states: bool = False
+    ) -> tuple[Tensor, ...]:
+        """[M] fp32 values in line with the tokens, or log-probs and what else was asked for: a
+        plain tuple, so that hooks on outputs find the tensors. ``states``: the hidden states
+        alone."""
+        if states:
+            return (self.parts.states(batch),)
         found = self.parts(batch, with_entropy=with_entropy)
-        return tuple(t for t in (found.logprobs, found.entropy, found.values) if t is not None)
+        return tuple(t for t in found.tensors() if t is not None)
 
 
 def enable_checkpointing(body: PreTrainedModel) -> None:
@@ -132,6 +199,32 @@ def enable_checkpointing(body: PreTrainedModel) -> None:
     (renamed or body.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
+def experts_per_token(body: PreTrainedModel) -> int:
+    """Experts that each token of a mixture is sent to. Raises ModelError where there are none."""
+    told = body.config.to_dict()
+    experts = told.get("num_experts") or told.get("num_local_experts") or 0
+    each = told.get("num_experts_per_tok") or 0
+    if experts < 2 or each < 1:
+        raise ModelError(
+            f"train.moe_aux_loss_coef evens the load of experts, and this {body.config.model_type} "
+            "model has none (no num_experts in its config); remove it"
+        )
+    return int(each)
+
+
+def _in_rows(routed: tuple[Tensor, ...] | None, place: Tensor, body: PreTrainedModel) -> Tensor:
+    """[L, M, E]: the routers' logits [R * T, E] of each layer, in line with the batch's tokens: no
+    padding, and a shared prompt once for each of its rows, so that layouts agree."""
+    if not routed:
+        raise ModelError(
+            f"train.moe_aux_loss_coef: {type(body).__name__} does not say what its routers chose "
+            "(output_router_logits); use a model that does (such as Mixtral, Qwen3-MoE, OLMoE), or "
+            "leave the loss out"
+        )
+    return torch.stack([logits[place] for logits in routed])
+
+
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:
-    """[M] with ``values`` [K] at ``index``, 0 elsewhere; differentiable."""
-    return values.new_zeros(batch.tokens.numel()).index_put((index,), values)
+    """[M, ...] with ``values`` [K, ...] at ``index``, 0 elsewhere; differentiable."""
+    zeros = values.new_zeros(batch.tokens.numel(), *values.shape[1:])
+    return zeros.index_put((index,), values)

@@ -259,12 +259,17 @@ class ShardedTrainEngine(TorchTrainEngine):
 
         def compute() -> tuple[Tensor | None, ...]:  # FSDP2 looks for tensors in tuples
             found = super(ShardedTrainEngine, self)._outputs(read, with_entropy=with_entropy)
-            return found.logprobs, found.entropy, found.values
+            return found.tensors()
 
-        logprobs, entropy, values = self.root(compute)
+        tensors = self.root(compute)
         if batch.num_rows:
-            return Outputs(logprobs, entropy, values)
-        return Outputs(*(None if t is None else t[:0] for t in (logprobs, entropy, values)))
+            return Outputs.of(tensors)
+        return Outputs.of([None if t is None else t[:0] for t in tensors])
+
+    def _states(self, batch: Batch) -> Tensor:
+        read = batch if batch.num_rows else NO_ROWS.to(self.device)
+        found: Tensor = self.root(lambda: self.forward.states(read))
+        return found if batch.num_rows else found[:0]
 
     def _first_bad_here(self) -> str | None:
         """The micro-batches once more, watched, by all ranks together; what comes first in the

@@ -124,7 +124,7 @@ class Ranks:
         """
         if self.size == 1:
             return stats
-        gathered = self.gather(_plain(stats))
+        gathered = self.gather(plain_stats(stats))
         _check_same_names(gathered)
         return sum(gathered, Stats())
 
@@ -171,7 +171,8 @@ def _buckets(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor
         yield bucket
 
 
-def _plain(stats: Stats) -> Stats:
+def plain_stats(stats: Stats) -> Stats:
+    """Without tensors: these can be sent anywhere."""
     return Stats(
         means={name: (float(num), float(den)) for name, (num, den) in stats.means.items()},
         maxima={name: float(value) for name, value in stats.maxima.items()},

@@ -94,7 +94,7 @@ class SpreadForward(Forward):
         check_heads(self.body.config, team.size)
 
     def _compute(
-        self, batch: Batch, arranged: Arranged, *, with_entropy: bool
+        self, batch: Batch, arranged: Arranged, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
         stretch = stretch_of(arranged, self.team)
         hidden = self._hidden(stretch.input_ids, stretch.position_ids, stretch.plan)

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.train import TorchEngine, TrainConfig
+from burnish.models.distill import Lesson
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import (
     DTYPES,
@@ -28,6 +29,7 @@ from burnish.models.load import (
     describe,
 )
 from burnish.models.lora import adapters_off, merged_weights
+from burnish.models.teacher import LessonSpec
 from burnish.models.tensor_files import Pieces, tensor_sets, write_pieces
 from burnish.train.base import Loss, NonFiniteError, Outputs, Role, StepStats
 from burnish.train.batching import split_over_ranks
@@ -79,6 +81,20 @@ class EngineSpec:
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats and loss scaling. The model may come in any format: trained weights in fp32
     become the masters as they are."""
+    dtype: Dtype | None = None
+    """Compute format of a frozen model that has its own. None: the precision's."""
+    lesson: LessonSpec | None = None
+    """What a student learns from."""
+
+    def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
+        """The spec with the job's number formats, or its own."""
+        own = precision if self.dtype is None else PrecisionConfig(dtype=self.dtype)
+        return replace(self, precision=own)
+
+    def load_lesson(self, device: torch.device) -> Lesson | None:
+        """:attr:`lesson` with the teacher's output projection on ``device``."""
+        chunk = self.train.logprob_chunk_tokens
+        return None if self.lesson is None else self.lesson.load(device, chunk_tokens=chunk)
 
 
 def parts_of(batch: Batch, spec: EngineSpec, ranks: Ranks) -> list[list[int]]:
@@ -128,6 +144,7 @@ class TorchTrainEngine:
             model, spec.role, spec.train, temperature=spec.temperature, team=self.team
         )
         self.scalar, self.body = self.forward.scalar, self.forward.body
+        self.forward.lesson = spec.load_lesson(self.device)
         self.cuts: Cuts | None = None
         if cast(TorchEngine, spec.train.engine).tensor_parallel_size > 1:
             self.cuts = cut_model(model, self.body, self.team, self.peers)
@@ -188,6 +205,19 @@ class TorchTrainEngine:
         gradient."""
         return self._no_grad_pass(batch, "values")
 
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] hidden states from which action tokens are predicted, without gradient."""
+        assert not self.scalar, f"a {self.role} has values, not a vocabulary"
+        return self._no_grad_pass(batch, "states")
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, loss: Loss) -> Stats:
+        """What ``loss`` measures over ``batch``, over all ranks, without gradient."""
+        stats = Stats()
+        for rows in self._split(batch):
+            stats = stats + self._micro_loss(batch, rows, loss)[1]
+        return self.peers.sum_stats(stats)
+
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; returns the sum of the micro-batches'
         stats over all ranks. (Gradients are summed over ranks in :meth:`optim_step`, once.)"""
@@ -247,10 +277,15 @@ class TorchTrainEngine:
     @torch.no_grad()
     def _no_grad_pass(self, batch: Batch, name: str) -> Tensor:
         out, begins = torch.zeros(batch.tokens.numel()), batch.offsets.tolist()
+        if name == "states":
+            out = self.forward.no_states(batch, DTYPES[self.spec.precision.dtype])
         for rows in self._split(batch):
             micro = batch.select(rows).to(self.device)
-            outputs = self._outputs(micro, with_entropy=False)
-            result = outputs.logprobs if name == "logprobs" else outputs.values
+            if name == "states":
+                outputs = Outputs(states=self._states(micro))
+            else:
+                outputs = self._outputs(micro, with_entropy=False)
+            result = vars(outputs)[name]
             assert result is not None
             for row, values in zip(rows, result.cpu().split(micro.lengths.tolist()), strict=True):
                 out[begins[row] : begins[row + 1]] = values
@@ -268,6 +303,9 @@ class TorchTrainEngine:
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         return self.forward(batch, with_entropy=with_entropy)
+
+    def _states(self, batch: Batch) -> Tensor:
+        return self.forward.states(batch)
 
     # ---- stepping --------------------------------------------------------------------------
 

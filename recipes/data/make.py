@@ -7,13 +7,17 @@ nothing held out is trained on.
     sort_demos*.jsonl    prompt, response: half of them in descending order, which is wrong
     sort_pairs*.jsonl    prompt, chosen (ascending), rejected (descending, or with a slip)
     sort_prompts*.jsonl  prompt, label
+    sort_steps*.jsonl    prompt, completions, labels: insertion sort, one digit more in every
+                         step; from a slip on every step is wrong. In sort_steps_soft a label
+                         is the share of 8 attempts that get to the right answer from there (drawn:
+                         0.9 each from a right step, 0.05 from a wrong one)
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 SEED = 20240
@@ -24,6 +28,9 @@ SIZES = {
     "sort_pairs_heldout": 300,
     "sort_prompts": 1500,
     "sort_prompts_heldout": 200,
+    "sort_steps": 2000,
+    "sort_steps_heldout": 200,
+    "sort_steps_soft": 2000,
 }
 
 
@@ -71,10 +78,41 @@ def prompt(digits: str, rng: random.Random) -> dict[str, str]:
     return {"prompt": f"{digits}>", "label": "".join(sorted(digits))}
 
 
-MAKERS: dict[str, Callable[[str, random.Random], dict[str, str]]] = {
+def steps(digits: str, rng: random.Random) -> dict[str, object]:
+    """Insertion sort, in two of three rows with one slip; a label for every step."""
+    slipped = rng.randrange(len(digits)) if rng.random() < 2 / 3 else len(digits)
+    done: list[str] = []
+    written, labels = [], []
+    for k, digit in enumerate(digits):
+        done = sorted([*done, digit]) if k < slipped else insert(done, digit)
+        if k == slipped:
+            done = slip(done, rng) if len(set(done)) > 1 else [*done, rng.choice("0123456789")]
+        written.append("".join(done))
+        labels.append(k < slipped)
+    return {"prompt": f"{digits}>", "completions": written, "labels": labels}
+
+
+def insert(done: list[str], digit: str) -> list[str]:
+    """``done``, sorted or not, with the digit in front of the first larger one."""
+    place = next((i for i, other in enumerate(done) if other > digit), len(done))
+    return [*done[:place], digit, *done[place:]]
+
+
+def soft_steps(digits: str, rng: random.Random) -> dict[str, object]:
+    """The same with shares of 8 attempts for labels."""
+    row = steps(digits, rng)
+    hard = row["labels"]
+    assert isinstance(hard, list)
+    share = [sum(rng.random() < (0.9 if label else 0.05) for _ in range(8)) / 8 for label in hard]
+    return {**row, "labels": share}
+
+
+MAKERS: dict[str, Callable[[str, random.Random], Mapping[str, object]]] = {
     "sort_demos": demonstration,
     "sort_pairs": pair,
     "sort_prompts": prompt,
+    "sort_steps": steps,
+    "sort_steps_soft": soft_steps,
 }
 
 

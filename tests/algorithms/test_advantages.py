@@ -70,7 +70,7 @@ def naive_gae(
 
 
 def test_the_registry_has_exactly_the_documented_names() -> None:
-    names = "grpo dr_grpo rloo opo gae reinforce_pp reinforce_pp_baseline"
+    names = "grpo dr_grpo rloo opo gae reinforce_pp reinforce_pp_baseline on_policy_distill"
     assert sorted(ADVANTAGES) == sorted(names.split())
 
 

@@ -32,6 +32,11 @@ _RECIPES: dict[str, dict[str, Any]] = {
         "model": _MODEL,
         "eval": {"data": {"sources": ["prompts.jsonl"]}, "generate_max_len": 8},
     },
+    "generate": {
+        "job": "generate",
+        "model": _MODEL,
+        "data": {"sources": ["prompts.jsonl"]},
+    },
 }
 
 

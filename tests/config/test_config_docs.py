@@ -32,6 +32,7 @@ def test_rows_give_path_type_default_and_text():
 def test_variants_say_for_which_kind_a_key_exists():
     gammas = [row.text for row in fields_table("rl") if row.path == "algorithm.advantage.gamma"]
     assert [text.split("]")[0] for text in gammas] == [
+        "[grpo | dr_grpo | rloo | opo",
         "[gae",
         "[reinforce_pp | reinforce_pp_baseline",
     ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from burnish.cli import app
-from burnish.config import RLConfig, load_config
+from burnish.config import GenerateConfig, PreferenceConfig, RLConfig, load_config
 from burnish.config.load import ConfigError
 from burnish.config.placement import places_of, roles_of
 
@@ -34,6 +36,33 @@ def test_a_recipe_says_its_command_its_hardware_and_what_came_or_comes_out(path:
     assert f"burnish {config.job} recipes/{path.name}" in header
     assert "Hardware: " in header
     assert "What to expect: " in header or "Measured" in header
+
+
+def test_the_script_of_iterative_dpo_hands_each_job_what_the_one_before_wrote(
+    tmp_path: Path,
+) -> None:
+    """Its commands are written down instead of run, and each is dry-run then."""
+    told = tmp_path / "told"
+    stub = tmp_path / "burnish"
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\t" "$@" >> {told}\necho >> {told}\n')
+    stub.chmod(0o755)
+    script = RECIPES[0].parent / "tiny_iterative_dpo.sh"
+    where = {"cwd": script.parents[1], "env": {**os.environ, "BURNISH": str(stub)}}
+    subprocess.run(["bash", str(script), "start", "runs/x"], check=True, **where)
+    commands = [line.split("\t")[:-1] for line in told.read_text().splitlines()]
+    round_ = ["generate", "preference", "export", "evaluate"]
+    assert [command[0] for command in commands] == ["evaluate", *round_, *round_]
+    jobs = [c for c in commands if c[0] != "export"]
+    configs = [load_config(script.parents[1] / c[1], c[2:], job=c[0]) for c in jobs]
+    models = ["start"] * 3 + ["runs/x/model-1"] * 3 + ["runs/x/model-2"]
+    assert [config.model.path for config in configs] == models
+    assert [c[3] for c in commands if c[0] == "export"] == ["runs/x/model-1", "runs/x/model-2"]
+    assert len({config.run_dir for config in configs}) == 7
+    for asked, learned in ((configs[1], configs[2]), (configs[4], configs[5])):
+        assert isinstance(asked, GenerateConfig) and isinstance(learned, PreferenceConfig)
+        written = asked.output.replace("{run_dir}", asked.run_dir)
+        assert [source.path for source in learned.data.sources] == [written]
+    assert configs[1].seed != configs[4].seed
 
 
 def test_nine_nodes_hold_policy_reference_and_one_engine_over_eight_gpus() -> None:
@@ -73,3 +102,17 @@ def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_places() -> None:
 def test_colocated_roles_need_equal_numbers() -> None:
     with pytest.raises(ConfigError, match="puts policy and rollout into the same places"):
         load_config(BY_NAME["llama3_8b_grpo_8gpu"], ["cluster.rollout_workers=4"])
+
+
+def test_the_other_algorithms_of_a_recipe_are_words_that_it_takes() -> None:
+    """Lines '#   NAME   key=value ...' of the SmolLM2 recipe's header."""
+    path = BY_NAME["smollm2_chain_sum_grpo"]
+    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {
+        line[1]: [word for word in line if "=" in word]
+        for line in lines
+        if line[:1] == ["#"] and any(word.startswith("algorithm.") for word in line)
+    }
+    assert {"Dr.", "RLOO", "REINFORCE++-baseline", "DAPO", "GSPO", "CISPO", "PPO"} == set(found)
+    for words in found.values():
+        load_config(path, words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from burnish.cli import app
 from burnish.doctor import command, known, selftest
 from burnish.doctor.facts import Facts, Gpu, gather_facts
 from burnish.doctor.known import findings
+from burnish.doctor.links import Links, find_links
 from burnish.doctor.selftest import Outcome, names, run
 
 PLAIN = Facts(
@@ -58,6 +60,35 @@ def test_versions_of_deepspeed_that_are_refused(version: str, says: str | None) 
     found = told({"deepspeed": version})
     assert [level for level, _ in found] == (["bad"] if says else [])
     assert says is None or says in found[0][1]
+
+
+def test_gpus_that_cannot_reach_each_other_are_told_of() -> None:
+    assert told(links=Links(gpu_pairs=6, direct_pairs=6)) == []
+    ((level, text),) = told(links=Links(gpu_pairs=6, direct_pairs=2))
+    assert level == "note" and text.startswith("4 of 6 pairs of GPUs have no peer access")
+
+
+def test_links_are_read_off_the_kernel(tmp_path: Path) -> None:
+    def adapter(name: str, *, device: bool = True, **lines: str) -> None:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        for file, line in lines.items():
+            (folder / file).write_text(line + "\n")
+        if device:
+            (folder / "device").mkdir()
+
+    adapter("net/eth0", operstate="up", speed="25000")
+    adapter("net/eth1", operstate="up", speed="-1")
+    adapter("net/eth2", operstate="down", speed="1000")
+    adapter("net/docker0", device=False, operstate="up", speed="10000")
+    rate = {"rate": "200 Gb/sec (4X HDR)", "link_layer": "InfiniBand"}
+    adapter("infiniband/mlx5_0/ports/1", state="4: ACTIVE", **rate)
+    adapter("infiniband/mlx5_1/ports/1", state="1: DOWN", **rate)
+    assert find_links(tmp_path).network == (
+        "mlx5_0 port 1 (RDMA, InfiniBand): 200 Gbit/s (25 GB/s)",
+        "eth0: 25 Gbit/s (3.12 GB/s)",
+        "eth1: rate not told",
+    )
 
 
 def test_sources_are_given() -> None:

@@ -8,7 +8,7 @@ from burnish.memory.model_state import (
     EngineSetup,
     checkpoint_bytes,
     gathered,
-    gradients,
+    gradients_in_step,
     state,
     total,
 )
@@ -35,7 +35,7 @@ def setup(dtype="bf16", ranks=1, sums="fp32", path="meta-llama/Meta-Llama-3-8B",
 def per_parameter(s, where="device"):
     """Bytes per parameter of what is there for good and of the gradients in the step, buckets left
     out."""
-    items = [*state(s), *gradients(s, in_pass=False)]
+    items = [*state(s), *gradients_in_step(s)]
     return total((i for i in items if i.name != "communication"), where) / s.shape.parameters
 
 
@@ -146,7 +146,7 @@ def test_lora_trains_the_adapters_only():
         precision=PrecisionConfig(dtype="bf16"),
     )
     assert s.trained == s.shape.adapters == 161_480_704
-    bytes_ = total([*state(s), *gradients(s, in_pass=False)])
+    bytes_ = total([*state(s), *gradients_in_step(s)])
     assert bytes_ == 7_615_616_512 * 2 + 161_480_704 * 18
 
 

@@ -153,12 +153,22 @@ def test_a_sequence_over_several_ranks_halves_what_passes_and_not_what_stays():
     assert rows[1]["activations"] <= 1.1 * rows[0]["activations"]
 
 
-def test_a_tensor_parallel_run_is_never_refused_for_what_is_not_looked_at():
-    config = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
-    config["train"] = {**TINY["train"], "engine": {"kind": "torch", "tensor_parallel_size": 2}}
-    plan = make_plan(load_config(config), parse_cluster("2xA100-80GB"))
-    assert any("tensor_parallel_size=2 is counted as if" in note for note in plan.assumptions)
-    assert plan.guessed > 0
+def test_a_tensor_parallel_rank_has_its_part_and_nothing_is_guessed():
+    tree = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
+    engine = {"kind": "torch", "tensor_parallel_size": 2}
+    parallel = {**tree, "train": {**TINY["train"], "engine": engine}}
+    plans = [make_plan(load_config(c), parse_cluster("2xA100-80GB")) for c in (tree, parallel)]
+    whole, part = (
+        next(
+            r.bytes
+            for r in p.rows
+            if (r.role, r.phase, r.item) == ("policy x2", "step", "parameters")
+        )
+        for p in plans
+    )
+    assert 0.5 * whole < part < 0.75 * whole, "embeddings and norms are on both"
+    assert plans[1].guessed == 0 and plans[0].disk_per_checkpoint == plans[1].disk_per_checkpoint
+    assert plans[0].models == plans[1].models
 
 
 def test_roles_that_share_a_gpu_take_turns_and_a_sleeping_vllm_counts_nothing():
@@ -418,3 +428,18 @@ def test_a_guess_alone_refuses_nothing(tmp_path, monkeypatch):
 def test_workers_on_gpus_that_cannot_be_seen_from_here_are_not_judged(tmp_path):
     assert check_memory(load_config(NINE), tmp_path) is None
     assert "cannot be seen from here" in (tmp_path / "plan.txt").read_text()
+
+
+def test_a_step_of_generate_is_planned_as_the_rollout_of_rl_and_nothing_else():
+    """4 prompts x 4 samples of 16 + 8 tokens in both."""
+    generate = {k: v for k, v in TINY.items() if k not in ("max_steps", "train")}
+    cluster = parse_cluster("1x1xA800-80GB")
+    ours = make_plan(load_config(generate | {"job": "generate"}), cluster)
+    theirs = make_plan(load_config(TINY), cluster)
+
+    def caches(plan):
+        return {r.phase: r.bytes for r in plan.rows if r.item == "KV cache" and r.bytes}
+
+    assert caches(ours) and caches(ours).items() <= caches(theirs).items()
+    assert {r.role for r in ours.rows} == {"rollout"}
+    assert estimate(load_config(generate | {"job": "generate"}), cluster).samples == 16

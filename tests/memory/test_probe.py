@@ -142,9 +142,69 @@ def test_a_rank_that_runs_out_of_memory_ends_the_probe_in_words(
 
 
 def test_a_job_without_a_policy_is_refused() -> None:
-    tree = {**SFT, "job": "rm"}
-    with pytest.raises(PlanError, match="--probe trains a policy"):
+    tree = {
+        "job": "evaluate",
+        "model": TREE["model"],
+        "rewards": TREE["rewards"],
+        "eval": {"data": TREE["data"], "generate_max_len": 8},
+    }
+    with pytest.raises(PlanError, match="--probe trains a model, and the job evaluate has none"):
         ladder(load_config(tree), this_machine())
+
+
+PPO = [
+    "algorithm.advantage=gae",
+    "algorithm.kl.init_kl_coef=0.1",
+    "train.train_batch_size=8",
+    "train.micro_train_batch_size=4",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("tree", "overrides", "expected"),
+    [
+        pytest.param(
+            TREE,
+            PPO,
+            {
+                "rollout",
+                "log-probs",
+                "forward/backward",
+                "step",
+                "log-probs (reference)",
+                "log-probs (critic)",
+                "forward/backward (critic)",
+                "step (critic)",
+            },
+            id="ppo",
+        ),
+        pytest.param(
+            {**SFT, "job": "rm"},
+            [],
+            {"forward/backward (reward)", "step (reward)"},
+            id="rm",
+        ),
+        pytest.param(
+            {**SFT, "job": "preference"},
+            [],
+            {"forward/backward", "step", "log-probs (reference)"},
+            id="preference",
+        ),
+    ],
+)
+def test_every_role_and_phase_is_measured_beside_the_others(
+    tree: dict[str, Any], overrides: list[str], expected: set[str]
+) -> None:
+    """Within a tenth of the plan, as everything that it says."""
+    rung = ladder(load_config(tree, overrides), this_machine())[-1]
+    plans = planned(rung, this_machine())
+    assert set(plans) == expected
+    found = command._run(rung, list(plans), on_gpu=False)
+    assert isinstance(found, dict), found
+    ratios = {phase: found[phase]["tensors"] / plan.tensors for phase, plan in plans.items()}
+    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
 
 
 @pytest.mark.slow

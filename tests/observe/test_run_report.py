@@ -177,7 +177,7 @@ def test_metrics_alone_are_enough_and_what_is_missing_is_left_out(tmp_path: Path
     assert "samples-data" not in {a.get("id") for _, a in page.tags}
 
 
-@pytest.mark.parametrize("job", ["sft", "rm", "evaluate", "something-new"])
+@pytest.mark.parametrize("job", ["sft", "rm", "evaluate", "generate", "something-new"])
 def test_every_job_gets_a_report(tmp_path: Path, job: str) -> None:
     _config(tmp_path, job=job)
     _metrics(tmp_path, {"eval/accuracy": 0.75, "train/loss": math.nan, "time/train_s": 0.0})

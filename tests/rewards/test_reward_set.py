@@ -222,3 +222,33 @@ def test_scoring_nothing_is_an_error() -> None:
 
     with pytest.raises(RewardError, match="no sample to score"):
         _set((_reward(one), 1.0)).score([])
+
+
+def test_a_group_that_was_dropped_leaves_no_trace_in_the_running_statistics(
+    make_group: MakeGroup,
+) -> None:
+    """Scores 1 and 3 are kept: mean 2, std 1, so -1 and 1; the 1000 of the dropped group is not in
+    them. Then 8 alone: mean 4, std sqrt((9 + 1 + 16) / 3) = 2.943920, (8 - 4) / 2.943920 =
+    1.358732."""
+
+    def score(response: str) -> float:
+        return float(response)
+
+    rewards = RewardSet(
+        [(_reward(score), 1.0)],
+        on_failure=DROP,
+        shaping=ShapingConfig(),
+        generate_max_len=4,
+        running={"r": "mean_std"},
+    )
+    groups = [make_group(0, ["1", "3"]), make_group(1, ["1000", "nan"])]
+    first = rewards.score(groups)
+    assert [s.reward for g in first.groups for s in g.samples] == [-1.0, 1.0]
+    assert [s.reward_parts["r"] for g in first.groups for s in g.samples] == [1.0, 3.0]
+    state = rewards.state_dict()
+    (group,) = rewards.score([make_group(2, ["8"])]).groups
+    assert group.samples[0].reward == pytest.approx(1.358732, abs=1e-6)  # six written decimals
+    rewards.load_state_dict(state)
+    (again,) = rewards.score([make_group(2, ["8"])]).groups
+    assert again.samples[0].reward == group.samples[0].reward
+    rewards.load_state_dict({})

@@ -54,3 +54,11 @@ def test_only_the_length_limit_is_a_truncation(reason: str) -> None:
 
 def test_the_default_changes_nothing() -> None:
     assert shaped(7.5, _sample(10, "length"), config=ShapingConfig(), generate_max_len=10) == 7.5
+
+
+def test_every_token_costs_the_same_and_that_is_not_clipped_away() -> None:
+    """Total 5 clipped to 1; 9 tokens at 0.01: 1 - 0.09 = 0.91; truncated as well: 0.91 - 0.5."""
+    config = ShapingConfig(reward_clip=1.0, length_penalty=0.01, truncation_penalty=0.5)
+    assert shaped(5.0, _sample(9), config=config, generate_max_len=99) == pytest.approx(0.91)
+    cut = shaped(5.0, _sample(9, "length"), config=config, generate_max_len=99)
+    assert cut == pytest.approx(0.41)

@@ -596,6 +596,7 @@ def traces() -> set[str]:
     return {name for name in names if name.startswith(("vllm_dist", "burnish-"))}
 
 
+@pytest.mark.alone
 def test_two_processes_share_the_model_take_weights_and_end_without_a_trace() -> None:
     while _kept:
         _kept.popitem()[1].close()

@@ -82,3 +82,35 @@ def evaluation(sums: str) -> list[str]:
         "eval.pass_k=[1, 2]",
         "eval.pass_threshold=0.5",
     ]
+
+
+GENERATE_MODEL = {
+    "alphabet": "0123456789+=<>|uas",
+    "hidden_size": 32,
+    "num_layers": 1,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def generate(tmp_path: Path, write_rows: Callable[..., str]) -> Callable[..., JobConfig]:
+    """22 prompts in steps of 4, 4 samples each, scored by the share of digits."""
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1), "level": i % 3} for i in range(22)]
+    prompts = write_rows("asked", rows)
+
+    def make(*overrides: str, name: str = "run") -> JobConfig:
+        tree: dict[str, Any] = {
+            "job": "generate",
+            "run_dir": str(tmp_path / name),
+            "model": {"scratch": GENERATE_MODEL},
+            "data": {"sources": [prompts], "prompt_max_len": 40},
+            "rollout": {
+                "rollout_batch_size": 4,
+                "n_samples_per_prompt": 4,
+                "generate_max_len": 4,
+            },
+            "rewards": [{"kind": "function", "name": "digits"}],
+        }
+        return load_config(tree, overrides)
+
+    return make

@@ -328,24 +328,28 @@ def test_precision_that_makes_no_sense_is_refused(
         ),
     ],
 )
-def test_precision_that_is_rarely_meant_is_warned_of_before_and_at_the_start(
+def test_precision_that_is_rarely_meant_is_warned_of_at_load_and_in_the_log(  # house: ok fixtures
     overrides: list[str],
     said: str,
     rl: MakeConfig,
     reward: Reward,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = rl(*overrides, "max_steps=1")
     assert any(said in warning for warning in config.warnings())
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_yaml(config))
+    caplog.clear()
     dry = CliRunner().invoke(app, ["rl", str(recipe), "--dry-run"])
     assert dry.exit_code == 0
-    warned = [line for line in dry.output.splitlines() if line.startswith("# warning: ")]
-    assert len(warned) == 1 and said in warned[0] and "precision" in warned[0]
-    burnish.run(config, rewards=reward)
-    assert said in capsys.readouterr().err
+    warned = [record.message for record in caplog.records if ": warning: " in record.message]
+    assert len(warned) == 1 and said in warned[0]
+    assert warned[0].startswith(f"{recipe}: warning: ") and "precision" in warned[0]
+    run_dir = burnish.run(config, rewards=reward).run_dir
+    assert said in (run_dir / "run.log").read_text(encoding="utf-8")
+    assert said not in capsys.readouterr().err  # told once, when the recipe was loaded
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,173 @@
+"""Does it learn? Reward against samples and CPU time, of every algorithm and of TRL's GRPO.
+
+    burnish sft recipes/tiny_1_sft.yaml && burnish export runs/tiny-sft runs/tiny-sft-model
+    python benchmarks/learning.py run --task sort [--names grpo trl_grpo ...] [--seeds 0 1 2]
+    python benchmarks/learning.py run --task chain_sum
+    python benchmarks/learning.py preference
+    python benchmarks/learning.py hacking
+    python benchmarks/learning.py table && python benchmarks/learning.py figures
+
+Every run is a process of its own with one thread and leaves one JSON file below ``--out``
+(runs/learning); what is there is not run again. ``table`` prints docs/learning.md's tables from
+those files, ``figures`` draws docs/figures/learning_*.svg. Same model, prompts, samples per step,
+learning rate, AdamW and clipping everywhere; two optimizer steps per rollout; no KL term. Seconds
+are user-CPU seconds without loading and without the held-out measurements. Needs the extra
+``bench`` for TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import cpu_seconds
+from learning_tasks import TASKS, TRL, VARIANTS, Task, recipe
+
+OUT = Path("runs/learning")
+Line = dict[str, float]
+
+
+class Curve:
+    """What a run leaves: a line per held-out measurement, one of them before the first step."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.rewards: list[float] = []
+        self._cpu = 0.0
+        self._samples = 0
+
+    def step(self, cpu_s: float, samples: int, reward: float) -> None:
+        """A step is done."""
+        self._cpu, self._samples = self._cpu + cpu_s, self._samples + samples
+        self.rewards.append(reward)
+
+    def measured(self, accuracy: float) -> None:
+        """Held-out accuracy at this point."""
+        self.lines.append(
+            {
+                "step": len(self.rewards),
+                "samples": self._samples,
+                "cpu_s": round(self._cpu, 3),
+                "accuracy": accuracy,
+            }
+        )
+
+
+def run_burnish(task: Task, name: str, seed: int) -> Curve:
+    """The library's own step, outside of a session."""
+    import torch
+
+    from burnish.config import RLConfig, load_config
+    from burnish.loops.build import build_rl
+    from burnish.loops.rl import rl_step
+    from burnish.loops.run import _seed_everything
+    from burnish.models.load import load_tokenizer
+    from burnish.observe.timeline import Timeline
+    from burnish.runtime.inline import InlineRuntime
+
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp())
+    config = load_config(recipe(task, name, seed, folder))
+    assert isinstance(config, RLConfig)
+    _seed_everything(seed)
+    runtime = InlineRuntime(
+        load_tokenizer(config.model), precision=config.precision, device="cpu", timeline=Timeline()
+    )
+    parts, evaluator = build_rl(config, runtime, {"": task.reward}, folder / "run")
+    assert evaluator is not None
+    curve = Curve()
+    curve.measured(evaluator.evaluate(0)["eval/pass@1"])
+    for step in range(1, task.steps + 1):
+        cpu = cpu_seconds()
+        metrics = rl_step(parts, step)
+        sampled = metrics.get("rollout/samples", task.prompts * task.samples)
+        curve.step(cpu_seconds() - cpu, int(sampled), metrics["reward/mean"])
+        if step % task.eval_every == 0:
+            curve.measured(evaluator.evaluate(step)["eval/pass@1"])
+    return curve
+
+
+def one(args: argparse.Namespace) -> None:
+    """A single run, in this process."""
+    task = TASKS[args.task]()
+    if args.name == TRL:
+        from learning_trl import run_trl
+
+        curve = run_trl(task, args.seed, Curve())
+    else:
+        curve = run_burnish(task, args.name, args.seed)
+    found = {"task": args.task, "name": args.name, "seed": args.seed}
+    found |= {"lines": curve.lines, "rewards": curve.rewards}
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    args.file.write_text(json.dumps(found) + "\n")
+
+
+def run(args: argparse.Namespace) -> None:
+    """All that is missing, one after the other."""
+    for seed in args.seeds:
+        for name in args.names:
+            file = args.out / args.task / f"{name}-{seed}.json"
+            if file.is_file():
+                continue
+            child("one", "--task", args.task, "--name", name, "--seed", str(seed), file=file)
+            last = json.loads(file.read_text())["lines"]
+            print(f"{file}: {last[0]['accuracy']:.3f} -> {last[-1]['accuracy']:.3f}", flush=True)
+
+
+def child(*words: str, file: Path) -> None:
+    """One run in its own process."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, __file__, *words, "--file", str(file)],
+        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+
+
+def main() -> None:  # house: ok one parser
+    """Parse and do."""
+    from learning_figures import figures, table
+    from learning_others import hacking, one_hacking, preference
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=OUT)
+    parts = parser.add_subparsers(required=True)
+
+    def part(name: str, call: Any) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = parts.add_parser(name)
+        made.set_defaults(call=call)
+        return made
+
+    many = part("run", run)
+    many.add_argument("--task", choices=sorted(TASKS), required=True)
+    many.add_argument("--names", nargs="+", choices=[*VARIANTS, TRL], default=[*VARIANTS, TRL])
+    many.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    single = part("one", one)
+    single.add_argument("--task", choices=sorted(TASKS), required=True)
+    single.add_argument("--name", required=True)
+    single.add_argument("--seed", type=int, required=True)
+    single.add_argument("--file", type=Path, required=True)
+    pairs = part("preference", preference)
+    pairs.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    part("hacking", hacking).add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    hacked = part("one-hacking", one_hacking)
+    hacked.add_argument("--kl", type=float, required=True)
+    hacked.add_argument("--seed", type=int, required=True)
+    hacked.add_argument("--file", type=Path, required=True)
+    part("table", table)
+    part("figures", figures).add_argument("--to", type=Path, default=Path("docs/figures"))
+    args = parser.parse_args()
+    args.call(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""How far a student's distribution is from a teacher's: [K, V] in, [K] out, no denominators.
+
+``log_p``, ``log_q`` [K, V]: log-probs of student and teacher at the same temperature, over the same
+tokens. The teacher is a constant. Every divergence is 0 where the two are equal, positive
+elsewhere, and has a *slope*: its gradient in the student's logits z, log p = log softmax(z). As
+p sums to 1, the slope of D is p (g - sum_j p_j g_j) with g = dD/dp. It is written out, because a
+vocabulary is too large to keep what autograd would keep of it; ``models/distill.py`` uses both,
+some tokens at a time.
+
+Which one: forward KL wants the student to cover all that the teacher might say, reverse KL to say
+nothing that the teacher would not; the Jensen-Shannon divergence lies between, and is bounded
+(arXiv 2306.13649).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(teacher || student) [K] = sum q (log q - log p), in nats.
+
+    The cross-entropy to the teacher's distribution minus the teacher's entropy, so with the
+    gradient of the cross-entropy. Source: arXiv 1503.02531, section 2.
+    """
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def forward_kl_slope(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """[K, V] p - q."""
+    return log_p.exp().sub_(log_q.exp())
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(student || teacher) [K] = sum p (log p - log q), in nats. Source: arXiv 2306.08543 (there
+    of whole responses)."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl_slope(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """[K, V] p (log p - log q - D)."""
+    return _centred(log_p.exp(), log_p - log_q)
+
+
+def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
+    """Generalised Jensen-Shannon divergence [K] = beta KL(q || m) + (1 - beta) KL(p || m), with
+    m = beta q + (1 - beta) p.
+
+    Symmetric for ``beta`` 1/2, where it is at most ln 2. Near the ends it goes to 0, and its
+    direction to that of forward KL (divided by beta, beta to 0) or of reverse KL (divided by
+    1 - beta, beta to 1). Source: arXiv 2306.13649, section 2.
+    """
+    log_m = _log_mixture(log_p, log_q, beta)
+    teachers = (log_q.exp() * (log_q - log_m)).sum(-1)
+    return beta * teachers + (1 - beta) * (log_p.exp() * (log_p - log_m)).sum(-1)
+
+
+def jsd_slope(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
+    """[K, V] (1 - beta) p (log p - log m - KL(p || m)): in dD/dp the terms that come by way of m
+    add up to a constant."""
+    log_m = _log_mixture(log_p, log_q, beta)
+    return _centred(log_p.exp(), torch.sub(log_p, log_m, out=log_m)).mul_(1 - beta)
+
+
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+}
+"""By the name in ``loss`` of the job ``distill``. ``jsd`` has the option ``beta``."""
+
+SLOPES: dict[str, Callable[..., Tensor]] = {
+    "forward_kl": forward_kl_slope,
+    "reverse_kl": reverse_kl_slope,
+    "jsd": jsd_slope,
+}
+"""The gradient of each in the student's logits."""
+
+
+def distill_loss(
+    divergence: Tensor, logprobs: Tensor, *, temperature: float, nll_weight: float
+) -> Tensor:
+    """(1 - w) T^2 D - w log p(token), per token.
+
+    ``divergence`` [M]: of the distributions at ``temperature`` T; ``logprobs`` [M]: of the data's
+    own tokens, at temperature 1; w = ``nll_weight``. T^2 keeps the size of the gradient, which
+    shrinks with 1/T^2. Source: arXiv 1503.02531, section 2.
+    """
+    taught = (1 - nll_weight) * temperature**2 * divergence
+    return taught - nll_weight * logprobs if nll_weight else taught
+
+
+def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+
+
+def _centred(p: Tensor, g: Tensor) -> Tensor:
+    """p (g - sum_j p_j g_j), in the memory of ``p``."""
+    mean = (p * g).sum(-1, keepdim=True)
+    return p.mul_(g.sub_(mean))

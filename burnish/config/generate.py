@@ -1,0 +1,180 @@
+"""Batch inference (job generate): how prompts are answered, and which responses become rows."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from burnish.config.base import Node, PathText
+from burnish.config.data import PromptDataConfig
+from burnish.config.rewards import FailurePolicy, RewardConfig
+from burnish.config.rollout import LocalEngine, RolloutEngineConfig, SamplingConfig
+from burnish.config.train import ObserveConfig
+
+OUTPUT_KINDS = (".jsonl", ".parquet")
+
+
+class GenerateRollout(SamplingConfig):
+    """How responses are sampled, and how many prompts are one step."""
+
+    rollout_batch_size: int = Field(256, ge=1)
+    """PROMPTS per step (P). A step is sampled, scored and kept whole: a killed run loses the one it
+    was in, and a resumed one has the same steps, so its responses are the same."""
+    n_samples_per_prompt: int = Field(1, ge=1)
+    """Samples per prompt (n)."""
+    engine: RolloutEngineConfig = LocalEngine()
+    """Which engine samples."""
+
+    def rules(self) -> Iterator[str]:
+        if self.temperature == 0 and self.n_samples_per_prompt > 1:
+            yield (
+                "temperature=0 gives the same response every time; use n_samples_per_prompt=1 or a "
+                "temperature above 0"
+            )
+
+
+class AllSamples(Node):
+    """One row for every response: ``prompt``, ``response``."""
+
+    kind: Literal["all"] = "all"
+
+
+class _Chosen(Node):
+    keep_truncated: bool = False
+    """Also take responses that were cut at ``generate_max_len``. A job that learns from the rows
+    puts an end token behind each, so a response that was cut teaches to stop in mid-sentence."""
+
+
+class BestOfN(_Chosen):
+    """One row for each prompt, its response with the highest reward: ``prompt``, ``response``. SFT
+    data."""
+
+    kind: Literal["best_of_n"]
+    min_reward: float | None = None
+    """Leave a prompt out whose best response has less than this (rejection sampling). None: no
+    bound."""
+
+
+class BestWorstPairs(_Chosen):
+    """One row for each prompt, its best response over its worst: ``prompt``, ``chosen``,
+    ``rejected``, ``margin``. Data for ``preference`` and ``rm``. Prompts whose rewards are all
+    equal are left out."""
+
+    kind: Literal["pairs"]
+    min_margin: float = Field(0.0, ge=0)
+    """Leave a prompt out where the two rewards differ by less than this. 0: no bound."""
+
+
+class Conditioned(_Chosen):
+    """One row for every response, with its reward stated in the prompt (``condition.template``):
+    ``prompt``, ``response``. SFT data for a policy that is told which reward to reach."""
+
+    kind: Literal["conditioned"]
+
+
+def _kind_alone(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+GenerateMode = Annotated[
+    Annotated[AllSamples | BestOfN | BestWorstPairs | Conditioned, Field(discriminator="kind")],
+    BeforeValidator(_kind_alone),
+]
+
+
+class ConditionConfig(Node):
+    """A reward stated in the prompt."""
+
+    template: str
+    """Python format string with ``{prompt}`` and ``{reward}``, e.g. ``"Quality:
+    {reward:.1f}\\n{prompt}"``. ``{prompt}`` is the prompt's text, or the content of its last user
+    message."""
+    wanted_reward: float | None = None
+    """Sample with this reward stated in every prompt: the inference of a policy that was trained on
+    ``conditioned`` rows. None: sample with the prompts as they are."""
+
+    def rules(self) -> Iterator[str]:
+        example = "write it as e.g. 'Quality: {reward:.1f}\\n{prompt}'"
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(self.template) if name]
+            if not {"prompt", "reward"} - set(names):
+                self.template.format(prompt="", reward=0.5)
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            yield f"template {self.template!r} cannot be filled: {error}; {example}"
+            return
+        for name in ("prompt", "reward"):
+            if name not in names:
+                yield f"template {self.template!r} has no {{{name}}}; {example}"
+
+
+class GenerateFields(Node):
+    """The fields of ``GenerateConfig`` (config/jobs.py) beside those of every job."""
+
+    data: PromptDataConfig
+    """Prompts. Read once, in order, without shuffling; weights of sources mean nothing here."""
+    num_prompts: int | None = Field(None, ge=1)
+    """Take only the first this many. None: all."""
+    rollout: GenerateRollout = GenerateRollout()
+    """How responses are sampled."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """What scores them; the total is the weighted sum. Empty: nothing does."""
+    on_reward_failure: FailurePolicy = FailurePolicy()
+    """What happens when a reward fails."""
+    mode: GenerateMode = AllSamples()
+    """Which responses become rows: ``all | best_of_n | pairs | conditioned``, or a node with
+    ``kind`` and its options."""
+    condition: ConditionConfig | None = None
+    """A reward stated in the prompts: of the rows (mode ``conditioned``), or while sampling
+    (``wanted_reward``). None: none."""
+    output: PathText = "{run_dir}/generated.jsonl"
+    """File that is written at the end, ``.jsonl`` or ``.parquet``; must not exist. ``{run_dir}`` is
+    filled in. Its ``prompt`` is what the model read: text, or messages (system prompt and templates
+    included), so it is data for the next job as it stands."""
+    with_tokens: bool = False
+    """Also write the token ids of every prompt and response."""
+    observe: ObserveConfig = ObserveConfig()
+    """What is written and printed beside the rows."""
+
+    def rules(self) -> Iterator[str]:
+        kind, n = self.mode.kind, self.rollout.n_samples_per_prompt
+        if kind != "all" and not self.rewards:
+            what = "states rewards in prompts" if kind == "conditioned" else "chooses by reward"
+            yield f"mode={kind} {what}, and there is none; add an entry to rewards"
+        if kind in ("best_of_n", "pairs") and n == 1:
+            yield (
+                f"mode={kind} chooses among samples of one prompt, and "
+                "rollout.n_samples_per_prompt=1 leaves nothing to choose; use 2 or more (8 is "
+                "usual)"
+            )
+        if not self.rewards and self.on_reward_failure != FailurePolicy():
+            yield "on_reward_failure is set and there are no rewards; remove it"
+        if PurePath(self.output).suffix.lower() not in OUTPUT_KINDS:
+            yield (
+                f"output={self.output} has to end in {' or '.join(OUTPUT_KINDS)}, which says what "
+                "is written"
+            )
+        if set("{}") & set(self.output.replace("{run_dir}", "")):
+            yield f"output={self.output} has braces, and only {{run_dir}} is filled in; remove them"
+        if self.data.overlong == "truncate_left":
+            yield (
+                "data.overlong=truncate_left would sample from prompts that are not those in the "
+                "output; use drop, or raise data.prompt_max_len"
+            )
+        yield from self._condition_rules(kind)
+
+    def _condition_rules(self, kind: str) -> Iterator[str]:
+        if kind == "conditioned" and self.condition is None:
+            yield (
+                "mode=conditioned states each reward in its prompt, and condition.template, which "
+                "says how, is not set; set it, e.g. 'Quality: {reward:.1f}\\n{prompt}'"
+            )
+        unused = self.condition is not None and self.condition.wanted_reward is None
+        if unused and kind != "conditioned":
+            yield (
+                f"condition does nothing with mode={kind} and without condition.wanted_reward; "
+                "remove it, or set one of the two"
+            )

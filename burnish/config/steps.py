@@ -1,0 +1,107 @@
+"""Solutions with a label on every step: the data of process reward models (job ``rm``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from burnish.config.columns import missing_columns
+from burnish.config.data import DataConfig, PreferenceDataConfig
+
+STEP_KEYS = ("completions", "steps")
+"""Columns that are looked for where ``steps_key`` is not set."""
+
+
+class PairsDataConfig(PreferenceDataConfig):
+    """Pairs: a chosen and a rejected response to one prompt."""
+
+    kind: Literal["pairs"] = "pairs"
+    """Pairs of responses: a reward model that scores whole responses."""
+
+
+class StepsDataConfig(DataConfig):
+    """Step-labelled solutions: a prompt, a list of steps and a list with one label for each. The
+    shape of the public sets made of Math-Shepherd and PRM800K (TRL's stepwise supervision)."""
+
+    kind: Literal["steps"]
+    """Step-labelled solutions: a process reward model, which scores every step."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    steps_key: str | None = None
+    """Column with the list of steps (text each). None: ``completions`` or ``steps``, whichever
+    there is."""
+    labels_key: str = "labels"
+    """Column with one label per step. Hard: true or false, 1 or 0, ``+`` or ``-``, ``good`` or
+    ``bad``. Soft: the probability in [0, 1] that the step is right."""
+    step_separator: str = Field("\n", min_length=1)
+    """Text written behind every step (once, where a step has it already), the last one excepted
+    where it gets the end token. Rewards split responses at it."""
+    add_end_token: bool = True
+    """Write the end token behind the last step, as sampled responses end. False: the separator
+    stands there as well (rows that stop in the middle of a solution)."""
+    prompt_template: str | None = None
+    """Python format string over the row's columns that makes the prompt. None: the column as it
+    is."""
+    apply_chat_template: bool = False
+    """Wrap a string prompt as a user message; the steps are the assistant's answer."""
+    max_len: int = Field(2048, ge=2)
+    """Longest prompt + steps in tokens; ``overlong`` says what happens beyond."""
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        if self.steps_key == self.labels_key:
+            yield f"steps_key and labels_key are both {self.labels_key!r}; give two columns"
+        wanted = {"labels_key": self.labels_key, "steps_key": self.steps_key}
+        yield from missing_columns(self.files, wanted)
+
+
+def _pairs_unless_named(value: Any) -> Any:
+    """Without a kind the rows are pairs."""
+    return {"kind": "pairs", **value} if isinstance(value, dict) else value
+
+
+RewardDataConfig = Annotated[
+    Annotated[PairsDataConfig | StepsDataConfig, Field(discriminator="kind")],
+    BeforeValidator(_pairs_unless_named),
+]
+
+
+def reward_data_rules(
+    data: PairsDataConfig | StepsDataConfig,
+    eval_data: PairsDataConfig | StepsDataConfig | None,
+    *,
+    loss: str | None,
+    centered: bool,
+) -> Iterator[str]:
+    """One sentence for each setting of a reward model that does not fit the kind of its data."""
+    if eval_data is not None and eval_data.kind != data.kind:
+        yield (
+            f"eval_data.kind={eval_data.kind} and data.kind={data.kind}: what is held out has to "
+            "be of the kind that is trained on; use one kind for both"
+        )
+    if isinstance(data, StepsDataConfig):
+        if loss not in (None, "process"):
+            yield (
+                f"loss={loss} compares two responses, and data.kind=steps has labels of single "
+                "steps; use loss=process, or leave loss out"
+            )
+        if centered:
+            yield "center_coef is about the two scores of a pair, and data.kind=steps has none"
+        return
+    if loss == "process":
+        yield (
+            "loss=process needs a label on every step, and data.kind=pairs has none; use "
+            "data.kind=steps"
+        )
+    if data.label_key is not None:
+        yield (
+            f"data.label_key={data.label_key} says that rows are single responses, and a "
+            "reward model learns from pairs; remove it"
+        )
+    if loss == "log_exp" and data.margin_key is not None:
+        yield (
+            f"data.margin_key={data.margin_key} with loss=log_exp, which has no margin; "
+            "remove it, or use bradley_terry"
+        )

@@ -1,0 +1,172 @@
+"""Step-labelled solutions as batches: one row per solution, a label on the last token of each
+step. What a process reward model learns from."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.steps import STEP_KEYS, StepsDataConfig
+from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt
+from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.rows import column, prompt_column
+from burnish.data.sources import DataError, Row, open_sources
+from burnish.data.stream import RowRef
+from burnish.types import Batch, steps_to_batch
+
+_log = logging.getLogger("burnish")
+
+HARD_LABELS = {
+    **dict.fromkeys(("true", "+", "good"), 1.0),
+    **dict.fromkeys(("false", "-", "bad"), 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Token ids of prompt and steps; ``ends[k]`` is the place of the last token of step k."""
+
+    ids: Sequence[int]
+    prompt_len: int
+    ends: Sequence[int]
+    labels: Sequence[float]
+    """One per step, in [0, 1]."""
+
+
+class StepsStream(EncodedStream[Solution]):
+    """Solutions without end, each once per epoch of its source, resumable at the exact row."""
+
+    def __init__(
+        self, config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    ) -> None:
+        """Raises DataError where a source or the tokenizer cannot be used."""
+        super().__init__(config, _StepsEncoder(config, tokenizer), seed=seed)
+
+    def next(self, num_rows: int) -> Batch:
+        """The next ``num_rows`` solutions, each a group of its own."""
+        first = self.counts["rows_seen"]
+        return _batch(self.take(num_rows), first_group=first)
+
+
+def load_solutions(config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """All solutions once, in file order. Raises DataError as the stream does."""
+    encoder = _StepsEncoder(config, tokenizer)
+    return _batch(load_all(open_sources(config.sources), config, encoder))
+
+
+class _StepsEncoder:
+    unit = "row"
+    limit_name = "max_len"
+
+    def __init__(self, config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_tokenizer(tokenizer)
+        self.limit = config.max_len
+        self._config, self._tokenizer = config, tokenizer
+        self._told = False
+
+    def encode(self, row: Row, ref: RowRef) -> Solution:
+        config, tokenizer = self._config, self._tokenizer
+        prompt = prompt_column(row, config.prompt_key, config.prompt_template)
+        if prompt in ("", []):
+            raise DataError("the prompt is empty; give what the steps solve")
+        steps, labels = self._steps(row), self._labels(row)
+        if len(steps) != len(labels):
+            raise DataError(
+                f"there are {len(steps)} steps and {len(labels)} labels; give one label per step"
+            )
+        _, ids = encode_prompt(
+            tokenizer,
+            prompt,
+            system_prompt=config.system_prompt,
+            apply_chat_template=config.apply_chat_template,
+        )
+        prompt_len, ends = len(ids), []
+        for k, step in enumerate(steps):
+            last = k == len(steps) - 1 and config.add_end_token
+            text = step if last else step.removesuffix(config.step_separator)
+            text += "" if last else config.step_separator
+            ids, _ = encode_completion(tokenizer, ids, text, add_eos=last)
+            ends.append(len(ids) - 1)
+        return Solution(ids, prompt_len, ends, labels)
+
+    def length(self, item: Solution) -> int:
+        return len(item.ids)
+
+    def cut(self, item: Solution) -> Solution | None:
+        """Without the left of the prompt; None where the steps alone fill the limit."""
+        excess = len(item.ids) - self.limit
+        if excess >= item.prompt_len:
+            return None
+        ends = [end - excess for end in item.ends]
+        return Solution(item.ids[excess:], item.prompt_len - excess, ends, item.labels)
+
+    def _steps(self, row: Row) -> list[str]:
+        steps = column(row, self._steps_key(row), "steps_key")
+        if isinstance(steps, str) or not isinstance(steps, Sequence):
+            raise DataError(
+                f"the steps are a {type(steps).__name__}, not a list of texts; split them into a "
+                "list"
+            )
+        if not steps:
+            raise DataError("the list of steps is empty; drop the row")
+        for k, step in enumerate(steps):
+            if not isinstance(step, str) or not step.strip():
+                raise DataError(f"step {k} is {step!r}; a step is a text that is not empty")
+        separator = self._config.step_separator
+        inside = [k for k, s in enumerate(steps) if separator in s.removesuffix(separator)]
+        if inside and not self._told:
+            self._told = True
+            _log.warning(
+                "%s: step %d has the step_separator %r inside of it, and there a reward would see "
+                "two steps; choose a separator that no step has (told once)",
+                *(row.where, inside[0], separator),
+            )
+        return list(steps)
+
+    def _steps_key(self, row: Row) -> str:
+        if self._config.steps_key is not None:
+            return self._config.steps_key
+        return next((key for key in STEP_KEYS if row.values.get(key) is not None), STEP_KEYS[0])
+
+    def _labels(self, row: Row) -> list[float]:
+        key = self._config.labels_key
+        labels = column(row, key, "labels_key")
+        if isinstance(labels, str) or not isinstance(labels, Sequence):
+            raise DataError(f"column {key!r} (labels_key) holds {labels!r}, not a list of labels")
+        return [_label(label, key, k) for k, label in enumerate(labels)]
+
+
+def _label(value: Any, key: str, step: int) -> float:
+    """The probability that a step is right."""
+    named = HARD_LABELS.get(str(value).strip().lower())
+    if named is not None:
+        return named
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0.0 <= number <= 1.0:
+        raise DataError(
+            f"column {key!r} (labels_key) holds {value!r} for step {step}; a label is true or "
+            "false, 1 or 0, '+' or '-', good or bad, or a probability between 0 and 1"
+        )
+    return number
+
+
+def _batch(items: Sequence[Solution], *, first_group: int = 0) -> Batch:
+    batch = steps_to_batch(
+        [item.ids for item in items],
+        [item.ends for item in items],
+        prompt_lens=[item.prompt_len for item in items],
+    )
+    labels = torch.tensor([label for item in items for label in item.labels])
+    step_labels = torch.zeros(batch.tokens.numel())
+    step_labels[batch.action_mask] = labels.float()
+    ids = torch.arange(first_group, first_group + len(items))
+    return replace(batch, step_labels=step_labels, group_ids=ids)

@@ -1,0 +1,135 @@
+"""Rows to files that data sources read: JSON lines, and Parquet from them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_log = logging.getLogger(__name__)
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of strict JSON in UTF-8, with its line end.
+
+    Numbers that are not finite become null; what JSON has no word for (dates, bytes) its text. Half
+    a surrogate pair, which UTF-8 cannot hold, stays an escape.
+    """
+    plain = _plain(row)
+    try:
+        return (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(plain, allow_nan=False) + "\n").encode()
+
+
+def read_lines(body: bytes) -> Iterator[dict[str, Any]]:
+    """The rows of :func:`json_line`, one after another."""
+    for line in body.split(b"\n"):
+        if line:
+            yield json.loads(line)
+
+
+class ColumnError(ValueError):
+    """A column that has to stay as it is and whose values do not go together."""
+
+
+def write_parquet(
+    parts: Sequence[Callable[[], Rows]], path: Path, *, as_they_are: frozenset[str] = frozenset()
+) -> None:
+    """All rows of ``parts``, which are read twice: for the types of their columns, then to be
+    written, a row group each.
+
+    A column is what its values are: numbers, text, lists, structs. One whose values do not go
+    together (text in one row, a number in another) is written as JSON text, and a warning says so;
+    for one in ``as_they_are`` raises ColumnError.
+    """
+    columns: dict[str, None] = {}
+    as_text: set[str] = set()
+    types: dict[str, pa.DataType] = {}
+    for read in parts:
+        rows = list(read())
+        columns |= dict.fromkeys(name for row in rows for name in row)
+        for name in dict.fromkeys(name for row in rows for name in row):
+            found = _type_of([row.get(name) for row in rows])
+            merged = _merged(types[name], found) if name in types else found
+            if merged is None:
+                as_text.add(name)
+            else:
+                types[name] = merged
+    types |= {name: pa.string() for name in as_text}
+    for name in sorted(as_text & as_they_are):
+        raise ColumnError(
+            f"the values of column {name!r} are of several kinds (text and lists, or messages of "
+            "different forms), and a column of a Parquet file has one"
+        )
+    if as_text:
+        _log.warning("columns written as JSON text, of mixed types: %s", ", ".join(sorted(as_text)))
+    schema = pa.schema([(name, types[name]) for name in columns])
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for read in parts:
+            kept = [{n: _cell(row.get(n), n in as_text) for n in columns} for row in read()]
+            if kept:
+                writer.write_table(pa.Table.from_pylist(kept, schema=schema))
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def _cell(value: Any, as_text: bool) -> Any:
+    if as_text and value is not None:
+        return json.dumps(value)
+    return _valid_text(value)
+
+
+def _valid_text(value: Any) -> Any:
+    """Parquet is UTF-8: half a surrogate pair becomes ``?``."""
+    if isinstance(value, str):
+        return value.encode("utf-8", errors="replace").decode("utf-8")
+    if isinstance(value, list):
+        return [_valid_text(item) for item in value]
+    if isinstance(value, dict):
+        return {_valid_text(key): _valid_text(item) for key, item in value.items()}
+    return value
+
+
+def _type_of(values: Sequence[Any]) -> pa.DataType | None:
+    """The type that holds all values; None where there is none, or Parquet has no room for it."""
+    try:
+        found = pa.array([_valid_text(value) for value in values]).type
+        pq.write_table(pa.table({"c": pa.array([], type=found)}), io.BytesIO())
+    except (pa.ArrowException, OverflowError):
+        return None
+    return found
+
+
+def _merged(one: pa.DataType, other: pa.DataType | None) -> pa.DataType | None:
+    if other is None:
+        return None
+    try:
+        return (
+            pa.unify_schemas(
+                [pa.schema([("c", one)]), pa.schema([("c", other)])], promote_options="permissive"
+            )
+            .field("c")
+            .type
+        )
+    except pa.ArrowException:
+        return None

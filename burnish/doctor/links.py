@@ -1,0 +1,72 @@
+"""Between GPUs and between machines: which links there are, and how fast they say they are.
+
+Nothing is sent here; ``burnish doctor --calibrate`` measures the link between the first two GPUs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+SYSTEM = Path("/sys/class")
+
+
+@dataclass(frozen=True)
+class Links:
+    """What weights, gradients and rollouts travel over."""
+
+    network: tuple[str, ...] = ()
+    """Adapters that are up, each with its rate in words."""
+    gpu_pairs: int = 0
+    direct_pairs: int = 0
+    """Of them, those that read each other's memory (NVLink, or PCIe with peer access)."""
+
+    @property
+    def between_gpus(self) -> str:
+        """In words."""
+        if not self.gpu_pairs:
+            return ""
+        return f"{self.direct_pairs} of {self.gpu_pairs} pairs of GPUs have peer access"
+
+
+def find_links(system: Path = SYSTEM) -> Links:
+    """Of this machine."""
+    pairs = list(combinations(range(torch.cuda.device_count()), 2))
+    direct = [torch.cuda.can_device_access_peer(one, other) for one, other in pairs]
+    return Links((*_infiniband(system), *_ethernet(system)), len(pairs), sum(direct))
+
+
+def _infiniband(system: Path) -> Iterator[str]:
+    for port in sorted(system.glob("infiniband/*/ports/*")):
+        if "ACTIVE" not in _read(port / "state"):
+            continue
+        rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
+        name = f"{port.parts[-3]} port {port.name} (RDMA, {_read(port / 'link_layer')})"
+        yield f"{name}: {_gbs(float(rate[1]) * 1000) if rate else 'rate not told'}"
+
+
+def _ethernet(system: Path) -> Iterator[str]:
+    """Adapters with hardware (or a hypervisor's) behind them: bridges and loopback have none."""
+    for adapter in sorted(system.glob("net/*")):
+        if not (adapter / "device").exists() or _read(adapter / "operstate") != "up":
+            continue
+        speed = _read(adapter / "speed")
+        known = speed.isdecimal() and int(speed) > 0
+        yield f"{adapter.name}: {_gbs(float(speed)) if known else 'rate not told'}"
+
+
+def _read(path: Path) -> str:
+    """A line of the kernel's; "" where it does not answer (a virtual adapter has no speed)."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _gbs(megabits: float) -> str:
+    return f"{megabits / 1000:g} Gbit/s ({megabits / 8000:.3g} GB/s)"

@@ -1,0 +1,415 @@
+"""Batch inference: prompts in, rows of data out, a step at a time, and each step kept.
+
+A step is a fixed slice of the prompts, sampled and scored together. Nothing goes from one step to
+the next: responses own their random numbers, and the global generators are seeded for each step. So
+a run that was killed does its missing steps and has the rows of one that was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from burnish.config import GenerateConfig, dump_yaml
+from burnish.config.rewards import ModelReward
+from burnish.data.choosing import DROPS, Selection, select
+from burnish.data.questions import Question, Questions
+from burnish.loops.parts import STATE_FILE, Parts
+from burnish.loops.session import Interrupted, RunError, rare_collections, seed_everything
+from burnish.loops.signals import StopSignals
+from burnish.loops.watch import OOM_FILE, MemoryWatch
+from burnish.observe.files import write_text
+from burnish.observe.memory import memory_metrics
+from burnish.observe.metrics import MetricsLog, read_metrics
+from burnish.observe.progress import Progress, close_logging, setup_logging
+from burnish.observe.samples import drop_samples_after, write_samples
+from burnish.observe.timeline import Timeline
+from burnish.rewards.base import NoGroupLeftError, RewardError
+from burnish.rollout.runner import Rollout, Runner
+from burnish.types import Stats
+
+log = logging.getLogger("burnish")
+
+Metrics = dict[str, float]
+
+MAY_CHANGE = ("run_dir", "cluster", "device", "observe", "output", "rollout.engine")
+"""Keys that a resumed run may set anew: none of them decides what is sampled."""
+
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
+_ENDS_BYTES = 1 << 22
+_MAX_LOST_STEPS = 10
+"""Steps in a row in which a reward failed on every prompt, after which going on makes no sense."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The parts of a ``generate`` run."""
+
+    config: GenerateConfig
+    questions: Questions
+    runner: Runner
+
+    @property
+    def total_steps(self) -> int:
+        return math.ceil(len(self.questions) / self.config.rollout.rollout_batch_size)
+
+    def questions_of(self, step: int) -> list[Question]:
+        """The prompts of a step; the first is 1."""
+        size = self.config.rollout.rollout_batch_size
+        return self.questions.take((step - 1) * size, size)
+
+    def num_questions_of(self, step: int) -> int:
+        """How many those are."""
+        size = self.config.rollout.rollout_batch_size
+        return max(0, min(size, len(self.questions) - (step - 1) * size))
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a step gave."""
+
+    rollout: Rollout
+    selection: Selection
+    num_lost: int
+    """Prompts on which a reward failed."""
+
+
+def generate_step(parts: Generation, step: int) -> Answered:
+    """Sample, score and choose: the rows of one step. Depends on the step's number and the weights
+    alone."""
+    config = parts.config
+    questions = {q.prompt.id: q for q in parts.questions_of(step)}
+    # For rewards that draw random numbers.
+    seed_everything(zlib.crc32(f"{config.seed}/{step}".encode()))
+    try:
+        rollout = parts.runner.run([q.prompt for q in questions.values()])
+    except NoGroupLeftError as error:
+        log.warning("step %d: %s", step, error)
+        rollout = Rollout((), Stats(sums={"reward/groups_dropped": error.num_dropped}))
+    chosen = select(
+        config.mode,
+        rollout.groups,
+        questions,
+        template=config.condition.template if config.condition is not None else "",
+        with_tokens=config.with_tokens,
+    )
+    return Answered(rollout, chosen, len(questions) - len(rollout.groups))
+
+
+# ---- before a run --------------------------------------------------------------------------------
+
+
+def output_path(config: GenerateConfig, run_dir: Path) -> Path:
+    """Where the rows go at the end."""
+    return Path(config.output.replace("{run_dir}", str(run_dir)))
+
+
+def check_output(config: GenerateConfig, run_dir: Path, *, resumed: bool) -> None:
+    """Raise RunError where the output is there already, or its folder cannot be made. (A resumed
+    run looks again when it writes it.)"""
+    output = output_path(config, run_dir)
+    if output.is_dir() or (output.exists() and not resumed):
+        raise RunError(
+            f"the output {output} exists, and is not written over; move it away, or choose another "
+            "by output=..."
+        )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"the folder of the output {output} cannot be made: {error}") from error
+
+
+def finished(config: GenerateConfig, run_dir: Path) -> Metrics | None:
+    """The totals of a run that has written its output; None where there is something left to do.
+
+    Raises RunError where the output is asked for under another name.
+    """
+    parts = Parts(run_dir)
+    state = parts.state() or {}
+    if "finished" not in state:
+        return None
+    output = Path(state["output"].replace("{run_dir}", str(run_dir)))
+    if config.output != state["output"]:
+        raise RunError(
+            f"the run {run_dir} is finished, and its rows are in {output}; copy that file, or "
+            "start a new run"
+        )
+    if not output.exists():
+        raise RunError(
+            f"the run {run_dir} is finished, and its output {output} is not there any more; start "
+            "a new run"
+        )
+    parts.remove()  # of a run that was killed right before
+    return _as_metrics(state["finished"])
+
+
+def check_same_recipe(config: GenerateConfig, run_dir: Path) -> None:
+    """Raise RunError where a resumed run's recipe would give other rows than those it has."""
+    saved = run_dir / "config.yaml"
+    then = _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
+    now = _flat(yaml.safe_load(dump_yaml(config)))
+    changed = [
+        f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key) and not _may_change(key)
+    ]
+    if changed:
+        raise RunError(
+            f"the run {run_dir} was begun with another recipe, and its rows would be of two: "
+            f"{'; '.join(changed)}. Go on without these changes, or start a new run. ("
+            f"{', '.join(MAY_CHANGE)} may change.)"
+        )
+
+
+def _may_change(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """Dotted key -> value; an empty mapping or list is a value."""
+    if isinstance(tree, Mapping) and tree:
+        items: Any = tree.items()
+    elif isinstance(tree, list) and tree:
+        items = enumerate(tree)
+    else:
+        return {path: tree}
+    found: dict[str, Any] = {}
+    for key, value in items:
+        found |= _flat(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def weights_digest(config: GenerateConfig) -> str:
+    """Of the ends of every file of weights in local folders (policy and reward models): other
+    weights under the same path are told from these without reading all of them."""
+    models = [config.model, *(r.model for r in config.rewards if isinstance(r, ModelReward))]
+    digest = hashlib.sha256()
+    for path in (Path(model.path) for model in models if model.path is not None):
+        files = sorted(p for p in path.glob("*") if p.suffix in _WEIGHTS) if path.is_dir() else []
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(_ENDS_BYTES))
+                opened.seek(max(0, size - _ENDS_BYTES))
+                digest.update(opened.read(_ENDS_BYTES))
+    return digest.hexdigest()
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+class GenerateRun:
+    """One run around its steps: metrics, samples, parts, signals, the output. Use as a context
+    manager."""
+
+    def __init__(
+        self, parts: Generation, run_dir: Path, watch: MemoryWatch, timeline: Timeline
+    ) -> None:
+        self.parts, self.run_dir, self.watch, self.timeline = parts, run_dir, watch, timeline
+        self.config = parts.config
+        self.files = Parts(run_dir)
+        self.signals = StopSignals(self._say_stopping)
+        self._last: Metrics = {}
+        setup_logging(run_dir)
+        self.metrics = MetricsLog(run_dir, tensorboard=self.config.observe.tensorboard)
+        every = self.config.observe.log_every_n_steps
+        self.progress = Progress(parts.total_steps, every=every)
+
+    def __enter__(self) -> GenerateRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(Exception):  # what ended the run is not to be hidden by this
+            self.watch.finish()
+        self.timeline.save(self.run_dir / "timeline.json")
+        self.progress.close()
+        self.metrics.close()
+        close_logging()
+
+    def run(self) -> Metrics:
+        """All steps that are missing, then the output. Returns the last value of every metric.
+
+        Raises Interrupted after a signal, once the step under way is kept; a second signal ends the
+        process at once.
+        """
+        for warning in self.config.warnings():
+            log.warning(warning)
+        mine = self._check_prompts()
+        write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        self.files.write_state(mine)
+        self._restore()
+        self._say_what_is_left_out()
+        with self.signals, rare_collections():
+            for step in range(len(self.files.done) + 1, self.parts.total_steps + 1):
+                if self.signals.asked is not None:
+                    raise Interrupted(self.run_dir, self.signals.asked)
+                self._one_step(step)
+        return self._last | self._finish()
+
+    def _check_prompts(self) -> dict[str, Any]:
+        """What the run is of. Raises RunError where it was begun with other prompts or
+        weights."""
+        questions, state = self.parts.questions, self.files.state()
+        mine = {
+            "prompts": len(questions),
+            "digest": questions.digest,
+            "weights": weights_digest(self.config),
+        }
+        if state is None and self.files.path(1).exists():
+            raise RunError(f"{self.run_dir} has rows and no {STATE_FILE}; start a new run")
+        if state is not None and state.get("weights") != mine["weights"]:
+            raise RunError(
+                f"the run {self.run_dir} was begun with other weights than those that the models' "
+                "folders hold now, and its rows would be of two models; restore them, or start a "
+                "new run"
+            )
+        if state is not None and {name: state.get(name) for name in mine} != mine:
+            raise RunError(
+                f"the run {self.run_dir} was begun with {state.get('prompts')} prompts, and the "
+                f"data gives {len(questions)} now, or other ones; rows would come twice or never. "
+                "Restore the data and the tokenizer, or start a new run"
+            )
+        return mine
+
+    def _restore(self) -> None:
+        """What is done, and the logs as they were then."""
+        (self.run_dir / OOM_FILE).unlink(missing_ok=True)
+        self.files.find(self.parts.num_questions_of)
+        done = len(self.files.done)
+        self.metrics.rewind(done)
+        drop_samples_after(self.run_dir, done)
+        for line in read_metrics(self.run_dir):
+            self._last |= {k: v for k, v in line.items() if k not in ("step", "time")}
+        if done:
+            self.progress.message(f"resumed after step {done} of {self.parts.total_steps}")
+
+    def _say_what_is_left_out(self) -> None:
+        questions = self.parts.questions
+        if questions.dropped:
+            log.warning("left out: %d %s", questions.dropped, DROPS["prompts_overlong"])
+        if questions.left_out:
+            log.warning(
+                "columns of the data that are left out, since rows have their own or SFT would "
+                "read them: %s",
+                ", ".join(questions.left_out),
+            )
+
+    def _one_step(self, step: int) -> None:
+        started = time.perf_counter()
+        answered = generate_step(self.parts, step)
+        chosen, groups = answered.selection, answered.rollout.groups
+        dropped = dict(chosen.dropped)
+        if answered.num_lost:
+            dropped["prompts_reward_failed"] = answered.num_lost
+        sums = _sums(answered)
+        metrics = self._measure(step, answered, dropped, sums)
+        metrics["time/step_s"] = time.perf_counter() - started
+        # The part comes last: a step without it is done again, and its other traces are removed.
+        self.metrics.log(step, metrics)
+        limit = self.config.observe.samples_per_step
+        write_samples(self.run_dir, step, groups, None, limit=limit, split="generate")
+        num = self.parts.num_questions_of(step)
+        self.files.add({"prompts": num, "dropped": dropped, "sums": sums}, chosen.rows)
+        self._last |= metrics
+        self.progress.step(step, metrics)
+        self._stop_if_all_is_lost()
+
+    def _measure(
+        self, step: int, answered: Answered, dropped: Mapping[str, int], sums: Mapping[str, float]
+    ) -> Metrics:
+        stats, rows = answered.rollout.stats.floats(), len(answered.selection.rows)
+        if not self.config.rewards:
+            stats = {k: v for k, v in stats.items() if not k.startswith("reward/")}
+        metrics = stats | {f"generate/dropped_{name}": float(n) for name, n in dropped.items()}
+        size = self.config.rollout.rollout_batch_size
+        metrics["generate/rows"] = float(rows)
+        metrics["generate/prompts_done"] = float(
+            (step - 1) * size + self.parts.num_questions_of(step)
+        )
+        metrics["generate/prompts_total"] = float(len(self.parts.questions))
+        for name in ("kept_reward", "margin"):
+            if rows and name in sums:
+                metrics[f"generate/{name}"] = sums[name] / rows
+        if sums["samples"]:
+            metrics["rollout/truncated_frac"] = sums["truncated"] / sums["samples"]
+        seconds = self.timeline.collect()
+        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+        if seconds.get("rollout"):
+            metrics["rollout/tokens_per_s"] = sums["tokens"] / seconds["rollout"]
+        return metrics | memory_metrics() | self.watch.metrics()
+
+    def _stop_if_all_is_lost(self) -> None:
+        newest = self.files.done[-_MAX_LOST_STEPS:]
+        lost = all(i.dropped.get("prompts_reward_failed", 0) == i.prompts for i in newest)
+        if len(newest) == _MAX_LOST_STEPS and lost:
+            raise RewardError(
+                f"a reward failed on every prompt of the last {_MAX_LOST_STEPS} steps (the "
+                "warnings above say how); on_reward_failure.then=fail stops at the first error"
+            )
+
+    def _finish(self) -> Metrics:
+        """Write the output and say what became of every prompt."""
+        totals = self.files.totals()
+        if self.parts.questions.dropped:
+            totals["prompts_overlong"] = self.parts.questions.dropped
+        output = output_path(self.config, self.run_dir)
+        with self.timeline.span("write"):
+            self.files.publish(output)
+        state = self.files.state() or {}
+        self.files.write_state(state | {"output": self.config.output, "finished": totals})
+        self.files.remove()
+        for line in summary(totals, output):
+            self.progress.message(line)
+        if not totals["rows"]:
+            log.warning("the output %s has no rows: everything was left out", output)
+        return _as_metrics(totals)
+
+    def _say_stopping(self, name: str) -> None:
+        self.progress.message(
+            f"{name}: finishing the step under way, then stopping; once more stops at once, and "
+            "that step is done again"
+        )
+
+
+def _as_metrics(totals: Mapping[str, float]) -> Metrics:
+    return {f"total/{name}": float(value) for name, value in totals.items()}
+
+
+def summary(totals: Mapping[str, float], output: Path) -> list[str]:
+    """What a run did, in a few lines: rows, prompts, everything that was left out."""
+    lines = [
+        f"wrote {output}: {totals['rows']:,.0f} rows from {totals['prompts']:,.0f} prompts "
+        f"({totals.get('samples', 0):,.0f} responses, {totals.get('tokens', 0):,.0f} tokens)"
+    ]
+    if totals.get("scored"):
+        lines.append(f"mean reward {totals['reward'] / totals['scored']:.4g}")
+    for name, words in (("kept_reward", "of the rows"), ("margin", "margin of the pairs")):
+        if name in totals and totals["rows"]:
+            what = f"mean reward {words}" if name == "kept_reward" else f"mean {words}"
+            lines.append(f"{what} {totals[name] / totals['rows']:.4g}")
+    lines += [f"left out: {totals[k]:,.0f} {words}" for k, words in DROPS.items() if totals.get(k)]
+    return lines
+
+
+def _sums(answered: Answered) -> dict[str, float]:
+    samples = [s for group in answered.rollout.groups for s in group.samples]
+    scored = [s.reward for s in samples if s.reward_parts]
+    found: dict[str, float] = {
+        "samples": len(samples),
+        "tokens": sum(len(s.response_ids) for s in samples),
+        "truncated": sum(s.finish_reason != "stop" for s in samples),
+    }
+    if scored:
+        found |= {"scored": len(scored), "reward": math.fsum(scored)}
+    return found | dict(answered.selection.sums)

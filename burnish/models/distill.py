@@ -1,0 +1,147 @@
+"""How far a student's next-token distributions are from a teacher's, without ever holding all
+logits of either.
+
+The teacher gives its last hidden states [K, H], which are small; what is large, [K, V] logits of
+both models, is made ``chunk_tokens`` rows at a time, reduced in fp32, thrown away and made again in
+backward (all but the last chunk's). The divergence itself arrives as two functions.
+
+Not here: which tokens both models know, and the teacher's output projection (``teacher.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.models.logprobs import Head, HeadGradients, grad_logits
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a student is measured against, and how. ``log_p``, ``log_q`` [K, V]: log-probs of
+    student and teacher at ``temperature``."""
+
+    head: Head
+    """The teacher's output projection for the first V tokens, which both models know."""
+    divergence: Divergence
+    """(log_p, log_q) -> [K]"""
+    slope: Divergence
+    """(log_p, log_q) -> [K, V]: the gradient of ``divergence`` in the student's logits."""
+    kl: Divergence
+    """What is reported besides, in nats: KL(teacher || student) at ``temperature``."""
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a student says beside its teacher, [K] each, fp32."""
+
+    logprobs: Tensor
+    """Of the targets, at temperature 1, over the student's whole vocabulary"""
+    divergence: Tensor
+    kl: Tensor
+    """Without gradient"""
+    agreement: Tensor
+    """1 where both think the same token the most likely, else 0"""
+
+
+def taught_logprobs(
+    hidden: Tensor, targets: Tensor, head: Head, *, states: Tensor, lesson: Lesson
+) -> Taught:
+    """Log-probs and divergences. ``hidden`` [K, H]: of the student; ``targets`` [K] int64;
+    ``states`` [K, H']: the teacher's hidden states of the same tokens.
+
+    ``logprobs`` and ``divergence`` have gradients to hidden and to the student's head.
+    """
+    assert head.temperature == 1.0, "a lesson has a temperature of its own"
+    work = _Work(targets, head, states, lesson)
+    return Taught(*_TaughtLogprobs.apply(hidden, head.weight, head.bias, work))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What has no gradient."""
+
+    targets: Tensor
+    head: Head
+    states: Tensor
+    lesson: Lesson
+
+    def rows(self, hidden: Tensor, begin: int) -> tuple[slice, Tensor, Tensor]:
+        """The chunk that begins there: its rows, the student's logits [k, V_s] and the teacher's
+        log-probs [k, V]."""
+        rows = slice(begin, begin + self.head.chunk_tokens)
+        log_q = self.lesson.head.logits(self.states[rows])
+        log_q = _at(log_q, self.lesson.temperature)
+        return rows, self.head.logits(hidden[rows]), log_q.sub_(log_q.logsumexp(-1, keepdim=True))
+
+    def log_p(self, logits: Tensor) -> Tensor:
+        """The student's log-probs [k, V] over the tokens that both know."""
+        known = logits[:, : self.lesson.head.weight.shape[0]]
+        scale = self.lesson.temperature
+        return (known if scale == 1.0 else known / scale).log_softmax(-1)
+
+
+class _TaughtLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work
+    ) -> tuple[Tensor, ...]:
+        lesson, count = work.lesson, hidden.shape[0]
+        outputs = [hidden.new_zeros(count, dtype=torch.float32) for _ in range(4)]
+        logprobs, divergence, kl, agreement = outputs
+        log_norm = torch.empty_like(logprobs)
+        last = None
+        for begin in range(0, count, work.head.chunk_tokens):
+            last = None
+            rows, logits, log_q = work.rows(hidden, begin)
+            log_norm[rows] = logits.logsumexp(-1)
+            own = logits.gather(-1, work.targets[rows, None])[:, 0]
+            logprobs[rows] = own - log_norm[rows]
+            log_p = work.log_p(logits)
+            divergence[rows] = lesson.divergence(log_p, log_q)
+            same = lesson.kl is lesson.divergence
+            kl[rows] = divergence[rows] if same else lesson.kl(log_p, log_q)
+            agreement[rows] = (log_p.argmax(-1) == log_q.argmax(-1)).float()
+            del log_p
+            last = rows, logits, log_q
+        ctx.save_for_backward(hidden, weight, bias, log_norm)
+        ctx.work, ctx.last = work, last
+        ctx.mark_non_differentiable(kl, agreement)
+        ctx.set_materialize_grads(False)
+        return logprobs, divergence, kl, agreement
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_logprobs, of_divergence = grads[:2]
+        hidden, weight, bias, log_norm = ctx.saved_tensors
+        work: _Work = ctx.work
+        lesson, size = work.lesson, work.lesson.head.weight.shape[0]
+        sums = HeadGradients(hidden, weight, bias, wanted=ctx.needs_input_grad[:3])
+        for begin in reversed(range(0, hidden.shape[0], work.head.chunk_tokens)):
+            (rows, logits, log_q), ctx.last = ctx.last or work.rows(hidden, begin), None
+            grad = torch.zeros_like(logits)
+            if of_logprobs is not None:
+                log_p = logits - log_norm[rows, None]
+                grad = grad_logits(log_p, work.targets[rows], of_logprobs[rows])
+                del log_p
+            if of_divergence is not None:
+                log_p = work.log_p(logits)
+                del logits
+                slope = lesson.slope(log_p, log_q)
+                del log_p, log_q
+                grad[:, :size] += slope.mul_(of_divergence[rows, None] / lesson.temperature)
+                del slope
+            sums.add(rows, grad)
+            del grad
+        return (*sums.found(), None)
+
+
+def _at(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1.0 else logits.div_(temperature)

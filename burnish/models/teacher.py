@@ -1,0 +1,143 @@
+"""A teacher as a student sees it: the tokens that both know, and its output projection.
+
+Tokens are compared by what they are, not by their number: models of one family often have the same
+tokenizer and matrices of different sizes (padded to a multiple of something), or a few tokens more
+at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from burnish.config.model import Dtype, ModelConfig
+from burnish.models.distill import Divergence, Lesson
+from burnish.models.empty import fill_rows
+from burnish.models.load import (
+    DTYPES,
+    ModelError,
+    describe,
+    hf_config,
+    load_causal_lm,
+    load_tokenizer,
+    without_weights,
+)
+from burnish.models.logprobs import Head
+from burnish.models.scratch import scratch_tokenizer
+
+log = logging.getLogger("burnish")
+
+
+@dataclass(frozen=True)
+class LessonSpec:
+    """What a student's engine measures itself against (see ``models/distill.Lesson``)."""
+
+    teacher: ModelConfig
+    dtype: Dtype
+    """Of the teacher."""
+    vocabulary: int
+    """Tokens that both models know."""
+    divergence: Divergence
+    slope: Divergence
+    kl: Divergence
+    temperature: float = 1.0
+
+    def load(self, device: torch.device, *, chunk_tokens: int) -> Lesson:
+        """The lesson, with the teacher's output projection on ``device``."""
+        head = load_head(
+            self.teacher,
+            rows=self.vocabulary,
+            dtype=self.dtype,
+            device=device,
+            chunk_tokens=chunk_tokens,
+        )
+        return Lesson(head, self.divergence, self.slope, self.kl, self.temperature)
+
+
+def shared_vocabulary(
+    student: ModelConfig, teacher: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """How many tokens, the first ones, both models know. ``tokenizer``: the student's.
+
+    Raises ModelError where one and the same id means different tokens.
+    """
+    own, other = by_id(tokenizer), by_id(load_tokenizer(teacher))
+    sizes = vocabulary_size(student), vocabulary_size(teacher)
+    for i in sorted(own.keys() & other.keys()):
+        if own[i] != other[i]:
+            raise ModelError(
+                f"the teacher {describe(teacher)} ({len(other)} tokens, {sizes[1]} logits) has "
+                f"another vocabulary than the student {describe(student)} ({len(own)} tokens, "
+                f"{sizes[0]} logits): token {i} is {other[i]!r} there and {own[i]!r} here. Their "
+                "distributions cannot be compared; use a teacher of the student's family"
+            )
+    shared = min(sizes)
+    only_one = own.keys() ^ other.keys()
+    if only_one and min(only_one) < shared:
+        first = min(only_one)
+        has, lacks = ("student", "teacher") if first in own else ("teacher", "student")
+        log.warning(
+            "teacher: token %d (%r) is in the %s's tokenizer and not in the %s's; distributions "
+            "are compared over the %d tokens before it",
+            *(first, (own | other)[first], has, lacks, first),
+        )
+        shared = first
+    elif sizes[0] != sizes[1]:
+        log.info("teacher: %d logits, student: %d; the first %d are compared", *sizes[::-1], shared)
+    if shared == 0:
+        raise ModelError(
+            f"the teacher {describe(teacher)} shares no token with the student "
+            f"{describe(student)}; use a teacher of the student's family"
+        )
+    return shared
+
+
+def by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Every token by its number."""
+    return {int(i): token for token, i in tokenizer.get_vocab().items()}
+
+
+def vocabulary_size(config: ModelConfig) -> int:
+    """Rows of the model's output projection, from its config alone."""
+    if config.scratch is not None:
+        return len(scratch_tokenizer(config.scratch.alphabet))
+    found: Any = hf_config(config)
+    if found is None and config.path is not None and config.gguf_file is not None:
+        found = AutoConfig.from_pretrained(config.path, gguf_file=config.gguf_file)
+    if found is None:
+        raise ModelError(
+            f"{describe(config)} has no config that says how large its vocabulary is; check "
+            "model.path"
+        )
+    return int(found.get_text_config().vocab_size)
+
+
+@torch.no_grad()
+def load_head(
+    config: ModelConfig, *, rows: int, dtype: Dtype, device: torch.device, chunk_tokens: int
+) -> Head:
+    """The first ``rows`` rows of a model's output projection, frozen. Nothing else is read where
+    the model's files allow it; else the model is loaded into host memory for a moment."""
+    empty = without_weights(AutoModelForCausalLM, config, dtype)
+    model: Any = empty if empty is not None else load_causal_lm(config, dtype=dtype)
+    head = model.get_output_embeddings()
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: list[Tensor | None] = []
+    for parameter in (head.weight, head.bias):
+        if parameter is None:
+            found.append(None)
+            continue
+        if empty is None:
+            values = parameter[:rows].clone()
+        else:
+            values = torch.empty(rows, *parameter.shape[1:], dtype=DTYPES[dtype])
+            fill_rows({names[id(parameter)]: (values, (0, rows), None)}, config)
+        found.append(values.to(device=device, dtype=DTYPES[dtype]))
+    weight, bias = found
+    assert weight is not None
+    return Head(weight, bias, chunk_tokens=chunk_tokens)

@@ -1,0 +1,284 @@
+"""Combinations that make no sense are refused at load, all at once; those that are merely odd are
+warned of, once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from burnish.config import ConfigError, load_config
+from burnish.config.columns import columns_of
+
+Recipes = dict[str, dict[str, Any]]
+
+
+def problems(recipe: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, overrides)
+    return [line.removeprefix("  - ") for line in str(caught.value).split("\n")[1:]]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[..., str]:
+    """``file("a.jsonl", {"prompt": "x"})``: a data file of one row, and its path."""
+
+    def write(name: str, row: dict[str, Any]) -> str:
+        path = tmp_path / name
+        if name.endswith("parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        elif name.endswith("csv"):
+            path.write_text(",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n")
+        else:
+            text = json.dumps([row] if name.endswith("json") else row)
+            path.write_text(text + "\n")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def every_job(recipes: Recipes) -> Recipes:
+    preference = {**recipes["rm"], "job": "preference"}
+    steps = {**recipes["rm"], "data": {"kind": "steps", "sources": ["steps.jsonl"]}}
+    return {**recipes, "preference": preference, "process": steps}
+
+
+SENSELESS = {
+    "a group baseline with one sample": (
+        "rl",
+        ["rollout.n_samples_per_prompt=1", "train.train_batch_size=8"],
+        "recipe: algorithm.advantage=grpo compares samples of one prompt",
+    ),
+    "the same of reinforce++ with a baseline": (
+        "rl",
+        [
+            "rollout.n_samples_per_prompt=1",
+            "train.train_batch_size=8",
+            "algorithm.advantage=reinforce_pp_baseline",
+        ],
+        "recipe: algorithm.advantage=reinforce_pp_baseline compares samples of one prompt",
+    ),
+    "a discount with a group's advantage": (
+        "rl",
+        ["algorithm.advantage={kind: rloo, gamma: 0.99}"],
+        "algorithm.advantage: gamma=0.99 with the group baseline rloo",
+    ),
+    "a discount with a group's baseline": (
+        "rl",
+        ["algorithm.advantage={kind: reinforce_pp_baseline, gamma: 0.99}"],
+        "recipe: algorithm.advantage.gamma=0.99 with a group baseline",
+    ),
+    "a correction of tokens cut off by top_p": (
+        "rl",
+        ["algorithm.correction={}", "rollout.top_p=0.9"],
+        "rollout.top_p<1 tokens are drawn from another distribution",
+    ),
+    "a correction of tokens cut off by top_k": (
+        "rl",
+        ["algorithm.correction={}", "rollout.top_k=5"],
+        "rollout.top_k>0 tokens are drawn from another distribution",
+    ),
+    "a reference that nothing reads": (
+        "rl",
+        ["reference={}"],
+        "recipe: reference is set and algorithm.kl.init_kl_coef=0 never reads it",
+    ),
+    "a reference for a loss without one": (
+        "preference",
+        ["reference={}", "loss=simpo"],
+        "recipe: reference is set and loss=simpo uses none",
+    ),
+    "an adaptive weight without a reference term": (
+        "rl",
+        ["algorithm.kl.kl_target=0.1"],
+        "algorithm.kl: kl_target adapts init_kl_coef, which is 0",
+    ),
+    "KTO without labels": (
+        "preference",
+        ["loss=kto", "data.sources=[SINGLE]"],
+        "recipe: loss=kto without labels: data.label_key is not set",
+    ),
+    "KTO with a label column that is not there": (
+        "preference",
+        ["loss=kto", "data.sources=[SINGLE]", "data.label_key=likd"],
+        "data: label_key=likd: SINGLE has no such column; its columns are prompt, response, liked "
+        "(nearest: liked)",
+    ),
+    "a margin column that is not there": (
+        "rm",
+        ["data.sources=[PAIRS]", "data.margin_key=margn"],
+        "data: margin_key=margn: PAIRS has no such column; its columns are prompt, chosen, "
+        "rejected, margin (nearest: margin)",
+    ),
+    "margins for a loss without any": (
+        "preference",
+        ["data.margin_key=margin"],
+        "recipe: data.margin_key=margin: margins are for reward models",
+    ),
+    "step labels that are not there": (
+        "process",
+        ["data.sources=[STEPS]", "data.labels_key=label"],
+        "data: labels_key=label: STEPS has no such column",
+    ),
+    "two normalisations of one reward": (
+        "rl",
+        ["rewards=[{kind: model, model: {path: x}, normalize: true, running_norm: std}]"],
+        "rewards[0]: normalize=true and running_norm=std measure the score twice",
+    ),
+    "pre-training rows at a sampling temperature": (
+        "rl",
+        [
+            "ptx={data: {sources: [x]}, ptx_coef: 0.1, batch_size: 4}",
+            "rollout.temperature=0.7",
+        ],
+        "recipe: ptx with rollout.temperature=0.7",
+    ),
+    "an even load of no experts": (
+        "rl",
+        ["train.moe_aux_loss_coef=0.01"],
+        "recipe: train.moe_aux_loss_coef=0.01 evens the load of experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SENSELESS)
+def test_what_makes_no_sense_is_refused_at_load(
+    case: str, every_job: Recipes, file: Callable[..., str]
+) -> None:
+    job, overrides, said = SENSELESS[case]
+    paths = {
+        "SINGLE": file("single.jsonl", {"prompt": "1", "response": "2", "liked": True}),
+        "PAIRS": file("p.jsonl", {"prompt": "1", "chosen": "2", "rejected": "3", "margin": 1}),
+        "STEPS": file("steps.jsonl", {"prompt": "1", "completions": ["2"], "labels": [1]}),
+    }
+    for name, path in paths.items():
+        overrides = [override.replace(name, path) for override in overrides]
+        said = said.replace(name, path)
+    (line,) = problems(every_job[job], overrides)
+    assert said in line
+
+
+def test_several_mistakes_are_told_at_once(every_job: Recipes, file: Callable[..., str]) -> None:
+    """One recipe, seven mistakes of six kinds, seven lines."""
+    said = problems(
+        every_job["rl"],
+        [
+            "rollout.n_samples_per_prompt=1",
+            "train.train_batch_size=8",
+            "algorithm.advantage={kind: grpo, gamma: 0.9}",
+            "algorithm.correction={}",
+            "rollout.top_p=0.9",
+            "reference={}",
+            "ptx={data: {sources: [x]}, ptx_coef: 0.1, batch_size: 4}",
+            "rollout.temperature=0.7",
+            "train.moe_aux_loss_coef=0.01",
+            "shaping.overlong_penalty=2",
+        ],
+    )
+    expected = [
+        "recipe: algorithm.advantage=grpo compares samples",
+        "algorithm.advantage: gamma=0.9",
+        "recipe: algorithm.correction weighs tokens",
+        "recipe: reference is set",
+        "recipe: ptx with rollout.temperature",
+        "recipe: train.moe_aux_loss_coef=0.01",
+        "shaping: overlong_penalty does nothing",
+    ]
+    assert sorted(said) == sorted(line for begin in expected for line in said if begin in line)
+    assert len(said) == len(expected)
+    single = file("single.jsonl", {"prompt": "1", "response": "2"})
+    said = problems(
+        every_job["preference"],
+        [
+            f"data.sources=[{single}]",
+            f"eval_data={{sources: [{single}], label_key: liked}}",
+            "loss=kto",
+            "nll_coef=1",
+            "data.margin_key=by",
+            "train.train_batch_size=3",
+        ],
+    )
+    assert [line.partition(" ")[0] for line in said].count("recipe:") == 4
+    assert any(line.startswith("data: margin_key=by") for line in said)
+    assert any(line.startswith("eval_data: label_key=liked") for line in said)
+
+
+ODD = {
+    "k1 as a loss": (
+        "rl",
+        ["algorithm.kl={init_kl_coef: 0.1, estimator: k1}", "model={path: x}"],
+        "algorithm.kl: estimator=k1 as a loss",
+    ),
+    "KL to random weights": (
+        "rl",
+        ["algorithm.kl.init_kl_coef=0.1"],
+        "recipe: algorithm.kl measures against a reference model, none is given",
+    ),
+    "preferences against random weights": (
+        "preference",
+        [],
+        "recipe: loss=dpo measures against a reference model, none is given",
+    ),
+    "a best checkpoint by a reward without a scale": (
+        "rl",
+        ["rewards=[{kind: math, running_norm: mean_std}]"],
+        "recipe: checkpoint.best_metric is reward/mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_merely_odd_is_loaded_with_one_warning(
+    case: str, every_job: Recipes, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, overrides, said = ODD[case]
+    with caplog.at_level(logging.WARNING, "burnish"):
+        load_config(every_job[job], overrides)
+    (record,) = caplog.records
+    assert record.message.startswith(f"recipe: warning: {said}")
+
+
+def test_a_reference_is_not_asked_for_where_one_is_given(
+    every_job: Recipes, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = ["reference.model.path=x"]
+    load_config(every_job["rl"], ["algorithm.kl.init_kl_coef=0.1", *given])
+    load_config(every_job["preference"], given)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_the_columns_of_every_kind_of_file(file: Callable[..., str], name: str) -> None:
+    assert columns_of(file(name, {"prompt": "1", "by": 2})) == ("prompt", "by")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b""),
+        ("a.jsonl", b"{broken"),
+        ("a.jsonl", b"[1]\n"),
+        ("a.jsonl", b"\xff\xfe"),
+        ("a.json", b"{}"),
+        ("a.json", b"[]"),
+        ("a.csv", b""),
+        ("a.parquet", b"PAR1"),
+        ("a.txt", b"prompt"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_nothing_of_its_columns(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    """Opening the data says what is wrong with it."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert columns_of(str(path)) is None
+    assert columns_of(str(tmp_path / "absent.jsonl")) is None
+    assert columns_of(str(tmp_path)) is None

@@ -1,0 +1,70 @@
+"""kill -9 of batch inference at random moments, then resume: the output is, byte for byte, that of
+a run that was never killed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.config import load_config
+from burnish.observe.samples import read_samples
+
+pytestmark = pytest.mark.slow
+
+REWARD = """
+import random
+
+def noisy(responses):  # draws random numbers, as a reward that samples would
+    return [sum(c.isdigit() for c in r) / 4 + random.random() / 8 for r in responses]
+"""
+
+
+@pytest.mark.parametrize(("mode", "kind", "seed"), [("all", "jsonl", 1), ("pairs", "parquet", 2)])
+def test_no_prompt_is_lost_or_answered_twice_however_often_the_run_is_killed(
+    mode: str,
+    kind: str,
+    seed: int,
+    tmp_path: Path,
+    children: Any,
+    measured: Callable[[Path], list[dict[str, Any]]],
+) -> None:
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    rows = [{"prompt": f"{i}+1="} for i in range(70)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def config(name: str) -> Any:
+        return load_config(
+            {
+                "job": "generate",
+                "run_dir": str(tmp_path / name),
+                "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32}},
+                "data": {"sources": [str(tmp_path / "rows.jsonl")]},
+                "rollout": {
+                    "rollout_batch_size": 3,
+                    "n_samples_per_prompt": 4,
+                    "generate_max_len": 8,
+                },
+                "rewards": [{"kind": "function", "function": f"{tmp_path / 'my_reward.py'}:noisy"}],
+                "mode": {"kind": mode} | ({"keep_truncated": True} if mode == "pairs" else {}),
+                "output": f"{{run_dir}}/rows.{kind}",
+            }
+        )
+
+    whole, killed = config("whole"), config("killed")
+    children.run(whole)
+    seen = children.run_with_kills(killed, kills=4, seed=seed)
+    assert seen and max(seen) > 1, "no kill came in time, so nothing was tried"
+    one, other = Path(whole.run_dir), Path(killed.run_dir)
+    assert (one / f"rows.{kind}").read_bytes() == (other / f"rows.{kind}").read_bytes()
+    assert measured(one) == measured(other)
+    assert read_samples(one) == read_samples(other)
+    assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in other.iterdir())
+    if mode == "all":
+        lines = (other / "rows.jsonl").read_text().splitlines()
+        ids = Counter(json.loads(line)["prompt_id"] for line in lines)
+        assert ids == {f"rows:{i}@0": 4 for i in range(70)}

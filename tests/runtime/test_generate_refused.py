@@ -1,0 +1,152 @@
+"""Batch inference that makes no sense is refused: at load, or before anything is sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.config import ConfigError, JobConfig
+from burnish.config.data import FileSource
+from burnish.data.sources import DataError, open_source
+from burnish.loops.session import RunError
+from burnish.rewards.base import RewardError
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+CONDITIONED = ["mode=conditioned", "condition.template='{reward:.1f}|{prompt}'"]
+MakeConfig = Callable[..., JobConfig]
+Reward = Callable[[str], float]
+
+
+def rows_of(run_dir: Path, name: str = "generated.jsonl") -> list[dict[str, Any]]:
+    source = open_source(FileSource(path=str(run_dir / name)))
+    return [dict(source[i].values) for i in range(len(source))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["mode=pairs", "rewards=[]"], "chooses by reward, and there is none"),
+        (["mode=best_of_n", "rewards=[]"], "chooses by reward, and there is none"),
+        ([*CONDITIONED, "rewards=[]"], "states rewards in prompts, and there is none"),
+        (["mode=pairs", "rollout.n_samples_per_prompt=1"], "leaves nothing to choose"),
+        (["mode=best_of_n", "rollout.n_samples_per_prompt=1"], "leaves nothing to choose"),
+        (["mode=conditioned"], r"condition.template, which says how, is not set"),
+        (["condition.template='{prompt}{reward}'"], "condition does nothing with mode=all"),
+        (["condition.template='{prompt}'", "condition.wanted_reward=1"], r"has no \{reward\}"),
+        (["condition.template='{reward'", "condition.wanted_reward=1"], "cannot be filled"),
+        (["condition.template='{prompt}{reward:d}'"], "cannot be filled"),
+        (["condition.template='{prompt}{reward}{x}'"], "cannot be filled"),
+        (["output=rows.csv"], r"has to end in .jsonl or .parquet"),
+        (["output='{job}.jsonl'"], r"only \{run_dir\} is filled in"),
+        (["data.overlong=truncate_left"], "not those in the output"),
+        (["rollout.temperature=0"], "the same response every time"),
+        (["rewards=[]", "on_reward_failure.retries=1"], "there are no rewards"),
+        (["mode=best"], "best_of_n"),
+        (["mode.kind=all", "mode.min_reward=1"], "min_reward"),
+        (["shaping.reward_clip=1"], "shaping"),
+    ],
+)
+def test_combinations_without_sense_are_refused_with_what_to_do(
+    overrides: list[str], told: str, generate: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        generate(*overrides)
+
+
+def test_all_that_is_wrong_is_said_at_once(generate: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match="4 problems"):
+        generate(
+            "mode=pairs", "rewards=[]", "rollout.n_samples_per_prompt=1", "output=y.txt",
+            "data.overlong=truncate_left",
+        )  # fmt: skip
+
+
+def test_an_output_that_exists_is_refused_before_anything_is_loaded(
+    generate: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("mine")
+    config = generate(
+        f"output={tmp_path / 'rows.jsonl'}", "model.path=/nowhere", "model.scratch=null"
+    )
+    with pytest.raises(RunError, match=r"rows.jsonl exists, and is not written over"):
+        burnish.run(config)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be made"):
+        burnish.run(generate(f"output={tmp_path / 'file' / 'rows.jsonl'}", name="b"))
+
+
+def test_all_prompts_that_cannot_be_used_are_counted_before_any_is_sampled(
+    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "1" * n} for n in (2, 41, 3, 42, 43, 44, 45, 46)]
+    rows += [{"q": "no prompt"}]
+    path = write_rows("long", rows)
+    with pytest.raises(DataError, match=r"7 prompts cannot be used; the first 5") as caught:
+        burnish.run(generate(f"data.sources=[{path}]"), rewards=reward)
+    assert "long.jsonl:2: the prompt has 41 tokens and prompt_max_len is 40" in str(caught.value)
+    burnish.run(generate(f"data.sources=[{path}]", "num_prompts=1"), rewards=reward)
+
+
+def test_a_prompt_with_no_place_for_a_reward_is_found_before_any_is_sampled(
+    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+) -> None:
+    path = write_rows("talk", [{"prompt": [{"role": "system", "content": "s"}]}])
+    config = generate(
+        *CONDITIONED,
+        f"data.sources=[{path}]",
+        f"model.chat_template={json.dumps(CHAT)}",
+    )
+    with pytest.raises(DataError, match=r"talk.jsonl:1: condition.template"):
+        burnish.run(config, rewards=reward)
+
+
+def test_prompts_of_two_forms_cannot_be_one_parquet_column(
+    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+) -> None:
+    """Said before any is sampled; JSON lines hold both."""
+    rows = [{"prompt": "1="}, {"prompt": [{"role": "user", "content": "1"}]}]
+    options = [
+        f"data.sources=[{write_rows('two', rows)}]",
+        f"model.chat_template={json.dumps(CHAT)}",
+    ]
+    config = generate(*options, "output='{run_dir}/rows.parquet'")
+    with pytest.raises(DataError, match="some prompts are texts and others messages"):
+        burnish.run(config, rewards=lambda response: 1 / 0)
+    assert len(rows_of(burnish.run(generate(*options, name="b"), rewards=reward).run_dir)) == 8
+
+
+def test_a_reward_that_fails_stops_the_run_or_costs_its_prompt(generate: MakeConfig) -> None:
+    def fragile(response: str, label: str) -> float:
+        if label == "5":
+            raise ValueError("no")
+        return 1.0
+
+    with pytest.raises(RewardError, match="raised ValueError: no"):
+        burnish.run(generate(name="fail"), rewards=fragile)
+    drop = generate("on_reward_failure.then=drop_group", name="drop")
+    result = burnish.run(drop, rewards=fragile)
+    assert result.metrics["total/prompts_reward_failed"] == 1
+    assert len(rows_of(result.run_dir)) == 84
+
+
+def test_a_reward_that_always_fails_does_not_go_on_for_ever(generate: MakeConfig) -> None:
+    def broken(response: str) -> float:
+        raise ValueError("no")
+
+    config = generate("on_reward_failure.then=drop_group", "rollout.rollout_batch_size=1")
+    with pytest.raises(RewardError, match="every prompt of the last 10 steps"):
+        burnish.run(config, rewards=broken)
+
+
+def test_functions_that_no_reward_takes_are_refused(generate: MakeConfig, reward: Reward) -> None:
+    with pytest.raises(RewardError, match="no reward of the recipe takes"):
+        burnish.run(generate("rewards=[]"), rewards=reward)

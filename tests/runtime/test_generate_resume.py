@@ -1,0 +1,248 @@
+"""Batch inference that is stopped or disturbed goes on where it was, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.config import JobConfig
+from burnish.config.data import FileSource
+from burnish.data.sources import open_source
+from burnish.loops.session import RunError
+from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.observe.metrics import read_metrics
+from burnish.observe.samples import read_samples
+from burnish.rewards.base import RewardError
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+MODES = {
+    "all": ["mode=all"],
+    "best_of_n": ["mode.kind=best_of_n", "mode.keep_truncated=true"],
+    "pairs": ["mode.kind=pairs", "mode.keep_truncated=true"],
+    "conditioned": [
+        "mode.kind=conditioned",
+        "mode.keep_truncated=true",
+        "condition.template='{reward:.1f}|{prompt}'",
+    ],
+}
+MakeConfig = Callable[..., JobConfig]
+Reward = Callable[[str], float]
+
+
+def rows_of(run_dir: Path, name: str = "generated.jsonl") -> list[dict[str, Any]]:
+    source = open_source(FileSource(path=str(run_dir / name)))
+    return [dict(source[i].values) for i in range(len(source))]
+
+
+def _stopping(step: int, how: Callable[[], None]) -> Callable[..., list[float]]:
+    """A batch reward that does something in its ``step``-th call."""
+    calls = 0
+
+    def score(responses: list[str]) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            how()
+        return [sum(c.isdigit() for c in r) / 4 for r in responses]
+
+    return score
+
+
+def _measured(run_dir: Path) -> list[dict[str, float]]:
+    drop = ("time", "memory/")
+    return [
+        {k: v for k, v in line.items() if not k.startswith(drop) and not k.endswith("_per_s")}
+        for line in read_metrics(run_dir)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "output"), [*((mode, "rows.jsonl") for mode in MODES), ("pairs", "rows.parquet")]
+)
+def test_a_stopped_and_resumed_run_writes_the_bytes_of_one_that_went_through(
+    mode: str, output: str, generate: MakeConfig, reward: Reward
+) -> None:
+    options = [*MODES[mode], f"output='{{run_dir}}/{output}'"]
+    whole = burnish.run(generate(*options, name="whole"), rewards=reward)
+    stopped = generate(*options, name="stopped")
+    with pytest.raises(burnish.Interrupted) as caught:
+        asked = _stopping(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        burnish.run(stopped, rewards=asked)
+    run_dir = caught.value.run_dir
+    assert len(list((run_dir / "parts").iterdir())) == 3 and not (run_dir / output).exists()
+    again = burnish.run(stopped, rewards=reward, resume=run_dir)
+    assert (run_dir / output).read_bytes() == (whole.run_dir / output).read_bytes()
+    assert _measured(run_dir) == _measured(whole.run_dir)
+    assert read_samples(run_dir) == read_samples(whole.run_dir)
+    totals = {k: v for k, v in whole.metrics.items() if k.startswith("total/")}
+    assert totals == {k: v for k, v in again.metrics.items() if k.startswith("total/")}
+
+
+class _Crash(Exception):
+    pass
+
+
+def _crash() -> None:
+    raise _Crash
+
+
+def _half_done(generate: MakeConfig, *overrides: str, steps: int = 3) -> tuple[JobConfig, Path]:
+    """A run that crashed in the step after ``steps``."""
+    config = generate(*overrides, name="half")
+    with pytest.raises(RewardError):
+        burnish.run(config, rewards=_stopping(steps + 1, _crash))
+    return config, Path(config.run_dir)
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped", "missing", "other"])
+def test_a_damaged_part_and_those_after_it_are_done_again(
+    damage: str, generate: MakeConfig, reward: Reward
+) -> None:
+    whole = burnish.run(generate(name="whole"), rewards=reward).run_dir
+    config, run_dir = _half_done(generate)
+    part = run_dir / "parts" / "part_000002.jsonl"
+    data = part.read_bytes()
+    damaged = {
+        "torn": data[: len(data) // 2],
+        "flipped": data[:-9] + b"x" + data[-8:],
+        "other": (run_dir / "parts" / "part_000003.jsonl").read_bytes(),
+    }
+    part.unlink() if damage == "missing" else part.write_bytes(damaged[damage])
+    (run_dir / "parts" / ".part_000004.jsonl.99999.tmp").write_bytes(b"left by a kill")
+    burnish.run(config, rewards=reward, resume=run_dir)
+    assert (run_dir / "generated.jsonl").read_bytes() == (whole / "generated.jsonl").read_bytes()
+    assert _measured(run_dir) == _measured(whole)
+
+
+def test_rewards_that_draw_random_numbers_draw_the_same_ones_again(generate: MakeConfig) -> None:
+    import random
+
+    def noisy(responses: list[str]) -> list[float]:
+        return [random.random() for _ in responses]
+
+    whole = burnish.run(generate(name="whole"), rewards=noisy).run_dir
+    config, run_dir = _half_done(generate)
+    shutil.rmtree(run_dir / "parts")  # those of another reward
+    burnish.run(config, rewards=noisy, resume=run_dir)
+    assert rows_of(run_dir) == rows_of(whole)
+
+
+def test_a_finished_run_stays_as_it_is(generate: MakeConfig, reward: Reward) -> None:
+    config = generate()
+    first = burnish.run(config, rewards=reward)
+    output = first.run_dir / "generated.jsonl"
+    before = output.read_bytes(), output.stat().st_mtime_ns
+    again = burnish.run(config, rewards=_stopping(1, _crash), resume=first.run_dir)
+    assert (output.read_bytes(), output.stat().st_mtime_ns) == before
+    assert again.metrics["total/rows"] == 88
+    output.unlink()
+    with pytest.raises(RunError, match=r"its output .* is not there any more"):
+        burnish.run(config, rewards=reward, resume=first.run_dir)
+
+
+def test_a_run_killed_between_its_output_and_its_end_finishes(
+    generate: MakeConfig, reward: Reward
+) -> None:
+    whole = burnish.run(generate(name="whole"), rewards=reward).run_dir / "generated.jsonl"
+    config, run_dir = _half_done(generate)
+    shutil.copy(whole, run_dir / "generated.jsonl")
+    burnish.run(config, rewards=reward, resume=run_dir)
+    assert (run_dir / "generated.jsonl").read_bytes() == whole.read_bytes()
+
+
+def test_a_foreign_output_is_never_written_over_and_nothing_is_lost(
+    generate: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    config, run_dir = _half_done(generate)
+    (run_dir / "generated.jsonl").write_text("mine\n")
+    with pytest.raises(RunError, match=r"appeared while this run went on.*nothing is lost"):
+        burnish.run(config, rewards=reward, resume=run_dir)
+    assert (run_dir / "generated.jsonl").read_text() == "mine\n"
+    elsewhere = config.model_copy(update={"output": str(tmp_path / "new" / "rows.jsonl")})
+    burnish.run(elsewhere, rewards=_stopping(1, _crash), resume=run_dir)
+    assert len(rows_of(tmp_path / "new", "rows.jsonl")) == 88, "no step was done again"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("seed=1", "seed: 0 then, 1 now"),
+        ("rollout.temperature=0.5", r"rollout.temperature: 1.0 then, 0.5 now"),
+        ("mode=best_of_n", "mode.kind: 'all' then, 'best_of_n' now"),
+        ("num_prompts=3", "num_prompts: None then, 3 now"),
+    ],
+)
+def test_a_resumed_run_keeps_to_its_recipe(
+    changed: str, told: str, generate: MakeConfig, reward: Reward
+) -> None:
+    _, run_dir = _half_done(generate)
+    with pytest.raises(RunError, match=told):
+        burnish.run(generate(changed, name="half"), rewards=reward, resume=run_dir)
+
+
+def test_a_resumed_run_may_use_a_smaller_engine(generate: MakeConfig, reward: Reward) -> None:
+    _, run_dir = _half_done(generate)
+    smaller = generate("rollout.engine.max_batch_size=3", "observe.samples_per_step=1", name="half")
+    burnish.run(smaller, rewards=reward, resume=run_dir)
+    assert len(rows_of(run_dir)) == 88
+
+
+def test_data_that_changed_under_a_run_is_refused(
+    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+) -> None:
+    config, run_dir = _half_done(generate)
+    write_rows("asked", [{"prompt": f"{i}+2=", "label": "x", "level": 0} for i in range(22)])
+    with pytest.raises(RunError, match="other ones; rows would come twice or never"):
+        burnish.run(config, rewards=reward, resume=run_dir)
+
+
+def test_weights_that_changed_under_a_run_are_refused(
+    generate: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    plain = generate().model
+
+    def write(seed: int) -> None:
+        scratch = plain.scratch.model_copy(update={"seed": seed})  # type: ignore[union-attr]
+        model = plain.model_copy(update={"scratch": scratch})
+        load_causal_lm(model, dtype="fp32", device="cpu").save_pretrained(tmp_path / "model")
+        load_tokenizer(model).save_pretrained(tmp_path / "model")
+
+    write(0)
+    config, run_dir = _half_done(generate, f"model={{path: '{tmp_path / 'model'}'}}")
+    write(1)
+    with pytest.raises(RunError, match="begun with other weights"):
+        burnish.run(config, rewards=reward, resume=run_dir)
+    write(0)
+    burnish.run(config, rewards=reward, resume=run_dir)
+    assert len(rows_of(run_dir)) == 88
+
+
+def test_rows_that_fit_no_parquet_are_kept_and_go_to_json_lines(
+    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    """Contents of a message that are text in one row and a list in another."""
+    parts = [{"type": "text", "text": "1"}]
+    rows = [{"prompt": [{"role": "user", "content": c}]} for c in ("1", parts)]
+    chat = CHAT.replace("m['content'] }}", "m['content'] if m['content'] is string else '2' }}", 1)
+    config = generate(
+        f"data.sources=[{write_rows('two', rows)}]",
+        f"model.chat_template={json.dumps(chat)}",
+        "output='{run_dir}/rows.parquet'",
+    )
+    with pytest.raises(RunError, match=r"cannot be written as Parquet: .*'prompt'.*--resume"):
+        burnish.run(config, rewards=reward)
+    lines = config.model_copy(update={"output": str(tmp_path / "rows.jsonl")})
+    burnish.run(lines, rewards=_stopping(1, _crash), resume=config.run_dir)
+    assert len(rows_of(tmp_path, "rows.jsonl")) == 8

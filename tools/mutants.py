@@ -303,7 +303,8 @@ def _call(node: ast.Call) -> Iterator[ast.AST]:
         if name not in NOT_LEFT_OUT:
             yield node.func.value  # x.clamp(min=1) -> x, x.detach() -> x
     elif len(node.args) == 1 or name in ("maximum", "minimum", "max", "min", "pad"):
-        yield from (a for a in node.args if not isinstance(a, ast.Constant | ast.Tuple))
+        wrong = ast.Constant | ast.Tuple | ast.Starred
+        yield from (a for a in node.args if not isinstance(a, wrong))
     first = 1 if name == "where" else 0
     for i in range(first, len(node.args) - 1):
         args = list(node.args)

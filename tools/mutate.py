@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import inspect
 import json
 import os
 import select
@@ -55,10 +57,9 @@ class Project:
     kills: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """``file.py:function`` -> how many of its mutants each test caught."""
 
-    @property
-    def package(self) -> str:
-        """The package with the modules to change, with dots."""
-        return ".".join(self.source.parts)
+    def module(self, file: str) -> str:
+        """The dotted name of a file of the source."""
+        return ".".join([*self.source.parts, file.removesuffix(".py")]).removesuffix(".__init__")
 
     def order(self, where: str) -> list[str]:
         """The tests for a mutant in ``where``, the likeliest to fail first."""
@@ -143,6 +144,8 @@ class Plugin:
         if session.testsfailed:
             return False
         self.items = {item.nodeid: item for item in session.items}
+        for file in {mutant.where.partition(":")[0] for mutant in self.todo}:
+            importlib.import_module(self.project.module(file))  # no test may have imported it
         self._baseline()
         for i, mutant in enumerate(self.todo, start=1):
             result = self._attempt(mutant)
@@ -196,7 +199,7 @@ class Plugin:
         """The tests of the mutant's function against it."""
         project, order = self.project, self.project.order(mutant.where)
         file = mutant.where.partition(":")[0]
-        name = f"{project.package}.{file.removesuffix('.py')}"
+        name = project.module(file)
 
         def work() -> dict[str, Any]:
             try:
@@ -256,6 +259,8 @@ def _become_class(known: type, other: type) -> None:
 
 
 def _become(function: FunctionType, other: FunctionType) -> None:
+    """Also where both are wrapped by the same decorator (``torch.no_grad``)."""
+    function, other = inspect.unwrap(function), inspect.unwrap(other)
     function.__code__ = other.__code__
     function.__defaults__, function.__kwdefaults__ = other.__defaults__, other.__kwdefaults__
 

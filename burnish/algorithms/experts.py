@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burnish.tensors import at_least_fp32
+
 
 def load_balancing_loss(router_logits: Tensor, *, top_k: int) -> Tensor:
     """E x sum over experts of f_e P_e, a scalar.
@@ -18,7 +20,7 @@ def load_balancing_loss(router_logits: Tensor, *, top_k: int) -> Tensor:
     to top_k). P_e: mean probability of e (gradient, sums to 1). Routers that spread evenly give
     top_k, the least for evenly spread choices; all tokens on the same experts give up to E.
     """
-    probs = router_logits.float().softmax(-1)
+    probs = at_least_fp32(router_logits).softmax(-1)
     share = expert_loads(router_logits, top_k=top_k).mean(0) * top_k / router_logits.shape[-1]
     return router_logits.shape[-1] * (share * probs.mean((0, 1))).sum()
 

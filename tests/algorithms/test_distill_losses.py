@@ -187,3 +187,14 @@ def test_trl_finds_the_same_value_and_gradient(beta: float, temperature: float) 
     (their_grad,) = torch.autograd.grad(theirs, logits)
     (our_grad,) = torch.autograd.grad(ours, logits)
     torch.testing.assert_close(our_grad, their_grad, atol=1e-12, rtol=0)
+
+
+def test_the_registries_have_exactly_the_documented_names() -> None:
+    assert set(DIVERGENCES) == set(SLOPES) == {"forward_kl", "reverse_kl", "jsd"}
+
+
+def test_without_a_weight_the_datas_own_tokens_are_not_looked_at() -> None:
+    """0 x -inf would be NaN. T = 2, D = 0.5: 4 x 0.5."""
+    impossible = torch.tensor([-math.inf])
+    out = distill_loss(torch.tensor([0.5]), impossible, temperature=2.0, nll_weight=0.0)
+    assert out.tolist() == [2.0]

@@ -66,3 +66,27 @@ def test_the_state_goes_through_json_bit_by_bit() -> None:
     for moments in (first, again):
         moments.update([1 / 3, 2e-17])
     assert vars(first) == vars(again)
+
+
+def test_of_no_numbers_there_is_no_spread_and_nothing_is_changed() -> None:
+    moments = RunningMoments()
+    assert (moments.std, moments.normalized(3.0, center=True)) == (0.0, 3.0)
+
+
+@pytest.mark.parametrize(("spread", "divided"), [(0.7e-8, False), (1.5e-8, True)])
+def test_a_spread_below_1e_8_divides_nothing(spread: float, divided: bool) -> None:
+    """{-d, d} has std d."""
+    moments = fed([-spread, spread])
+    # 1e-9: fp64 square root
+    expected = 1.0 if divided else spread
+    assert moments.normalized(spread, center=True) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_spread_on_the_bound_divides_nothing() -> None:
+    assert fed([-2.0, 2.0]).normalized(2.0, center=True, eps=2.0) == 2.0
+
+
+def test_a_state_of_other_kinds_of_numbers_is_taken_as_a_count_and_two_floats() -> None:
+    moments = RunningMoments()
+    moments.load_state_dict({"count": 2.0, "mean": 2, "m2": 2})
+    assert [type(x) for x in (moments.count, moments.mean, moments.m2)] == [int, float, float]

@@ -21,9 +21,20 @@ _SPEC.loader.exec_module(module)
 SOURCE = '''
 """A module."""
 
+import functools
+
 LIMIT = 3.0
 
 
+def decorated(f):
+    @functools.wraps(f)
+    def call(*args, **more):
+        return f(*args, **more)
+
+    return call
+
+
+@decorated
 def mean(total, count, *, unused=777):
     """Of something."""
     if count < 1:
@@ -166,3 +177,9 @@ def test_nothing_to_do_is_an_error_and_no_perfect_rate(
 ) -> None:
     code, output = run(tmp_path, GOOD, "", *words)
     assert code == 2 and told in output
+
+
+def test_a_module_that_no_test_imports_is_not_taken_for_well_tested(tmp_path: Path) -> None:
+    code, told = run(tmp_path, "def test_nothing():\n    assert True\n")
+    assert code == 1
+    assert "numbers.py                       0         0" in told and "0.000" in told

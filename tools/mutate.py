@@ -259,7 +259,7 @@ def _become_class(known: type, other: type) -> None:
 
 
 def _become(function: FunctionType, other: FunctionType) -> None:
-    """Also where both are wrapped by the same decorator (``torch.no_grad``)."""
+    """Also where both are wrapped by a decorator from elsewhere (``torch.no_grad``)."""
     function, other = inspect.unwrap(function), inspect.unwrap(other)
     function.__code__ = other.__code__
     function.__defaults__, function.__kwdefaults__ = other.__defaults__, other.__kwdefaults__

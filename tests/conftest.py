@@ -173,6 +173,15 @@ def make_lively(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
+@pytest.fixture(scope="module", autouse=True)
+def process_groups_end_with_their_file() -> Iterator[None]:
+    """A DeepSpeed engine that is alone makes a group of one process, which stays; files that come
+    after in the same process begin without."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
     """The package ray, started on this machine with 16 places to hand out, on whatever cores there

@@ -175,11 +175,14 @@ def make_lively(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_groups_end_with_their_file() -> Iterator[None]:
-    """A DeepSpeed engine that is alone makes a group of one process, which stays; files that come
-    after in the same process begin without."""
+    """A DeepSpeed engine that is alone makes a group of one process and sets LOCAL_RANK, which
+    stay; files that come after in the same process begin without."""
+    had_rank = "LOCAL_RANK" in os.environ
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if not had_rank:
+        os.environ.pop("LOCAL_RANK", None)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ import resource
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,74 @@ def interleave(
 def median(results: list[dict[str, Any]], key: str) -> float:
     """The median of one measured value."""
     return float(statistics.median(r[key] for r in results))
+
+
+TRL_QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "fp16": False,
+    "gradient_checkpointing": False,
+    "lr_scheduler_type": "constant",
+    "report_to": [],
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Of a config of TRL's: train on the CPU and say nothing."""
+
+
+def held(turns: Turns, report: Callable[[], dict[str, float]]) -> Any:
+    """A callback that holds a trainer of transformers at each step's begin until it is its turn,
+    and then tells what the step took and ``report`` says."""
+    from transformers import TrainerCallback
+
+    class Held(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if not turns.wait():
+                raise SystemExit
+            self.cpu, self.wall = cpu_seconds(), time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            turns.done(
+                cpu_s=cpu_seconds() - self.cpu,
+                wall_s=time.perf_counter() - self.wall,
+                rss_mb=peak_rss_mb(),
+                **report(),
+            )
+
+    return Held()
+
+
+def inline_runtime(config: Any) -> Any:
+    """A runtime in this process for a recipe's model."""
+    from burnish.models.load import load_tokenizer
+    from burnish.observe.timeline import Timeline
+    from burnish.runtime.inline import InlineRuntime
+
+    tokenizer = load_tokenizer(config.model)
+    return InlineRuntime(tokenizer, precision=config.precision, device="cpu", timeline=Timeline())
+
+
+def use_svg_style() -> None:
+    """Figures on white that are the same bytes for the same numbers."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update(
+        {
+            "svg.hashsalt": "burnish",
+            "svg.fonttype": "path",
+            "figure.dpi": 100,
+            "figure.facecolor": "white",
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.color": "#e4e4e4",
+            "grid.linewidth": 0.6,
+            "legend.frameon": False,
+        }
+    )
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

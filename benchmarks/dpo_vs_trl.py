@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    TRL_QUIET,
     Turns,
     Worker,
     cpu_seconds,
+    held,
+    inline_runtime,
     interleave,
     median,
     model_folder,
@@ -71,11 +74,8 @@ def run_burnish(args: argparse.Namespace) -> None:
     import torch
 
     from burnish.config import PreferenceConfig, load_config
-    from burnish.loops.build import build_preference
+    from burnish.loops.build_preference import build_preference
     from burnish.loops.supervised import supervised_step
-    from burnish.models.load import load_tokenizer
-    from burnish.observe.timeline import Timeline
-    from burnish.runtime.inline import InlineRuntime
 
     torch.set_num_threads(args.threads)
     folder = Path(tempfile.mkdtemp())
@@ -104,9 +104,7 @@ def run_burnish(args: argparse.Namespace) -> None:
     )
     assert isinstance(config, PreferenceConfig)
     (folder / "run").mkdir()
-    runtime = InlineRuntime(
-        load_tokenizer(config.model), precision=config.precision, device="cpu", timeline=Timeline()
-    )
+    runtime = inline_runtime(config)
     run, _ = build_preference(config, runtime, folder / "run")
     turns, step = Turns(), 0
     while turns.wait():
@@ -126,26 +124,11 @@ def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one 
     """Worker: TRL's own training loop, held at each step's begin until it is its turn."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     torch.set_num_threads(args.threads)
     turns = Turns()
-
-    class Hold(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if not turns.wait():
-                raise SystemExit
-            self.cpu, self.wall = cpu_seconds(), time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            turns.done(
-                cpu_s=cpu_seconds() - self.cpu,
-                wall_s=time.perf_counter() - self.wall,
-                rss_mb=peak_rss_mb(),
-                tokens=seen["tokens"],
-                loss=seen["loss"],
-            )
 
     seen: dict[str, float] = {}
 
@@ -164,23 +147,15 @@ def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one 
         learning_rate=1e-6,
         max_steps=WARMUP + args.steps,
         bf16=args.dtype == "bf16",
-        fp16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to=[],
-        logging_strategy="no",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
+        **TRL_QUIET,
     )
     trainer = Told(
         model=AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(model_folder()),
         args=config,
         train_dataset=Dataset.from_list(pairs((WARMUP + args.steps) * args.pairs, seed=1)),
-        callbacks=[Hold()],
+        callbacks=[held(turns, lambda: seen)],
     )
     trainer.train()
 

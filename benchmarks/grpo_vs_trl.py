@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    TRL_QUIET,
     Turns,
     Worker,
     chain_sums,
     cpu_seconds,
+    held,
+    inline_runtime,
     interleave,
     median,
     model_folder,
@@ -46,9 +49,6 @@ def run_burnish(args: argparse.Namespace) -> None:
     from burnish.config import RLConfig, load_config
     from burnish.loops.build import build_rl
     from burnish.loops.rl import rl_step
-    from burnish.models.load import load_tokenizer
-    from burnish.observe.timeline import Timeline
-    from burnish.runtime.inline import InlineRuntime
 
     torch.set_num_threads(args.threads)
     folder = Path(tempfile.mkdtemp())
@@ -72,9 +72,7 @@ def run_burnish(args: argparse.Namespace) -> None:
         }
     )
     assert isinstance(config, RLConfig)
-    runtime = InlineRuntime(
-        load_tokenizer(config.model), precision=config.precision, device="cpu", timeline=Timeline()
-    )
+    runtime = inline_runtime(config)
     parts, _ = build_rl(config, runtime, {"": reward}, folder / "run")
     turns, step = Turns(), 0
     while turns.wait():
@@ -93,7 +91,7 @@ def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one 
     """Worker: TRL's own training loop, held at each step's begin until it is its turn."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(args.threads)
@@ -107,20 +105,6 @@ def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one 
         tokens = sum(len(ids) for ids in completion_ids)
         return [reward(p, c, a) for p, c, a in zip(prompts, completions, label, strict=True)]
 
-    class Hold(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if not turns.wait():
-                raise SystemExit
-            self.cpu, self.wall = cpu_seconds(), time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            turns.done(
-                cpu_s=cpu_seconds() - self.cpu,
-                wall_s=time.perf_counter() - self.wall,
-                rss_mb=peak_rss_mb(),
-                tokens=tokens,
-            )
-
     autocast = args.dtype == "bf16" and args.trl_bf16 == "autocast"
     dtype = torch.bfloat16 if args.dtype == "bf16" and not autocast else torch.float32
     config = GRPOConfig(
@@ -133,16 +117,8 @@ def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one 
         learning_rate=1e-5,
         max_steps=1000,
         bf16=autocast,
-        fp16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to=[],
-        logging_strategy="no",
-        save_strategy="no",
         shuffle_dataset=False,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        lr_scheduler_type="constant",
+        **TRL_QUIET,
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_folder(), dtype=dtype),
@@ -150,7 +126,7 @@ def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one 
         reward_funcs=score,
         args=config,
         train_dataset=Dataset.from_list(chain_sums(512, seed=1)),
-        callbacks=[Hold()],
+        callbacks=[held(turns, lambda: {"tokens": tokens})],
     )
     trainer.train()
 

@@ -1,6 +1,6 @@
 """Does it learn? Reward against samples and CPU time, of every algorithm and of TRL's GRPO.
 
-    burnish sft recipes/tiny_1_sft.yaml && burnish export runs/tiny-sft runs/tiny-sft-model
+    burnish sft recipes/tiny_1_sft.yaml && burnish export runs/tiny-sft --out runs/tiny-sft-model
     python benchmarks/learning.py run --task sort [--names grpo trl_grpo ...] [--seeds 0 1 2]
     python benchmarks/learning.py run --task chain_sum
     python benchmarks/learning.py preference
@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import cpu_seconds
+from common import cpu_seconds, inline_runtime
 from learning_tasks import TASKS, TRL, VARIANTS, Task, recipe
 
 OUT = Path("runs/learning")
@@ -66,19 +66,14 @@ def run_burnish(task: Task, name: str, seed: int) -> Curve:
     from burnish.config import RLConfig, load_config
     from burnish.loops.build import build_rl
     from burnish.loops.rl import rl_step
-    from burnish.loops.run import _seed_everything
-    from burnish.models.load import load_tokenizer
-    from burnish.observe.timeline import Timeline
-    from burnish.runtime.inline import InlineRuntime
+    from burnish.loops.run import seed_everything
 
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     config = load_config(recipe(task, name, seed, folder))
     assert isinstance(config, RLConfig)
-    _seed_everything(seed)
-    runtime = InlineRuntime(
-        load_tokenizer(config.model), precision=config.precision, device="cpu", timeline=Timeline()
-    )
+    seed_everything(seed)
+    runtime = inline_runtime(config)
     parts, evaluator = build_rl(config, runtime, {"": task.reward}, folder / "run")
     assert evaluator is not None
     curve = Curve()

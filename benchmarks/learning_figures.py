@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import markdown_table, versions
+from common import markdown_table, use_svg_style, versions
 from learning_tasks import TRL, VARIANTS
 
 # Colours that are told apart with colour-blind eyes too (Okabe and Ito; grey for the other
@@ -107,17 +107,7 @@ def _hacking_rows(runs: Sequence[Run]) -> Iterator[str]:
 
 def figures(args: argparse.Namespace) -> None:
     """Draw what there are runs for."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update(
-        {
-            "svg.hashsalt": "burnish", "svg.fonttype": "path", "figure.facecolor": "white",
-            "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
-            "axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.6,
-            "legend.frameon": False,
-        }
-    )  # fmt: skip
+    use_svg_style()
     args.to.mkdir(parents=True, exist_ok=True)
     drawn = {task: _draw_task(load(args.out / task), title) for task, title in TITLES.items()}
     drawn["hacking"] = _draw_hacking(load(args.out / "hacking"))

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import model_folder
+from common import inline_runtime, model_folder
 from learning_tasks import ROOT, SORT_MODEL
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -173,10 +173,7 @@ def one_hacking(args: argparse.Namespace) -> None:
     from burnish.config import RLConfig, load_config
     from burnish.loops.build import build_rl
     from burnish.loops.rl import rl_step
-    from burnish.loops.run import _seed_everything
-    from burnish.models.load import load_tokenizer
-    from burnish.observe.timeline import Timeline
-    from burnish.runtime.inline import InlineRuntime
+    from burnish.loops.run import seed_everything
 
     torch.set_num_threads(1)
     analyzer = SentimentIntensityAnalyzer()
@@ -189,10 +186,8 @@ def one_hacking(args: argparse.Namespace) -> None:
     folder = Path(tempfile.mkdtemp())
     config = load_config(_sentiment_recipe(args.kl, args.seed, folder))
     assert isinstance(config, RLConfig)
-    _seed_everything(args.seed)
-    runtime = InlineRuntime(
-        load_tokenizer(config.model), precision=config.precision, device="cpu", timeline=Timeline()
-    )
+    seed_everything(args.seed)
+    runtime = inline_runtime(config)
     parts, _ = build_rl(config, runtime, {"": sentiment}, folder / "run")
     steps = []
     for step in range(1, config.max_steps + 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from common import cpu_seconds
+from common import TRL_QUIET, cpu_seconds
 from learning_tasks import Task
 
 
@@ -26,11 +26,9 @@ def run_trl(task: Task, seed: int, curve: Any) -> Any:
         num_generations=task.samples, max_completion_length=task.new_tokens,
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, epsilon=0.2,
         loss_type="dapo", scale_rewards="group", mask_truncated_completions=False,
-        learning_rate=task.lr, lr_scheduler_type="constant", weight_decay=0.0,
+        learning_rate=task.lr, weight_decay=0.0,
         adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0,
-        max_steps=2 * task.steps, bf16=False, fp16=False, use_cpu=True,
-        gradient_checkpointing=False, report_to=[], logging_strategy="no", save_strategy="no",
-        disable_tqdm=True, dataloader_pin_memory=False,
+        max_steps=2 * task.steps, bf16=False, **TRL_QUIET,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common import use_svg_style
+
 # Colours that are told apart with colour-blind eyes too (Okabe and Ito).
 STYLE = {
     "fp32": ("#555555", "-"),
@@ -45,24 +47,7 @@ def add_arguments(parts: Any) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Draw every figure."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update(
-        {
-            "svg.hashsalt": "burnish",
-            "svg.fonttype": "path",
-            "figure.dpi": 100,
-            "figure.facecolor": "white",
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "grid.color": "#e4e4e4",
-            "grid.linewidth": 0.6,
-            "legend.frameon": False,
-        }
-    )
+    use_svg_style()
     summary = args.results / "summary.json"
     if not summary.is_file():
         raise SystemExit(

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from burnish.config import JobConfig, load_config
+from burnish.config.data import FileSource
+from burnish.data.sources import open_source
 
 SCRATCH = {
     "alphabet": "0123456789+=",
@@ -114,3 +116,36 @@ def generate(tmp_path: Path, write_rows: Callable[..., str]) -> Callable[..., Jo
         return load_config(tree, overrides)
 
     return make
+
+
+@pytest.fixture
+def chat_template() -> str:
+    """Roles by their first letter; the assistant's turns end with the end token."""
+    return (
+        "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+
+
+@pytest.fixture
+def modes() -> dict[str, list[str]]:
+    """What a ``generate`` recipe says for each mode."""
+    cut = "mode.keep_truncated=true"
+    return {
+        "all": ["mode=all"],
+        "best_of_n": ["mode.kind=best_of_n", cut],
+        "pairs": ["mode.kind=pairs", cut],
+        "conditioned": ["mode.kind=conditioned", cut, "condition.template='{reward:.1f}|{prompt}'"],
+    }
+
+
+@pytest.fixture
+def rows_of() -> Callable[..., list[dict[str, Any]]]:
+    """The rows of a file in a run folder, as the next job reads them."""
+
+    def read(run_dir: Path, name: str = "generated.jsonl") -> list[dict[str, Any]]:
+        source = open_source(FileSource(path=str(run_dir / name)))
+        return [dict(source[i].values) for i in range(len(source))]
+
+    return read

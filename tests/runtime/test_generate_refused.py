@@ -11,24 +11,14 @@ import pytest
 
 import burnish
 from burnish.config import ConfigError, JobConfig
-from burnish.config.data import FileSource
-from burnish.data.sources import DataError, open_source
+from burnish.data.sources import DataError
 from burnish.loops.session import RunError
 from burnish.rewards.base import RewardError
 
-CHAT = (
-    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
 CONDITIONED = ["mode=conditioned", "condition.template='{reward:.1f}|{prompt}'"]
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
-
-
-def rows_of(run_dir: Path, name: str = "generated.jsonl") -> list[dict[str, Any]]:
-    source = open_source(FileSource(path=str(run_dir / name)))
-    return [dict(source[i].values) for i in range(len(source))]
+RowsOf = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize(
@@ -97,26 +87,30 @@ def test_all_prompts_that_cannot_be_used_are_counted_before_any_is_sampled(
 
 
 def test_a_prompt_with_no_place_for_a_reward_is_found_before_any_is_sampled(
-    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str], chat_template: str
 ) -> None:
     path = write_rows("talk", [{"prompt": [{"role": "system", "content": "s"}]}])
     config = generate(
         *CONDITIONED,
         f"data.sources=[{path}]",
-        f"model.chat_template={json.dumps(CHAT)}",
+        f"model.chat_template={json.dumps(chat_template)}",
     )
     with pytest.raises(DataError, match=r"talk.jsonl:1: condition.template"):
         burnish.run(config, rewards=reward)
 
 
 def test_prompts_of_two_forms_cannot_be_one_parquet_column(
-    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+    generate: MakeConfig,
+    reward: Reward,
+    write_rows: Callable[..., str],
+    chat_template: str,
+    rows_of: RowsOf,
 ) -> None:
     """Said before any is sampled; JSON lines hold both."""
     rows = [{"prompt": "1="}, {"prompt": [{"role": "user", "content": "1"}]}]
     options = [
         f"data.sources=[{write_rows('two', rows)}]",
-        f"model.chat_template={json.dumps(CHAT)}",
+        f"model.chat_template={json.dumps(chat_template)}",
     ]
     config = generate(*options, "output='{run_dir}/rows.parquet'")
     with pytest.raises(DataError, match="some prompts are texts and others messages"):
@@ -124,7 +118,9 @@ def test_prompts_of_two_forms_cannot_be_one_parquet_column(
     assert len(rows_of(burnish.run(generate(*options, name="b"), rewards=reward).run_dir)) == 8
 
 
-def test_a_reward_that_fails_stops_the_run_or_costs_its_prompt(generate: MakeConfig) -> None:
+def test_a_reward_that_fails_stops_the_run_or_costs_its_prompt(
+    generate: MakeConfig, rows_of: RowsOf
+) -> None:
     def fragile(response: str, label: str) -> float:
         if label == "5":
             raise ValueError("no")

@@ -14,36 +14,15 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig
-from burnish.config.data import FileSource
-from burnish.data.sources import open_source
 from burnish.loops.session import RunError
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 from burnish.rewards.base import RewardError
 
-CHAT = (
-    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
-MODES = {
-    "all": ["mode=all"],
-    "best_of_n": ["mode.kind=best_of_n", "mode.keep_truncated=true"],
-    "pairs": ["mode.kind=pairs", "mode.keep_truncated=true"],
-    "conditioned": [
-        "mode.kind=conditioned",
-        "mode.keep_truncated=true",
-        "condition.template='{reward:.1f}|{prompt}'",
-    ],
-}
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
-
-
-def rows_of(run_dir: Path, name: str = "generated.jsonl") -> list[dict[str, Any]]:
-    source = open_source(FileSource(path=str(run_dir / name)))
-    return [dict(source[i].values) for i in range(len(source))]
+RowsOf = Callable[..., list[dict[str, Any]]]
 
 
 def _stopping(step: int, how: Callable[[], None]) -> Callable[..., list[float]]:
@@ -69,12 +48,16 @@ def _measured(run_dir: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "output"), [*((mode, "rows.jsonl") for mode in MODES), ("pairs", "rows.parquet")]
+    ("mode", "output"),
+    [
+        *((mode, "rows.jsonl") for mode in ("all", "best_of_n", "pairs", "conditioned")),
+        ("pairs", "rows.parquet"),
+    ],
 )
 def test_a_stopped_and_resumed_run_writes_the_bytes_of_one_that_went_through(
-    mode: str, output: str, generate: MakeConfig, reward: Reward
+    mode: str, output: str, generate: MakeConfig, reward: Reward, modes: dict[str, list[str]]
 ) -> None:
-    options = [*MODES[mode], f"output='{{run_dir}}/{output}'"]
+    options = [*modes[mode], f"output='{{run_dir}}/{output}'"]
     whole = burnish.run(generate(*options, name="whole"), rewards=reward)
     stopped = generate(*options, name="stopped")
     with pytest.raises(burnish.Interrupted) as caught:
@@ -126,7 +109,9 @@ def test_a_damaged_part_and_those_after_it_are_done_again(
     assert _measured(run_dir) == _measured(whole)
 
 
-def test_rewards_that_draw_random_numbers_draw_the_same_ones_again(generate: MakeConfig) -> None:
+def test_rewards_that_draw_random_numbers_draw_the_same_ones_again(
+    generate: MakeConfig, rows_of: RowsOf
+) -> None:
     import random
 
     def noisy(responses: list[str]) -> list[float]:
@@ -163,7 +148,7 @@ def test_a_run_killed_between_its_output_and_its_end_finishes(
 
 
 def test_a_foreign_output_is_never_written_over_and_nothing_is_lost(
-    generate: MakeConfig, reward: Reward, tmp_path: Path
+    generate: MakeConfig, reward: Reward, tmp_path: Path, rows_of: RowsOf
 ) -> None:
     config, run_dir = _half_done(generate)
     (run_dir / "generated.jsonl").write_text("mine\n")
@@ -192,7 +177,9 @@ def test_a_resumed_run_keeps_to_its_recipe(
         burnish.run(generate(changed, name="half"), rewards=reward, resume=run_dir)
 
 
-def test_a_resumed_run_may_use_a_smaller_engine(generate: MakeConfig, reward: Reward) -> None:
+def test_a_resumed_run_may_use_a_smaller_engine(
+    generate: MakeConfig, reward: Reward, rows_of: RowsOf
+) -> None:
     _, run_dir = _half_done(generate)
     smaller = generate("rollout.engine.max_batch_size=3", "observe.samples_per_step=1", name="half")
     burnish.run(smaller, rewards=reward, resume=run_dir)
@@ -209,7 +196,7 @@ def test_data_that_changed_under_a_run_is_refused(
 
 
 def test_weights_that_changed_under_a_run_are_refused(
-    generate: MakeConfig, reward: Reward, tmp_path: Path
+    generate: MakeConfig, reward: Reward, tmp_path: Path, rows_of: RowsOf
 ) -> None:
     plain = generate().model
 
@@ -230,12 +217,19 @@ def test_weights_that_changed_under_a_run_are_refused(
 
 
 def test_rows_that_fit_no_parquet_are_kept_and_go_to_json_lines(
-    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str], tmp_path: Path
+    generate: MakeConfig,
+    reward: Reward,
+    write_rows: Callable[..., str],
+    tmp_path: Path,
+    chat_template: str,
+    rows_of: RowsOf,
 ) -> None:
     """Contents of a message that are text in one row and a list in another."""
     parts = [{"type": "text", "text": "1"}]
     rows = [{"prompt": [{"role": "user", "content": c}]} for c in ("1", parts)]
-    chat = CHAT.replace("m['content'] }}", "m['content'] if m['content'] is string else '2' }}", 1)
+    chat = chat_template.replace(
+        "m['content'] }}", "m['content'] if m['content'] is string else '2' }}", 1
+    )
     config = generate(
         f"data.sources=[{write_rows('two', rows)}]",
         f"model.chat_template={json.dumps(chat)}",

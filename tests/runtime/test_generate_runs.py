@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +12,23 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig, load_config
-from burnish.config.data import FileSource, PreferenceDataConfig, SFTDataConfig
+from burnish.config.data import PreferenceDataConfig, SFTDataConfig
 from burnish.data.preference import load_pairs
 from burnish.data.sft import load_rows
-from burnish.data.sources import open_source
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 
-CHAT = (
-    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
-MODES = {
-    "all": ["mode=all"],
-    "best_of_n": ["mode.kind=best_of_n", "mode.keep_truncated=true"],
-    "pairs": ["mode.kind=pairs", "mode.keep_truncated=true"],
-    "conditioned": [
-        "mode.kind=conditioned",
-        "mode.keep_truncated=true",
-        "condition.template='{reward:.1f}|{prompt}'",
-    ],
-}
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
-
-
-def rows_of(run_dir: Path, name: str = "generated.jsonl") -> list[dict[str, Any]]:
-    source = open_source(FileSource(path=str(run_dir / name)))
-    return [dict(source[i].values) for i in range(len(source))]
+RowsOf = Callable[..., list[dict[str, Any]]]
 
 
 # ---- rows ------------------------------------------------------------------------------------
 
 
 def test_every_prompt_and_every_sample_is_in_the_output_once(
-    generate: MakeConfig, reward: Reward
+    generate: MakeConfig, reward: Reward, rows_of: RowsOf
 ) -> None:
     result = burnish.run(generate("with_tokens=true"), rewards=reward)
     rows = rows_of(result.run_dir)
@@ -64,7 +44,7 @@ def test_every_prompt_and_every_sample_is_in_the_output_once(
 
 
 def test_metrics_samples_and_the_report_are_those_of_the_rows(
-    generate: MakeConfig, reward: Reward
+    generate: MakeConfig, reward: Reward, rows_of: RowsOf
 ) -> None:
     """22 prompts in steps of 4: 6 steps, the last of 2."""
     config = generate("observe.samples_per_step=8")
@@ -86,7 +66,7 @@ def test_metrics_samples_and_the_report_are_those_of_the_rows(
     assert "verdict" in (result.run_dir / "plan.txt").read_text()
 
 
-def test_without_rewards_answers_are_just_written(generate: MakeConfig) -> None:
+def test_without_rewards_answers_are_just_written(generate: MakeConfig, rows_of: RowsOf) -> None:
     config = generate("rewards=[]", "rollout.n_samples_per_prompt=1", "rollout.temperature=0")
     result = burnish.run(config)
     rows = rows_of(result.run_dir)
@@ -94,20 +74,26 @@ def test_without_rewards_answers_are_just_written(generate: MakeConfig) -> None:
     assert not any(name.startswith("reward/") for name in result.metrics)
 
 
-def test_parquet_holds_the_rows_of_json_lines(generate: MakeConfig, reward: Reward) -> None:
+def test_parquet_holds_the_rows_of_json_lines(
+    generate: MakeConfig, reward: Reward, rows_of: RowsOf
+) -> None:
     lines = burnish.run(generate(name="a"), rewards=reward).run_dir
     table = generate("output='{run_dir}/rows.parquet'", name="b")
     assert rows_of(burnish.run(table, rewards=reward).run_dir, "rows.parquet") == rows_of(lines)
 
 
 def test_what_is_left_out_is_counted_and_said(
-    generate: MakeConfig, capsys: pytest.CaptureFixture[str], write_rows: Callable[..., str]
+    generate: MakeConfig,
+    capsys: pytest.CaptureFixture[str],
+    write_rows: Callable[..., str],
+    modes: dict[str, list[str]],
+    rows_of: RowsOf,
 ) -> None:
     """Every second answer is worth 1 by its label's parity, so all rewards of a prompt are equal;
     one prompt is too long."""
     rows = [{"prompt": f"{i}=", "label": i % 2} for i in range(8)] + [{"prompt": "1" * 50}]
     config = generate(
-        *MODES["best_of_n"],
+        *modes["best_of_n"],
         "mode.min_reward=0.5",
         f"data.sources=[{write_rows('few', rows)}]",
         "data.overlong=drop",
@@ -122,9 +108,9 @@ def test_what_is_left_out_is_counted_and_said(
 
 
 def test_an_output_without_rows_is_written_with_a_warning(
-    generate: MakeConfig, capsys: pytest.CaptureFixture[str]
+    generate: MakeConfig, capsys: pytest.CaptureFixture[str], modes: dict[str, list[str]]
 ) -> None:
-    result = burnish.run(generate(*MODES["pairs"]), rewards=lambda response: 0.0)
+    result = burnish.run(generate(*modes["pairs"]), rewards=lambda response: 0.0)
     assert (result.run_dir / "generated.jsonl").read_bytes() == b""
     assert result.metrics["total/prompts_equal_rewards"] == 22
     assert "has no rows: everything was left out" in capsys.readouterr().err
@@ -135,6 +121,7 @@ def test_columns_that_would_be_taken_for_something_else_are_left_out_and_named(
     reward: Reward,
     write_rows: Callable[..., str],
     capsys: pytest.CaptureFixture[str],
+    rows_of: RowsOf,
 ) -> None:
     """SFT learns from a column ``messages`` before it looks at prompt and response."""
     rows = [{"prompt": "1=", "response": "old", "messages": [], "note": "n"}]
@@ -162,16 +149,21 @@ FORMS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("case", product(FORMS, ("jsonl", "parquet")), ids="-".join)
 def test_the_next_job_reads_the_very_tokens_that_the_model_read(
-    form: str, kind: str, generate: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+    case: tuple[str, str],
+    generate: MakeConfig,
+    reward: Reward,
+    write_rows: Callable[..., str],
+    chat_template: str,
+    rows_of: RowsOf,
 ) -> None:
+    form, kind = case
     rows, options = FORMS[form]
     config = generate(
         *options,
         f"data.sources=[{write_rows('form', rows)}]",
-        f"model.chat_template={json.dumps(CHAT)}",
+        f"model.chat_template={json.dumps(chat_template)}",
         "with_tokens=true",
         f"output='{{run_dir}}/rows.{kind}'",
     )
@@ -189,18 +181,23 @@ def test_the_next_job_reads_the_very_tokens_that_the_model_read(
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_best_of_n_is_sft_data_as_it_stands(
-    chat: bool, generate: MakeConfig, reward: Reward, tmp_path: Path
+    chat: bool,
+    generate: MakeConfig,
+    reward: Reward,
+    chat_template: str,
+    modes: dict[str, list[str]],
+    rows_of: RowsOf,
 ) -> None:
-    model = [f"model.chat_template={json.dumps(CHAT)}"]
+    model = [f"model.chat_template={json.dumps(chat_template)}"]
     options = ["data.apply_chat_template=true"] if chat else []
-    config = generate(*MODES["best_of_n"], *model, *options)
+    config = generate(*modes["best_of_n"], *model, *options)
     run_dir = burnish.run(config, rewards=reward).run_dir
     rows = rows_of(run_dir)
     assert len(rows) == 22
     sft = load_config(
         {
             "job": "sft",
-            "run_dir": str(tmp_path / "sft"),
+            "run_dir": str(run_dir.parent / "sft"),
             "model": config.model.model_dump(),
             "data": {"sources": [str(run_dir / "generated.jsonl")]},
             "max_epochs": 6,
@@ -213,9 +210,14 @@ def test_best_of_n_is_sft_data_as_it_stands(
 
 @pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_pairs_are_preference_and_reward_model_data_as_they_stand(
-    kind: str, generate: MakeConfig, reward: Reward, tmp_path: Path
+    kind: str,
+    generate: MakeConfig,
+    reward: Reward,
+    tmp_path: Path,
+    modes: dict[str, list[str]],
+    rows_of: RowsOf,
 ) -> None:
-    config = generate(*MODES["pairs"], f"output='{{run_dir}}/rows.{kind}'")
+    config = generate(*modes["pairs"], f"output='{{run_dir}}/rows.{kind}'")
     run_dir = burnish.run(config, rewards=reward).run_dir
     rows = rows_of(run_dir, f"rows.{kind}")
     assert 10 <= len(rows) < 23 and all(row["margin"] > 0 for row in rows)
@@ -231,9 +233,9 @@ def test_pairs_are_preference_and_reward_model_data_as_they_stand(
 
 
 def test_a_wanted_reward_is_stated_in_the_prompts_that_are_sampled(
-    generate: MakeConfig, reward: Reward
+    generate: MakeConfig, reward: Reward, modes: dict[str, list[str]], rows_of: RowsOf
 ) -> None:
-    rows = rows_of(burnish.run(generate(*MODES["conditioned"]), rewards=reward).run_dir)
+    rows = rows_of(burnish.run(generate(*modes["conditioned"]), rewards=reward).run_dir)
     assert len(rows) == 88
     assert all(row["prompt"].startswith(f"{row['reward']:.1f}|") for row in rows)
     assert len({row["prompt"][:4] for row in rows}) > 2, "rewards differ"

@@ -173,7 +173,7 @@ def one_hacking(args: argparse.Namespace) -> None:
     from burnish.config import RLConfig, load_config
     from burnish.loops.build import build_rl
     from burnish.loops.rl import rl_step
-    from burnish.loops.run import seed_everything
+    from burnish.loops.session import seed_everything
 
     torch.set_num_threads(1)
     analyzer = SentimentIntensityAnalyzer()

@@ -57,16 +57,16 @@ def _measuring(task: Task, tokenizer: Any, curve: Any, rewards: list[float]) -> 
     class Measuring(TrainerCallback):
         """Two of the trainer's steps are one of ours: one rollout, two updates."""
 
-        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
-            curve.measured(accuracy(model, tokenizer, task))
+        def on_train_begin(self, *_: Any, **given: Any) -> None:
+            curve.measured(accuracy(given["model"], tokenizer, task))
             self.cpu = cpu_seconds()
 
-        def on_step_end(self, _: Any, state: Any, *__: Any, model: Any, **___: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if state.global_step % 2:
                 return
             curve.step(cpu_seconds() - self.cpu, task.prompts * task.samples, rewards[-1])
             if len(curve.rewards) % task.eval_every == 0:
-                curve.measured(accuracy(model, tokenizer, task))
+                curve.measured(accuracy(given["model"], tokenizer, task))
             self.cpu = cpu_seconds()
 
     return Measuring()

@@ -16,11 +16,12 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 from common import cpu_seconds, model_folder, peak_rss_mb, versions
 
 VOCAB = 49152
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "chunked, shared prefix": {"layout": "shared_prefix"},
     "chunked, packed": {"layout": "packed"},
     "chunked, padded": {"layout": "padded"},
@@ -116,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -95,13 +95,13 @@ def recipe(case: dict[str, Any], *, tiny: bool, folder: Path) -> dict[str, Any]:
         model["lora"] = {"lora_rank": case["lora"] if not tiny else 4}
     half = {"dtype": "fp32" if tiny else "bf16"}
     base: dict[str, Any] = {"model": model, "precision": half}
-    rollout = {
+    rollout: dict[str, Any] = {
         "rollout_batch_size": 16,
         "n_samples_per_prompt": 8,
         "generate_max_len": length // 2,
         "engine": {"kind": "local", "max_batch_size": case.get("batch", 64)},
     }
-    train = {
+    train: dict[str, Any] = {
         "train_batch_size": 2 * case.get("micro", 8),
         "micro_train_batch_size": case.get("micro", 8),
         "layout": case.get("layout", "packed"),
@@ -233,17 +233,19 @@ def _train(config: Any, model: Any) -> tuple[Any, list[Any]]:
         group_ids=[i // 8 for i in range(len(rows))],
     )
 
+    optimizer = engine.optimizer
+    assert optimizer is not None
+
     def step() -> None:
-        def loss(outputs: Any, part: Any) -> Any:
-            return -outputs.logprobs.sum() / part.num_tokens, Stats()
+        def loss(outputs: Any, batch: Any) -> Any:
+            return -outputs.logprobs.sum() / batch.num_tokens, Stats()
 
         engine.forward_backward(batch, loss)
         engine.optim_step()
         engine.forward_backward(batch, loss)  # with the moments there
-        engine.optimizer.zero_grad()
+        optimizer.zero_grad()
 
-    assert engine.optimizer is not None
-    masters = list(engine.optimizer.masters)
+    masters = list(optimizer.masters)
     return step, [*engine.model.parameters(), *engine.model.buffers(), *masters]
 
 
@@ -259,7 +261,7 @@ def _rollout(config: Any, model: Any) -> Any:
     model.generation_config.eos_token_id = None
     tokenizer = scratch_tokenizer("0123456789")
     engine = LocalRolloutEngine(model.eval(), tokenizer, config.rollout.engine)
-    engine._end_tokens = frozenset()  # rows of full length
+    engine._end_tokens = set()  # rows of full length
     prompt = tuple([7] * config.data.prompt_max_len)
     count = -(-config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt // 8)
     requests = [Request(f"{i}", prompt, n=8, seed=i) for i in range(count)]

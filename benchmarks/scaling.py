@@ -254,9 +254,14 @@ def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedRu
 
     if not real.is_initialized():
         here = str(Path(__file__).parent)
-        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        options: dict[str, Any] = {
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+        }
         paths = {"env_vars": {"PYTHONPATH": f"{here}:{Path(here).parent}", "OMP_NUM_THREADS": "1"}}
-        real.init(address="local", num_cpus=args.ray + 1, runtime_env=paths, **options)
+        options |= {"logging_level": "ERROR", "runtime_env": paths}
+        real.init(address="local", num_cpus=args.ray + 1, **options)
     kind = real.remote(SimulatedWorker).options(num_cpus=0)
     handles = [kind.remote(args.tokens, workers) for _ in range(min(args.ray, workers))]
     real.get([h.beat.remote() for h in handles])
@@ -268,7 +273,7 @@ def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedRu
 def measure(workers: int, args: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Stage -> (user-CPU, wall) seconds."""
     clock = Clock()
-    runtime = connect(clock, workers, args)
+    runtime: Any = connect(clock, workers, args)
     model = ModelConfig(scratch=ScratchConfig(alphabet="01"))
     engine = RemoteRolloutEngine(runtime, model, LocalEngine(), max_len=None)
     with rare_collections():

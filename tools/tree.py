@@ -13,7 +13,7 @@ from pathlib import Path
 BEGIN, END = "<!-- tree: begin (made by tools/tree.py) -->", "<!-- tree: end -->"
 FOLDERS = ("burnish", "recipes", "benchmarks", "tools", "docs")
 _COMMENT = re.compile(r"^\s*(?:#+|//|/\*+|<!--|\{#)\s*(.+?)\s*(?:\*/|-->|#\})?\s*$")
-_SENTENCE_END = re.compile(r"(?<=\.)\s")
+_SENTENCE_END = re.compile(r"(?<=\.)(?<!\bDr\.)\s")
 _WIDTH = 92
 
 
@@ -40,9 +40,12 @@ def first_sentence(path: Path) -> str:
     if path.suffix == ".py":
         said = ast.get_docstring(ast.parse(text)) or ""
     else:
-        first = next((line for line in text.splitlines() if line.strip()), "")
-        match = _COMMENT.match(first)
-        said = match[1] if match else ""
+        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#!")]
+        said = ""
+        for match in map(_COMMENT.match, lines):
+            if match is None or path.suffix == ".md" and said:
+                break
+            said += f" {match[1]}"
     words = " ".join(said.split("\n\n")[0].replace("`", "").split())
     sentence = _SENTENCE_END.split(words)[0].rstrip(".:;")
     return (

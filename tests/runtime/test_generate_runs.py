@@ -149,7 +149,7 @@ FORMS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", product(FORMS, ("jsonl", "parquet")), ids="-".join)
+@pytest.mark.parametrize("case", list(product(FORMS, ("jsonl", "parquet"))), ids="-".join)
 def test_the_next_job_reads_the_very_tokens_that_the_model_read(
     case: tuple[str, str],
     generate: MakeConfig,

@@ -43,7 +43,7 @@ def first_sentence(path: Path) -> str:
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#!")]
         said = ""
         for match in map(_COMMENT.match, lines):
-            if match is None or path.suffix == ".md" and said:
+            if match is None or (path.suffix == ".md" and said):
                 break
             said += f" {match[1]}"
     words = " ".join(said.split("\n\n")[0].replace("`", "").split())

@@ -7,18 +7,17 @@
     python benchmarks/learning.py hacking
     python benchmarks/learning.py table && python benchmarks/learning.py figures
 
-Every run is a process of its own with one thread and leaves one JSON file below ``--out``
-(runs/learning); what is there is not run again. ``table`` prints docs/learning.md's tables from
-those files, ``figures`` draws docs/figures/learning_*.svg. Same model, prompts, samples per step,
-learning rate, AdamW and clipping everywhere; two optimizer steps per rollout; no KL term. Seconds
-are user-CPU seconds without loading and without the held-out measurements. Needs the extra
-``bench`` for TRL.
+Every run is a process of its own with one thread and adds a line to ``--out``
+(runs/learning.jsonl); what is there is not run again. ``table`` prints docs/learning.md's tables
+from it, ``figures`` draws docs/figures/learning_*.svg; the runs of those are in
+docs/figures/learning.jsonl. Same model, prompts, samples per step, learning rate, AdamW and
+clipping everywhere; two optimizer steps per rollout; no KL term. Seconds are user-CPU seconds
+without loading and without the held-out measurements. Needs the extra ``bench``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from common import cpu_seconds, inline_runtime
+from learning_results import Results
 from learning_tasks import TASKS, TRL, VARIANTS, Task, recipe
 
-OUT = Path("runs/learning")
+OUT = Path("runs/learning.jsonl")
 Line = dict[str, float]
 
 
@@ -99,27 +99,25 @@ def one(args: argparse.Namespace) -> None:
         curve = run_burnish(task, args.name, args.seed)
     found = {"task": args.task, "name": args.name, "seed": args.seed}
     found |= {"lines": curve.lines, "rewards": curve.rewards}
-    args.file.parent.mkdir(parents=True, exist_ok=True)
-    args.file.write_text(json.dumps(found) + "\n")
+    Results(args.out).add(found)
 
 
 def run(args: argparse.Namespace) -> None:
     """All that is missing, one after the other."""
+    results = Results(args.out)
     for seed in args.seeds:
         for name in args.names:
-            file = args.out / args.task / f"{name}-{seed}.json"
-            if file.is_file():
+            if results.has(args.task, name, seed):
                 continue
-            child("one", "--task", args.task, "--name", name, "--seed", str(seed), file=file)
-            last = json.loads(file.read_text())["lines"]
-            print(f"{file}: {last[0]['accuracy']:.3f} -> {last[-1]['accuracy']:.3f}", flush=True)
+            child(args.out, "one", "--task", args.task, "--name", name, "--seed", str(seed))
+            print(args.task, name, seed, flush=True)
 
 
-def child(*words: str, file: Path) -> None:
-    """One run in its own process."""
+def child(out: Path, *words: str) -> None:
+    """One run in its own process, which adds it to ``out``."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, __file__, *words, "--file", str(file)],
+        [sys.executable, __file__, "--out", str(out), *words],
         env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     if done.returncode:
@@ -150,14 +148,12 @@ def main() -> None:  # house: ok one parser
     single.add_argument("--task", choices=sorted(TASKS), required=True)
     single.add_argument("--name", required=True)
     single.add_argument("--seed", type=int, required=True)
-    single.add_argument("--file", type=Path, required=True)
     pairs = part("preference", preference)
     pairs.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     part("hacking", hacking).add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     hacked = part("one-hacking", one_hacking)
     hacked.add_argument("--kl", type=float, required=True)
     hacked.add_argument("--seed", type=int, required=True)
-    hacked.add_argument("--file", type=Path, required=True)
     part("table", table)
     part("figures", figures).add_argument("--to", type=Path, default=Path("docs/figures"))
     args = parser.parse_args()

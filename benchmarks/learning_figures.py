@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from common import markdown_table, use_svg_style, versions
+from learning_results import Results, Run
 from learning_tasks import TRL, VARIANTS
 
 # Colours that are told apart with colour-blind eyes too (Okabe and Ito; grey for the other
@@ -22,12 +21,6 @@ TITLES = {
     "sort": "Sorting four digits (0.1M parameters)",
     "chain_sum": "Sums of two numbers (SmolLM2-135M)",
 }
-Run = dict[str, Any]
-
-
-def load(folder: Path) -> list[Run]:
-    """The runs of a folder, by name of file."""
-    return [json.loads(f.read_text()) for f in sorted(folder.glob("*.json"))]
 
 
 def _by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -52,11 +45,11 @@ def table(args: argparse.Namespace) -> None:
     """Print every table."""
     print(versions("torch", "transformers", "trl") + "\n")
     for task, title in TITLES.items():
-        if runs := load(args.out / task):
+        if runs := Results(args.out).runs(task):
             print(f"### {title}\n\n" + "\n".join(_learning_rows(runs)) + "\n")
-    if runs := load(args.out / "preference"):
+    if runs := Results(args.out).runs("preference"):
         print("### Preferences\n\n" + "\n".join(_preference_rows(runs)) + "\n")
-    if runs := load(args.out / "hacking"):
+    if runs := Results(args.out).runs("hacking"):
         print("### A reward that can be cheated\n\n" + "\n".join(_hacking_rows(runs)) + "\n")
 
 
@@ -91,14 +84,14 @@ def _preference_rows(runs: Sequence[Run]) -> Iterator[str]:
 def _hacking_rows(runs: Sequence[Run]) -> Iterator[str]:
     heads = ["KL weight", "seeds", "", "sentiment", "KL per token", "distinct words", "entropy"]
     rows = []
-    for coef in sorted({r["kl_coef"] for r in runs}):
-        own = [r for r in runs if r["kl_coef"] == coef]
+    for coef in dict.fromkeys(r["name"] for r in runs):
+        own = [r for r in runs if r["name"] == coef]
         for when, part in (("first step", slice(0, 1)), ("last 5 steps", slice(-5, None))):
             cells = [
                 spread([statistics.fmean(s[key] for s in r["steps"][part]) for r in own])
                 for key in ("reward", "kl", "distinct", "entropy")
             ]
-            rows.append([f"{coef:g}", str(len(own)), when, *cells])
+            rows.append([coef, str(len(own)), when, *cells])
     return markdown_table(heads, rows)
 
 
@@ -109,8 +102,10 @@ def figures(args: argparse.Namespace) -> None:
     """Draw what there are runs for."""
     use_svg_style()
     args.to.mkdir(parents=True, exist_ok=True)
-    drawn = {task: _draw_task(load(args.out / task), title) for task, title in TITLES.items()}
-    drawn["hacking"] = _draw_hacking(load(args.out / "hacking"))
+    drawn = {
+        task: _draw_task(Results(args.out).runs(task), title) for task, title in TITLES.items()
+    }
+    drawn["hacking"] = _draw_hacking(Results(args.out).runs("hacking"))
     for name, figure in drawn.items():
         if figure is not None:
             file = args.to / f"learning_{name}.svg"
@@ -153,14 +148,16 @@ def _draw_hacking(runs: Sequence[Run]) -> Any:
     names = {"reward": "sentiment (the reward)", "kl": "KL to the first model, per token",
              "distinct": "distinct words of a text"}  # fmt: skip
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
-    colours = dict(zip(sorted({r["kl_coef"] for r in runs}), ("#d55e00", "#0072b2"), strict=False))
+    colours = dict(
+        zip(dict.fromkeys(r["name"] for r in runs), ("#d55e00", "#0072b2"), strict=False)
+    )
     for axes, (key, label) in zip(panels, names.items(), strict=True):
         for coef, colour in colours.items():
-            own = [[s[key] for s in r["steps"]] for r in runs if r["kl_coef"] == coef]
+            own = [[s[key] for s in r["steps"]] for r in runs if r["name"] == coef]
             points = list(zip(*own, strict=True))
             steps = range(1, len(points) + 1)
             mean = [statistics.fmean(p) for p in points]
-            axes.plot(steps, mean, color=colour, label=f"KL weight {coef:g}", linewidth=1.7)
+            axes.plot(steps, mean, color=colour, label=f"KL weight {coef}", linewidth=1.7)
             axes.fill_between(
                 steps,
                 [*map(min, points)],

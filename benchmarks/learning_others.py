@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common import inline_runtime, model_folder
+from learning_results import Results
 from learning_tasks import ROOT, SORT_MODEL
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -39,10 +40,9 @@ def preference(args: argparse.Namespace) -> None:
     a wrong one. A win is an answer with a higher verdict than one of the model before; equal
     verdicts are half a win, so that the model against itself has 0.5.
     """
-    folder = args.out / "preference"
-    folder.mkdir(parents=True, exist_ok=True)
+    results = Results(args.out)
     for seed in args.seeds:
-        missing = [k for k in LOSSES if not (folder / f"{k}-{seed}.json").is_file()]
+        missing = [k for k in LOSSES if not results.has("preference", k, seed)]
         if not missing:
             continue
         with tempfile.TemporaryDirectory() as work:
@@ -53,12 +53,12 @@ def preference(args: argparse.Namespace) -> None:
                 rows = data["singles" if single else "pairs"]
                 model = _preferred(kind, rows, Path(work) / kind, seed)
                 after = _verdicts(model, Path(work) / f"after-{kind}", seed)
-                found = {"name": kind, "seed": seed, "rows": len(rows.read_text().splitlines())}
+                found = {"task": "preference", "name": kind, "seed": seed}
+                found |= {"rows": len(rows.read_text().splitlines())}
                 found |= {"before": _mean(before), "after": _mean(after)}
                 found["win_rate"] = win_rate(after, before)
-                file = folder / f"{kind}-{seed}.json"
-                file.write_text(json.dumps(found) + "\n")
-                print(file, found["win_rate"], flush=True)
+                results.add(found)
+                print(kind, seed, found["win_rate"], flush=True)
 
 
 def win_rate(after: dict[str, list[float]], before: dict[str, list[float]]) -> float:
@@ -157,12 +157,10 @@ def hacking(args: argparse.Namespace) -> None:
 
     for seed in args.seeds:
         for kl in KL_COEFS:
-            file = args.out / "hacking" / f"kl{kl:g}-{seed}.json"
-            if file.is_file():
+            if Results(args.out).has("hacking", f"{kl:g}", seed):
                 continue
-            child("one-hacking", "--kl", str(kl), "--seed", str(seed), file=file)
-            last = json.loads(file.read_text())["steps"][-1]
-            print(file, {k: round(v, 3) for k, v in last.items()}, flush=True)
+            child(args.out, "one-hacking", "--kl", str(kl), "--seed", str(seed))
+            print("KL weight", kl, "seed", seed, flush=True)
 
 
 def one_hacking(args: argparse.Namespace) -> None:
@@ -196,9 +194,8 @@ def one_hacking(args: argparse.Namespace) -> None:
         kl = {"kl": metrics["train/kl"]} if math.isfinite(metrics.get("train/kl", math.nan)) else {}
         line = {"step": step, "reward": metrics["reward/mean"], **kl}
         steps.append(line | {"distinct": distinct(said), "entropy": metrics["train/entropy"]})
-    found = {"kl_coef": args.kl, "seed": args.seed, "steps": steps, "samples": said[:4]}
-    args.file.parent.mkdir(parents=True, exist_ok=True)
-    args.file.write_text(json.dumps(found) + "\n")
+    found = {"task": "hacking", "name": f"{args.kl:g}", "seed": args.seed}
+    Results(args.out).add({**found, "steps": steps, "samples": said[:4]})
 
 
 def distinct(texts: list[str]) -> float:

@@ -1,0 +1,34 @@
+"""Where ``learning.py`` keeps its runs: one file, a JSON object a line, only ever added to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+
+
+class Results:
+    """The runs of a file. Several processes may add to it: a line is one write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def runs(self, task: str) -> list[Run]:
+        """Of a task, by name and seed, whatever order they were made in."""
+        if not self.path.is_file():
+            return []
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        found = [run for run in map(json.loads, lines) if run["task"] == task]
+        return sorted(found, key=lambda run: (run["name"], run["seed"]))
+
+    def has(self, task: str, name: str, seed: int) -> bool:
+        """Whether this run is there."""
+        return any(run["name"] == name and run["seed"] == seed for run in self.runs(task))
+
+    def add(self, run: Run) -> None:
+        """Keep a run: ``task``, ``name``, ``seed``, and what it measured."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            file.write(json.dumps(run).encode() + b"\n")

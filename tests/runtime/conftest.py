@@ -149,3 +149,22 @@ def rows_of() -> Callable[..., list[dict[str, Any]]]:
         return [dict(source[i].values) for i in range(len(source))]
 
     return read
+
+
+@pytest.fixture
+def compare() -> Callable[[list[dict[str, float]], list[dict[str, float]]], None]:
+    """Two runs measured the same, step by step: all of the first's names but clocks, memory and
+    how the weights travelled."""
+
+    def check(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+        assert [line["step"] for line in one] == [line["step"] for line in other]
+        for first, second in zip(one, other, strict=True):
+            names = {n for n in first if not n.startswith(("time", "memory/", "sync/"))}
+            names = {n for n in names if not n.endswith("tokens_per_s")}
+            assert len(names) >= 2 and names <= set(second)
+            for name in names:
+                # fp32 sums over two ranks instead of one; gaps are of that size themselves
+                about = pytest.approx(first[name], rel=1e-4, abs=2e-6, nan_ok=True)
+                assert second[name] == about, (first["step"], name)
+
+    return check

@@ -17,6 +17,8 @@ from burnish.observe.metrics import read_metrics
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 
 MakeConfig = Callable[..., JobConfig]
+Lines = list[dict[str, float]]
+Compare = Callable[[Lines, Lines], None]
 RAY = [
     "cluster.runtime=ray",
     "cluster.layout=separate",
@@ -40,28 +42,13 @@ GAE = [
 ]
 
 
-def compare(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
-    """All that ``one`` measured, step by step, but clocks and memory."""
-    assert [line["step"] for line in one] == [line["step"] for line in other]
-    for first, second in zip(one, other, strict=True):
-        names = {n for n in first if not n.startswith(("time", "memory/"))}
-        names = {n for n in names if not n.endswith("tokens_per_s")}
-        assert len(names) >= 2 and names <= set(second)
-        for name in names:
-            # fp32 sums over two ranks instead of one; gaps are of that size themselves
-            assert second[name] == pytest.approx(first[name], rel=1e-4, abs=2e-6, nan_ok=True), (
-                first["step"],
-                name,
-            )
-
-
-def lines_of(config: JobConfig, reward: Any = None, **more: Any) -> list[dict[str, float]]:
+def lines_of(config: JobConfig, reward: Any = None, **more: Any) -> Lines:
     rewards = {} if reward is None else {"rewards": reward}
     return read_metrics(burnish.run(config, **rewards, **more).run_dir)
 
 
 def test_grpo_gives_the_numbers_of_one_process_while_the_engine_changes_with_every_step(
-    rl: MakeConfig, reward: Any, evaluation: list[str]
+    rl: MakeConfig, reward: Any, evaluation: list[str], compare: Compare
 ) -> None:
     """Each engine takes a step on two ranks and saves, and the next resumes from that: FSDP2, one
     rank of torch, ZeRO 1, 2 and 3, and FSDP2 again."""
@@ -79,7 +66,7 @@ def test_grpo_gives_the_numbers_of_one_process_while_the_engine_changes_with_eve
 
 @pytest.mark.parametrize("engine", SOME)
 def test_ppo_with_a_critic_and_a_reference_gives_the_same_numbers(
-    engine: str, rl: MakeConfig, reward: Any
+    engine: str, rl: MakeConfig, reward: Any, compare: Compare
 ) -> None:
     one = lines_of(rl(*GAE, "train.lr=1e-2", f"run_dir={rl().run_dir}-one"), reward)
     compare(one, lines_of(rl(*GAE, "train.lr=1e-2", *RAY, *SHARDED[engine]), reward))
@@ -96,7 +83,7 @@ def test_a_lora_policy_and_its_base_live_on_the_same_shards(
 
 
 def test_a_reward_model_trains_in_shards_and_scores_from_them(
-    rl: MakeConfig, tmp_path: Path
+    rl: MakeConfig, tmp_path: Path, compare: Compare
 ) -> None:
     rows = [{"prompt": f"{i}=", "chosen": str(i), "rejected": "+"} for i in range(16)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

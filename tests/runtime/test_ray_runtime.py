@@ -29,27 +29,12 @@ from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 from burnish.runtime.base import ClusterError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 
 MakeConfig = Callable[..., JobConfig]
+Lines = list[dict[str, float]]
+Compare = Callable[[Lines, Lines], None]
 RAY = ["cluster.runtime=ray", "cluster.policy_ranks=2"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """16 places to hand out, on whatever cores there are."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=16,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=256 << 20,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -76,24 +61,6 @@ def workers(kind: str) -> list[psutil.Process]:
     return found
 
 
-def compare(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
-    """All that was measured, step by step, but clocks and memory."""
-    assert [line["step"] for line in one] == [line["step"] for line in other]
-    for first, second in zip(one, other, strict=True):
-        names = [
-            n
-            for n in first
-            if not n.startswith(("time", "memory/", "sync/")) and not n.endswith("tokens_per_s")
-        ]
-        assert len(names) >= 2 and set(names) == {n for n in second if n in set(names)}
-        for name in names:
-            # fp32 sums over two ranks instead of one; gaps are of that size themselves
-            assert second[name] == pytest.approx(first[name], rel=1e-4, abs=2e-6, nan_ok=True), (
-                first["step"],
-                name,
-            )
-
-
 GAE = [
     "algorithm.advantage=gae",
     "algorithm.kl.init_kl_coef=0.1",
@@ -113,7 +80,7 @@ GAE = [
     ],
 )
 def test_rl_gives_the_numbers_of_one_process(
-    options: list[str], rl: MakeConfig, reward: Any, evaluation: list[str]
+    options: list[str], rl: MakeConfig, reward: Any, evaluation: list[str], compare: Compare
 ) -> None:
     common = [*options, *evaluation, "max_steps=3", "train.lr=1e-2"]
     inline = rl(*common, f"run_dir={rl().run_dir}-inline")
@@ -134,7 +101,7 @@ def test_a_lora_policy_and_its_base_live_on_the_same_workers(rl: MakeConfig, rew
     assert all(line["train/mismatch_max"] < 1e-5 for line in lines), "merged weights arrived"
 
 
-def test_layouts_change_places_and_no_number(rl: MakeConfig, reward: Any) -> None:
+def test_layouts_change_places_and_no_number(rl: MakeConfig, reward: Any, compare: Compare) -> None:
     runs = []
     for layout in ("colocate_all", "colocate_actor_ref", "separate"):
         config = rl(*RAY, *GAE, f"cluster.layout={layout}", f"run_dir={rl().run_dir}-{layout}")
@@ -145,7 +112,7 @@ def test_layouts_change_places_and_no_number(rl: MakeConfig, reward: Any) -> Non
 
 @pytest.mark.parametrize("job", ["sft", "rm"])
 def test_supervised_jobs_give_the_numbers_of_one_process(
-    job: str, write_rows: Callable[..., str], tmp_path: Path
+    job: str, write_rows: Callable[..., str], tmp_path: Path, compare: Compare
 ) -> None:
     rows = [
         {"prompt": f"{i}=", "response": str(i), "chosen": str(i), "rejected": "+"}
@@ -168,10 +135,8 @@ def test_supervised_jobs_give_the_numbers_of_one_process(
 
 
 def test_a_reward_model_scores_on_its_own_workers_and_evaluate_runs(
-    rl: MakeConfig, evaluation: list[str], tmp_path: Path, sums: str
+    rl: MakeConfig, tmp_path: Path, compare: Compare
 ) -> None:
-    from burnish.models.value_head import load_scalar_model  # noqa: F401  (the reward's loader)
-
     rows = [{"prompt": f"{i}=", "chosen": str(i), "rejected": "+"} for i in range(16)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     rm = burnish.load_config(
@@ -241,17 +206,16 @@ def trained_once(run_dir: Path, *, prompts: int, samples: int) -> None:
     assert len(found) == prompts and set(found.values()) == {samples}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["RolloutWorker", "TrainWorker"])
 def test_a_killed_worker_is_replaced_and_the_numbers_are_those_of_an_undisturbed_run(
-    kind: str, seed: int, rl: MakeConfig, reward: Any
+    kind: str, rl: MakeConfig, reward: Any, compare: Compare
 ) -> None:
-    """16 prompts, 4 a step, 8 steps: two epochs."""
+    """16 prompts, 4 a step, 8 steps: two epochs. (At other moments: tests/faults.)"""
     common = ["max_steps=8", "train.lr=1e-2", "checkpoint.every_n_steps=2"]
     whole = rl(*common, f"run_dir={rl().run_dir}-whole")
     expected = read_metrics(burnish.run(whole, rewards=reward).run_dir)
     config = rl(*common, *RAY, f"run_dir={rl().run_dir}-killed")
-    killer = Killer(Path(config.run_dir), kind, lines=1 + seed, seed=seed)
+    killer = Killer(Path(config.run_dir), kind, lines=2, seed=1)
     killer.start()
     burnish.run(config, rewards=slowly(reward))
     killer.join(60)

@@ -8,6 +8,7 @@ What comes out loads with plain ``AutoModelForCausalLM.from_pretrained`` (polici
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -36,7 +37,12 @@ from burnish.models.lora import merged_weights, peft_config
 from burnish.models.tensor_files import tensor_sets
 from burnish.models.value_head import load_scalar_model
 
+log = logging.getLogger("burnish")
+
 LoraForm = Literal["merge", "adapter"]
+
+SCORE_STATS = {"reward_mean", "reward_std", "process_reward_stats"}
+"""What a reward model's config says of its scores on held-out rows."""
 
 
 def export(
@@ -83,7 +89,8 @@ def export(
         _save_adapter(network, config, target, wanted)
     else:
         cast = {n: t.to(wanted) for n, t in weights.items()}
-        _save_merged(cast, (source, target), scalar=scalar, shard=max_shard_size)
+        averaged = kind == "ema"
+        _save_merged(cast, (source, target), scalar=scalar, averaged=averaged, shard=max_shard_size)
     _copy_tokenizer(source / "hf", target)
     if scalar:
         _set_pad_token(target)
@@ -151,14 +158,23 @@ def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: 
 
 
 def _save_merged(
-    weights: dict[str, Tensor], folders: tuple[Path, Path], *, scalar: bool, shard: str
+    weights: dict[str, Tensor],
+    folders: tuple[Path, Path],
+    *,
+    scalar: bool,
+    averaged: bool,
+    shard: str,
 ) -> None:
     source, target = folders
     config = AutoConfig.from_pretrained(source / "hf")
     config.use_cache = True
     if scalar:
         config.num_labels = 1
-        config.update(_facts(source) | _score_stats(source))
+        for name in SCORE_STATS & set(vars(config)):  # of the model the run began with
+            delattr(config, name)
+        config.update(_facts(source))
+        if not averaged:  # held-out rows were scored with the weights themselves
+            config.update(_score_stats(source))
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     dtype = next(iter(weights.values())).dtype
     shell: PreTrainedModel = auto.from_config(config, dtype=dtype)
@@ -178,11 +194,22 @@ def _facts(source: Path) -> dict[str, Any]:
 
 
 def _score_stats(source: Path) -> dict[str, Any]:
-    """Mean and spread of a reward model's scores on the run's held-out rows, where it had any; of a
-    process reward model for each way to make one score of several steps."""
+    """Mean and spread of a reward model's scores on the run's held-out rows, where these weights
+    were measured on any; of a process reward model for each way to make one score of several
+    steps."""
     if source.name != "reward" or not (source.parent / "session.json").is_file():
         return {}
-    last = load_state(source.parent, "session").get("last", {})
+    session = load_state(source.parent, "session")
+    if session.get("evaluated_step") != session["step"]:
+        log.warning(
+            "no mean and spread of its scores go with this reward model: at step %d of the run, "
+            "held-out rows were not measured; rewards of it cannot have normalize=true. For them, "
+            "save at steps that are evaluated (checkpoint.every_n_steps a multiple of "
+            "eval_every_n_steps) or export the run's last checkpoint",
+            session["step"],
+        )
+        return {}
+    last = session["last"]
     named = {"reward_mean": "eval/score_mean", "reward_std": "eval/score_std"}
     found: dict[str, Any] = {k: float(last[name]) for k, name in named.items() if name in last}
     steps = re.compile(r"eval/score_(min|product|last|mean)_mean")

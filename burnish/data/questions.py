@@ -87,7 +87,8 @@ class Questions:
                 "output that ends in .jsonl"
             )
         self.digest = encoder.digest.hexdigest()
-        """Of all prompts and their tokens: a resumed run must have the same."""
+        """Of all prompts, their tokens, labels and other columns: a resumed run must have the
+        same."""
         self.left_out = sorted(encoder.left_out)
         """Columns of the data that rows of the output have no place for."""
         encoder.scanned = True
@@ -155,16 +156,18 @@ class _QuestionEncoder:
             content = stated if condition.wanted_reward is not None else content
         encoder = self._of_text if plain else self._of_messages
         prompt = encoder.with_content(row, ref, content)
+        columns = self._columns(row.values)
         if not self.scanned:
             self.forms.add(plain)
-            self.digest.update(f"{prompt.id} {prompt.token_ids}\n".encode(errors="replace"))
+            told = f"{prompt.id} {prompt.token_ids} {prompt.label!r} {columns!r}\n"
+            self.digest.update(told.encode(errors="replace"))
         return Question(
             prompt,
             content=content,
             unconditioned=unconditioned,
             label=prompt.label,
             has_label=config.label_key in row.values,
-            columns=self._columns(row.values),
+            columns=columns,
         )
 
     def length(self, item: Question) -> int:

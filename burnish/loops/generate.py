@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 import time
 import zlib
 from collections.abc import Mapping
@@ -43,7 +44,20 @@ log = logging.getLogger("burnish")
 Metrics = dict[str, float]
 
 MAY_CHANGE = ("run_dir", "cluster", "device", "observe", "output", "rollout.engine")
-"""Keys that a resumed run may set anew: none of them decides what is sampled."""
+"""Keys that a resumed run may set anew: none of them decides what is asked and which responses are
+kept. (Another ``rollout.engine.kind`` draws other random numbers of the same distribution.)"""
+
+_HOW_TO_ASK = (
+    *("urls", "batch_size", "max_concurrency", "max_reply_bytes", "token_env", "use_proxy"),
+    *("connect_timeout_s", "read_timeout_s", "retries", "backoff_s", "max_backoff_s", "rest_s"),
+    *("num_workers", "micro_batch_size"),
+)
+_MAY_CHANGE = re.compile(
+    rf"({'|'.join(map(re.escape, MAY_CHANGE))}|on_reward_failure|"
+    rf"rewards\.\d+\.({'|'.join(_HOW_TO_ASK)}))(\..*)?"
+)
+"""Also how rewards are asked, and what happens where one fails: a run that a reward ended goes on
+with what the error advises."""
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 _ENDS_BYTES = 1 << 22
@@ -167,12 +181,12 @@ def check_same_recipe(config: GenerateConfig, run_dir: Path) -> None:
         raise RunError(
             f"the run {run_dir} was begun with another recipe, and its rows would be of two: "
             f"{'; '.join(changed)}. Go on without these changes, or start a new run. ("
-            f"{', '.join(MAY_CHANGE)} may change.)"
+            f"{', '.join(MAY_CHANGE)}, on_reward_failure and how rewards are asked may change.)"
         )
 
 
 def _may_change(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+    return _MAY_CHANGE.fullmatch(key) is not None
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:
@@ -277,8 +291,8 @@ class GenerateRun:
         if state is not None and {name: state.get(name) for name in mine} != mine:
             raise RunError(
                 f"the run {self.run_dir} was begun with {state.get('prompts')} prompts, and the "
-                f"data gives {len(questions)} now, or other ones; rows would come twice or never. "
-                "Restore the data and the tokenizer, or start a new run"
+                f"data gives {len(questions)} now, or other ones; rows would come twice, "
+                "never, or with another label. Restore the data and the tokenizer, or start a new run"
             )
         return mine
 

@@ -170,6 +170,8 @@ class Session:
         self._last: Metrics = {}
         self._measured_step = -1
         """The step at which the best metric was last measured."""
+        self._evaluated_step = -1
+        """The step at which held-out rows were last measured."""
         self._saved_step = -1
         self._spikes = SpikeAlarm()
         self.recover: Callable[[WorkerLostError], None] | None = None
@@ -337,6 +339,8 @@ class Session:
         self._last |= metrics
         if self.best_metric in metrics:
             self._measured_step = step
+        if any(name.startswith("eval/") for name in metrics):
+            self._evaluated_step = step
 
     # ---- checkpoints -------------------------------------------------------------------------
 
@@ -350,9 +354,8 @@ class Session:
 
         def write(folder: Path) -> None:
             state.save(folder)
-            save_state(
-                folder, "session", {"step": self.step, "rng": capture_rng(), "last": self._last}
-            )
+            told = {"step": self.step, "evaluated_step": self._evaluated_step, "last": self._last}
+            save_state(folder, "session", told | {"rng": capture_rng()})
 
         # A value measured at an earlier step says nothing about these weights.
         fresh = self._measured_step == self.step
@@ -382,6 +385,7 @@ class Session:
             raise RunError(f"{newest} does not fit this recipe: {error}") from error
         session = load_state(newest, "session")
         self.step = self._saved_step = session["step"]
+        self._evaluated_step = session.get("evaluated_step", -1)
         self._last = dict(session["last"])
         self.metrics.rewind(self.step)
         self._spikes = SpikeAlarm()

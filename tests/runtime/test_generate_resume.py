@@ -14,6 +14,7 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig
+from burnish.loops.generate import _may_change
 from burnish.loops.session import RunError
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
@@ -167,6 +168,7 @@ def test_a_foreign_output_is_never_written_over_and_nothing_is_lost(
         ("rollout.temperature=0.5", r"rollout.temperature: 1.0 then, 0.5 now"),
         ("mode=best_of_n", "mode.kind: 'all' then, 'best_of_n' now"),
         ("num_prompts=3", "num_prompts: None then, 3 now"),
+        ("rewards.0.weight=2", "rewards.0.weight: 1.0 then, 2.0 now"),
     ],
 )
 def test_a_resumed_run_keeps_to_its_recipe(
@@ -186,12 +188,44 @@ def test_a_resumed_run_may_use_a_smaller_engine(
     assert len(rows_of(run_dir)) == 88
 
 
+def test_a_run_that_a_reward_ended_goes_on_with_what_the_error_advises(
+    generate: MakeConfig, reward: Reward, rows_of: RowsOf
+) -> None:
+    _, run_dir = _half_done(generate)
+    advised = ("on_reward_failure.then=drop_group", "on_reward_failure.retries=2")
+    burnish.run(generate(*advised, name="half"), rewards=reward, resume=run_dir)
+    assert len(rows_of(run_dir)) == 88
+
+
+@pytest.mark.parametrize(
+    ("key", "may"),
+    [
+        ("rewards.0.urls.1", True),
+        ("rewards.1.read_timeout_s", True),
+        ("on_reward_failure.score", True),
+        ("rewards.0.weight", False),
+        ("rewards.0.timeout_s", False),  # of math: decides what counts as wrong
+        ("rewards", False),
+        ("rewards.0.urlsx", False),
+    ],
+)
+def test_how_rewards_are_asked_may_change_and_what_they_say_may_not(key: str, may: bool) -> None:
+    assert _may_change(key) is may
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [("+1=", "+2="), ('"label": "7"', '"label": "8"'), ('"level": 0', '"level": 9')],
+)
 def test_data_that_changed_under_a_run_is_refused(
-    generate: MakeConfig, reward: Reward, write_rows: Callable[..., str]
+    generate: MakeConfig, reward: Reward, then: str, now: str
 ) -> None:
     config, run_dir = _half_done(generate)
-    write_rows("asked", [{"prompt": f"{i}+2=", "label": "x", "level": 0} for i in range(22)])
-    with pytest.raises(RunError, match="other ones; rows would come twice or never"):
+    source = Path(config.data.sources[0].path)  # type: ignore[union-attr]
+    told = source.read_text()
+    source.write_text(told.replace(then, now))
+    assert source.read_text() != told
+    with pytest.raises(RunError, match="other ones; rows would come twice"):
         burnish.run(config, rewards=reward, resume=run_dir)
 
 

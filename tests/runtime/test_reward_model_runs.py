@@ -109,6 +109,37 @@ def test_a_model_without_the_two_numbers_cannot_normalise(rm: MakeConfig, tmp_pa
         load_model_reward(entry, load_tokenizer(model), engine_of)
 
 
+@pytest.fixture
+def two_checkpoints(rm: MakeConfig) -> Path:
+    """A run that measured held-out rows at step 0 and at its end, and saved between the two."""
+    options = ("checkpoint.every_n_steps=3", "checkpoint.keep_last=2", "train.ema_decay=0.5")
+    return burnish.run(rm(*options)).run_dir
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "model"), [("step_000003", "reward"), ("", "reward-ema")], ids=["early", "ema"]
+)
+def test_weights_that_were_not_measured_are_exported_without_the_two_numbers(
+    two_checkpoints: Path, tmp_path: Path, checkpoint: str, model: str
+) -> None:
+    source = two_checkpoints / "checkpoints" / checkpoint if checkpoint else two_checkpoints
+    out = burnish.export(source, tmp_path / "out", model=model)
+    config = json.loads((out / "config.json").read_text())
+    assert "reward_mean" not in config
+    assert "reward_std" not in config
+
+
+def test_a_run_that_begins_with_a_measured_model_does_not_keep_its_numbers(
+    two_checkpoints: Path, rm: MakeConfig, tmp_path: Path
+) -> None:
+    first = burnish.export(two_checkpoints, tmp_path / "first", model="reward")
+    assert "reward_mean" in json.loads((first / "config.json").read_text())
+    options = ("model.scratch=null", "eval_data=null", f"run_dir={tmp_path / 'run-2'}")
+    again = rm(f"model.path={first}", *options)
+    second = burnish.export(burnish.run(again).run_dir, tmp_path / "second", model="reward")
+    assert "reward_mean" not in json.loads((second / "config.json").read_text())
+
+
 def test_a_margin_column_with_log_exp_is_refused(rm: MakeConfig) -> None:
     with pytest.raises(ConfigError, match="loss=log_exp, which has no margin"):
         rm("loss=log_exp", "data.margin_key=by")

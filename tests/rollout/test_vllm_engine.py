@@ -630,6 +630,7 @@ def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.Monke
         start(config_of(tied=True))
 
 
+@pytest.mark.alone  # another vLLM's traces are not its own
 @pytest.mark.parametrize(
     ("sizes", "options", "told"),
     [

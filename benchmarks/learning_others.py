@@ -212,8 +212,9 @@ def _sentiment_recipe(kl: float, seed: int, folder: Path) -> dict[str, Any]:
         "job": "rl",
         "run_dir": str(folder / "run"),
         "seed": seed,
-        "max_steps": 30,
+        "max_steps": 25,
         "model": {"path": str(model_folder())},
+        "precision": {"dtype": "bf16"},
         "data": {"sources": [str(folder / "prompts.jsonl")], "prompt_max_len": 16},
         "rollout": {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "generate_max_len": 16},
         "rewards": [{"kind": "function"}],
@@ -222,6 +223,6 @@ def _sentiment_recipe(kl: float, seed: int, folder: Path) -> dict[str, Any]:
             # measured in both runs; the weight that is almost 0 changes nothing
             "kl": {"init_kl_coef": kl or 1e-9, "placement": "loss", "estimator": "k3"},
         },
-        "train": {"train_batch_size": 64, "lr": 2e-5},
+        "train": {"train_batch_size": 64, "lr": 1e-4},
         "observe": {"samples_per_step": 0},
     }

@@ -35,6 +35,12 @@ class Task:
     exact: bool
     """The response is the label, else it begins with it."""
 
+    @property
+    def stop(self) -> str | None:
+        """Where a response ends that has no end token: answers that need not be exact are one
+        line."""
+        return None if self.exact else "\n"
+
     def reward(self, response: str, label: str) -> float:
         """1 for a right answer, else 0."""
         return float(response == label if self.exact else response.strip().startswith(label))
@@ -114,7 +120,7 @@ def recipe(task: Task, name: str, seed: int, folder: Path) -> dict[str, Any]:
             "rollout_batch_size": task.prompts if groups else total,
             "n_samples_per_prompt": task.samples if groups else 1,
             "generate_max_len": task.new_tokens,
-            **({} if task.exact else {"stop": ["\n"]}),
+            **({} if task.stop is None else {"stop": [task.stop]}),
         },
         "rewards": [{"kind": "function"}],
         "algorithm": {"advantage": "grpo"},

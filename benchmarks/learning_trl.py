@@ -32,6 +32,7 @@ def run_trl(task: Task, seed: int, curve: Any) -> Any:
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    model.generation_config.eos_token_id = _ends(task, tokenizer)
     rewards: list[float] = []
 
     def score(completions: list[str], label: list[str], **_: Any) -> list[float]:
@@ -49,6 +50,17 @@ def run_trl(task: Task, seed: int, curve: Any) -> Any:
     )
     trainer.train()
     return curve
+
+
+def _ends(task: Task, tokenizer: Any) -> list[int]:
+    """The end token, and every token in which a response would stop: TRL has no stop strings, but
+    several end tokens."""
+    stops = [
+        token
+        for token in range(len(tokenizer))
+        if task.stop is not None and task.stop in tokenizer.decode([token])
+    ]
+    return [tokenizer.eos_token_id, *stops]
 
 
 def _measuring(task: Task, tokenizer: Any, curve: Any, rewards: list[float]) -> Any:

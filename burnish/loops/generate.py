@@ -292,7 +292,8 @@ class GenerateRun:
             raise RunError(
                 f"the run {self.run_dir} was begun with {state.get('prompts')} prompts, and the "
                 f"data gives {len(questions)} now, or other ones; rows would come twice, "
-                "never, or with another label. Restore the data and the tokenizer, or start a new run"
+                "never, or with another label. Restore the data and the tokenizer, or "
+                "start a new run"
             )
         return mine
 

@@ -21,8 +21,10 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import fsync, read_manifest, sync_tree, verify, write_manifest
@@ -34,6 +36,42 @@ _STEP = re.compile(r"step_(\d{6,})")
 _TEMPORARY = re.compile(r"\.tmp-step_\d{6,}-(\d{1,9})")
 _REPLACED = re.compile(r"\.replaced-step_(\d{6,})")
 _TRASH = re.compile(r"\.trash-.*")
+
+
+class BeingWritten(Protocol):
+    """A part of a checkpoint that is written while other things go on."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, for good or ill."""
+        ...
+
+    def wait(self) -> None:
+        """Until it is whole. Raises what kept it from that."""
+        ...
+
+
+class Written:
+    """A part that was written at once. Implements :class:`BeingWritten`."""
+
+    done = True
+
+    def wait(self) -> None:
+        """It is whole."""
+
+
+class Writing:
+    """A checkpoint that is not there yet."""
+
+    def __init__(self, pending: Sequence[BeingWritten], finish: Callable[[], Path]) -> None:
+        self._pending = pending
+        self.finish = finish
+        """Waits for all parts and makes the checkpoint: its folder. Raises CheckpointError."""
+
+    @property
+    def done(self) -> bool:
+        """Whether :attr:`finish` need not wait."""
+        return all(part.done for part in self._pending)
 
 
 class CheckpointStore:
@@ -50,32 +88,59 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        write: Callable[[Path], None],
+        write: Callable[[Path], Sequence[BeingWritten] | None],
         *,
         metric: float | None = None,
         num_bytes: int | None = None,
     ) -> Path:
-        """Have ``write`` fill a folder and make it the checkpoint of ``step``.
+        """Have ``write`` fill a folder and make it the checkpoint of ``step``; see :meth:`begin`.
+        Returns the checkpoint's folder."""
+        return self.begin(step, write, metric=metric, num_bytes=num_bytes).finish()
+
+    def begin(
+        self,
+        step: int,
+        write: Callable[[Path], Sequence[BeingWritten] | None],
+        *,
+        metric: float | None = None,
+        num_bytes: int | None = None,
+    ) -> Writing:
+        """Have ``write`` fill a folder; what it returns may go on writing there. The checkpoint of
+        ``step`` is there after :meth:`Writing.finish`; begin no other one before.
 
         An earlier checkpoint of the same step is replaced; it stays until the new one is whole.
         ``metric``: what "best" goes by; None, NaN or infinite: never best. ``num_bytes``: expected
-        size, checked against the free space first; None: 1.1 times the newest checkpoint. Returns
-        the checkpoint's folder. Raises CheckpointError, from the original, for anything that goes
-        wrong: nothing half-written stays and the checkpoints that were there are as they were.
+        size, checked against the free space first; None: 1.1 times the newest checkpoint. Both
+        raise CheckpointError, from the original, for anything that goes wrong: nothing half-written
+        stays and the checkpoints that were there are as they were.
         """
         if step < 0:
             raise ValueError(f"step={step}: steps count from 0")
         final = self.folder / f"step_{step:06d}"
         temporary = self.folder / f".tmp-{final.name}-{os.getpid()}"
         self._prepare(final, num_bytes)
-        try:
+        with self._whole_or_not_at_all(temporary, final):
             temporary.mkdir()
-            write(temporary)
-            if metric is not None:
-                metric = float(metric) if math.isfinite(metric) else None
-            write_manifest(temporary, step=step, extra={"metric": metric})
-            sync_tree(temporary)
-            self._publish(temporary, final)
+            pending = tuple(write(temporary) or ())
+        if metric is not None:
+            metric = float(metric) if math.isfinite(metric) else None
+
+        def finish() -> Path:
+            with self._whole_or_not_at_all(temporary, final):
+                for part in pending:
+                    part.wait()
+                write_manifest(temporary, step=step, extra={"metric": metric})
+                sync_tree(temporary)
+                self._publish(temporary, final)
+            self._retire()
+            return final
+
+        return Writing(pending, finish)
+
+    @contextmanager
+    def _whole_or_not_at_all(self, temporary: Path, final: Path) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, Exception):
@@ -86,8 +151,6 @@ class CheckpointStore:
                 "the disk is full, free some space, lower checkpoint.keep_last or move run_dir to "
                 "a larger disk."
             ) from error
-        self._retire()
-        return final
 
     def all(self) -> list[Path]:
         """Every checkpoint folder, oldest step first, whether or not it is good."""

@@ -39,6 +39,7 @@ from burnish.config.train import (
     ObserveConfig,
     RLTrainConfig,
     TrainConfig,
+    checkpoint_rules,
     engine_rules,
     expert_rules,
     ranks_per_row,
@@ -110,6 +111,7 @@ class SupervisedJob(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
+        yield from checkpoint_rules(self.checkpoint, self.train)
         yield from expert_rules(self.train, self.model)
         yield from team_rules(self.train, self.cluster)
 
@@ -305,6 +307,7 @@ class RLConfig(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
+        yield from checkpoint_rules(self.checkpoint, self.train)
         yield from expert_rules(self.train, self.model)
         yield from team_rules(self.train, self.cluster)
         yield from self._advantage_rules()

@@ -312,12 +312,30 @@ class CheckpointConfig(Node):
     """Save every this many steps. 0: only at the end and on interruption."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints kept."""
+    in_background: bool = False
+    """Go on training while a checkpoint is written. Each rank first copies its part of the state to
+    CPU memory, which has to have room for it. With train.engine.sharding=full; the checkpoint
+    counts at the first end of a step after it is whole. What is lost in a crash meanwhile goes back
+    to the one before."""
     best_metric: str | None = None
     """Also keep the checkpoint that is best by this metric, e.g. ``eval/pass@1``. None: the job's
     default."""
     best_mode: Literal["max", "min"] | None = None
     """Whether more or less of ``best_metric`` is better. None: less for losses, more for all
     else."""
+
+
+def checkpoint_rules(checkpoint: CheckpointConfig, train: TrainConfig) -> Iterator[str]:
+    """Why nothing can be saved in the background."""
+    engine = train.engine
+    if checkpoint.in_background and (
+        not isinstance(engine, TorchEngine) or engine.sharding != "full"
+    ):
+        yield (
+            "checkpoint.in_background=true with an engine whose rank 0 writes for all: only ranks "
+            "of train.engine.sharding=full write their own parts while training goes on; set "
+            "that, or leave it out"
+        )
 
 
 class ObserveConfig(Node):

@@ -17,12 +17,14 @@ import torch
 
 from burnish.algorithms.kl import KlController
 from burnish.algorithms.value_losses import explained_variance
+from burnish.checkpoint import BeingWritten
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.data.prompts import PromptStream
 from burnish.loops.credit import assign_advantages
 from burnish.loops.distill import Teacher, teacher_stats
 from burnish.loops.ptx import Ptx
+from burnish.loops.saving import save_engines
 from burnish.loops.session import StoppedError
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Sync
@@ -227,16 +229,17 @@ class RLState:
         engines = [e for e in (self.run.policy, self.run.critic) if e is not None]
         return int(1.02 * sum(e.state_bytes for e in engines)) + (16 << 20)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[BeingWritten]:
         """Write policy, critic, the positions of the streams, KL controller, reward statistics."""
-        self.run.policy.save(folder / "policy")
-        if self.run.critic is not None:
-            self.run.critic.save(folder / "critic")
+        engines = {"policy": self.run.policy, "critic": self.run.critic}
+        named = {folder / role: engine for role, engine in engines.items() if engine is not None}
+        pending = save_engines(named, in_background=in_background)
         state = {"prompts": self.run.prompts.state_dict(), "kl": self.run.kl.state_dict()}
         state["rewards"] = self.run.runner.rewards.state_dict()
         if self.run.ptx is not None:
             state["ptx"] = self.run.ptx.stream.state_dict()
         save_state(folder, "rl", state)
+        return pending
 
     def load(self, folder: Path) -> None:
         """Take back what :meth:`save` wrote, and hand the weights to the rollout engine."""

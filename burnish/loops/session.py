@@ -13,7 +13,7 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import yaml
 
-from burnish.checkpoint import CheckpointError, CheckpointStore
+from burnish.checkpoint import BeingWritten, CheckpointError, CheckpointStore, Writing
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
 from burnish.config.arithmetic import batch_table
@@ -76,7 +76,9 @@ class State(Protocol):
         """About how many bytes :meth:`save` writes."""
         ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[BeingWritten]:
+        """Write all of it; ``in_background``: what is returned may be written later, as of now."""
+        ...
 
     def load(self, folder: Path) -> None: ...
 
@@ -173,6 +175,8 @@ class Session:
         self._evaluated_step = -1
         """The step at which held-out rows were last measured."""
         self._saved_step = -1
+        self._writing: Writing | None = None
+        """The checkpoint of that step, while it is written in the background."""
         self._spikes = SpikeAlarm()
         self.recover: Callable[[WorkerLostError], None] | None = None
         """Brings workers back after some were lost; None: nothing can be lost."""
@@ -180,8 +184,10 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._opened:
+            if kind is None or issubclass(kind, Exception):  # else: at once
+                self._try_to_finish_writing()
             self.timeline.save(self.run_dir / "timeline.json")
             self.progress.close()
             self.metrics.close()
@@ -283,10 +289,14 @@ class Session:
         evaluate: Callable[[int], Metrics] | None,
         eval_every: int,
     ) -> None:
+        if self._writing is not None and self._writing.done:
+            self._finish_writing()
         self._stop_if_asked(state)
         self._one_step(state, step, evaluate, eval_every)
         if self._checkpoint_due():
             self._save(state)
+        if self.step == self.total_steps:
+            self._finish_writing()
 
     def _one_step(
         self,
@@ -314,6 +324,7 @@ class Session:
         """Save if there is something worth saving, say why, and raise."""
         try:
             self._save(state)
+            self._finish_writing()
             saved = "The run is saved"
         except CheckpointError as error:
             saved = f"This step is not saved: {error}"
@@ -352,18 +363,41 @@ class Session:
         if self._saved_step == self.step:
             return
 
-        def write(folder: Path) -> None:
-            state.save(folder)
+        self._finish_writing()
+        in_background = self.config.checkpoint.in_background
+
+        def write(folder: Path) -> Sequence[BeingWritten]:
+            pending = state.save(folder, in_background=in_background)
             told = {"step": self.step, "evaluated_step": self._evaluated_step, "last": self._last}
             save_state(folder, "session", told | {"rng": capture_rng()})
+            return pending
 
         # A value measured at an earlier step says nothing about these weights.
         fresh = self._measured_step == self.step
         metric = self._last[self.best_metric] if fresh else None
         with self.timeline.span("checkpoint"):
-            path = self.store.save(self.step, write, metric=metric, num_bytes=state.num_bytes)
+            self._writing = self.store.begin(
+                self.step, write, metric=metric, num_bytes=state.num_bytes
+            )
         self._saved_step = self.step
+        if not in_background:
+            self._finish_writing()
+
+    def _finish_writing(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        with self.timeline.span("checkpoint"):
+            path = writing.finish()
         log.info("checkpoint %s", path)
+
+    def _try_to_finish_writing(self) -> None:
+        """Where something else has gone wrong already, which is not to be hidden."""
+        try:
+            self._finish_writing()
+        except CheckpointError as error:
+            log.warning(error)
 
     def _restore(self, state: State) -> None:
         for about_the_last_time in (STOPPED_FILE, OOM_FILE):
@@ -402,6 +436,7 @@ class Session:
         lost = error if isinstance(error, WorkerLostError) else error.__cause__
         if self.recover is None or not isinstance(lost, WorkerLostError):
             raise error
+        self._try_to_finish_writing()
         while lost is not None:
             self.progress.message(f"{lost}; going back to the newest checkpoint")
             try:
@@ -422,4 +457,5 @@ class Session:
     def _stop_if_asked(self, state: State) -> None:
         if self._signals.asked is not None:
             self._save(state)
+            self._finish_writing()
             raise Interrupted(self.run_dir, self._signals.asked)

@@ -3,17 +3,19 @@ reward_model.py and preference.py differ in the data and in the loss only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burnish.checkpoint import BeingWritten
 from burnish.checkpoint.state import FACTS, load_state, save_state
 from burnish.data.preference import PreferenceStream
 from burnish.data.sft import SFTStream
 from burnish.data.steps import StepsStream
 from burnish.data.unpaired import UnpairedStream
 from burnish.loops.rl import Metrics, Updates
+from burnish.loops.saving import save_engines
 from burnish.train.base import Loss, TrainEngine
 from burnish.types import Batch, Stats
 
@@ -64,12 +66,14 @@ class SupervisedState:
         """About how many bytes a checkpoint takes."""
         return int(1.02 * self.run.engine.state_bytes) + (16 << 20)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[BeingWritten]:
         """Write the model and the position in the data."""
-        self.run.engine.save(folder / self.role)
+        named = {folder / self.role: self.run.engine}
+        pending = save_engines(named, in_background=in_background)
         save_state(folder, "data", self.run.stream.state_dict())
         if self.run.facts is not None:
             save_state(folder, FACTS, self.run.facts)
+        return pending
 
     def load(self, folder: Path) -> None:
         """Take back what :meth:`save` wrote."""

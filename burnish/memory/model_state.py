@@ -66,6 +66,8 @@ class EngineSetup:
     """As DeepSpeed 0.16.0 to 0.16.7: what stage 3 gathers stays."""
     uncut: ModelShape | None = None
     """The whole model, where ``shape`` is a part of it."""
+    saves_in_background: bool = False
+    """checkpoint.in_background: a copy of what is saved, until it is written."""
 
     @property
     def model(self) -> ModelShape:
@@ -144,6 +146,7 @@ def _sharded_state(s: EngineSetup, engine: TorchEngine) -> list[Item]:
         Item("parameters", frozen * size, f"frozen: {_part(s, s.frozen)} x {size} B", where),
         Item("optimizer", n * 8, f"moments: {_part(s, s.trained)} x 8 B", where),
         *_ema(s, n, where),
+        *_being_written(s, n),
     ]
 
 
@@ -190,6 +193,14 @@ def _deepspeed_state(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
             )
         )
     return items
+
+
+def _being_written(s: EngineSetup, entries: int) -> list[Item]:
+    if not s.saves_in_background or not s.trainable:
+        return []
+    size = 12 + 4 * (s.train.ema_decay is not None)
+    how = f"while it is written: {_part(s, s.trained)} x {size} B"
+    return [Item("checkpoint", entries * size, how, "host")]
 
 
 def _ema(s: EngineSetup, entries: int, where: Where) -> list[Item]:

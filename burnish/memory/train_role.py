@@ -95,6 +95,7 @@ def setup_of(
         precision=_precision_of(config, role),
         ranks=max(1, ranks // parts),
         trainable=trainable,
+        saves_in_background=trainable and config.checkpoint.in_background,
         unreleased_gathers="unreleased-gathers" in assume
         and trainable
         and train.gradient_checkpointing,

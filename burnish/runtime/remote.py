@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from burnish.checkpoint import BeingWritten
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.rollout.base import Completion, Request, Sampling
@@ -255,6 +256,12 @@ class RemoteTrainEngine:
         path = str(Path(folder).absolute())
         self.group.all(lambda w: w.save.remote(path))
 
+    def save_async(self, folder: Path) -> BeingWritten:
+        """:meth:`save` as of now; ranks that can write while training goes on."""
+        path = str(Path(folder).absolute())
+        self.group.all(lambda w: w.save_async.remote(path))
+        return RemoteSave(self.group)
+
     def load(self, folder: Path) -> None:
         """All ranks read."""
         path = str(Path(folder).absolute())
@@ -262,6 +269,22 @@ class RemoteTrainEngine:
 
     def _put(self, batch: Batch) -> Any:
         return self.group.runtime.ray.put(pack_batch(batch))
+
+
+class RemoteSave:
+    """A checkpoint that ranks write while training goes on. Implements ``BeingWritten``."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @property
+    def done(self) -> bool:
+        """Whether all ranks are through. Raises WorkerLostError."""
+        return all(self.group.all(lambda w: w.is_saved.remote()))
+
+    def wait(self) -> None:
+        """Until it is whole. Raises what kept a rank from that."""
+        self.group.all(lambda w: w.finish_save.remote())
 
 
 class RemoteFrozenBase:

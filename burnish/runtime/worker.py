@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.checkpoint import BeingWritten
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, LinkSync
@@ -191,6 +192,7 @@ class TrainWorker(_Worker):
     store: TCPStore
     _store: Any = None
     _sender: WeightSender | DiskSender | None = None
+    _saving: BeingWritten | None = None
 
     def meeting_place(self, timeout_s: float) -> tuple[str, int]:
         """Open the place where the ranks meet, on a port that nothing else can take meanwhile:
@@ -347,6 +349,22 @@ class TrainWorker(_Worker):
         """All ranks take part, and return when everything is written."""
         with self._turn(), self.timeline.span("checkpoint"):
             self.engine.save(Path(folder))
+
+    def save_async(self, folder: str) -> None:
+        """:meth:`save` as of now, written while training goes on where the engine can."""
+        with self._turn(), self.timeline.span("checkpoint"):
+            self._saving = self.engine.save_async(Path(folder))
+
+    def is_saved(self) -> bool:
+        """Whether :meth:`finish_save` need not wait."""
+        return self._saving is None or self._saving.done
+
+    def finish_save(self) -> None:
+        """Until what :meth:`save_async` began is whole. Raises OSError where a rank could not
+        write."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
 
     def load(self, folder: str) -> int:
         """Take back what :meth:`save` wrote; returns the version."""

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from burnish.checkpoint import BeingWritten
 from burnish.types import Batch, Stats
 
 Role = Literal["policy", "critic", "reference", "reward", "teacher"]
@@ -179,6 +180,12 @@ class TrainEngine(Protocol):
         written. Raises OSError on all of them where one could not write, and ValueError, with
         nothing written, where a weight is not finite.
         """
+        ...
+
+    def save_async(self, folder: Path) -> BeingWritten:
+        """:meth:`save` as of now. An engine that can copy its state first may still be writing
+        when this returns, while training goes on; ``engine.json`` comes last, and a folder without
+        it is no checkpoint. One save at a time."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -25,6 +25,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from burnish.checkpoint import BeingWritten, Written
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, engine_rules
 from burnish.models.half_linear import use_fp32_products
@@ -369,6 +370,11 @@ class DeepSpeedTrainEngine:
         assert self._state is not None, f"the {self.role} engine is frozen"
         text = description(self, self.spec.model, scaler_state(self._scaler))
         self._state.save(folder, partial(write_description, folder, self, text))
+
+    def save_async(self, folder: Path) -> BeingWritten:
+        """:meth:`save`, at once: rank 0 writes for all."""
+        self.save(folder)
+        return Written()
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from burnish.checkpoint import BeingWritten, Written
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.distill import Lesson
@@ -420,6 +421,11 @@ class TorchTrainEngine:
             write_together(self.ranks, parts if self.peers.rank == 0 else None)
             write = partial(write_description, folder, self, self._description())
         write_together(self.ranks, write if self.ranks.rank == 0 else None)
+
+    def save_async(self, folder: Path) -> BeingWritten:
+        """:meth:`save`, at once: rank 0 writes for all."""
+        self.save(folder)
+        return Written()
 
     def _write_parts(self, folder: Path, pieces: Pieces, part: tuple[int, int]) -> None:
         folder.mkdir(parents=True, exist_ok=True)

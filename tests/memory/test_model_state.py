@@ -1,5 +1,7 @@
 """Bytes per parameter of every engine, worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
@@ -148,6 +150,17 @@ def test_lora_trains_the_adapters_only():
     assert s.trained == s.shape.adapters == 161_480_704
     bytes_ = total([*state(s), *gradients_in_step(s)])
     assert bytes_ == 7_615_616_512 * 2 + 161_480_704 * 18
+
+
+@pytest.mark.parametrize(("ema", "size"), [(None, 12), (0.99, 16)])
+def test_a_checkpoint_that_is_written_in_the_background_is_held_twice_on_the_host(ema, size):
+    """Masters, two moments and the moving average, 4 B each, of this rank's part."""
+    plain = setup(ranks=8, engine={"kind": "torch", "sharding": "full"}, ema_decay=ema)
+    copied = replace(plain, saves_in_background=True)
+    assert per_parameter(copied) == per_parameter(plain)
+    assert per_parameter(plain, "host") == 0
+    assert per_parameter(copied, "host") == pytest.approx(size / 8)
+    assert per_parameter(replace(copied, trainable=False), "host") == 0
 
 
 def test_a_frozen_model_has_weights_only():

@@ -26,7 +26,7 @@ RAY = [
     "cluster.rollout_workers=1",  # each worker takes seconds to start
 ]
 SHARDED = {
-    "fsdp2": ["train.engine.sharding=full"],
+    "fsdp2": ["train.engine.sharding=full", "checkpoint.in_background=true"],
     **{
         f"zero-{n}": ["train.engine.kind=deepspeed", f"train.engine.zero_stage={n}"]
         for n in (1, 2, 3)

@@ -149,7 +149,7 @@ def _draw_hacking(runs: Sequence[Run]) -> Any:
              "distinct": "distinct words of a text"}  # fmt: skip
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     colours = dict(
-        zip(dict.fromkeys(r["name"] for r in runs), ("#d55e00", "#0072b2"), strict=False)
+        zip(dict.fromkeys(r["name"] for r in runs), ("#d55e00", "#e69f00", "#0072b2"), strict=False)
     )
     for axes, (key, label) in zip(panels, names.items(), strict=True):
         for coef, colour in colours.items():

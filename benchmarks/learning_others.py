@@ -19,7 +19,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dpo, nll_coef 1": {"loss": {"kind": "dpo", "beta": 0.1}, "nll_coef": 1.0},
     "kto": {"loss": {"kind": "kto", "beta": 0.1}},
 }
-KL_COEFS = (0.0, 0.1)
+KL_COEFS = (0.0, 0.1, 0.3)
 OPENINGS = (
     "The film begins", "My flight was", "This restaurant", "The hotel room", "I bought a phone "
     "that",

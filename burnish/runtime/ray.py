@@ -39,16 +39,13 @@ from burnish.runtime.remote import (
     RemoteFrozenBase,
     RemoteRolloutEngine,
     RemoteTrainEngine,
+    worker_peaks,
 )
 from burnish.runtime.worker import Place
 from burnish.train.base import HasLogprobs, TrainEngine
 from burnish.train.torch import EngineSpec
 
 log = logging.getLogger("burnish")
-
-_PEAKS_S = 10.0
-"""How long workers get to say what memory they held; one that is busy or hangs is not waited
-for."""
 
 
 def _ray() -> Any:
@@ -348,22 +345,9 @@ class RayRuntime:
 
     def peaks(self) -> list[ProcessPeaks]:
         """Of all workers, and of this process (its phases together, as ``controller``)."""
-        asked = {
-            worker.peaks.remote(): (engine_role, rank)
-            for engine_role, workers in (
-                *((group.name, group.workers) for group in self.groups),
-                *(("rollout", rollout.workers) for rollout in self.rollouts),
-            )
-            for rank, worker in enumerate(workers)
-        }
-        ready: list[Any] = []
-        if asked:
-            ready, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=_PEAKS_S)
-        found = [
-            ProcessPeaks(*asked[ref], self.ray.get(ref))
-            for ref in ready
-            if failure(self.ray, ref) is None
-        ]
+        groups: list[tuple[str, list[Any]]] = [(g.name, g.workers) for g in self.groups]
+        groups += [("rollout", rollout.workers) for rollout in self.rollouts]
+        found = worker_peaks(self.ray, groups)
         own = self.timeline.peaks
         if own is not None and (phases := own.collect()):
             most = functools.reduce(operator.or_, phases.values())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
+from burnish.observe.peaks import ProcessPeaks
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.errors import died, failure, first_line, is_loss, why_lost
@@ -45,6 +46,9 @@ CLOSE_TIMEOUT_S = 10.0
 _NEIGHBOURS_S = 10.0
 """How long other ranks get to fail as well once one has: Ray learns of a death after gloo does."""
 
+_PEAKS_S = 10.0
+"""How long workers get to say what memory they held; one that is busy or hangs is not waited
+for."""
 
 Lost = dict[int, str]
 """Index of a worker -> how it was lost."""
@@ -437,6 +441,20 @@ class RemoteRolloutEngine:
             self.runtime.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         self.runtime.end(self.workers)
         self.workers = []
+
+
+def worker_peaks(ray: Any, groups: Iterable[tuple[str, Sequence[Any]]]) -> list[ProcessPeaks]:
+    """The most memory that each worker of the groups held in each phase, since the last call; of
+    those that answer within :data:`_PEAKS_S`."""
+    asked = {
+        worker.peaks.remote(): (name, rank)
+        for name, workers in groups
+        for rank, worker in enumerate(workers)
+    }
+    ready: list[Any] = []
+    if asked:
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_PEAKS_S)
+    return [ProcessPeaks(*asked[r], ray.get(r)) for r in ready if failure(ray, r) is None]
 
 
 def _new(parcel: Iterable[Completion], done: set[tuple[str, int]]) -> Iterator[Completion]:

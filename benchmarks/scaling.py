@@ -7,7 +7,8 @@
 No model: workers answer at once, with completions that were pickled beforehand, and what they
 take is not counted. Everything else is the code of a run: requests are split over workers, parcels
 of completions collected (unpickled, checked for doubles), groups built and scored, the batch made,
-advantages assigned, minibatches cut and handed to the ranks, new weights announced to every worker.
+advantages assigned, minibatches cut and handed to the ranks, new weights announced to every worker,
+every worker asked what memory it held.
 Also measured is the split over ranks, which every rank does for itself. Reported are user-CPU
 seconds and wall seconds, and their share of a step of ``--step-s`` seconds.
 
@@ -38,11 +39,12 @@ from burnish.config.rollout import LocalEngine
 from burnish.loops.credit import assign_advantages
 from burnish.loops.rl import advantage_by_sample
 from burnish.loops.session import rare_collections
+from burnish.observe.peaks import Held, peak_metrics
 from burnish.rewards.base import RewardInput, RewardSet
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.heartbeat import Beats, Watch
-from burnish.runtime.remote import RemoteRolloutEngine
+from burnish.runtime.remote import RemoteRolloutEngine, worker_peaks
 from burnish.runtime.worker import pack_batch, parcel_seconds
 from burnish.train.batching import split_over_ranks
 from burnish.types import Prompt, groups_to_batch
@@ -96,6 +98,10 @@ class SimulatedWorker:
     def take(self, *_: Any) -> None:
         """Nothing to keep."""
 
+    def peaks(self) -> dict[str, Held]:
+        """What it held in its two phases."""
+        return {"rollout": Held(1e9, 2e9, 3e9), "rollout_sync": Held(1e9, 2e9, 3e9)}
+
     def beat(self, *_: Any) -> tuple[str, int]:
         """Is always there."""
         return "node", 0
@@ -141,7 +147,8 @@ class FakeRay:
 
     def actor(self, worker: SimulatedWorker) -> Any:
         """A handle whose methods have ``remote``."""
-        plain = (SimulatedWorker.build, SimulatedWorker.take, SimulatedWorker.beat)
+        kind = SimulatedWorker
+        plain = (kind.build, kind.take, kind.beat, kind.peaks)
         methods = {m.__name__: SimpleNamespace(remote=_called(m, worker)) for m in plain}
         stream = SimpleNamespace(remote=lambda *a: self._stream(worker, pickle.dumps(a)))
         return SimpleNamespace(
@@ -235,6 +242,8 @@ def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) ->
     clock.stage("four minibatches, to the ranks", hand_over)
     few = [("weight", torch.zeros(1))]  # the bytes are the ranks' work
     clock.stage("weights announced", lambda: engine.load_weights(1, few))
+    asked = [("rollout", engine.workers)]
+    clock.stage("memory peaks", lambda: peak_metrics(worker_peaks(engine.runtime.ray, asked)))
     clock.stage(
         "(each rank) split over ranks",
         lambda: split_over_ranks(

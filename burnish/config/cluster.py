@@ -32,7 +32,8 @@ class ClusterConfig(Node):
     own is started on this machine and ended with the run."""
     layout: Layout = "colocate_all"
     """Which roles share their places (GPUs). colocate_all: all of them; colocate_actor_ref: policy,
-    reference and teacher; colocate_critic_reward: critic and reward models; separate: none."""
+    reference and teacher; colocate_critic_reward: critic and reward models; separate: none. Those
+    that share have equal numbers of workers. Every reward model has workers of its own."""
     policy_ranks: int = Field(1, ge=1)
     """Data-parallel ranks of the policy."""
     reference_ranks: int | None = Field(None, ge=1)
@@ -48,7 +49,8 @@ class ClusterConfig(Node):
     gpus_per_worker: float = Field(0.0, ge=0)
     """GPUs that a place has; the workers in it share them. 0: on CPUs."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Longest wait until all workers have started and met; then the missing ones are named."""
+    """Longest wait until all workers have started and met; then the missing ones are named. It
+    limits nothing of what they compute later."""
     heartbeat_timeout_s: float = Field(60.0, gt=0)
     """Within how many seconds a worker that hangs (stopped, its interpreter in a deadlock, its
     machine gone) is found while something waits for it. A thread of the worker reports six times
@@ -57,12 +59,13 @@ class ClusterConfig(Node):
     time from a slow disk): then choose more."""
     call_timeout_s: float = Field(3600.0, gt=0)
     """Longest wait for one call of a worker that does report (a whole forward_backward, say); then
-    it is named, and replaced as if it hung."""
+    it is named, and replaced as if it hung. Also the longest that ranks wait for each other in one
+    collective: more than the slowest rank is behind the others."""
     max_restarts: int = Field(3, ge=0)
     """How often lost workers are replaced in one run; those that are lost at once count once."""
 
-    def ranks(self, role: ClusterRole) -> int:
-        """Workers of a role."""
+    def ranks(self, role: str) -> int:
+        """Workers of a role. (Reward models have as many as the policy.)"""
         own = {
             "reference": self.reference_ranks,
             "teacher": self.teacher_ranks,
@@ -81,12 +84,4 @@ class ClusterConfig(Node):
                 yield (
                     f"{several[0]} has {self.ranks(several[0])} workers and runtime=inline has one "
                     "process; set runtime=ray"
-                )
-        for role in sorted(COLOCATED[self.layout] - {"policy", "reward"}):
-            anchor: ClusterRole = "critic" if self.layout == "colocate_critic_reward" else "policy"
-            if role != anchor and self.ranks(role) != self.ranks(anchor):
-                yield (
-                    f"layout={self.layout} puts {anchor} and {role} into the same places, and they "
-                    f"have {self.ranks(anchor)} and {self.ranks(role)} workers; give them equal "
-                    "numbers, or use layout=separate"
                 )

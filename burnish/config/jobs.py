@@ -18,18 +18,18 @@ from burnish.config.algorithm import (
 )
 from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout, derive_batch
 from burnish.config.base import Node, PathText
-from burnish.config.cluster import COLOCATED, ClusterConfig
+from burnish.config.cluster import ClusterConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.generate import GenerateFields
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
 from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
+from burnish.config.roles import place_rules
 from burnish.config.rollout import (
     EvalConfig,
     LocalEngine,
     RolloutConfig,
     RolloutEngineConfig,
-    VllmEngine,
 )
 from burnish.config.steps import RewardDataConfig, StepsDataConfig, reward_data_rules
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
@@ -66,7 +66,7 @@ class JobConfig(Node):
 
     @model_validator(mode="after")
     def _report_all_broken_rules(self) -> JobConfig:
-        problems = self.broken_rules()
+        problems = [*self.broken_rules(), *place_rules(self)]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -315,7 +315,6 @@ class RLConfig(TrainingJob):
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
-        yield from _rollout_place_rules(self.cluster, self.rollout.engine)
         if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
             yield (
                 "algorithm.policy_loss=reinforce has no ratio, so it is right for one optimizer "
@@ -432,7 +431,6 @@ class EvaluateConfig(InferenceJob):
     def rules(self) -> Iterator[str]:
         if self.eval.generate_max_len is None:
             yield "eval.generate_max_len is not set, and this job has no rollout to take it from"
-        yield from _rollout_place_rules(self.cluster, self.engine)
 
 
 class GenerateConfig(GenerateFields, InferenceJob):
@@ -441,10 +439,6 @@ class GenerateConfig(GenerateFields, InferenceJob):
 
     job: Literal["generate"] = "generate"
     """Which job the recipe is for."""
-
-    def rules(self) -> Iterator[str]:
-        yield from super().rules()
-        yield from _rollout_place_rules(self.cluster, self.rollout.engine)
 
 
 def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
@@ -471,25 +465,6 @@ def _batch_rules(config: Any) -> Iterator[str]:
         config.batch_plan()
     except BatchError as error:
         yield str(error)
-
-
-def _rollout_place_rules(cluster: ClusterConfig, engine: RolloutEngineConfig) -> Iterator[str]:
-    """A vLLM engine over several GPUs needs all of them in its own place."""
-    size = engine.tensor_parallel_size if isinstance(engine, VllmEngine) else 1
-    if cluster.runtime == "inline" or size == 1 or not cluster.gpus_per_worker:
-        return
-    if "rollout" in COLOCATED[cluster.layout]:
-        yield (
-            f"cluster.layout={cluster.layout} puts each rollout worker on its policy rank's GPU, "
-            f"and tensor_parallel_size={size} needs {size} GPUs for one; use "
-            "tensor_parallel_size=1, or a layout that keeps the rollout apart (separate)"
-        )
-    elif cluster.gpus_per_worker != 1:
-        yield (
-            f"cluster.gpus_per_worker={cluster.gpus_per_worker:g} with tensor_parallel_size={size}:"
-            " a rollout worker takes gpus_per_worker x tensor_parallel_size GPUs, one for each "
-            "part; use gpus_per_worker=1"
-        )
 
 
 def _several_updates(config: RLConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Literal
 
@@ -71,6 +72,15 @@ class ModelConfig(Node):
     """Jinja chat template, or a path to one. None: the tokenizer's own."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights. None: full fine-tuning."""
+
+    def with_absolute_paths(self) -> ModelConfig:
+        """The same with the full paths of what is on this machine, for processes that work in
+        another folder. The name of a hub's model stays as it is."""
+        names = {n: vars(self)[n] for n in ("path", "tokenizer_path", "chat_template")}
+        found = {
+            n: os.path.abspath(v) for n, v in names.items() if v is not None and os.path.exists(v)
+        }
+        return self.model_copy(update=found)
 
     def rules(self) -> Iterator[str]:
         if (self.path is None) == (self.scratch is None):

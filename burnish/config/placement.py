@@ -6,28 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from burnish.config.algorithm import GaeAdvantage
-from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
-from burnish.config.distill import DistillConfig
-from burnish.config.jobs import (
-    EvaluateConfig,
-    GenerateConfig,
-    InferenceJob,
-    JobConfig,
-    PreferenceConfig,
-    RewardModelConfig,
-    RLConfig,
-    SFTConfig,
-)
-from burnish.config.rewards import ModelReward
-from burnish.config.rollout import RolloutEngineConfig, VllmEngine
+from burnish.config.cluster import ClusterConfig
+from burnish.config.jobs import JobConfig
+from burnish.config.roles import roles_of, rollout_parallel_size, sharing
 
 
 @dataclass(frozen=True)
 class Places:
-    """Equal places; in each stands one worker of every role in ``roles``."""
+    """Equal places; in each stands one worker of every group in ``roles``."""
 
-    roles: tuple[ClusterRole, ...]
+    roles: tuple[str, ...]
+    """Groups of workers, by the names that :func:`roles_of` gives them."""
     count: int
     cpus: float
     """Of one place."""
@@ -40,47 +29,18 @@ class Places:
         return f"{self.count} x {'+'.join(self.roles)} ({what} each)"
 
 
-def roles_of(config: JobConfig) -> list[ClusterRole]:
-    """The roles that a job has workers for."""
-    if isinstance(config, SFTConfig):
-        return ["policy"]
-    if isinstance(config, RewardModelConfig):
-        return ["reward"]
-    if isinstance(config, DistillConfig):
-        return ["policy", "teacher"]
-    if isinstance(config, PreferenceConfig):
-        own = config.reference is not None and config.reference.model is not None
-        apart = config.needs_reference and (config.model.lora is None or own)
-        return ["policy", "reference"] if apart else ["policy"]
-    assert isinstance(config, (RLConfig, EvaluateConfig, GenerateConfig))
-    rewards: list[ClusterRole] = (
-        ["reward"] if any(isinstance(r, ModelReward) for r in config.rewards) else []
-    )
-    if isinstance(config, InferenceJob):
-        return ["rollout", *rewards]
-    roles: list[ClusterRole] = ["policy", "rollout", *rewards]
-    if isinstance(config.algorithm.advantage, GaeAdvantage):
-        roles.append("critic")
-    own_reference = config.reference is not None and config.reference.model is not None
-    if config.algorithm.kl.init_kl_coef and (config.model.lora is None or own_reference):
-        roles.append("reference")
-    if config.teacher is not None:
-        roles.append("teacher")
-    return roles
-
-
 def places_of(config: JobConfig) -> list[Places]:
     """Every set of places that the job takes on a cluster."""
-    size = _tensor_parallel_size(config)
+    size = rollout_parallel_size(config)
     return places_for(config.cluster, roles_of(config), tensor_parallel_size=size)
 
 
 def places_for(
-    cluster: ClusterConfig, roles: Sequence[ClusterRole], *, tensor_parallel_size: int = 1
+    cluster: ClusterConfig, roles: Sequence[str], *, tensor_parallel_size: int = 1
 ) -> list[Places]:
-    """The places of ``roles``. A rollout engine with ``tensor_parallel_size`` t is one worker on t
-    times the CPUs and GPUs of the others."""
-    together = [r for r in roles if r in COLOCATED[cluster.layout]]
+    """The places of the groups ``roles``. A rollout engine with ``tensor_parallel_size`` t is one
+    worker on t times the CPUs and GPUs of the others."""
+    together = sharing(cluster, roles)
     sets = [together] if together else []
     sets += [[r] for r in roles if r not in together]
     found = []
@@ -90,15 +50,6 @@ def places_for(
         cpus, gpus = cluster.cpus_per_worker * size, cluster.gpus_per_worker * size
         found.append(Places(tuple(group), count, cpus=cpus, gpus=gpus))
     return found
-
-
-def _tensor_parallel_size(config: JobConfig) -> int:
-    engine: RolloutEngineConfig | None = None
-    if isinstance(config, (RLConfig, GenerateConfig)):
-        engine = config.rollout.engine
-    elif isinstance(config, EvaluateConfig):
-        engine = config.engine
-    return engine.tensor_parallel_size if isinstance(engine, VllmEngine) else 1
 
 
 def placement_text(config: JobConfig) -> str:

@@ -252,6 +252,7 @@ def _supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> Eng
         micro_batch_size=config.batch_plan().micro_train_batch_size,
         total_steps=total_steps,
         with_entropy=False,
+        seed=config.seed,
     )
 
 
@@ -291,6 +292,7 @@ def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
         temperature=config.rollout.temperature,
         with_entropy=role == "policy",
         trainable=role != "reference",
+        seed=config.seed,
     )
 
 

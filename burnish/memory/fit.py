@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burnish.config.cluster import COLOCATED
 from burnish.config.jobs import GenerateConfig, InferenceJob, JobConfig, RLConfig
 from burnish.config.load import ConfigError, load_config
 from burnish.config.placement import places_of
@@ -195,7 +194,8 @@ def _vllm_shares(config: Any, hardware: Hardware) -> list[list[str]]:
         return [[]]
     now = engine.gpu_memory_utilization
     shares = [s for s in (0.25, 0.35, 0.5, 0.6) if abs(s - now) > 0.04]
-    alone = config.cluster.runtime == "ray" and "rollout" not in COLOCATED[config.cluster.layout]
+    on_ray = config.cluster.runtime == "ray"
+    alone = on_ray and any(place.roles == ("rollout",) for place in places_of(config))
     found: list[list[str]] = [[]]
     if not alone:
         found += [[f"{path}.gpu_memory_utilization={s}"] for s in shares]

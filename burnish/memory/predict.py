@@ -13,8 +13,9 @@ from typing import Any
 
 from burnish.config.arithmetic import batch_table
 from burnish.config.jobs import InferenceJob, JobConfig
-from burnish.config.placement import Places, places_of, roles_of, total_text
+from burnish.config.placement import Places, places_of, total_text
 from burnish.config.rewards import ModelReward
+from burnish.config.roles import roles_of
 from burnish.memory.hardware import Hardware
 from burnish.memory.model_state import Item, total
 from burnish.memory.plan import PHASES, Peak, Plan, Row
@@ -117,7 +118,7 @@ def _name(place: Places) -> str:
 
 def _device_peaks(
     places: Sequence[Places],
-    roles: dict[Any, RoleMemory],
+    roles: dict[str, RoleMemory],
     hardware: Hardware,
     assume: frozenset[str],
 ) -> list[Peak]:
@@ -172,7 +173,7 @@ def _held(members: Sequence[RoleMemory], phase: str) -> float:
 
 
 def _host_peaks(
-    places: Sequence[Places], roles: dict[Any, RoleMemory], hardware: Hardware
+    places: Sequence[Places], roles: dict[str, RoleMemory], hardware: Hardware
 ) -> list[Peak]:
     """Of the fullest node in every phase. On a machine without GPUs it holds everything."""
     nodes = _nodes(places, hardware)
@@ -211,12 +212,12 @@ def _nodes(places: Sequence[Places], hardware: Hardware) -> list[dict[str, int]]
     return [node for node in nodes if node]
 
 
-def _node_name(node: dict[str, int], roles: dict[Any, RoleMemory]) -> str:
+def _node_name(node: dict[str, int], roles: dict[str, RoleMemory]) -> str:
     return "+".join(f"{count} {role}" for role, count in node.items())
 
 
 def _on_node(
-    node: dict[str, int], roles: dict[Any, RoleMemory], phase: str, *, both: bool
+    node: dict[str, int], roles: dict[str, RoleMemory], phase: str, *, both: bool
 ) -> float:
     kinds = ("host", "device") if both else ("host",)
 

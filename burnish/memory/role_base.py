@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from burnish.config.cluster import ClusterRole
 from burnish.config.jobs import EvaluateConfig, GenerateConfig, RLConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import ModelReward
+from burnish.config.roles import number_of
 from burnish.memory import model_state
 from burnish.memory.activations import Peaks, TraceError, key_of, measure
 from burnish.memory.hardware import Hardware
@@ -26,7 +26,8 @@ REWARD_ROWS = 8
 class RoleMemory:
     """One role on one rank."""
 
-    role: ClusterRole
+    role: str
+    """Its group's name (``config.roles``)."""
     ranks: int
     pool: str
     """Roles with the same pool share a process and its allocator."""
@@ -66,7 +67,7 @@ class Context:
         """What is held besides tensors."""
         return self.hardware.tables.overhead
 
-    def ranks(self, role: ClusterRole) -> int:
+    def ranks(self, role: str) -> int:
         """Workers of a role."""
         return 1 if self.inline else int(self.config.cluster.ranks(role))
 
@@ -83,9 +84,9 @@ def known_or(own: ModelConfig | None, policy: ModelConfig) -> ModelConfig:
     return own
 
 
-def model_reward(config: Any) -> ModelReward | None:
-    """The reward that is a model, if there is one."""
-    return next((r for r in config.rewards if isinstance(r, ModelReward)), None)
+def model_reward(config: Any, name: str) -> ModelReward:
+    """The reward model of a group."""
+    return [r for r in config.rewards if isinstance(r, ModelReward)][number_of(name)]
 
 
 def positions(shape: ModelShape) -> int:

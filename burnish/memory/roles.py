@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from burnish.config.jobs import JobConfig
-from burnish.config.placement import roles_of
+from burnish.config.roles import roles_of
 from burnish.memory.hardware import Hardware
 from burnish.memory.role_base import Context, Items, RoleMemory
 from burnish.memory.rollout_role import rollout_role

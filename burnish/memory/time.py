@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from burnish.config.cluster import ClusterRole
 from burnish.config.jobs import EvaluateConfig, GenerateConfig, JobConfig, RLConfig
-from burnish.config.placement import places_of, roles_of
+from burnish.config.placement import places_of
+from burnish.config.roles import roles_of
 from burnish.config.rollout import VllmEngine
 from burnish.config.train import DeepSpeedEngine, ranks_per_row
 from burnish.memory.hardware import Hardware
@@ -97,7 +97,7 @@ class _Clock:
         self.share = hardware.tables.efficiency
         self.samples, self.updates = _work_of(config)
 
-    def ranks(self, role: ClusterRole) -> int:
+    def ranks(self, role: str) -> int:
         cluster = self.config.cluster
         return 1 if cluster.runtime == "inline" else int(cluster.ranks(role))
 
@@ -133,7 +133,7 @@ class _Clock:
 
     # ---- train engines -------------------------------------------------------------------
 
-    def engine(self, role: ClusterRole) -> list[Part]:
+    def engine(self, role: str) -> list[Part]:
         ranks = self.ranks(role)
         setup, rows = setup_of(self.config, role, ranks)
         length, prompt = self._mean_lengths(setup.model)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from burnish.config.cluster import ClusterRole
 from burnish.config.distill import DistillConfig
 from burnish.config.jobs import InferenceJob, RewardModelConfig, RLConfig
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig
+from burnish.config.roles import role_of
 from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.memory import model_state
 from burnish.memory.activations import Peaks
@@ -34,7 +34,7 @@ from burnish.memory.role_base import (
 from burnish.memory.shapes import shape_of
 
 
-def train_role(context: Context, role: ClusterRole) -> RoleMemory:
+def train_role(context: Context, role: str) -> RoleMemory:
     """Policy, reference, teacher, critic or reward model."""
     setup, rows = setup_of(context.config, role, context.ranks(role), context.assume)
     passes = _passes(context, setup, role, rows)
@@ -80,7 +80,7 @@ def train_role(context: Context, role: ClusterRole) -> RoleMemory:
 
 
 def setup_of(
-    config: Any, role: ClusterRole, ranks: int, assume: frozenset[str] = frozenset()
+    config: Any, role: str, ranks: int, assume: frozenset[str] = frozenset()
 ) -> tuple[EngineSetup, tuple[Row, ...]]:
     """The engine of a role, and the rows of its largest micro-batch."""
     model, scalar, trainable = model_of(config, role)
@@ -103,7 +103,7 @@ def setup_of(
     return setup, _stretches(largest_rows(config, role, ranks, positions(shape)), train)
 
 
-def _precision_of(config: Any, role: ClusterRole) -> PrecisionConfig:
+def _precision_of(config: Any, role: str) -> PrecisionConfig:
     own: PrecisionConfig = config.precision
     if role == "teacher" and config.teacher.dtype is not None:
         own = PrecisionConfig(dtype=config.teacher.dtype)
@@ -136,7 +136,7 @@ def _tensor_parallel(train: TrainConfig) -> int:
     return train.engine.tensor_parallel_size if isinstance(train.engine, TorchEngine) else 1
 
 
-def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
+def model_of(config: Any, role: str) -> tuple[ModelConfig, bool, bool]:
     """(model, scalar, trainable)"""
     if role == "policy":
         return config.model, False, True
@@ -150,9 +150,7 @@ def model_of(config: Any, role: ClusterRole) -> tuple[ModelConfig, bool, bool]:
         return known_or(config.teacher.model, config.model), False, False
     if isinstance(config, RewardModelConfig):
         return config.model, True, True
-    entry = model_reward(config)
-    assert entry is not None
-    return known_or(entry.model, config.model), True, False
+    return known_or(model_reward(config, role).model, config.model), True, False
 
 
 def _train_of(config: Any) -> TrainConfig:
@@ -162,16 +160,14 @@ def _train_of(config: Any) -> TrainConfig:
     return train
 
 
-def largest_rows(config: Any, role: ClusterRole, ranks: int, limit: int) -> tuple[Row, ...]:
+def largest_rows(config: Any, role: str, ranks: int, limit: int) -> tuple[Row, ...]:
     """The rows of the largest micro-batch that the recipe allows: all of full length, every second
     one token shorter (rows of one length would be computed without a mask)."""
     length, prompt = lengths_of(config, limit)
     if isinstance(config, InferenceJob):
         return alike(REWARD_ROWS, length, prompt, group=1)
-    if role == "reward" and isinstance(config, RLConfig):
-        entry = model_reward(config)
-        count = entry.micro_batch_size if entry is not None else REWARD_ROWS
-        return alike(count, length, prompt, group=1)
+    if role_of(role) == "reward" and isinstance(config, RLConfig):
+        return alike(model_reward(config, role).micro_batch_size, length, prompt, group=1)
     rows = _update_rows(config, ranks, length, prompt)
     if role != "policy" or not isinstance(config, RLConfig) or config.ptx is None:
         return rows
@@ -205,7 +201,7 @@ def _update_rows(config: Any, ranks: int, length: int, prompt: int) -> tuple[Row
 
 
 def _passes(
-    context: Context, setup: EngineSetup, role: ClusterRole, rows: tuple[Row, ...]
+    context: Context, setup: EngineSetup, role: str, rows: tuple[Row, ...]
 ) -> dict[str, Pass]:
     config, train = context.config, setup.train
     base = Pass(
@@ -233,7 +229,7 @@ def _passes(
     return passes
 
 
-def _needs_old_policy(config: Any, role: ClusterRole) -> bool:
+def _needs_old_policy(config: Any, role: str) -> bool:
     """As ``loops/rl.with_old_policy``; a LoRA policy is its own reference too."""
     if role != "policy" or not isinstance(config, RLConfig):
         return False

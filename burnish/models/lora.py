@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -34,6 +35,7 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
 
     Raises ValueError where the targets match no layer, or the embedding or the output projection.
     """
+    generator = torch.get_rng_state()
     inject_adapter_in_model(peft_config(config), model, adapter_name=ADAPTER)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(isinstance(end, LoraLayer) for end in ends):
@@ -42,18 +44,23 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
             "from the "
             "projection's weight alone); name inner layers, or use all-linear"
         )
-    _fill_empty_adapters(model)
+    _fill_empty_adapters(model, generator)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 
 
-def _fill_empty_adapters(model: nn.Module) -> None:
-    """peft puts adapters where their layer is: on the meta device too, without values."""
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer) and layer.lora_A[ADAPTER].weight.is_meta:
-            for part in (layer.lora_A, layer.lora_B):
-                part.to_empty(device="cpu")
-            layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
+    """peft moves adapters to where their layer is: to the meta device too, without their values.
+    These are drawn again, as they were from ``generator``, the state of then."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    empty = [layer for layer in layers if layer.lora_A[ADAPTER].weight.is_meta]
+    if empty:
+        torch.set_rng_state(generator)
+    for layer in empty:
+        for part in (layer.lora_A, layer.lora_B):
+            linear = cast(nn.Linear, part.to_empty(device="cpu")[ADAPTER])
+            linear.reset_parameters()  # as a new layer does, which draws
+        layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ label, so an export loads there as it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +51,8 @@ def load_scalar_model(
     """A scalar model from a sequence classifier with one output, or from a causal LM with
     ``new_head``.
 
-    A new head starts at N(0, 1/(H+1)) from ``seed``. ``empty``: leave the other weights on the meta
+    A new head starts at N(0, 1/(H+1)) from ``seed``, and so do new adapters, whatever was drawn
+    before. ``empty``: leave the other weights on the meta
     device, as :func:`load_causal_lm` does. Raises ModelError where the model has no head
     and ``new_head`` is False (scores would be noise), or has more than one output.
     """
@@ -67,7 +70,8 @@ def load_scalar_model(
             )
         use_burnish_attention(model)
         if config.lora is not None:
-            inject_lora(model.base_model, config.lora)
+            with _drawn_from(seed):
+                inject_lora(model.base_model, config.lora)
         return ScalarModel(model.base_model, model.score)
     if not new_head:
         raise ModelError(
@@ -75,12 +79,21 @@ def load_scalar_model(
             "be noise; "
             "train one first (burnish rm), or give a sequence classifier with one output"
         )
-    body = load_causal_lm(config, dtype=dtype, device=device, empty=empty).get_decoder()
+    with _drawn_from(seed):
+        body = load_causal_lm(config, dtype=dtype, device=device, empty=empty).get_decoder()
     width = body.config.hidden_size
     score = nn.Linear(width, 1, bias=False)
     generator = torch.Generator().manual_seed(seed)
     nn.init.normal_(score.weight, std=(width + 1) ** -0.5, generator=generator)
     return ScalarModel(body, score.to(device=device, dtype=DTYPES[dtype]))
+
+
+@contextmanager
+def _drawn_from(seed: int) -> Iterator[None]:
+    """Inside, torch's generator begins at ``seed``; afterwards it is where it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _is_classifier(config: ModelConfig) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from burnish.config.cluster import ClusterRole
 from burnish.config.distill import DistillConfig
 from burnish.config.jobs import (
     JobConfig,
@@ -18,7 +17,8 @@ from burnish.config.jobs import (
     SFTConfig,
 )
 from burnish.config.load import ConfigError, load_config
-from burnish.config.placement import places_of, roles_of
+from burnish.config.placement import places_of
+from burnish.config.roles import roles_of
 from burnish.config.rollout import LocalEngine
 from burnish.memory.hardware import Hardware
 from burnish.memory.model_state import Item
@@ -140,16 +140,16 @@ class Planned:
 class PhaseOf:
     """What one role does in one phase."""
 
-    role: ClusterRole
+    role: str
     phase: str
 
     def __str__(self) -> str:
         return self.phase if self.role in ("policy", "rollout") else f"{self.phase} ({self.role})"
 
 
-def probed_roles(config: Any) -> tuple[ClusterRole, ...]:
+def probed_roles(config: Any) -> tuple[str, ...]:
     """The roles with a train engine that are in one place with the one that is trained."""
-    first: ClusterRole = "reward" if isinstance(config, RewardModelConfig) else "policy"
+    first = "reward" if isinstance(config, RewardModelConfig) else "policy"
     if config.cluster.runtime == "inline":
         together = roles_of(config)
     else:

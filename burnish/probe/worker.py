@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM
 
-from burnish.config.cluster import ClusterRole
 from burnish.config.jobs import JobConfig, RLConfig
 from burnish.config.load import load_config
+from burnish.config.roles import role_of
 from burnish.memory.role_base import model_reward, positions
 from burnish.memory.shapes import find_config, shape_of
 from burnish.memory.tracking import LiveBytes
@@ -116,7 +116,7 @@ def _join(task: dict[str, Any]) -> tuple[Ranks, torch.device]:
     return Ranks(distributed.group.WORLD), device
 
 
-def _engine(config: Any, role: ClusterRole, ranks: Ranks, device: torch.device) -> TorchTrainEngine:
+def _engine(config: Any, role: str, ranks: Ranks, device: torch.device) -> TorchTrainEngine:
     """The train engine of a role over a model with random weights."""
     described, scalar, trainable = model_of(config, role)
     with device:
@@ -131,9 +131,10 @@ def _engine(config: Any, role: ClusterRole, ranks: Ranks, device: torch.device) 
         size, like = body.config.hidden_size, next(body.parameters())
         model = ScalarModel(body, torch.nn.Linear(size, 1, bias=False).to(like.device, like.dtype))
     micro = config.batch_plan().micro_train_batch_size
-    entry = model_reward(config) if role == "reward" and isinstance(config, RLConfig) else None
+    rewards = role_of(role) == "reward" and isinstance(config, RLConfig)
+    entry = model_reward(config, role) if rewards else None
     spec = EngineSpec(
-        cast(Role, role),
+        cast(Role, role_of(role)),
         config.train,
         described,
         micro_batch_size=micro if entry is None else entry.micro_batch_size,
@@ -145,7 +146,7 @@ def _engine(config: Any, role: ClusterRole, ranks: Ranks, device: torch.device) 
 
 
 def _work(
-    config: Any, engines: dict[ClusterRole, TorchTrainEngine], ranks: Ranks
+    config: Any, engines: dict[str, TorchTrainEngine], ranks: Ranks
 ) -> dict[PhaseOf, Callable[[], Any]]:
     """What every role does in every phase, in order."""
     work: dict[PhaseOf, Callable[[], Any]] = {}
@@ -168,7 +169,7 @@ def _loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
     return -found.sum() / batch.num_tokens, Stats()
 
 
-def _batch(config: Any, role: ClusterRole, ranks: int) -> Batch:
+def _batch(config: Any, role: str, ranks: int) -> Batch:
     """Two of the largest micro-batches of every rank (one, where the recipe has no more)."""
     limit = positions(shape_of(config.model))
     micro = largest_rows(config, role, ranks, limit)

@@ -19,14 +19,8 @@ from typing import Any
 from burnish.config.model import Dtype
 from burnish.config.sync import DiskSync, LinkSync, resolve_kind
 from burnish.runtime.base import Sync
-from burnish.runtime.remote import (
-    Lost,
-    RemoteRolloutEngine,
-    RemoteTrainEngine,
-    failure,
-    first_line,
-    is_loss,
-)
+from burnish.runtime.errors import died, failure, is_loss
+from burnish.runtime.remote import Lost, RemoteRolloutEngine, RemoteTrainEngine
 from burnish.runtime.worker import Seat, Sending
 from burnish.sync.base import Metrics, sync_metrics
 
@@ -177,7 +171,7 @@ class MeetingSync:
             for place, (worker, ref) in list(waiting.items()):
                 error = failure(self.ray, ref) if ref in ready else None
                 if error is not None and is_loss(self.ray, error):
-                    gone[place] = f"died: {first_line(error)}"
+                    gone[place] = died(error)
                 elif ref not in ready and worker in silent:
                     gone[place] = runtime.silence
                 elif ref not in ready and late:

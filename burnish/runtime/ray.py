@@ -15,20 +15,23 @@ import logging
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.cluster import ClusterConfig, ClusterRole
+from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.placement import Places
+from burnish.config.roles import free_name
 from burnish.config.rollout import RolloutEngineConfig
-from burnish.config.sync import InprocSync, LinkSync, SyncConfig
+from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, Sync, WorkerLostError
 from burnish.runtime.cluster import join_ray, start_ray
+from burnish.runtime.errors import failure, first_line, is_loss, never_made
 from burnish.runtime.handover import ray_sync
 from burnish.runtime.heartbeat import Beats, Watch
 from burnish.runtime.remote import (
@@ -36,19 +39,13 @@ from burnish.runtime.remote import (
     RemoteFrozenBase,
     RemoteRolloutEngine,
     RemoteTrainEngine,
-    failure,
-    first_line,
-    is_loss,
+    worker_peaks,
 )
 from burnish.runtime.worker import Place
 from burnish.train.base import HasLogprobs, TrainEngine
 from burnish.train.torch import EngineSpec
 
 log = logging.getLogger("burnish")
-
-_PEAKS_S = 10.0
-"""How long workers get to say what memory they held; one that is busy or hangs is not waited
-for."""
 
 
 def _ray() -> Any:
@@ -80,7 +77,8 @@ class RayRuntime:
 
         Raises ClusterError where the cluster is too small or cannot be reached.
         """
-        self.tokenizer, self.model, self.config = tokenizer, model, config
+        self.tokenizer, self.config = tokenizer, config
+        self.model = model.with_absolute_paths()
         self.precision, self.timeline = precision, timeline
         self.ray = _ray()
         self.groups: list[Group] = []
@@ -89,7 +87,7 @@ class RayRuntime:
         self._first_beats: dict[int, Any] = {}
         self._connected_here = False
         self._board: Any = None
-        self._places: dict[ClusterRole, tuple[Any, Places]] = {}
+        self._places: dict[str, tuple[Any, Places]] = {}
         self._connect(places)
         try:
             self._reserve(places)
@@ -135,6 +133,7 @@ class RayRuntime:
                     f"{have.get(kind, 0.0):g}; use fewer ranks or workers, a layout that shares "
                     "more, or a larger cluster"
                 )
+        self._check_nodes(places)
         for place in places:
             bundle = {"CPU": place.cpus} | ({"GPU": place.gpus} if place.gpus else {})
             made = placement_group([bundle] * place.count, strategy="PACK")
@@ -146,6 +145,24 @@ class RayRuntime:
                     f"(cluster.start_timeout_s): the cluster has {have} in all, and other jobs may "
                     "hold it"
                 )
+
+    def _check_nodes(self, places: Sequence[Places]) -> None:
+        """Raise ClusterError where a place is larger than every node: it would be waited for in
+        vain."""
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        for place in places:
+            need = {"CPU": place.cpus, "GPU": place.gpus}
+            if any(all(n.get(kind, 0.0) >= size for kind, size in need.items()) for n in nodes):
+                continue
+            largest = " or ".join(
+                sorted({f"{n.get('GPU', 0):g} GPUs and {n.get('CPU', 0):g} CPUs" for n in nodes})
+            )
+            raise ClusterError(
+                f"one place of {place} needs {place.gpus:g} GPUs and {place.cpus:g} CPUs of one "
+                f"node, and a node of this cluster has {largest}; use a smaller "
+                "tensor_parallel_size, cluster.gpus_per_worker or cluster.cpus_per_worker, or "
+                "larger nodes"
+            )
 
     def _start_board(self) -> Any:
         """The process that workers report to, on the controller's node."""
@@ -162,22 +179,26 @@ class RayRuntime:
             .remote()
         )
 
-    def start(self, role: ClusterRole, worker_class: type, size: int) -> list[Any]:
-        """All workers of a role in its places, fresh and answering. Raises WorkerLostError that
+    def start(self, group: str, worker_class: type, size: int) -> list[Any]:
+        """All workers of a group in its places, fresh and answering. Raises WorkerLostError that
         names those that do not, once all are ended."""
-        workers = [self.start_one(role, worker_class, i, size) for i in range(size)]
-        lost = self.meet(workers)
+        workers = [self.start_one(group, worker_class, i, size) for i in range(size)]
+        try:
+            lost = self.meet(workers)
+        except BaseException:
+            self.end(workers)
+            raise
         if lost:
             said = ", ".join(f"{self.watch.name(worker)} {why}" for worker, why in lost)
             self.end(workers)
             raise WorkerLostError(f"{len(lost)} of {size} workers did not start: {said}")
         return workers
 
-    def start_one(self, role: ClusterRole, worker_class: type, rank: int, size: int) -> Any:
+    def start_one(self, group: str, worker_class: type, rank: int, size: int) -> Any:
         """One worker process, which may not be there yet: :meth:`meet` waits for it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        reserved, place = self._places[role]
+        reserved, place = self._places[group]
         gpus = place.gpus / len(place.roles)
         device = "cuda" if gpus else "cpu"
         remote = self.ray.remote(worker_class).options(
@@ -190,19 +211,19 @@ class RayRuntime:
             runtime_env={"env_vars": worker_environment(on_gpu=bool(gpus))},
         )
         worker = remote.remote(
-            Place(role, rank, size, device, self._threads(), shared=len(place.roles) > 1),
+            Place(group, rank, size, device, self._threads(), shared=len(place.roles) > 1),
             self.model,
             self.precision,
         )
-        kind = "rollout worker" if role == "rollout" else "rank"
-        name = f"{kind} {rank}" + ("" if role == "rollout" else f" of the {role}")
+        kind = "rollout worker" if group == "rollout" else "rank"
+        name = f"{kind} {rank}" + ("" if group == "rollout" else f" of the {group}")
         beat = self.watch.add(worker, name)
         self._first_beats[id(worker)] = worker.beat.remote(beat, self.watch.every_s)
         return worker
 
     def meet(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
         """Wait until fresh workers answer; from then on they are watched. Returns those that do
-        not, with the reason."""
+        not, with the reason. Raises ClusterError where a worker's class cannot be made there."""
         refs = [self._first_beats.pop(id(worker)) for worker in workers]
         limit = self.config.start_timeout_s
         ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=limit)
@@ -214,6 +235,8 @@ class RayRuntime:
                 lost.append((worker, why))
             elif failed is None:
                 self.watch.met(worker, self.ray.get(ref))
+            elif never := never_made(self.ray, failed, self.watch.name(worker)):
+                raise never from failed
             elif is_loss(self.ray, failed):
                 lost.append((worker, f"died while it started: {first_line(failed)}"))
             else:
@@ -256,7 +279,7 @@ class RayRuntime:
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> RemoteTrainEngine:
         """A group of ranks over a causal LM."""
-        group = self._group(spec, scalar=False, seed=0, spans=spans)
+        group = self._group(spec, scalar=False, seed=spec.seed, spans=spans)
         return timed(RemoteTrainEngine(group), self.timeline, spans)
 
     def scalar_model(
@@ -269,7 +292,9 @@ class RayRuntime:
     def _group(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]
     ) -> Group:
-        group = Group(self, spec, scalar=scalar, seed=seed, spans=spans)
+        name = free_name(spec.role, [group.name for group in self.groups])
+        here = _with_absolute_paths(spec)
+        group = Group(self, here, scalar=scalar, seed=seed, spans=spans, name=name)
         self.groups.append(group)
         return group
 
@@ -292,13 +317,16 @@ class RayRuntime:
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
     ) -> RemoteRolloutEngine:
         """Workers with a model's own weights."""
-        return RemoteRolloutEngine(self, model, config, max_len=max_len)
+        own = model.with_absolute_paths()
+        return RemoteRolloutEngine(self, own, config, max_len=max_len)
 
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> Sync:
         """What hands the policy's weights to the rollout workers."""
         assert not isinstance(config, InprocSync), "refused when the recipe was read"
+        if isinstance(config, DiskSync):
+            config = config.model_copy(update={"folder": os.path.abspath(config.folder)})
         ends = cast(RemoteTrainEngine, policy), cast(RemoteRolloutEngine, rollout)
         while True:
             try:
@@ -317,22 +345,9 @@ class RayRuntime:
 
     def peaks(self) -> list[ProcessPeaks]:
         """Of all workers, and of this process (its phases together, as ``controller``)."""
-        asked = {
-            worker.peaks.remote(): (engine_role, rank)
-            for engine_role, workers in (
-                *((group.role, group.workers) for group in self.groups),
-                *(("rollout", rollout.workers) for rollout in self.rollouts),
-            )
-            for rank, worker in enumerate(workers)
-        }
-        ready: list[Any] = []
-        if asked:
-            ready, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=_PEAKS_S)
-        found = [
-            ProcessPeaks(*asked[ref], self.ray.get(ref))
-            for ref in ready
-            if failure(self.ray, ref) is None
-        ]
+        groups: list[tuple[str, list[Any]]] = [(g.name, g.workers) for g in self.groups]
+        groups += [("rollout", rollout.workers) for rollout in self.rollouts]
+        found = worker_peaks(self.ray, groups)
         own = self.timeline.peaks
         if own is not None and (phases := own.collect()):
             most = functools.reduce(operator.or_, phases.values())
@@ -359,7 +374,15 @@ class RayRuntime:
             self._connected_here = False
 
 
-_PASSED_ON = ("DS_", "GLOO_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+def _with_absolute_paths(spec: EngineSpec) -> EngineSpec:
+    """The spec for workers, which on a cluster that runs already work in another folder."""
+    lesson = spec.lesson
+    if lesson is not None:
+        lesson = replace(lesson, teacher=lesson.teacher.with_absolute_paths())
+    return replace(spec, model=spec.model.with_absolute_paths(), lesson=lesson)
+
+
+_PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
 
 
 def worker_environment(*, on_gpu: bool) -> dict[str, str]:

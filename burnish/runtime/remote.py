@@ -18,8 +18,10 @@ from torch import Tensor
 from burnish.checkpoint import BeingWritten
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
+from burnish.observe.peaks import ProcessPeaks
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import WorkerLostError
+from burnish.runtime.errors import died, failure, first_line, is_loss, why_lost
 from burnish.runtime.worker import (
     NO_SPANS,
     RolloutWorker,
@@ -45,6 +47,9 @@ CLOSE_TIMEOUT_S = 10.0
 _NEIGHBOURS_S = 10.0
 """How long other ranks get to fail as well once one has: Ray learns of a death after gloo does."""
 
+_PEAKS_S = 10.0
+"""How long workers get to say what memory they held; one that is busy or hangs is not waited
+for."""
 
 Lost = dict[int, str]
 """Index of a worker -> how it was lost."""
@@ -62,11 +67,14 @@ class Group:
         scalar: bool,
         seed: int,
         spans: Mapping[str, str] = NO_SPANS,
+        name: str | None = None,
     ) -> None:
-        """``spans``: the phases of memory that its engine's methods are."""
+        """``spans``: the phases of memory that its engine's methods are. ``name``: by which the
+        job's places know the group; None: its role."""
         self.runtime, self.spec, self.scalar, self.seed = runtime, spec, scalar, seed
         self.spans = dict(spans)
         self.role: Role = spec.role
+        self.name = name or spec.role
         self.size = runtime.config.ranks(spec.role)
         self.workers: list[Any] = []
         self._whole = False
@@ -83,10 +91,12 @@ class Group:
 
     def _start(self) -> None:
         self.end()
-        self.workers = self.runtime.start(self.role, TrainWorker, self.size)
+        self.workers = self.runtime.start(self.name, TrainWorker, self.size)
         limit = self.runtime.config.start_timeout_s
+        longest = self.runtime.config.call_timeout_s
         host, port = self.gather([self.workers[0].meeting_place.remote(limit)], limit_s=limit)[0]
-        self._each(lambda w: w.join.remote(host, port, limit), limit_s=limit)
+        joining = {"timeout_s": limit, "collective_s": longest}
+        self._each(lambda w: w.join.remote(host, port, **joining), limit_s=limit)
         options = {"scalar": self.scalar, "seed": self.seed, "spans": self.spans}
         self._each(lambda w: w.build.remote(self.spec, **options))
         self._whole = True
@@ -108,7 +118,7 @@ class Group:
 
     def _each(self, call: Callable[[Any], Any], *, limit_s: float | None = None) -> list[Any]:
         if not self.workers:
-            raise WorkerLostError(f"the {self.role} has lost its workers")
+            raise WorkerLostError(f"the {self.name} has lost its workers")
         return self.gather([call(worker) for worker in self.workers], limit_s=limit_s)
 
     def gather(self, refs: Sequence[Any], *, limit_s: float | None = None) -> list[Any]:
@@ -140,7 +150,7 @@ class Group:
         failures = {refs.index(ref): failure(ray, ref) for ref in done}
         dead = {i: e for i, e in failures.items() if e is not None and is_loss(ray, e)}
         if dead:
-            how = _died(next(iter(dead.values())))
+            how = died(next(iter(dead.values())))
             raise self.loss([self.workers[i] for i in dead], how) from failed
         silent = self.runtime.watch.settle([self.workers[refs.index(ref)] for ref in undone])
         if silent:
@@ -351,14 +361,18 @@ class RemoteRolloutEngine:
                 start(worker, part)
 
     def _next(self, stream: Any, worker: int, lost: dict[int, str]) -> list[Completion] | None:
-        """What is ready in a stream; None at its end. Adds to ``lost`` where its worker is."""
+        """What is ready in a stream; None at its end. Adds to ``lost`` where its worker is, or what
+        it had sent and nobody had read yet (its machine died): either way it is sampled again."""
         ray = self.runtime.ray
         try:
             completions: list[Completion] = ray.get(next(stream))
         except StopIteration:
             return None
+        except ray.exceptions.ObjectLostError as error:
+            lost[worker] = f"died, and what it had sampled is lost: {first_line(error)}"
+            return []
         except ray.exceptions.RayError as error:
-            lost[worker] = _why_lost(ray, error)
+            lost[worker] = why_lost(ray, error)
             return []
         return completions
 
@@ -387,7 +401,7 @@ class RemoteRolloutEngine:
             for ref in ready:
                 failed = failure(self.runtime.ray, ref)
                 if failed is not None:
-                    lost[refs[ref]] = _why_lost(self.runtime.ray, failed)
+                    lost[refs[ref]] = why_lost(self.runtime.ray, failed)
             lost |= gone
             refs = {r: i for r, i in refs.items() if r not in ready and i not in gone}
         return lost
@@ -452,6 +466,20 @@ class RemoteRolloutEngine:
         self.workers = []
 
 
+def worker_peaks(ray: Any, groups: Iterable[tuple[str, Sequence[Any]]]) -> list[ProcessPeaks]:
+    """The most memory that each worker of the groups held in each phase, since the last call; of
+    those that answer within :data:`_PEAKS_S`."""
+    asked = {
+        worker.peaks.remote(): (name, rank)
+        for name, workers in groups
+        for rank, worker in enumerate(workers)
+    }
+    ready: list[Any] = []
+    if asked:
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_PEAKS_S)
+    return [ProcessPeaks(*asked[r], ray.get(r)) for r in ready if failure(ray, r) is None]
+
+
 def _new(parcel: Iterable[Completion], done: set[tuple[str, int]]) -> Iterator[Completion]:
     """Those that are not done yet, which then are."""
     for completion in parcel:
@@ -470,46 +498,6 @@ def _shares(requests: Sequence[Request], count: int) -> list[list[Request]]:
         shares[least].append(request)
         heapq.heapreplace(loads, (load + request.n, least))
     return shares
-
-
-def failure(ray: Any, ref: Any) -> BaseException | None:
-    """What a finished call raised, as the worker raised it."""
-    try:
-        ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        return error.cause if isinstance(error.cause, BaseException) else error  # type: ignore[no-any-return]
-    except ray.exceptions.RayError as error:
-        return error  # type: ignore[no-any-return]
-    return None
-
-
-def is_loss(ray: Any, error: BaseException) -> bool:
-    """Whether an error is about a process or a machine that is gone, and not raised by one."""
-    return isinstance(error, ray.exceptions.RayError) and not isinstance(
-        error, ray.exceptions.RayTaskError
-    )
-
-
-def _why_lost(ray: Any, error: BaseException) -> str:
-    """How a worker was lost. Raises the error itself where a worker raised it, and WorkerLostError
-    where what it was to be given is lost, as no other worker can do better."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause = error.cause
-        error = cause if isinstance(cause, BaseException) else error
-    if isinstance(error, ray.exceptions.ObjectLostError):
-        raise WorkerLostError(f"weights in the object store are lost ({first_line(error)})")
-    if not is_loss(ray, error):
-        raise error
-    return _died(error)
-
-
-def _died(error: BaseException) -> str:
-    return f"died: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for messages."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _new_buffer() -> Tensor:

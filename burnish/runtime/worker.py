@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from burnish.checkpoint import BeingWritten
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, LinkSync
+from burnish.config.train import TorchEngine
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.peaks import Held, PhasePeaks
 from burnish.observe.timeline import Timeline, timed
@@ -117,6 +121,15 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
+def limit_collectives(seconds: float) -> None:
+    """The longest that a collective of any group of this process may take. (Libraries make groups
+    of their own, with a limit of their own.)"""
+    from torch.distributed import distributed_c10d
+
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def parcel_seconds(workers: int) -> float:
     """How long one of ``workers`` rollout workers gathers completions before it sends them."""
     return max(0.5, workers / PARCELS_PER_S)
@@ -126,7 +139,8 @@ def parcel_seconds(workers: int) -> float:
 class Place:
     """Which worker this is, and what it may use."""
 
-    role: str
+    group: str
+    """Of which group of workers, by its role (``config.roles``)."""
     rank: int
     size: int
     device: str
@@ -146,11 +160,17 @@ class Seat:
 class _Worker:
     """Common to all workers."""
 
-    def __init__(self, place: Place, tokenizer: ModelConfig, precision: PrecisionConfig) -> None:
-        self.place, self.precision = place, precision
+    def __init__(self, place: Place, policy: ModelConfig, precision: PrecisionConfig) -> None:
+        """``policy``: whose tokenizer it is. Nothing is read here: what a constructor raises would
+        look like a death."""
+        self.place, self.policy, self.precision = place, policy, precision
         self.timeline = Timeline(max_events=1, peaks=PhasePeaks())
         torch.set_num_threads(place.threads)
-        self.tokenizer = load_tokenizer(tokenizer)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's."""
+        return load_tokenizer(self.policy)
 
     def ping(self) -> int:
         """The process id: the worker is there and answers."""
@@ -190,6 +210,9 @@ class TrainWorker(_Worker):
 
     engine: TorchTrainEngine
     store: TCPStore
+    collective_s: float | None = None
+    _passes = 0
+    """Calls that drew random numbers since the last optimizer step."""
     _store: Any = None
     _sender: WeightSender | DiskSender | None = None
     _saving: BeingWritten | None = None
@@ -210,25 +233,27 @@ class TrainWorker(_Worker):
         )
         return host, int(self.store.port)
 
-    def join(self, host: str, port: int, timeout_s: float) -> None:
-        """Meet the other ranks. Raises after ``timeout_s`` where some do not come."""
+    def join(self, host: str, port: int, *, timeout_s: float, collective_s: float) -> None:
+        """Meet the other ranks. Raises after ``timeout_s`` where rank 0 is not to be found; who
+        waits for the others is ended from outside. Later a collective may take
+        ``collective_s``."""
         self.ranks = Ranks()
         if self.place.size == 1:
             return
         from torch import distributed
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        wait = timedelta(seconds=timeout_s)
         if self.place.rank != 0:
+            wait = timedelta(seconds=timeout_s)
             self.store = TCPStore(host, port, self.place.size, is_master=False, timeout=wait)
         distributed.init_process_group(
             "nccl" if self.place.device.startswith("cuda") else "gloo",
             store=self.store,
             rank=self.place.rank,
             world_size=self.place.size,
-            timeout=wait,
+            timeout=timedelta(seconds=collective_s),
         )
-        self.ranks = Ranks(distributed.group.WORLD)
+        self.ranks, self.collective_s = Ranks(distributed.group.WORLD), collective_s
 
     def build(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str] = NO_SPANS
@@ -236,12 +261,30 @@ class TrainWorker(_Worker):
         """Load the model and make the engine. ``spans``: the phases of memory that its methods
         are."""
         torch.manual_seed(seed)
+        self._passes = 0
         runtime = self._runtime(self.ranks)
         with self._turn():
             if scalar:
                 self.engine = runtime.scalar_model(spec, seed=seed, spans=spans)
             else:
                 self.engine = runtime.language_model(spec, spans)
+        if self.collective_s is not None:
+            limit_collectives(self.collective_s)
+
+    def _seed_pass(self) -> None:
+        """What the next pass draws (dropout) follows from the run's seed, the group, the rank and
+        the steps so far. So ranks draw independently (those of a tensor-parallel team, which
+        compute one layer together, alike), and a group that starts anew or is resumed draws what
+        this one would have."""
+        engine, spec = self.engine, self.engine.spec
+        kind = spec.train.engine
+        alike = kind.tensor_parallel_size if isinstance(kind, TorchEngine) else 1
+        steps = engine.version + engine.skipped_total
+        group = zlib.crc32(self.place.group.encode())
+        key = (group, self.place.rank // alike, steps, self._passes)
+        self._passes += 1
+        source = np.random.SeedSequence(spec.seed % (1 << 64), spawn_key=key)
+        torch.manual_seed(int(source.generate_state(1, np.uint64)[0]))
 
     def logprobs(self, packed: Packed) -> Any:
         """[M] log-probs as an array, from rank 0; None from the others, which took part."""
@@ -268,6 +311,7 @@ class TrainWorker(_Worker):
 
     def forward_backward(self, packed: Packed, loss: Loss) -> Stats:
         """Stats over all ranks, as plain numbers."""
+        self._seed_pass()
         with self._turn():
             return plain_stats(self.engine.forward_backward(unpack_batch(packed), loss))
 
@@ -278,6 +322,7 @@ class TrainWorker(_Worker):
 
     def optim_step(self) -> tuple[StepStats, str | None, int]:
         """What the step did, what NonFiniteError said if it was raised, and the version."""
+        self._passes = 0
         try:
             with self._turn():
                 return self.engine.optim_step(), None, self.engine.version
@@ -369,11 +414,8 @@ class TrainWorker(_Worker):
     def load(self, folder: str) -> int:
         """Take back what :meth:`save` wrote; returns the version."""
         self.engine.load(Path(folder))
+        self._passes = 0
         return self.engine.version
-
-    def random_state(self) -> bytes:
-        """State of the generator that dropout draws from."""
-        return torch.get_rng_state().numpy().tobytes()
 
 
 class RolloutWorker(_Worker):

@@ -339,4 +339,6 @@ def _tell(ranks: Ranks, error: Exception | None) -> None:
 
 def _base(model: ModelConfig) -> dict[str, Any]:
     """What decides the weights that adapters are added to."""
-    return model.model_dump(include={"path", "gguf_file", "revision", "scratch"}, exclude_none=True)
+    return model.with_absolute_paths().model_dump(
+        include={"path", "gguf_file", "revision", "scratch"}, exclude_none=True
+    )

@@ -86,6 +86,8 @@ class EngineSpec:
     """Compute format of a frozen model that has its own. None: the precision's."""
     lesson: LessonSpec | None = None
     """What a student learns from."""
+    seed: int = 0
+    """Of the run: new adapters and dropout on a cluster's workers."""
 
     def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
         """The spec with the job's number formats, or its own."""

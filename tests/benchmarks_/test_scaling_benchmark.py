@@ -34,7 +34,7 @@ def test_a_column_per_number_of_workers_and_a_share_of_the_step_that_is_assumed(
     rows = {row[0]: row[1:] for row in table[2:]}
     assert {len(cells) for cells in rows.values()} == {2}
     stages = [r for r in rows if not r.startswith(("(", "controller", "share"))]
-    assert len(stages) == 7
+    assert len(stages) == 8
     for column in range(2):
         total = sum(float(rows[stage][column].split()[0]) for stage in stages)
         # every cell is rounded to 0.01

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from burnish.cli import app
 from burnish.config import GenerateConfig, PreferenceConfig, RLConfig, load_config
 from burnish.config.load import ConfigError
-from burnish.config.placement import places_of, roles_of
+from burnish.config.placement import places_of
+from burnish.config.roles import roles_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 BY_NAME = {path.stem: path for path in RECIPES}

@@ -221,7 +221,7 @@ class Processes:
                 self._processes.append(subprocess.Popen(command, env=env))
                 self.pipes.append(listener.accept())
         host, port = self.all("meeting_place", PATIENCE_S)[0]
-        self.all("join", host, port, PATIENCE_S)
+        self.all("join", host, port, timeout_s=PATIENCE_S, collective_s=PATIENCE_S)
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Each rank's answer to one call of its worker. Raises what one raised."""

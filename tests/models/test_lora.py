@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -9,6 +11,7 @@ from transformers import LlamaForCausalLM
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.lora import adapters_off, merged_weights
+from burnish.models.value_head import load_scalar_model
 
 TOKENS = torch.tensor([[7, 8, 9, 10, 11]])
 
@@ -46,6 +49,35 @@ def test_the_output_head_gets_no_adapter() -> None:
     scratch = ScratchConfig(hidden_size=32, tie_word_embeddings=False)
     model = load_causal_lm(ModelConfig(scratch=scratch, lora=LoraConfig()))
     assert not any("lm_head" in n for n, p in model.named_parameters() if p.requires_grad)
+
+
+def test_adapters_of_a_model_that_is_read_in_parts_start_from_the_same_numbers(
+    tmp_path: Path,
+) -> None:
+    """Its layers are on the meta device when they get their adapters."""
+    base = ModelConfig(scratch=ScratchConfig(hidden_size=32))
+    load_causal_lm(base).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), lora=LoraConfig(lora_rank=4))
+    found = []
+    for empty in (False, True):
+        torch.manual_seed(5)
+        model = load_causal_lm(config, empty=empty)
+        weights = dict(model.named_parameters())
+        assert weights["model.norm.weight"].is_meta == empty
+        found.append({n: p for n, p in weights.items() if ".lora_" in n})
+    assert len(found[0]) == 2 * 2 * 7
+    for name, weight in found[0].items():
+        assert torch.equal(weight, found[1][name]), name
+
+
+def test_adapters_of_a_critic_follow_its_seed_whatever_was_drawn_before() -> None:
+    config = ModelConfig(scratch=ScratchConfig(hidden_size=32), lora=LoraConfig(lora_rank=4))
+    found = []
+    for before, seed in ((1, 3), (2, 3), (2, 4)):
+        torch.manual_seed(before)
+        model = load_scalar_model(config, seed=seed, new_head=True)
+        found.append(next(p for n, p in model.named_parameters() if ".lora_A" in n))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
 def test_adapters_off_is_the_base_model_and_on_again_afterwards() -> None:

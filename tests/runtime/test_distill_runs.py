@@ -14,7 +14,8 @@ import torch
 import burnish
 from burnish.config import ConfigError, JobConfig, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.placement import places_of, roles_of
+from burnish.config.placement import places_of
+from burnish.config.roles import roles_of
 from burnish.data.sources import DataError
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics

@@ -74,10 +74,12 @@ def test_ppo_with_a_critic_and_a_reference_gives_the_same_numbers(
 
 @pytest.mark.parametrize("engine", SOME)
 def test_a_lora_policy_and_its_base_live_on_the_same_shards(
-    engine: str, rl: MakeConfig, reward: Any
+    engine: str, rl: MakeConfig, reward: Any, compare: Compare
 ) -> None:
-    options = ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2"]
+    options = ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2", "seed=3"]
+    one = lines_of(rl(*options, "max_steps=3", f"run_dir={rl().run_dir}-one"), reward)
     lines = lines_of(rl(*options, *RAY, *SHARDED[engine], "max_steps=3"), reward)
+    compare(one, lines)
     assert lines[0]["train/kl"] == 0.0 and lines[-1]["train/kl"] > 1e-4
     assert all(line["train/mismatch_max"] < 1e-5 for line in lines), "merged weights arrived"
 

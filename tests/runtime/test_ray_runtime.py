@@ -93,10 +93,15 @@ def test_rl_gives_the_numbers_of_one_process(
     compare(*lines)
 
 
-def test_a_lora_policy_and_its_base_live_on_the_same_workers(rl: MakeConfig, reward: Any) -> None:
-    options = ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2"]
+def test_a_lora_policy_and_its_base_live_on_the_same_workers(
+    rl: MakeConfig, reward: Any, compare: Compare
+) -> None:
+    """And begins with the adapters that it has in one process."""
+    options = ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2", "seed=3"]
+    inline = rl(*options, "max_steps=3", f"run_dir={rl().run_dir}-inline")
     config = rl(*options, *RAY, "max_steps=3")
     lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
+    compare(read_metrics(burnish.run(inline, rewards=reward).run_dir), lines)
     assert lines[0]["train/kl"] == 0.0 and lines[-1]["train/kl"] > 1e-4
     assert all(line["train/mismatch_max"] < 1e-5 for line in lines), "merged weights arrived"
 
@@ -110,7 +115,7 @@ def test_layouts_change_places_and_no_number(rl: MakeConfig, reward: Any, compar
     compare(runs[0], runs[2])
 
 
-@pytest.mark.parametrize("job", ["sft", "rm"])
+@pytest.mark.parametrize("job", ["sft", "rm", "preference"])
 def test_supervised_jobs_give_the_numbers_of_one_process(
     job: str, write_rows: Callable[..., str], tmp_path: Path, compare: Compare
 ) -> None:
@@ -128,33 +133,39 @@ def test_supervised_jobs_give_the_numbers_of_one_process(
         "train": {"train_batch_size": 4, "lr": 1e-2},
     }
     lines = []
-    for name, more in (("inline", []), ("ray", RAY)):
+    one_reference = ["cluster.layout=separate", "cluster.reference_ranks=1"]
+    remote = [*RAY, *(one_reference if job == "preference" else [])]
+    for name, more in (("inline", []), ("ray", remote)):
         config = burnish.load_config({**tree, "run_dir": str(tmp_path / name)}, more)
         lines.append(read_metrics(burnish.run(config).run_dir))
     compare(*lines)
 
 
-def test_a_reward_model_scores_on_its_own_workers_and_evaluate_runs(
+def test_reward_models_score_on_workers_of_their_own(
     rl: MakeConfig, tmp_path: Path, compare: Compare
 ) -> None:
+    """Two of them, in the places of policy and rollout."""
     rows = [{"prompt": f"{i}=", "chosen": str(i), "rejected": "+"} for i in range(16)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    rm = burnish.load_config(
-        {
-            "job": "rm",
-            "run_dir": str(tmp_path / "rm"),
-            "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
-            "data": {"sources": [str(tmp_path / "pairs.jsonl")]},
-            "train": {"train_batch_size": 4, "lr": 1e-2},
-        }
-    )
-    folder = burnish.export(burnish.run(rm).run_dir, tmp_path / "reward", model="reward")
-    rewards = f"rewards=[{{kind: model, model: {{path: '{folder}'}}}}]"
+    rm = {
+        "job": "rm",
+        "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
+        "data": {"sources": [str(tmp_path / "pairs.jsonl")]},
+        "train": {"train_batch_size": 4, "lr": 1e-2},
+    }
+    models = []
+    for seed in (0, 1):
+        config = burnish.load_config({**rm, "seed": seed, "run_dir": str(tmp_path / f"rm {seed}")})
+        run_dir, folder = burnish.run(config).run_dir, tmp_path / f"reward {seed}"
+        burnish.export(run_dir, folder, model="reward")
+        models.append(f"{{kind: model, name: model{seed}, model: {{path: '{folder}'}}}}")
+    rewards = f"rewards=[{', '.join(models)}]"
     lines = []
     for name, more in (("inline", []), ("ray", RAY)):
         config = rl(rewards, *more, f"run_dir={rl().run_dir}-{name}")
         lines.append(read_metrics(burnish.run(config).run_dir))
     compare(*lines)
+    assert lines[0][0]["reward/model0"] != lines[0][0]["reward/model1"]
 
 
 # ---- failures ------------------------------------------------------------------------------------

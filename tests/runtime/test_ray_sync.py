@@ -20,10 +20,10 @@ from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.runtime.base import WorkerLostError
+from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.handover import StoredSync
 from burnish.runtime.ray import RayRuntime
-from burnish.runtime.worker import Sending
+from burnish.runtime.worker import Sending, TrainWorker
 from burnish.sync.base import NotReadyError, SyncError
 from burnish.sync.stored import HandOver
 from burnish.train.base import Outputs
@@ -60,6 +60,22 @@ def runtime(ray_cluster: Any) -> Iterator[RayRuntime]:
     made.close()
 
 
+def test_a_worker_that_cannot_be_made_ends_the_run_with_its_reason(runtime: RayRuntime) -> None:
+    """(Before the policy takes its places.)"""
+
+    class Broken(TrainWorker):
+        def __init__(self, *_: Any) -> None:
+            raise OSError("libnothing.so is not on this node")
+
+    with pytest.raises(ClusterError) as caught:
+        runtime.start("policy", Broken, 1)
+    assert not isinstance(caught.value, WorkerLostError), "nothing that another try would mend"
+    said = str(caught.value).splitlines()[0]
+    assert "rank 0 of the policy could not be made" in said
+    assert said.endswith("libnothing.so is not on this node")
+    assert runtime.restarts == 0
+
+
 @pytest.fixture(scope="module")
 def policy(runtime: RayRuntime) -> Any:
     """In shards, so that both ranks take part in gathering."""
@@ -94,6 +110,22 @@ def in_step(policy: Any, rollout: Any) -> None:
         ours = policy.logprobs(rows_to_batch([row], [mask], prompt_lens=[begin]))[begin:]
         # fp32, log-probs of size 4 through a cache instead of one pass
         torch.testing.assert_close(torch.tensor(c.logprobs), ours, atol=3e-5, rtol=0)
+
+
+def limits(worker: TrainWorker) -> list[float]:
+    """In the rank's process: seconds that a collective of each of its groups may take."""
+    from torch.distributed import distributed_c10d
+
+    cpu = torch.device("cpu")
+    groups = list(distributed_c10d._world.pg_map)
+    return [g._get_backend(cpu).options._timeout.total_seconds() for g in groups]
+
+
+def test_a_collective_may_take_as_long_as_a_call(runtime: RayRuntime, policy: Any) -> None:
+    """And not only as long as the start."""
+    found = policy.group.all(lambda w: w.__ray_call__.remote(limits))
+    assert found[0] and set(found[0]) == {runtime.config.call_timeout_s}, found
+    assert found[1] == found[0]
 
 
 def kinds(folder: Any) -> dict[str, LinkSync | DiskSync]:

@@ -1,0 +1,65 @@
+"""What Ray's errors say: who is gone, who never came to be, and what a worker itself raised. Ray is
+handed in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.runtime.base import ClusterError, WorkerLostError
+
+
+def failure(ray: Any, ref: Any) -> BaseException | None:
+    """What a finished call raised, as the worker raised it."""
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        return error.cause if isinstance(error.cause, BaseException) else error  # type: ignore[no-any-return]
+    except ray.exceptions.RayError as error:
+        return error  # type: ignore[no-any-return]
+    return None
+
+
+def is_loss(ray: Any, error: BaseException) -> bool:
+    """Whether an error is about a process or a machine that is gone, and not raised by one."""
+    return isinstance(error, ray.exceptions.RayError) and not isinstance(
+        error, ray.exceptions.RayTaskError
+    )
+
+
+def never_made(ray: Any, error: BaseException, name: str) -> ClusterError | None:
+    """The error of a worker that could not come to be for a reason that the next would have as
+    well: its class could not be loaded or made where it was to run, or what it is to run in could
+    not be set up. None: that is not what ``error`` says."""
+    kinds = ray.exceptions
+    broken = isinstance(error, kinds.RayActorError) and error.actor_init_failed
+    if not broken and not isinstance(error, kinds.RuntimeEnvSetupError):
+        return None
+    lines = str(error).strip().splitlines()
+    return ClusterError(
+        f"{name} could not be made, and it was not tried again: {lines[-1].strip()}\n"
+        "What Ray says of it (is the same version of burnish, with all it needs, installed on "
+        "every node?):\n" + "\n".join(lines)
+    )
+
+
+def why_lost(ray: Any, error: BaseException) -> str:
+    """How a worker was lost. Raises the error itself where a worker raised it, and WorkerLostError
+    where what it was to be given is lost, as no other worker can do better."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        error = cause if isinstance(cause, BaseException) else error
+    if isinstance(error, ray.exceptions.ObjectLostError):
+        raise WorkerLostError(f"weights in the object store are lost ({first_line(error)})")
+    if not is_loss(ray, error):
+        raise error
+    return died(error)
+
+
+def died(error: BaseException) -> str:
+    """Of a worker, for messages."""
+    return f"died: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for messages."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,207 @@
+"""What the Ray runtime does around Ray, with a Ray in name only: results that are lost, places that
+no node has, paths that workers would look for elsewhere, workers that cannot be made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from burnish.config.cluster import ClusterConfig
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.placement import Places
+from burnish.config.rollout import LocalEngine
+from burnish.config.sync import DiskSync
+from burnish.config.train import TrainConfig
+from burnish.models.teacher import LessonSpec
+from burnish.observe.timeline import Timeline
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.runtime import ray as ray_runtime
+from burnish.runtime.base import ClusterError
+from burnish.runtime.errors import never_made
+from burnish.runtime.ray import RayRuntime, worker_environment
+from burnish.runtime.remote import RemoteRolloutEngine
+from burnish.train.torch import EngineSpec
+
+ray = pytest.importorskip("ray")
+MODEL = ModelConfig(scratch=ScratchConfig())
+
+# ---- a parcel that nobody had read when its machine died -----------------------------------------
+
+
+class Lost:
+    """A reference to what is gone."""
+
+
+class Worker:
+    """Answers every request at once, in parcels of one; the ``lost``-th parcel is gone."""
+
+    def __init__(self, lost: int | None) -> None:
+        self.lost = lost
+        self.asked: list[str] = []
+        self.generate = SimpleNamespace(
+            options=lambda num_returns: SimpleNamespace(remote=self._stream)
+        )
+        self.build = SimpleNamespace(remote=lambda *_, **__: "built")
+
+    def _stream(self, requests: Sequence[Request], _: Sampling) -> Iterator[Any]:
+        self.asked += [r.request_id for r in requests]
+        parcels = [
+            [Completion(r.request_id, k, (7,), (-0.5,), "stop", "x", 0)]
+            for r in requests
+            for k in range(r.n)
+        ]
+        return iter(Lost() if i == self.lost else p for i, p in enumerate(parcels))
+
+
+class Runtime:
+    """In the place of ``RayRuntime``."""
+
+    silence = "hangs"
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.config = ClusterConfig(runtime="ray", rollout_workers=2, layout="separate")
+        self.fresh = list(workers)
+        self.rollouts: list[Any] = []
+        self.ended: list[Worker] = []
+        self.said: list[str] = []
+        self.ray = SimpleNamespace(exceptions=ray.exceptions, get=self._get)
+        self.watch = SimpleNamespace(
+            wait=lambda refs, handles, limit_s: (list(refs), []), name=lambda _: "rollout worker"
+        )
+
+    def _get(self, ref: Any) -> Any:
+        if isinstance(ref, Lost):
+            raise ray.exceptions.ObjectLostError("00" * 28, b"", "")
+        return ref
+
+    def start_one(self, *_: Any) -> Worker:
+        return self.fresh.pop(0)
+
+    def meet(self, _: Any) -> list[Any]:
+        return []
+
+    def end(self, workers: Any) -> None:
+        self.ended += workers
+
+    def spend_restart(self, what: str) -> None:
+        self.said.append(what)
+
+
+def test_what_was_sampled_and_is_lost_unread_is_sampled_again_by_a_fresh_worker() -> None:
+    """Its machine died: that is the loss of a worker and no reason to go back a step. What had
+    arrived before is kept."""
+    broken, whole, fresh = Worker(lost=1), Worker(lost=None), Worker(lost=None)
+    runtime: Any = Runtime([broken, whole, fresh])
+    engine = RemoteRolloutEngine(runtime, MODEL, LocalEngine(), max_len=None)
+    requests = [Request(name, (5,), n=2) for name in "abcd"]
+    found = [(c.request_id, c.index) for c in engine.generate(requests, Sampling(4))]
+    assert sorted(found) == [(name, k) for name in "abcd" for k in range(2)]
+    assert runtime.ended == [broken] and set(fresh.asked) == set(broken.asked)
+    (said,) = runtime.said
+    assert "what it had sampled is lost" in said
+
+
+# ---- places ----------------------------------------------------------------------------------
+
+
+def node(gpus: float, cpus: float, *, alive: bool = True) -> dict[str, Any]:
+    return {"Alive": alive, "Resources": {"CPU": cpus} | ({"GPU": gpus} if gpus else {})}
+
+
+def test_a_place_that_is_larger_than_every_node_is_refused_at_once() -> None:
+    """16 GPUs of one rollout worker, on two nodes of 8 that have 16 together."""
+    nodes = [node(8, 64), node(8, 32), node(16, 64, alive=False)]
+    runtime = cast(RayRuntime, SimpleNamespace(ray=SimpleNamespace(nodes=lambda: nodes)))
+    fits = Places(("policy",), 2, cpus=8, gpus=8)
+    RayRuntime._check_nodes(runtime, [fits])
+    wide = Places(("rollout",), 1, cpus=16, gpus=16)
+    with pytest.raises(ClusterError) as caught:
+        RayRuntime._check_nodes(runtime, [fits, wide])
+    said = str(caught.value)
+    assert "1 x rollout (16 GPUs each) needs 16 GPUs and 16 CPUs of one node" in said
+    assert "has 8 GPUs and 32 CPUs or 8 GPUs and 64 CPUs" in said
+    assert "tensor_parallel_size" in said
+    many = Places(("policy",), 1, cpus=65, gpus=0)
+    with pytest.raises(ClusterError, match="0 GPUs and 65 CPUs of one node"):
+        RayRuntime._check_nodes(runtime, [many])
+
+
+# ---- paths -----------------------------------------------------------------------------------
+
+
+def test_local_paths_are_made_absolute_and_names_of_the_hub_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    monkeypatch.chdir(tmp_path)
+    local = ModelConfig(
+        path="models/mine", tokenizer_path="models/mine", chat_template="chat.jinja"
+    )
+    found = local.with_absolute_paths()
+    assert found.path == found.tokenizer_path == str(tmp_path / "models" / "mine")
+    assert found.chat_template == str(tmp_path / "chat.jinja")
+    hub = ModelConfig(path="HuggingFaceTB/SmolLM2-135M", chat_template="{% for m in messages %}")
+    assert hub.with_absolute_paths() == hub
+    assert MODEL.with_absolute_paths() == MODEL
+
+
+def test_workers_get_absolute_paths_of_everything_they_read_or_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {}
+
+    def recorder(name: str) -> Callable[..., Any]:
+        def record(*args: Any, **_: Any) -> Any:
+            given[name] = args
+            return SimpleNamespace(name="policy", push=None)
+
+        return record
+
+    for name in ("Group", "RemoteTrainEngine", "RemoteRolloutEngine", "ray_sync", "timed"):
+        monkeypatch.setattr(ray_runtime, name, recorder(name))
+    runtime = RayRuntime.__new__(RayRuntime)
+    runtime.groups, runtime.timeline = [], Timeline()
+    runtime.precision = cast(Any, SimpleNamespace(sampler_dtype="fp32"))
+    mine, absolute = ModelConfig(path="mine"), str(tmp_path / "mine")
+    none = cast(Any, None)
+    lesson = LessonSpec(mine, "fp32", 10, none, none, none)
+    runtime.language_model(EngineSpec("policy", TrainConfig(lr=0.1), mine, lesson=lesson))
+    spec = given["Group"][1]
+    assert (spec.model.path, spec.lesson.teacher.path) == (absolute, absolute)
+    runtime.standalone_rollout(mine, LocalEngine())
+    assert given["RemoteRolloutEngine"][1].path == absolute
+    runtime.sync(none, none, DiskSync(kind="disk", folder="weights"))
+    assert given["ray_sync"][2].folder == str(tmp_path / "weights"), "which is not there yet"
+
+
+def test_what_tells_workers_where_models_are_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("HF_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = worker_environment(on_gpu=True)
+    assert {n: v for n, v in found.items() if n.startswith("HF_")} == {
+        "HF_HOME": "/models",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+# ---- workers that cannot be made -------------------------------------------------------------
+
+
+def test_an_environment_that_cannot_be_set_up_is_no_death() -> None:
+    error = ray.exceptions.RuntimeEnvSetupError("pip found no such package")
+    said = str(never_made(ray, error, "rank 0 of the policy"))
+    assert "rank 0 of the policy could not be made" in said
+    assert "pip found no such package" in said
+    assert never_made(ray, ray.exceptions.ActorDiedError(), "rank 0 of the policy") is None
+    assert never_made(ray, ValueError("mine"), "rank 0 of the policy") is None

@@ -1,0 +1,128 @@
+"""A rank in this process, without Ray: what dropout draws on it, and what its constructor reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.train import TorchEngine, TrainConfig
+from burnish.models.load import ModelError
+from burnish.runtime.worker import Place, TrainWorker, pack_batch
+from burnish.train.base import Outputs
+from burnish.train.ranks import Ranks
+from burnish.train.torch import EngineSpec
+from burnish.types import Batch, Stats, rows_to_batch
+
+MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32), lora=LoraConfig(lora_dropout=0.5))
+BATCH = pack_batch(rows_to_batch([[7, 8, 9, 10, 11]], [[False] * 2 + [True] * 3], prompt_lens=[2]))
+
+
+def nll(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
+    assert outputs.logprobs is not None
+    loss = -outputs.logprobs.sum()
+    return loss, Stats(sums={"loss": loss.detach()})
+
+
+def started(
+    rank: int = 0, *, seed: int = 3, group: str = "policy", team_of: int = 1
+) -> TrainWorker:
+    """A rank that computes alone, of a group that has just started. ``team_of``: as if so many
+    ranks were a tensor-parallel team."""
+    worker = TrainWorker(Place(group, rank, 2, "cpu", 1), MODEL, PrecisionConfig())
+    worker.ranks = Ranks()
+    spec = EngineSpec("policy", TrainConfig(lr=0.5), MODEL, total_steps=100, seed=seed)
+    worker.build(spec, scalar=False, seed=seed)
+    train = spec.train.model_copy(update={"engine": TorchEngine(tensor_parallel_size=team_of)})
+    worker.engine.spec = replace(worker.engine.spec, train=train)
+    return worker
+
+
+def draw(worker: TrainWorker) -> float:
+    """The loss of a pass, as dropout makes it."""
+    return float(worker.forward_backward(BATCH, nll).sums["loss"])
+
+
+def step(worker: TrainWorker) -> float:
+    """The same, and an optimizer step."""
+    loss = draw(worker)
+    worker.optim_step()
+    return loss
+
+
+@pytest.fixture
+def moved(tmp_path: Path) -> Callable[..., TrainWorker]:
+    """``moved(rank=1)``: a fresh rank that has read the state of after a first, large step, so that
+    adapters, and what dropout does to them, show in the loss."""
+    first = started()
+    step(first)
+    first.save(str(tmp_path / "state"))
+
+    def make(*args: Any, noise: int = 0, **kwargs: Any) -> TrainWorker:
+        worker = started(*args, **kwargs)
+        torch.manual_seed(noise)
+        worker.load(str(tmp_path / "state"))
+        return worker
+
+    return make
+
+
+def test_a_group_that_is_resumed_draws_what_it_would_have_drawn(
+    moved: Callable[..., TrainWorker],
+) -> None:
+    """Three steps of two passes each in one go; and once more from the start by a fresh group
+    whose generator stands elsewhere."""
+    whole, expected = moved(), []
+    for _ in range(3):
+        expected += [draw(whole), step(whole)]
+    assert len(set(expected)) == 6, "every pass draws anew"
+    again = moved(noise=99)
+    assert [draw(again), step(again), draw(again)] == expected[:3]
+
+
+def test_it_goes_on_after_a_checkpoint_in_the_middle(
+    moved: Callable[..., TrainWorker], tmp_path: Path
+) -> None:
+    whole = moved()
+    step(whole)
+    whole.save(str(tmp_path / "later"))
+    expected = [step(whole), step(whole)]
+    fresh = started()
+    draw(fresh)  # a pass that led to nothing
+    fresh.load(str(tmp_path / "later"))
+    fresh.engine.optimizer.zero_grad()
+    assert [step(fresh), step(fresh)] == expected
+
+
+def test_ranks_groups_and_seeds_draw_differently_and_a_tensor_parallel_team_alike(
+    moved: Callable[..., TrainWorker],
+) -> None:
+    drawn = {
+        "itself": draw(moved()),
+        "another rank": draw(moved(rank=1)),
+        "another seed": draw(moved(seed=4)),
+        "another group": draw(moved(group="reference")),
+    }
+    assert len(set(drawn.values())) == 4, drawn
+    assert draw(moved(rank=1, team_of=2)) == draw(moved(team_of=2)) == drawn["itself"]
+
+
+def test_looking_does_not_change_what_is_drawn(moved: Callable[..., TrainWorker]) -> None:
+    plain, looking = moved(), moved()
+    looking.logprobs(BATCH)
+    looking.measure(BATCH, nll)
+    assert step(plain) == step(looking)
+
+
+def test_a_tokenizer_that_is_not_there_is_told_when_the_model_is_built(tmp_path: Path) -> None:
+    """And not by the constructor: to Ray that would be a death."""
+    gone = MODEL.model_copy(update={"tokenizer_path": str(tmp_path / "gone")})
+    worker = TrainWorker(Place("policy", 0, 1, "cpu", 1), gone, PrecisionConfig())
+    worker.ranks = Ranks()
+    with pytest.raises(ModelError, match="cannot load the tokenizer"):
+        worker.build(EngineSpec("policy", TrainConfig(lr=0.1), MODEL), scalar=False, seed=0)

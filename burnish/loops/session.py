@@ -25,7 +25,6 @@ import yaml
 from burnish.checkpoint import CheckpointError, CheckpointStore
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
-from burnish.config.arithmetic import batch_table
 from burnish.config.jobs import JobConfig, TrainingJob
 from burnish.loops.signals import StopSignals
 from burnish.loops.watch import OOM_FILE, MemoryWatch
@@ -194,7 +193,7 @@ class Session:
         self.progress = Progress(total_steps, every=self.config.observe.log_every_n_steps)
         self._opened = True
         self.progress.table(
-            "Batch arithmetic", ("name", "value", "how"), batch_table(self.config.batch_plan())
+            "Batch arithmetic", ("name", "value", "how"), self.config.launch_table()
         )
 
     # ---- the order of a run ------------------------------------------------------------------

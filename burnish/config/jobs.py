@@ -181,7 +181,8 @@ class PreferenceReferenceConfig(ReferenceConfig):
 
     precompute: bool = False
     """Compute its log-probs of all rows once, before the first step, keep them in the run folder
-    and give the model's memory back. (kto needs it in every step.)"""
+    and give the model's memory back. A resumed run computes them again where rows are missing, or
+    model or number format are others. (kto needs it in every step.)"""
 
 
 class PreferenceConfig(SupervisedJob):

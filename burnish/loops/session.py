@@ -43,6 +43,8 @@ log = logging.getLogger("burnish")
 
 Metrics = dict[str, float]
 STOPPED_FILE = "stopped.txt"
+REFERENCE_FILE = "reference_logprobs.safetensors"
+"""What ``reference_cache.py`` keeps; written before the policy is loaded."""
 
 
 class RunError(RuntimeError):
@@ -115,12 +117,12 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
 
 
 def _holds_something(folder: Path) -> bool:
-    """Whether there is more in it than what a run leaves that failed before its first
-    measurement."""
+    """Whether there is more in it than what a run leaves that was refused, or failed before its
+    first measurement."""
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {PLAN_FILE, OOM_FILE}  # of a run that was refused, or did not load
+    left = {PLAN_FILE, OOM_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
     if failed_at_start:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
         left |= {MEMORY_FILE, MEMORY_JSON}

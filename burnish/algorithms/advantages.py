@@ -178,8 +178,8 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "reinforce_pp_baseline": group_mean_baseline,
     "on_policy_distill": on_policy_distill,
 }
-"""By the name in ``algorithm.advantage``. All but ``gae`` and ``on_policy_distill`` have the
-outcome signature."""
+"""By the name in ``algorithm.advantage``. All but ``gae`` and ``on_policy_distill``, which work on
+tokens and have signatures of their own, have the outcome signature."""
 
 
 class _Groups:

@@ -20,7 +20,6 @@ from typer.core import TyperGroup
 
 from burnish import __version__
 from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
-from burnish.config.arithmetic import batch_table
 from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
 from burnish.config.explain import nearest
 from burnish.config.jobs import TrainingJob
@@ -220,10 +219,7 @@ def _dry_run_text(config: JobConfig) -> str:
     again."""
     lines: list[str] = []
     if isinstance(config, TrainingJob):
-        lines = [
-            f"# {n:<30} {value:>8}  {how}".rstrip()
-            for n, value, how in batch_table(config.batch_plan())
-        ]
+        lines = [f"# {n:<30} {value:>8}  {how}".rstrip() for n, value, how in config.launch_table()]
         lines.append("")
     placement = placement_text(config)
     lines += [f"# {line}" for line in placement.splitlines()] + [""] * bool(placement)

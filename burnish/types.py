@@ -23,6 +23,14 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length", "aborted"]
 
+ROUNDING = 1e-9
+"""Weighted sums of rewards that should be equal may differ in their last bits."""
+
+
+def all_equal(scores: Sequence[float]) -> bool:
+    """Whether scores are the same number, up to :data:`ROUNDING`."""
+    return max(scores) - min(scores) <= ROUNDING
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -32,6 +32,7 @@ TABLE = """\
 # samples per rollout                  64  P x n
 # epochs_per_rollout                    1  passes over the buffer
 # optimizer steps per rollout           1  epochs x P x n / B
+# loss_aggregation               token_mean  the default
 """
 
 
@@ -76,6 +77,14 @@ def test_dry_run_prints_the_batch_table_and_a_recipe_that_loads_again(recipe, ca
     assert result.stdout.startswith(TABLE)
     again = load_config(yaml.safe_load(result.stdout))
     assert again == load_config(recipe, ["train.lr=1e-7"])
+
+
+def test_dry_run_says_how_the_losses_of_tokens_become_one_number_and_why(recipe, calls):
+    table = call("rl", recipe, "algorithm.policy_loss=gspo", "--dry-run").stdout
+    assert "# loss_aggregation               sequence_mean  of policy_loss=gspo\n" in table
+    words = ["algorithm.advantage=dr_grpo", "algorithm.loss_aggregation=token_mean"]
+    table = call("rl", recipe, *words, "--dry-run").stdout
+    assert "# loss_aggregation               token_mean  as set\n" in table
 
 
 def test_dry_run_of_a_job_without_batches_prints_the_recipe_alone(tmp_path):

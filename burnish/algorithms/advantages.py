@@ -6,7 +6,8 @@ it:
 
 ====================== ============================================================================
 grpo, dr_grpo, opo     give every action token the sample's value
-rloo                   the same (it is the return-to-go at gamma = 1)
+rloo                   ``token_rewards`` (KL in the reward), ``return_to_go`` at gamma = 1: without
+                       KL in the reward the sample's value on every action token
 reinforce_pp           ``token_rewards`` (KL in the reward), ``return_to_go``, ``tensors.whiten``
 reinforce_pp_baseline  the same; only the shaped reward has the group's mean taken off
 gae                    ``token_rewards``, values of a critic, :func:`gae`, ``tensors.whiten``
@@ -63,8 +64,10 @@ def rloo(
 ) -> Tensor:
     """Leave-one-out [N]: A_i = R_i - mean of the others = (R_i - mean) n / (n - 1).
 
-    ``rewards`` [N], ``group_ids`` [N] int; ``eps`` and ``lengths`` are not used. Source: arXiv
-    2402.14740.
+    ``rewards`` [N], ``group_ids`` [N] int; ``eps`` and ``lengths`` are not used. Where KL is taken
+    in the reward the baseline is of the rewards alone, and each token pays for the KL from there on
+    (the paper's one action per response pays for all of it, and so does its baseline; both are
+    unbiased). Source: arXiv 2402.14740.
     """
     deviation, groups = _deviation(rewards, group_ids)
     count = groups.total(torch.ones_like(deviation))
@@ -175,8 +178,8 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "reinforce_pp_baseline": group_mean_baseline,
     "on_policy_distill": on_policy_distill,
 }
-"""By the name in ``algorithm.advantage``. All but ``gae`` and ``on_policy_distill`` have the
-outcome signature."""
+"""By the name in ``algorithm.advantage``. All but ``gae`` and ``on_policy_distill``, which work on
+tokens and have signatures of their own, have the outcome signature."""
 
 
 class _Groups:

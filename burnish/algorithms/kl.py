@@ -59,7 +59,7 @@ class KlController(Protocol):
 
 
 class FixedKl:
-    """A weight that stays as it is."""
+    """A weight that stays as it is: the recipe's, also where a run is resumed."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -68,15 +68,14 @@ class FixedKl:
         """Nothing to adapt."""
 
     def state_dict(self) -> dict[str, float]:
-        """The weight."""
-        return {"coef": self.coef}
+        """Nothing: the recipe says all there is."""
+        return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take back what :meth:`state_dict` gave."""
-        self.coef = state["coef"]
+        """Nothing to take back, whatever was saved."""
 
 
-class AdaptiveKl(FixedKl):
+class AdaptiveKl:
     """A weight that steers the mean KL to ``target``: up where it is above, down where below.
 
     coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon).
@@ -86,7 +85,7 @@ class AdaptiveKl(FixedKl):
     MAX_ERROR = 0.2
 
     def __init__(self, coef: float, *, target: float, horizon: int) -> None:
-        super().__init__(coef)
+        self.coef = self.init_coef = coef
         self.target = target
         self.horizon = horizon
 
@@ -107,3 +106,13 @@ class AdaptiveKl(FixedKl):
             return
         error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
         self.coef *= 1.0 + error * num_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """The weight now, and the one it began with."""
+        return {"coef": self.coef, "init_coef": self.init_coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a weight that began where this one does. Any other state (of a fixed weight,
+        or of one that began elsewhere) is of another recipe: the weight begins anew."""
+        same = state.get("init_coef") == self.init_coef
+        self.coef = state["coef"] if same else self.init_coef

@@ -140,8 +140,10 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
     "cispo": cispo,
     "reinforce": reinforce,
 }
-"""By the name in ``algorithm.policy_loss``; the keywords are the fields of that config node (and,
-for those in :data:`BY_ROW`, ``row_ids``)."""
+"""By the name in ``algorithm.policy_loss``, all f(logprobs, old_logprobs, advantages, mask, *, ...)
+-> (per_token_loss, Stats). The keywords are the fields of that config node: ``clip_low`` and
+``clip_high`` for all but ``reinforce``, which takes none, and besides ``dual_clip`` (ppo),
+``max_ratio`` (cispo) and ``row_ids`` (those in :data:`BY_ROW`, for packed rows)."""
 
 BY_ROW = frozenset({"gspo"})
 """Losses that have to know which tokens belong to one sequence."""

@@ -155,7 +155,18 @@ PREFERENCE_LOSSES: dict[str, Callable[..., Tensor]] = {
     "orpo": orpo,
     "kto": kto,
 }
-"""By name; the keywords are the fields of the config node (and KTO's ``kl``)."""
+"""By name; the keywords are the fields of the config node but ``kind`` and ``mean_logprobs``. What
+stands before them, all [N] over pairs, is
+
+============== ===================================================================================
+dpo, cdpo, ipo ``policy_chosen, policy_rejected, ref_chosen, ref_rejected``: log-probs summed
+               over the response (ipo with ``mean_logprobs``: means)
+simpo, orpo    ``mean_chosen, mean_rejected``: means over the response, no reference
+bradley_terry  ``chosen, rejected``: scores of a reward model; keyword ``margins``
+log_exp        ``chosen, rejected``: the same, no keyword
+kto            ``policy, ref, desirable``, [N] over single responses; keyword ``kl`` besides
+============== ===================================================================================
+"""
 
 
 def _gap(

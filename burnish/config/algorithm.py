@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node
 
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_constant"]
+
 
 class GroupAdvantage(Node):
     """Advantages from the rewards of one prompt's samples: needs n_samples_per_prompt > 1, no
@@ -23,6 +25,11 @@ class GroupAdvantage(Node):
     """Discount per token. Only 1: a group compares whole responses, which have one reward each."""
 
     def rules(self) -> Iterator[str]:
+        if self.kind != "grpo" and self.eps != _default(self, "eps"):
+            yield (
+                f"eps={self.eps:g} is added to a standard deviation, and {self.kind} divides by "
+                "none; remove it"
+            )
         if self.gamma != 1.0:
             yield (
                 f"gamma={self.gamma:g} with the group baseline {self.kind}: it compares whole "
@@ -59,6 +66,11 @@ class OnPolicyDistillAdvantage(Node):
     a ``teacher``, no rewards, no groups."""
 
     kind: Literal["on_policy_distill"]
+
+
+def _default(node: Node, name: str) -> Any:
+    """What a field is where the recipe does not name it."""
+    return type(node).model_fields[name].default
 
 
 def name_to_node(value: Any) -> Any:
@@ -110,6 +122,13 @@ class CispoLoss(Node):
     """Upper bound of the weight as it stands (arXiv 2510.13786), in place of 1 + clip_high. None:
     1 + clip_high."""
 
+    def rules(self) -> Iterator[str]:
+        if self.max_ratio is not None and self.clip_high != _default(self, "clip_high"):
+            yield (
+                f"clip_high={self.clip_high:g} and max_ratio={self.max_ratio:g} are both the upper "
+                "bound of the weight, and only max_ratio would count; remove one of the two"
+            )
+
 
 class ReinforceLoss(Node):
     """-advantage x log-prob, without a ratio: right only for one optimizer step per rollout."""
@@ -139,14 +158,23 @@ class CorrectionConfig(Node):
     high: float = Field(2.0, ge=1)
     """Upper bound."""
 
+    def rules(self) -> Iterator[str]:
+        if self.mode == "truncate" and self.low != _default(self, "low"):
+            yield (
+                f"low={self.low:g} does nothing with mode=truncate, which bounds weights from "
+                "above only; remove it, or use mode=clip"
+            )
+
 
 class KlConfig(Node):
     """Distance from the reference model."""
 
     init_kl_coef: float = Field(0.0, ge=0)
-    """Weight beta. 0: no KL term, and no reference model is loaded."""
+    """Weight beta. 0: no KL term, and no reference model is loaded. A resumed run has the recipe's
+    weight; an adaptive one goes on where it was, unless this is changed."""
     placement: Literal["reward", "loss"] = "loss"
-    """Taken off every token's reward, or added to the loss."""
+    """Taken off every token's reward (gae, reinforce_pp, reinforce_pp_baseline, rloo), or added to
+    the loss (all)."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """http://joschu.net/blog/kl-approx.html. In the reward k1 is meant; as a loss k2 or k3 (k1's
     gradient is 0 on average: a warning)."""
@@ -167,6 +195,11 @@ class KlConfig(Node):
                 "kl_target adapts init_kl_coef, which is 0; set init_kl_coef (0.01 is a usual "
                 "start)"
             )
+        if self.kl_target is None and self.kl_horizon != _default(self, "kl_horizon"):
+            yield (
+                f"kl_horizon={self.kl_horizon} does nothing without kl_target, which makes the "
+                "weight move; set both or neither"
+            )
 
     def advice(self) -> Iterator[str]:
         if self.init_kl_coef and self.placement == "loss" and self.estimator == "k1":
@@ -184,15 +217,35 @@ class AlgorithmConfig(Node):
     on_policy_distill``, or a node with ``kind`` and its options."""
     policy_loss: PolicyLossConfig = PpoLoss()
     """``ppo | gspo | cispo | reinforce``, or a node with ``kind`` and its options."""
-    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = "token_mean"
+    loss_aggregation: Aggregation | None = None
     """token_mean: over all tokens of the step (DAPO). sequence_mean: mean of per-sequence means
-    (the first GRPO). sequence_sum_constant: sums over ``generate_max_len`` (Dr. GRPO)."""
+    (the first GRPO). sequence_sum_constant: sums over ``generate_max_len`` (Dr. GRPO). None: what
+    belongs to the algorithm, sequence_mean with policy_loss gspo, sequence_sum_constant with
+    advantage dr_grpo, else token_mean; it stands in the table printed at start."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0: none."""
     kl: KlConfig = KlConfig()
     """Distance from the reference model."""
     correction: CorrectionConfig | None = None
     """Importance weights against the gap between sampler and trainer. None: none."""
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """How losses per token become one number: what is set, or what belongs to the algorithm."""
+        return self._aggregation()[0]
+
+    def table_row(self) -> tuple[str, str, str]:
+        """(name, value, how it comes about) of the aggregation, for the table printed at start."""
+        return ("loss_aggregation", *self._aggregation())
+
+    def _aggregation(self) -> tuple[Aggregation, str]:
+        if self.loss_aggregation is not None:
+            return self.loss_aggregation, "as set"
+        if self.policy_loss.kind == "gspo":
+            return "sequence_mean", "of policy_loss=gspo"
+        if self.advantage.kind == "dr_grpo":
+            return "sequence_sum_constant", "of advantage=dr_grpo"
+        return "token_mean", "the default"
 
 
 class DpoLoss(Node):

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig
-from burnish.config.rewards import FailurePolicy, RewardConfig
+from burnish.config.rewards import FailurePolicy, RewardConfig, weigh_nothing
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, SamplingConfig
 from burnish.config.train import ObserveConfig
 
@@ -150,6 +150,7 @@ class GenerateFields(Node):
                 "rollout.n_samples_per_prompt=1 leaves nothing to choose; use 2 or more (8 is "
                 "usual)"
             )
+        yield from self._reward_rules(kind)
         if not self.rewards and self.on_reward_failure != FailurePolicy():
             yield "on_reward_failure is set and there are no rewards; remove it"
         if PurePath(self.output).suffix.lower() not in OUTPUT_KINDS:
@@ -165,6 +166,21 @@ class GenerateFields(Node):
                 "output; use drop, or raise data.prompt_max_len"
             )
         yield from self._condition_rules(kind)
+
+    def _reward_rules(self, kind: str) -> Iterator[str]:
+        for i, reward in enumerate(self.rewards):
+            if reward.running_norm is not None:
+                yield (
+                    f"rewards[{i}].running_norm={reward.running_norm} measures a score in the mean "
+                    "and spread of all so far, so a response would be worth more or less by when "
+                    "it was sampled; rows have the plain score: remove it"
+                )
+        if kind != "all" and weigh_nothing(self.rewards):
+            what = "states the reward" if kind == "conditioned" else "chooses by reward"
+            yield (
+                f"mode={kind} {what}, and every entry of rewards has weight 0, so all are equal; "
+                "give one a weight"
+            )
 
     def _condition_rules(self, kind: str) -> Iterator[str]:
         if kind == "conditioned" and self.condition is None:

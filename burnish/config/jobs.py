@@ -12,18 +12,29 @@ from pydantic import Field, model_validator
 from burnish.config.algorithm import (
     AlgorithmConfig,
     DpoLoss,
-    GaeAdvantage,
-    GroupAdvantage,
     PreferenceLossConfig,
 )
-from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout, derive_batch
+from burnish.config.arithmetic import (
+    BatchError,
+    BatchPlan,
+    batch_table,
+    check_rollout,
+    derive_batch,
+)
 from burnish.config.base import Node, PathText
 from burnish.config.cluster import ClusterConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.generate import GenerateFields
 from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
 from burnish.config.ptx import PtxConfig, ptx_rules
-from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
+from burnish.config.rewards import (
+    FailurePolicy,
+    FunctionReward,
+    RewardConfig,
+    ShapingConfig,
+    weigh_nothing,
+)
+from burnish.config.rl_rules import cut_sampling, rl_advice, rl_rules
 from burnish.config.roles import place_rules
 from burnish.config.rollout import (
     EvalConfig,
@@ -88,6 +99,10 @@ class TrainingJob(JobConfig):
     @abstractmethod
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
+
+    def launch_table(self) -> list[tuple[str, str, str]]:
+        """Rows (name, value, how it comes about) of what is printed at start."""
+        return batch_table(self.batch_plan())
 
 
 class SupervisedJob(TrainingJob):
@@ -168,7 +183,8 @@ class PreferenceReferenceConfig(ReferenceConfig):
 
     precompute: bool = False
     """Compute its log-probs of all rows once, before the first step, keep them in the run folder
-    and give the model's memory back. (kto needs it in every step.)"""
+    and give the model's memory back. A resumed run computes them again where rows are missing, or
+    model or number format are others. (kto needs it in every step.)"""
 
 
 class PreferenceConfig(SupervisedJob):
@@ -201,11 +217,12 @@ class PreferenceConfig(SupervisedJob):
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         kind = self.loss.kind
-        if self.data.margin_key is not None:
-            yield (
-                f"data.margin_key={self.data.margin_key}: margins are for reward models (job rm), "
-                "and no preference loss reads them; remove it"
-            )
+        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+            if data is not None and data.margin_key is not None:
+                yield (
+                    f"{name}.margin_key={data.margin_key}: margins are for reward models (job rm), "
+                    "and no preference loss reads them; remove it"
+                )
         if self.reference is not None and not self.needs_reference:
             yield f"reference is set and loss={kind} uses none; remove it, or use dpo"
         if kind != "kto":
@@ -217,6 +234,11 @@ class PreferenceConfig(SupervisedJob):
                     )
         elif self.nll_coef:
             yield "nll_coef is a term of the chosen response, and loss=kto has none; remove it"
+        if kind == "orpo" and self.nll_coef:
+            yield (
+                f"nll_coef={self.nll_coef:g} adds the chosen response's negative log-likelihood, "
+                "which is in loss=orpo already; remove it (loss.beta weighs the other term)"
+            )
         if kind == "kto":
             yield from self._kto_rules()
 
@@ -304,14 +326,17 @@ class RLConfig(TrainingJob):
         part = given or train.micro_train_batch_size or train.gradient_accumulation_steps or 1
         return check_rollout(plan, unit=part * plan.data_parallel_size)
 
+    def launch_table(self) -> list[tuple[str, str, str]]:
+        """The batch, and how losses per token become one number."""
+        return [*super().launch_table(), self.algorithm.table_row()]
+
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
         yield from checkpoint_rules(self.checkpoint, self.train)
         yield from expert_rules(self.train, self.model)
         yield from team_rules(self.train, self.cluster)
-        yield from self._advantage_rules()
-        yield from self._kl_rules()
+        yield from rl_rules(self)
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
@@ -321,7 +346,7 @@ class RLConfig(TrainingJob):
                 "step per rollout only; use ppo, or train_batch_size = rollout_batch_size x "
                 "n_samples_per_prompt with epochs_per_rollout=1"
             )
-        cut = "top_p<1" if self.rollout.top_p < 1 else "top_k>0" if self.rollout.top_k else None
+        cut = cut_sampling(self)
         if self.algorithm.correction is not None and cut:
             yield (
                 f"algorithm.correction weighs tokens by what the sampler's log-probs are, and with "
@@ -331,13 +356,9 @@ class RLConfig(TrainingJob):
         best = self.checkpoint.best_metric
         if best and best.startswith("eval/") and self.eval is None:
             yield f"checkpoint.best_metric={best} is measured by eval, which is not set"
-        if self.shaping.overlong_buffer_len >= self.rollout.generate_max_len:
-            yield (
-                f"shaping.overlong_buffer_len={self.shaping.overlong_buffer_len} must be below "
-                f"rollout.generate_max_len={self.rollout.generate_max_len}"
-            )
 
     def advice(self) -> Iterator[str]:
+        yield from rl_advice(self)
         trainer, sampler = self.precision.dtype, self.precision.sampler_dtype
         if sampler != trainer:
             yield (
@@ -346,7 +367,6 @@ class RLConfig(TrainingJob):
                 "update takes the difference for a change of the policy; leave rollout_dtype out "
                 "to use one format (the gap is measured at every step: train/mismatch_*)"
             )
-
         own = self.reference is not None and self.reference.model is not None
         if self.algorithm.kl.init_kl_coef and not own and self.model.scratch is not None:
             yield _random_reference("algorithm.kl")
@@ -356,51 +376,6 @@ class RLConfig(TrainingJob):
                 "checkpoint.best_metric is reward/mean where there is no eval, and running_norm "
                 f"measures {', '.join(normed)} in a mean that moves, so the best checkpoint would "
                 f"say little; set checkpoint.best_metric=reward/{normed[0]} (the plain score)"
-            )
-
-    def _advantage_rules(self) -> Iterator[str]:
-        advantage = self.algorithm.advantage
-        uses_gae = isinstance(advantage, GaeAdvantage)
-        if self.critic is not None and not uses_gae:
-            yield (
-                f"critic is set, and algorithm.advantage={advantage.kind} uses none; remove critic "
-                "or use gae"
-            )
-        needs_group = (
-            isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
-        )
-        if needs_group and self.rollout.n_samples_per_prompt < 2:
-            yield (
-                f"algorithm.advantage={advantage.kind} compares samples of one prompt, and "
-                "rollout.n_samples_per_prompt=1 leaves nothing to compare; use 2 or more (8 is "
-                "usual)"
-            )
-        if advantage.kind == "reinforce_pp_baseline" and advantage.gamma != 1.0:
-            yield (
-                f"algorithm.advantage.gamma={advantage.gamma} with a group baseline: the baseline "
-                "is not discounted; use gamma=1"
-            )
-
-    def _kl_rules(self) -> Iterator[str]:
-        advantage, kl = self.algorithm.advantage, self.algorithm.kl
-        by_group = isinstance(advantage, GroupAdvantage)
-        if by_group and kl.init_kl_coef and kl.placement == "reward":
-            yield (
-                "algorithm.kl.placement=reward puts KL on every token's reward, and "
-                f"advantage={advantage.kind} sees one reward per response; use placement=loss "
-                "(estimator k3 is usual)"
-            )
-        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
-        if kl.kl_target is not None and samples >= 5 * kl.kl_horizon:
-            yield (
-                f"algorithm.kl.kl_horizon={kl.kl_horizon} is too short for {samples} samples per "
-                "rollout: the weight could reach 0 in one step; use more than "
-                f"{samples // 5} (10000 is usual)"
-            )
-        if self.reference is not None and not kl.init_kl_coef:
-            yield (
-                "reference is set and algorithm.kl.init_kl_coef=0 never reads it; remove it or set "
-                "a KL weight"
             )
 
 
@@ -431,6 +406,13 @@ class EvaluateConfig(InferenceJob):
     def rules(self) -> Iterator[str]:
         if self.eval.generate_max_len is None:
             yield "eval.generate_max_len is not set, and this job has no rollout to take it from"
+
+    def advice(self) -> Iterator[str]:
+        if weigh_nothing(self.rewards):
+            yield (
+                "every entry of rewards has weight 0, so every response has the score 0; give one "
+                "a weight"
+            )
 
 
 class GenerateConfig(GenerateFields, InferenceJob):

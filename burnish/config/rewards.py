@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -23,8 +23,8 @@ class _Reward(Node):
     running_norm: Literal["mean_std", "std"] | None = None
     """Before its weight, measure this reward in its own mean and spread over the run: all scores so
     far, those of the step included. mean_std: (score - mean) / std. std: score / std, which keeps
-    the sign. Kept in checkpoints. Metrics, samples, dynamic sampling and evaluation have the plain
-    score. None: the score as it is."""
+    the sign. Kept in checkpoints. Metrics, samples, the band of dynamic sampling and evaluation
+    have the plain score; the job generate takes none. None: the score as it is."""
 
 
 class FunctionReward(_Reward):
@@ -179,6 +179,11 @@ RewardConfig = Annotated[
     FunctionReward | ModelReward | MathReward | EnvironmentReward | RemoteReward,
     Field(discriminator="kind"),
 ]
+
+
+def weigh_nothing(rewards: Sequence[RewardConfig]) -> bool:
+    """Whether there are rewards and the weighted sum of them is 0 whatever they say."""
+    return bool(rewards) and all(reward.weight == 0 for reward in rewards)
 
 
 class FailurePolicy(Node):

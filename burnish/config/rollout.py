@@ -88,11 +88,12 @@ RolloutEngineConfig = Annotated[
 
 class DynamicSampling(Node):
     """Groups that teach nothing are left out and replaced by those of fresh prompts within the same
-    step (DAPO, arXiv 2503.14476)."""
+    step (DAPO, arXiv 2503.14476): those whose scores are all equal, up to rounding, once
+    ``shaping.reward_clip`` has clipped them and before penalties, or outside of the band."""
 
     above: float | None = None
-    """Leave groups out whose mean score (the weighted sum of rewards, before shaping) is not above
-    this. None: no bound."""
+    """Leave groups out whose mean score (the plain weighted sum of rewards) is not above this.
+    None: no bound."""
     below: float | None = None
     """Leave groups out whose mean score is not below this. None: no bound."""
     max_refills: int = Field(10, ge=1)

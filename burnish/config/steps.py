@@ -95,13 +95,19 @@ def reward_data_rules(
             "loss=process needs a label on every step, and data.kind=pairs has none; use "
             "data.kind=steps"
         )
-    if data.label_key is not None:
+    for name, rows in (("data", data), ("eval_data", eval_data)):
+        if isinstance(rows, PairsDataConfig):
+            yield from _pairs_rules(name, rows, loss)
+
+
+def _pairs_rules(name: str, rows: PairsDataConfig, loss: str | None) -> Iterator[str]:
+    if rows.label_key is not None:
         yield (
-            f"data.label_key={data.label_key} says that rows are single responses, and a "
+            f"{name}.label_key={rows.label_key} says that rows are single responses, and a "
             "reward model learns from pairs; remove it"
         )
-    if loss == "log_exp" and data.margin_key is not None:
+    if loss == "log_exp" and rows.margin_key is not None:
         yield (
-            f"data.margin_key={data.margin_key} with loss=log_exp, which has no margin; "
+            f"{name}.margin_key={rows.margin_key} with loss=log_exp, which has no margin; "
             "remove it, or use bradley_terry"
         )

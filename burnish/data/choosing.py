@@ -14,7 +14,7 @@ from typing import Any
 
 from burnish.config.generate import AllSamples, BestOfN, BestWorstPairs, Conditioned, GenerateMode
 from burnish.data.questions import Content, Question, with_reward
-from burnish.types import Group, Sample
+from burnish.types import ROUNDING, Group, Sample, all_equal
 
 DataRow = dict[str, Any]
 
@@ -30,9 +30,6 @@ DROPS: Mapping[str, str] = {
 }
 """Everything that is left out, in words. ``prompts_...`` count prompts, each at most once;
 ``samples_...`` count responses."""
-
-_ROUNDING = 1e-9
-"""Weighted sums that should be equal may differ in their last bits."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def best(samples: Sequence[Sample], *, min_reward: float | None = None) -> Sampl
     if not samples:
         return "prompts_truncated"
     found = max(samples, key=lambda s: s.reward)
-    if min_reward is not None and found.reward < min_reward - _ROUNDING:
+    if min_reward is not None and found.reward < min_reward - ROUNDING:
         return "prompts_below_min_reward"
     return found
 
@@ -107,11 +104,11 @@ def best_and_worst(
         return "prompts_truncated"
     high, low = max(samples, key=lambda s: s.reward), min(samples, key=lambda s: s.reward)
     margin = high.reward - low.reward
-    if margin <= _ROUNDING:
+    if all_equal((high.reward, low.reward)):
         return "prompts_equal_rewards"
     if high.text == low.text:
         return "prompts_same_text"
-    if margin < min_margin - _ROUNDING:
+    if margin < min_margin - ROUNDING:
         return "prompts_below_min_margin"
     return high, low
 

@@ -74,7 +74,8 @@ def mismatched(batch: Batch, *, max_len: int) -> Batch:
     estimates how far policy and reference are apart.
 
     Row i gets the response of the next row with another prompt (of itself where there is none). A
-    row over ``max_len`` loses the left of its prompt.
+    row over ``max_len`` (the limit that the batch's own rows keep to) loses the left of its prompt,
+    all but the last token at most: what predicts the response's first.
     """
     begins, ends = batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()
     tokens, mask = batch.tokens.tolist(), batch.action_mask.tolist()
@@ -85,7 +86,8 @@ def mismatched(batch: Batch, *, max_len: int) -> Batch:
         others = ((i + k) % len(prompts) for k in range(1, len(prompts)))
         j = next((k for k in others if prompts[k] != prompt), i)
         response = tokens[cuts[j] : ends[j]]
-        kept = prompt[max(0, len(prompt) + len(response) - max_len) :]
+        excess = len(prompt) + len(response) - max_len
+        kept = prompt[min(max(0, excess), len(prompt) - 1) :]
         rows.append([*kept, *response])
         masks.append([False] * len(kept) + mask[cuts[j] : ends[j]])
     return rows_to_batch(rows, masks, prompt_lens=[0] * len(rows))

@@ -141,7 +141,7 @@ def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["me
 def _ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
     if config.ptx is None:
         return None
-    data = _within_positions(config.ptx.data, config.model)
+    data = _within_positions(config.ptx.data, config.model, field="ptx.data")
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
     return Ptx(
         timed(stream, runtime.timeline, {"next": "data"}),
@@ -256,9 +256,12 @@ def _supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> Eng
     )
 
 
-def _within_positions(data: Data, model: ModelConfig, *, new_tokens: int = 0) -> Data:
+def _within_positions(
+    data: Data, model: ModelConfig, *, new_tokens: int = 0, field: str = "data"
+) -> Data:
     """``data`` with its length limit lowered to what the model has positions for, so that
-    ``overlong`` decides about a longer row, and not the middle of a run."""
+    ``overlong`` decides about a longer row, and not the middle of a run. ``field``: what the recipe
+    calls it."""
     limit = num_positions(model)
     name = "prompt_max_len" if isinstance(data, PromptDataConfig) else "max_len"
     wanted = data.prompt_max_len if isinstance(data, PromptDataConfig) else data.max_len
@@ -271,7 +274,8 @@ def _within_positions(data: Data, model: ModelConfig, *, new_tokens: int = 0) ->
             f"for {limit} tokens"
         )
     log.warning(
-        "%s lowered to %d: %s has %d positions", name, limit - new_tokens, describe(model), limit
+        "%s.%s lowered to %d: %s has %d positions",
+        *(field, name, limit - new_tokens, describe(model), limit),
     )
     return data.model_copy(update={name: limit - new_tokens})
 
@@ -384,7 +388,7 @@ def _held_out(
     if config is None:
         return ()
     new_tokens = config.generate_max_len or new_tokens
-    data = _within_positions(config.data, job.model, new_tokens=new_tokens)
+    data = _within_positions(config.data, job.model, new_tokens=new_tokens, field="eval.data")
     return load_prompts(data, tokenizer, limit=config.num_prompts)
 
 
@@ -401,16 +405,26 @@ def _supervised_data(
     """The training stream and all held-out rows."""
     if isinstance(config, SFTConfig):
         data = _within_positions(config.data, config.model)
-        held_out = load_rows(config.eval_data, tokenizer) if config.eval_data else None
+        rows = _held_out_data(config.eval_data, config.model)
+        held_out = load_rows(rows, tokenizer) if rows is not None else None
         return SFTStream(data, tokenizer, seed=config.seed), held_out
     other = config.eval_data
     if isinstance(config.data, StepsDataConfig):
         steps = _within_positions(config.data, config.model)
-        solutions = load_solutions(other, tokenizer) if isinstance(other, StepsDataConfig) else None
+        held = _held_out_data(other if isinstance(other, StepsDataConfig) else None, config.model)
+        solutions = load_solutions(held, tokenizer) if held is not None else None
         return StepsStream(steps, tokenizer, seed=config.seed), solutions
     own = _within_positions(config.data, config.model)
-    pairs = load_pairs(other, tokenizer) if isinstance(other, PairsDataConfig) else None
+    kept = _held_out_data(other if isinstance(other, PairsDataConfig) else None, config.model)
+    pairs = load_pairs(kept, tokenizer) if kept is not None else None
     return PreferenceStream(own, tokenizer, seed=config.seed), pairs
+
+
+def _held_out_data(data: Data | None, *models: ModelConfig) -> Data | None:
+    """``eval_data`` within the positions of all ``models``."""
+    for model in models:
+        data = None if data is None else _within_positions(data, model, field="eval_data")
+    return data
 
 
 def _kl_controller(config: KlConfig) -> KlController:

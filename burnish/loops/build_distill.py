@@ -12,7 +12,12 @@ from torch import Tensor
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config import DistillConfig
 from burnish.data.sft import SFTStream, load_rows
-from burnish.loops.build import _supervised_spec, _supervised_steps, _within_positions
+from burnish.loops.build import (
+    _held_out_data,
+    _supervised_spec,
+    _supervised_steps,
+    _within_positions,
+)
 from burnish.loops.distill import distill_objective, make_teacher, measure_distill
 from burnish.loops.objectives import with_expert_balance
 from burnish.loops.supervised import Supervised
@@ -25,7 +30,8 @@ def build_distill(config: DistillConfig, runtime: Runtime) -> tuple[Supervised, 
     """The parts of a distillation, and its number of optimizer steps."""
     data = _within_positions(config.data, config.model)
     data = _within_positions(data, config.teacher.model)
-    held_out = load_rows(config.eval_data, runtime.tokenizer) if config.eval_data else None
+    other = _held_out_data(config.eval_data, config.model, config.teacher.model)
+    held_out = load_rows(other, runtime.tokenizer) if other is not None else None
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
     total = _supervised_steps(config, len(stream))
     spec = _supervised_spec(config, "policy", total)

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from burnish.config import PreferenceConfig
 from burnish.config.algorithm import KtoLoss
+from burnish.config.data import PreferenceDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import HalvesStream, UnpairedStream, load_judged
-from burnish.loops.build import _supervised_spec, _supervised_steps, _within_positions
+from burnish.loops.build import (
+    _held_out_data,
+    _supervised_spec,
+    _supervised_steps,
+    _within_positions,
+)
 from burnish.loops.objectives import with_expert_balance
-from burnish.loops.preference import measure_preferences, preference_objective, preparation
-from burnish.loops.reference_cache import FILE as CACHE_FILE
+from burnish.loops.preference import (
+    Prepare,
+    measure_preferences,
+    preference_objective,
+    preparation,
+)
 from burnish.loops.reference_cache import compute as compute_cache
 from burnish.loops.reference_cache import load as load_cache
 from burnish.loops.reference_cache import save as save_cache
+from burnish.loops.session import REFERENCE_FILE
 from burnish.loops.supervised import Supervised
 from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime
@@ -33,24 +45,33 @@ def build_preference(
     """The parts of a preference run, and its number of optimizer steps."""
     kto = isinstance(config.loss, KtoLoss)
     data = _within_positions(config.data, config.model)
+    other = _held_out_data(config.eval_data, config.model)
     held_out = None
-    if config.eval_data is not None:
-        held_out = (load_judged if kto else load_pairs)(config.eval_data, runtime.tokenizer)
+    if other is not None:
+        held_out = (load_judged if kto else load_pairs)(other, runtime.tokenizer)
     kind = PreferenceStream if not kto else UnpairedStream if data.label_key else HalvesStream
     stream = kind(data, runtime.tokenizer, seed=config.seed)
     total = _supervised_steps(config, len(stream))
     spec = _supervised_spec(config, "policy", total)
-    reference, policy = _preference_engines(config, spec, runtime, run_dir, held_out)
-    prepare = preparation(config.loss, policy, reference, max_len=data.max_len)
+    rows: list[Batch] = []
+    if config.reference is not None and config.reference.precompute:
+        rows = [load_pairs(data, runtime.tokenizer)] + ([] if held_out is None else [held_out])
+    reference, policy = _preference_engines(
+        config, spec, runtime, run_dir / REFERENCE_FILE, rows=rows
+    )
+
+    def prepare_within(rows: PreferenceDataConfig) -> Prepare:
+        return preparation(config.loss, policy, reference, max_len=rows.max_len)
+
     loss = preference_objective(config.loss, nll_coef=config.nll_coef)
     parts = Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=policy,
         loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
         batch_size=config.batch_plan().train_batch_size,
-        measure=measure_preferences(loss, prepare),
+        measure=measure_preferences(loss, prepare_within(other or data)),
         eval_batch=held_out,
-        prepare=prepare,
+        prepare=prepare_within(data),
     )
     return parts, total
 
@@ -59,16 +80,17 @@ def _preference_engines(
     config: PreferenceConfig,
     spec: EngineSpec,
     runtime: Runtime,
-    run_dir: Path,
-    held_out: Batch | None,
+    kept_in: Path,
+    *,
+    rows: Sequence[Batch],
 ) -> tuple[HasLogprobs | None, TrainEngine]:
-    """The reference, or its log-probs, and the policy. In this order: a reference that is only
-    needed for its log-probs is gone before the policy comes."""
+    """The reference, or its log-probs of ``rows`` where there are any, and the policy. In this
+    order: a reference that is only needed for its log-probs is gone before the policy comes."""
     spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
-    settings, model = config.reference, config.model
-    own = settings.model if settings is not None else None
-    precompute = settings is not None and settings.precompute
-    cached = load_cache(run_dir / CACHE_FILE, own or model) if precompute else None
+    model = config.model
+    own = config.reference.model if config.reference is not None else None
+    of, dtype = own or model, config.precision.dtype
+    cached = load_cache(kept_in, rows, model=of, dtype=dtype) if rows else None
     reference: HasLogprobs | None = cached
     policy: TrainEngine | None = None
     if cached is not None or not config.needs_reference:
@@ -78,14 +100,12 @@ def _preference_engines(
         reference = runtime.frozen_base(policy)
     else:
         train = spec.train.model_copy(update={"moe_aux_loss_coef": 0.0})
-        frozen = replace(spec, role="reference", model=own or model, train=train, trainable=False)
+        frozen = replace(spec, role="reference", model=of, train=train, trainable=False)
         reference = runtime.language_model(frozen, {"logprobs": "reference"})
-    if precompute:
-        rows = [load_pairs(_within_positions(config.data, model), runtime.tokenizer)]
-        batches = rows + ([held_out] if held_out is not None else [])
-        log.info("the reference's log-probs of %d rows", sum(b.num_rows for b in batches))
-        cache = compute_cache(reference, batches, 2 * config.batch_plan().train_batch_size)
-        save_cache(cache, run_dir / CACHE_FILE, own or model)
+    if rows:
+        log.info("the reference's log-probs of %d rows", sum(b.num_rows for b in rows))
+        cache = compute_cache(reference, rows, 2 * config.batch_plan().train_batch_size)
+        save_cache(cache, kept_in, model=of, dtype=dtype)
         runtime.release(reference)
         reference = cache
     return reference, policy or runtime.language_model(spec, spans)

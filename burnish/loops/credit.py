@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,14 @@ from burnish.config.algorithm import (
     GaeAdvantage,
     GroupAdvantage,
     OnPolicyDistillAdvantage,
+    ReinforceAdvantage,
 )
+from burnish.config.rl_rules import BROADCAST
 from burnish.tensors import pad_rows, unpad_rows, whiten
 from burnish.types import Batch
+
+ScalarAdvantage = GroupAdvantage | GaeAdvantage | ReinforceAdvantage
+"""Those that begin with one reward per sample."""
 
 
 def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) -> Batch:
@@ -39,17 +45,10 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
         assert batch.old_logprobs is not None and batch.teacher_logprobs is not None
         found = on_policy_distill(batch.old_logprobs, batch.teacher_logprobs, batch.action_mask)
         return replace(batch, advantages=found)
-    lengths = _action_counts(batch)
-    if isinstance(advantage, GroupAdvantage):
-        outcome = ADVANTAGES[advantage.kind](
-            batch.rewards, batch.group_ids, eps=advantage.eps, lengths=lengths
-        )
-        spread = outcome[batch.row_ids] * batch.action_mask
-        return replace(batch, advantages=spread)
+    shaped = _shaped(batch, advantage)
+    if advantage.kind in BROADCAST:
+        return replace(batch, advantages=shaped[batch.row_ids] * batch.action_mask)
     mask = pad_rows(batch.action_mask.float(), batch.offsets).bool()
-    shaped = batch.rewards
-    if not isinstance(advantage, GaeAdvantage):
-        shaped = ADVANTAGES[advantage.kind](batch.rewards, batch.group_ids)
     rewards = token_rewards(shaped, mask, *_kl_in_reward(batch, config, kl_coef))
     returns = None
     if isinstance(advantage, GaeAdvantage):
@@ -59,9 +58,21 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
         returns = unpad_rows(padded, batch.offsets)
     else:
         advantages = return_to_go(rewards, mask, gamma=advantage.gamma)
-    if advantage.whiten:
+    if not isinstance(advantage, GroupAdvantage) and advantage.whiten:
         advantages = whiten(advantages, mask)
     return replace(batch, advantages=unpad_rows(advantages, batch.offsets), returns=returns)
+
+
+def _shaped(batch: Batch, advantage: ScalarAdvantage) -> Tensor:
+    """[N] the reward of every sample, with the baseline of its group taken off."""
+    assert batch.rewards is not None
+    if isinstance(advantage, GaeAdvantage):
+        return batch.rewards
+    options: dict[str, Any] = {}
+    if isinstance(advantage, GroupAdvantage):
+        options = {"eps": advantage.eps, "lengths": _action_counts(batch)}
+    shaped: Tensor = ADVANTAGES[advantage.kind](batch.rewards, batch.group_ids, **options)
+    return shaped
 
 
 def _kl_in_reward(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from burnish.config.rollout import EvalConfig
 from burnish.rollout.runner import Runner
-from burnish.types import Group, Prompt
+from burnish.types import ROUNDING, Group, Prompt
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -18,10 +18,6 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     1 - C(n - c, k) / C(n, k). Example: n = 4, c = 1, k = 2: 1 - C(3, 2) / C(4, 2) = 1 - 3/6 = 0.5.
     """
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
-
-
-_ROUNDING = 1e-9
-"""A weighted sum of full marks may miss the threshold in its last bits."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Evaluator:
         self.keep_samples(step, groups)
         n = self.config.n_samples_per_prompt
         passed = [
-            sum(s.reward >= self.config.pass_threshold - _ROUNDING for s in group.samples)
+            sum(s.reward >= self.config.pass_threshold - ROUNDING for s in group.samples)
             for group in groups
         ]
         samples = [s for group in groups for s in group.samples]

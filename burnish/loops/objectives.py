@@ -45,7 +45,7 @@ def policy_objective(
         mask = batch.action_mask
 
         def total(per_token: Tensor) -> Tensor:
-            return _reduce(per_token, batch, config.loss_aggregation, max_len)
+            return _reduce(per_token, batch, config.aggregation, max_len)
 
         old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         rows = {"row_ids": batch.row_ids} if config.policy_loss.kind in BY_ROW else {}

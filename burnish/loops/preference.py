@@ -105,7 +105,8 @@ def preparation(
     *,
     max_len: int,
 ) -> Prepare:
-    """What a batch needs before its update. ``max_len``: longest row in tokens."""
+    """What a batch needs before its update (held-out rows: before they are measured). ``max_len``:
+    of the data that it is a batch of."""
 
     def prepare(batch: Batch) -> Batch:
         if reference is None:

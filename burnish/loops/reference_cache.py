@@ -8,6 +8,7 @@ epochs and resumes do not matter.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish.config.model import ModelConfig
+from burnish.loops.session import REFERENCE_FILE, RunError
 from burnish.train.base import HasLogprobs
 from burnish.types import Batch
 
-FILE = "reference_logprobs.safetensors"
+log = logging.getLogger("burnish")
 
 
 class CachedReference:
@@ -40,19 +42,24 @@ class CachedReference:
         return len(self._places)
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens under the reference. Raises KeyError for a row
-        that was not in the data when they were computed."""
+        """[M] fp32 log-probs of the action tokens under the reference. Raises RunError for a row
+        that was not in the data when they were computed (:func:`load` looks for that first)."""
         parts = []
         for key in row_keys(batch):
             if key not in self._places:
-                raise KeyError(
+                raise RunError(
                     "a row of this batch was not there when the reference's log-probs were "
-                    f"computed: the data has changed since; delete {FILE} in the run folder to "
-                    "have them computed again"
+                    "computed: the data has changed while the run goes on; leave its files as they "
+                    f"are, and go on with --resume, which computes {REFERENCE_FILE} again where "
+                    "rows are missing"
                 )
             begin, end = self._places[key]
             parts.append(self._logprobs[begin:end])
         return torch.cat(parts)
+
+    def count_missing(self, batches: Sequence[Batch]) -> int:
+        """Rows of ``batches`` that are not in it."""
+        return sum(key not in self._places for batch in batches for key in row_keys(batch))
 
 
 def row_keys(batch: Batch) -> Iterator[bytes]:
@@ -86,25 +93,39 @@ def compute(reference: HasLogprobs, batches: Sequence[Batch], rows_at_once: int)
     return CachedReference(keys, offsets, torch.cat(parts))
 
 
-def save(cache: CachedReference, path: Path, model: ModelConfig) -> None:
-    """Write ``cache``, and of which model it is; whole or not at all."""
+def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) -> None:
+    """Write ``cache``, and of which model in which number format it is; whole or not at all."""
     keys = torch.frombuffer(bytearray(b"".join(cache._places)), dtype=torch.uint8).view(-1, 16)
     offsets = torch.tensor([0, *(end for _, end in cache._places.values())], dtype=torch.int64)
     tensors = {"keys": keys, "offsets": offsets, "logprobs": cache._logprobs}
     hidden = path.with_name(f".{path.name}.part")
-    save_file(tensors, hidden, metadata={"model": _told(model)})
+    save_file(tensors, hidden, metadata={"model": _told(model), "dtype": dtype})
     hidden.replace(path)
 
 
-def load(path: Path, model: ModelConfig) -> CachedReference | None:
-    """What :func:`save` wrote; None where there is nothing, or it is of another model."""
+def load(
+    path: Path, batches: Sequence[Batch], *, model: ModelConfig, dtype: str
+) -> CachedReference | None:
+    """What :func:`save` wrote. None where there is nothing, and, as the log says then, where it is
+    of another model or number format, or lacks rows of ``batches``."""
     if not path.is_file():
         return None
     with safe_open(path, framework="pt") as file:
-        if (file.metadata() or {}).get("model") != _told(model):
-            return None
+        metadata = file.metadata() or {}
         keys, offsets, logprobs = (file.get_tensor(n) for n in ("keys", "offsets", "logprobs"))
-    return CachedReference([bytes(key.tolist()) for key in keys], offsets, logprobs)
+    cache = CachedReference([bytes(key.tolist()) for key in keys], offsets, logprobs)
+    why = None
+    if metadata.get("model") != _told(model):
+        why = "is of another model"
+    elif metadata.get("dtype") != dtype:
+        why = f"was computed in {metadata.get('dtype', 'an unknown format')}, and this is {dtype}"
+    elif missing := cache.count_missing(batches):
+        rows = sum(batch.num_rows for batch in batches)
+        why = f"lacks {missing} of {rows} rows (other data, another template or length limit)"
+    if why is None:
+        return cache
+    log.warning("%s %s: the reference's log-probs are computed again", path, why)
+    return None
 
 
 def _told(model: ModelConfig) -> str:

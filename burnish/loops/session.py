@@ -25,7 +25,6 @@ import yaml
 from burnish.checkpoint import BeingWritten, CheckpointError, CheckpointStore, Writing
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
-from burnish.config.arithmetic import batch_table
 from burnish.config.jobs import JobConfig, TrainingJob
 from burnish.loops.signals import StopSignals
 from burnish.loops.watch import OOM_FILE, MemoryWatch
@@ -44,6 +43,8 @@ log = logging.getLogger("burnish")
 
 Metrics = dict[str, float]
 STOPPED_FILE = "stopped.txt"
+REFERENCE_FILE = "reference_logprobs.safetensors"
+"""What ``reference_cache.py`` keeps; written before the policy is loaded."""
 
 
 class RunError(RuntimeError):
@@ -118,12 +119,12 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
 
 
 def _holds_something(folder: Path) -> bool:
-    """Whether there is more in it than what a run leaves that failed before its first
-    measurement."""
+    """Whether there is more in it than what a run leaves that was refused, or failed before its
+    first measurement."""
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {PLAN_FILE, OOM_FILE}  # of a run that was refused, or did not load
+    left = {PLAN_FILE, OOM_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
     if failed_at_start:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
         left |= {MEMORY_FILE, MEMORY_JSON}
@@ -202,7 +203,7 @@ class Session:
         self.progress = Progress(total_steps, every=self.config.observe.log_every_n_steps)
         self._opened = True
         self.progress.table(
-            "Batch arithmetic", ("name", "value", "how"), batch_table(self.config.batch_plan())
+            "Batch arithmetic", ("name", "value", "how"), self.config.launch_table()
         )
 
     # ---- the order of a run ------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 
 from burnish.algorithms.running import RunningMoments
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.rewards.shaping import shaped
+from burnish.rewards.shaping import clip, shaped
 from burnish.train.base import EngineLostError
 from burnish.types import Group, Number, Prompt, Sample, Stats
 
@@ -203,6 +203,12 @@ class RewardSet:
     def total(self, parts: Mapping[str, float]) -> float:
         """The weighted sum of a sample's ``reward_parts``, before shaping."""
         return sum(weight * parts[reward.name] for reward, weight in self._rewards)
+
+    def before_penalties(self, sample: Sample) -> float:
+        """What a sample that was scored here is trained on, but for the penalties: the weighted sum
+        (of scores in their running mean and spread, where those are asked for), clipped."""
+        total = sample.reward - sample.reward_parts.get("shaping", 0.0)
+        return clip(total, self._shaping.reward_clip)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """The running statistics, by reward. JSON-able."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from burnish.config.rollout import DynamicSampling
 from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
-from burnish.types import Group, Number, Prompt, Sample, Stats
+from burnish.types import Group, Number, Prompt, Sample, Stats, all_equal
 
 log = logging.getLogger("burnish")
 
@@ -87,15 +87,17 @@ class Runner:
         ) from failure
 
     def _teaches(self, group: Group) -> bool:
-        """Whether a group is trained on: its scores before shaping differ, and their mean lies
-        inside the band."""
+        """Whether a group is trained on: its scores differ once they are clipped, before the
+        penalties, and the mean of the plain scores lies inside the band."""
         if self.dynamic is None:
             return True
+        if all_equal([self.rewards.before_penalties(sample) for sample in group.samples]):
+            return False
         scores = [self.rewards.total(sample.reward_parts) for sample in group.samples]
         mean = sum(scores) / len(scores)
         above = self.dynamic.above is None or mean > self.dynamic.above
         below = self.dynamic.below is None or mean < self.dynamic.below
-        return above and below and max(scores) > min(scores)
+        return above and below
 
     def run(self, prompts: Sequence[Prompt]) -> Rollout:
         """Sample and score all of ``prompts``, in their order."""
@@ -154,7 +156,7 @@ def _sample_stats(groups: Sequence[Group]) -> Stats:
     lengths = [len(s.response_ids) for s in samples]
     means: dict[str, tuple[Number, Number]] = {"rollout/response_len": (sum(lengths), len(lengths))}
     if not any(math.isnan(s.reward) for s in samples):  # there are rewards
-        equal = sum(len({s.reward for s in g.samples}) == 1 for g in groups)
+        equal = sum(all_equal([s.reward for s in g.samples]) for g in groups)
         means["reward/equal_groups_frac"] = (equal, len(groups))
     return Stats(
         means=means,

@@ -127,11 +127,44 @@ def test_a_horizon_too_short_for_the_rollout_is_refused() -> None:
     AdaptiveKl(0.2, target=6.0, horizon=11).update(0.0, 50)
 
 
-@pytest.mark.parametrize("make", [FixedKl, lambda c: AdaptiveKl(c, target=6.0, horizon=1000)])
-def test_a_resumed_controller_goes_on_exactly(make) -> None:
-    first, second = make(0.2), make(99.0)
+def adaptive(coef: float, target: float = 6.0) -> AdaptiveKl:
+    return AdaptiveKl(coef, target=target, horizon=1000)
+
+
+def test_a_resumed_adaptive_weight_goes_on_exactly() -> None:
+    first, second = adaptive(0.2), adaptive(0.2)
     first.update(7.3, 10)
     second.load_state_dict(first.state_dict())
+    assert second.coef != 0.2
     for controller in (first, second):
         controller.update(5.1, 10)
     assert first.coef == second.coef
+
+
+def test_a_resumed_adaptive_weight_goes_on_to_another_target() -> None:
+    """The weight is the saved one, 0.2 x 1.02; target 60 is far above a KL of 6, so x 0.98."""
+    first, second = adaptive(0.2), adaptive(0.2, target=60.0)
+    first.update(60.0, 100)
+    second.load_state_dict(first.state_dict())
+    second.update(6.0, 100)
+    assert second.coef == pytest.approx(0.2 * 1.02 * 0.98, rel=1e-12)
+
+
+@pytest.mark.parametrize("resumed", [FixedKl, adaptive])
+@pytest.mark.parametrize("saved", [FixedKl(0.0), FixedKl(0.2), adaptive(0.2)])
+def test_a_weight_that_the_recipe_changes_is_the_recipes(saved, resumed) -> None:
+    """Whatever kind of weight was saved, also where the resumed one has moved since (as where a
+    run goes back to its checkpoint)."""
+    saved.update(60.0, 100)
+    controller = resumed(0.1)
+    controller.update(60.0, 100)
+    controller.load_state_dict(saved.state_dict())
+    assert controller.coef == 0.1
+
+
+def test_a_fixed_weight_after_an_adaptive_one_is_the_recipes() -> None:
+    """Also where the recipe has the number that the adaptive one began with."""
+    saved, controller = adaptive(0.2), FixedKl(0.2)
+    saved.update(60.0, 100)
+    controller.load_state_dict(saved.state_dict())
+    assert controller.coef == 0.2

@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 
-from burnish.config import ConfigError, load_config
+from burnish.config import ConfigError, dump_yaml, load_config
 from burnish.config.columns import columns_of
 
 Recipes = dict[str, dict[str, Any]]
@@ -145,7 +146,102 @@ SENSELESS = {
         ["train.moe_aux_loss_coef=0.01"],
         "recipe: train.moe_aux_loss_coef=0.01 evens the load of experts",
     ),
+    "the language-model loss of a loss that has one": (
+        "preference",
+        ["loss=orpo", "nll_coef=0.5"],
+        "recipe: nll_coef=0.5 adds the chosen response's negative log-likelihood, which is in "
+        "loss=orpo already",
+    ),
+    "a lower bound where there is only an upper one": (
+        "rl",
+        ["algorithm.correction={mode: truncate, low: 0.2}"],
+        "algorithm.correction: low=0.2 does nothing with mode=truncate",
+    ),
+    "an eps without a standard deviation": (
+        "rl",
+        ["algorithm.advantage={kind: opo, eps: 0.1}"],
+        "algorithm.advantage: eps=0.1 is added to a standard deviation, and opo divides by none",
+    ),
+    "a horizon of a weight that does not move": (
+        "rl",
+        ["algorithm.kl={init_kl_coef: 0.1, kl_horizon: 500}"],
+        "algorithm.kl: kl_horizon=500 does nothing without kl_target",
+    ),
+    "two upper bounds of one weight": (
+        "rl",
+        ["algorithm.policy_loss={kind: cispo, max_ratio: 4, clip_high: 3}"],
+        "algorithm.policy_loss: clip_high=3 and max_ratio=4 are both the upper bound",
+    ),
+    "rewards that count for nothing": (
+        "rl",
+        ["rewards=[{kind: math, weight: 0}, {kind: function, weight: 0}]"],
+        "recipe: every entry of rewards has weight 0",
+    ),
+    "rows to choose by rewards that count for nothing": (
+        "generate",
+        ["rewards=[{kind: math, weight: 0}]", "mode=best_of_n", "rollout.n_samples_per_prompt=2"],
+        "recipe: mode=best_of_n chooses by reward, and every entry of rewards has weight 0",
+    ),
+    "a score in its running mean in rows": (
+        "generate",
+        ["rewards=[{kind: math, running_norm: mean_std}]"],
+        "recipe: rewards[0].running_norm=mean_std measures a score in the mean and spread",
+    ),
+    "held-out margins for a loss without any": (
+        "preference",
+        ["eval_data={sources: [x], margin_key: by}"],
+        "recipe: eval_data.margin_key=by: margins are for reward models",
+    ),
+    "held-out margins for a reward model's loss without any": (
+        "rm",
+        ["eval_data={sources: [x], margin_key: by}", "loss=log_exp"],
+        "recipe: eval_data.margin_key=by with loss=log_exp",
+    ),
+    "held-out single responses for a reward model": (
+        "rm",
+        ["eval_data={sources: [x], label_key: liked}"],
+        "recipe: eval_data.label_key=liked says that rows are single responses",
+    ),
+    **{
+        f"KL on the tokens of a reward per response ({kind})": (
+            "rl",
+            [
+                f"algorithm.advantage={kind}",
+                "algorithm.kl={init_kl_coef: 0.1, placement: reward, estimator: k1}",
+            ],
+            "recipe: algorithm.kl.placement=reward puts KL on every token's reward",
+        )
+        for kind in ("grpo", "dr_grpo", "opo")
+    },
 }
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides"),
+    [
+        ("rl", ["algorithm.advantage={kind: grpo, eps: 0.1}"]),
+        ("rl", ["algorithm.correction={mode: clip, low: 0.2}"]),
+        ("rl", ["algorithm.policy_loss={kind: cispo, max_ratio: 4}"]),
+        ("rl", ["algorithm.kl={init_kl_coef: 0.1, kl_target: 0.1, kl_horizon: 500}"]),
+        (
+            "rl",
+            [
+                "algorithm.advantage=rloo",
+                "algorithm.kl={init_kl_coef: 0.1, placement: reward, estimator: k1}",
+            ],
+        ),
+        ("rl", ["rewards=[{kind: math, weight: 0}, {kind: function}]"]),
+        ("rl", ["rewards=[{kind: math, weight: 0}]", "shaping.length_penalty=0.1"]),
+        ("generate", ["rewards=[{kind: math, weight: 0}]"]),
+        ("rm", ["eval_data={sources: [x], margin_key: by}"]),
+        ("preference", ["loss=simpo", "nll_coef=0.5"]),
+    ],
+)
+def test_what_makes_sense_beside_them_is_taken_and_its_resolved_recipe_again(
+    job: str, overrides: list[str], every_job: Recipes
+) -> None:
+    config = load_config(every_job[job], overrides)
+    assert load_config(yaml.safe_load(dump_yaml(config))) == config
 
 
 @pytest.mark.parametrize("case", SENSELESS)
@@ -211,6 +307,16 @@ def test_several_mistakes_are_told_at_once(every_job: Recipes, file: Callable[..
 
 
 ODD = {
+    "a teacher on tokens drawn from a part of the distribution": (
+        "rl",
+        ["algorithm.advantage=on_policy_distill", "teacher.model.path=x", "rollout.top_k=5"],
+        "recipe: rollout.top_k>0 with algorithm.advantage=on_policy_distill",
+    ),
+    "held-out scores that are always 0": (
+        "evaluate",
+        ["rewards=[{kind: math, weight: 0}]"],
+        "recipe: every entry of rewards has weight 0",
+    ),
     "k1 as a loss": (
         "rl",
         ["algorithm.kl={init_kl_coef: 0.1, estimator: k1}", "model={path: x}"],

@@ -101,3 +101,10 @@ def test_a_row_over_the_limit_loses_the_left_of_its_prompt(chars: Tok, jsonl: Js
     """<s> 1 + 1 = and 5 5 <end>: 8 tokens, 5 are left."""
     batch = mismatched(load_judged(config(jsonl(ROWS), label_key="good"), chars), max_len=5)
     assert texts(chars, batch)[0] == "1=55<|im_end|>"
+
+
+def test_the_last_token_of_a_prompt_stays_whatever_the_limit(chars: Tok, jsonl: Jsonl) -> None:
+    """It predicts the response's first token, which is trained on."""
+    batch = mismatched(load_judged(config(jsonl(ROWS), label_key="good"), chars), max_len=2)
+    assert texts(chars, batch) == ["=55<|im_end|>", "=6<|im_end|>", "=2<|im_end|>"]
+    assert batch.action_mask.tolist() == [False, *3 * [True], False, *2 * [True], False, True, True]

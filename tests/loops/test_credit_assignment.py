@@ -127,7 +127,7 @@ def _with_kl(batch: Batch) -> Batch:
 def _kl_in_reward(kind: str, **options: Any) -> AlgorithmConfig:
     kl = {"init_kl_coef": 7.0, "placement": "reward", "estimator": "k1"}
     return AlgorithmConfig(
-        advantage={"kind": kind, "whiten": False, **options},  # type: ignore[arg-type]
+        advantage={"kind": kind, **options},  # type: ignore[arg-type]
         kl=kl,  # type: ignore[arg-type]
     )
 
@@ -137,24 +137,35 @@ def test_kl_in_the_reward_is_taken_off_every_token_with_the_weight_of_the_contro
 ) -> None:
     """Weight 0.1 (not the recipe's 7). Row 0: rewards -0.05 and 1 + 0.02, so returns 0.97, 1.02.
     Row 1: 0 - 0.01. Row 2: 2. Row 3: -0.1, -0.1, 4.9, so returns 4.7, 4.8, 4.9."""
-    config = _kl_in_reward("reinforce_pp")
+    config = _kl_in_reward("reinforce_pp", whiten=False)
     found = assign_advantages(_with_kl(batch), config, kl_coef=0.1)
     wanted = [[0.97, 1.02], [-0.01], [2.0], [4.7, 4.8, 4.9]]
     for row, expected in zip(_rows(found.advantages, batch), wanted, strict=True):
         assert row == pytest.approx(expected, abs=1e-6)  # fp32 additions of numbers below 5
 
 
+def test_rloo_with_kl_in_the_reward_pays_for_it_from_each_token_on(batch: Batch) -> None:
+    """Weight 0.1; advantages without KL 1, -1, -3, 3 (above). Row 0: token rewards -0.05 and
+    1 + 0.02, so 0.97, 1.02. Row 1: -1 - 0.01. Row 2: -3. Row 3: -0.1, -0.1, 2.9, so 2.7, 2.8,
+    2.9. The mean of the other's rewards has no KL in it: row 1 pays nothing for row 0's."""
+    found = assign_advantages(_with_kl(batch), _kl_in_reward("rloo"), kl_coef=0.1)
+    wanted = [[0.97, 1.02], [-1.01], [-3.0], [2.7, 2.8, 2.9]]
+    for row, expected in zip(_rows(found.advantages, batch), wanted, strict=True):
+        assert row == pytest.approx(expected, abs=1e-6)  # fp32 additions of numbers below 5
+
+
 def test_the_critic_learns_the_return_with_kl_in_it(batch: Batch) -> None:
     """The same returns as above, whatever the values: lambda is 1."""
-    config = _kl_in_reward("gae", lam=1.0)
+    config = _kl_in_reward("gae", lam=1.0, whiten=False)
     found = assign_advantages(_with_values(_with_kl(batch)), config, kl_coef=0.1)
     wanted = [[0.97, 1.02], [-0.01], [2.0], [4.7, 4.8, 4.9]]
     for row, expected in zip(_rows(found.returns, batch), wanted, strict=True):
         assert row == pytest.approx(expected, abs=1e-6)  # as above
 
 
-def test_kl_in_the_loss_leaves_advantages_alone(batch: Batch) -> None:
-    config = _advantage("reinforce_pp", whiten=False)
+@pytest.mark.parametrize("options", [{"kind": "reinforce_pp", "whiten": False}, {"kind": "rloo"}])
+def test_kl_in_the_loss_leaves_advantages_alone(options: dict[str, Any], batch: Batch) -> None:
+    config = _advantage(**options)
     plain = assign_advantages(batch, config, kl_coef=0.0).advantages
     with_kl = assign_advantages(_with_kl(batch), config, kl_coef=0.1).advantages
     assert plain is not None and with_kl is not None and torch.equal(plain, with_kl)

@@ -52,6 +52,33 @@ def _gradient_is_right(loss: Callable[..., Tensor], *inputs: Tensor) -> bool:
 AGGREGATIONS = ["token_mean", "sequence_mean", "sequence_sum_constant"]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "token_mean"),
+        ({"policy_loss": "cispo", "advantage": "rloo"}, "token_mean"),
+        ({"policy_loss": "gspo"}, "sequence_mean"),
+        ({"policy_loss": "gspo", "advantage": "dr_grpo"}, "sequence_mean"),
+        ({"advantage": "dr_grpo"}, "sequence_sum_constant"),
+        ({"advantage": "dr_grpo", "loss_aggregation": "token_mean"}, "token_mean"),
+        ({"policy_loss": "gspo", "loss_aggregation": "token_mean"}, "token_mean"),
+    ],
+)
+def test_the_aggregation_is_the_algorithms_own_unless_it_is_set(
+    options: dict[str, Any], expected: str
+) -> None:
+    """GSPO is a mean over sequences and Dr. GRPO a sum over a constant length by name alone. Rows
+    of different lengths: the three scalars differ."""
+    batch = _batch(old_logprobs=_random(0, -2, -1), advantages=_random(2, 1, 2))
+    outputs = Outputs(_random(3, -2, -1))
+    by_name = {
+        name: float(_objective(**(options | {"loss_aggregation": name}))(outputs, batch)[0])
+        for name in AGGREGATIONS
+    }
+    assert len(set(by_name.values())) == 3
+    assert float(_objective(**options)(outputs, batch)[0]) == by_name[expected]
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("dual_clip", [None, 1.1])

@@ -17,6 +17,7 @@ from burnish.config.algorithm import PreferenceLossConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.loops.preference import preference_objective, preparation
 from burnish.loops.reference_cache import CachedReference, compute, load, save
+from burnish.loops.session import RunError
 from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats, rows_to_batch
 
@@ -153,17 +154,34 @@ def test_reference_logprobs_are_computed_once_and_found_in_any_order(tmp_path: P
     assert reference.calls == 2, "4 rows, 3 at a time; the second batch is known"
     turned = batch.select([3, 0, 2])
     torch.testing.assert_close(cache.logprobs(turned), Known(-0.5).logprobs(turned))
-    model = ModelConfig(scratch=ScratchConfig(hidden_size=32))
-    save(cache, tmp_path / "cache", model)
-    again = load(tmp_path / "cache", model)
+    path, model = tmp_path / "cache", ModelConfig(scratch=ScratchConfig(hidden_size=32))
+    save(cache, path, model=model, dtype="fp32")
+    again = load(path, [batch], model=model, dtype="fp32")
     assert isinstance(again, CachedReference) and len(again) == 4
     torch.testing.assert_close(again.logprobs(batch), Known(-0.5).logprobs(batch))
+    assert load(tmp_path / "nothing", [batch], model=model, dtype="fp32") is None
+
+
+def test_what_is_kept_of_another_reference_or_lacks_rows_is_not_taken_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch, path = pairs(), tmp_path / "cache"
+    model = ModelConfig(scratch=ScratchConfig(hidden_size=32))
     other = ModelConfig(scratch=ScratchConfig(hidden_size=32, seed=5))
-    assert load(tmp_path / "cache", other) is None, "of another model"
-    assert load(tmp_path / "nothing", model) is None
+    known = batch.select([0, 1, 2])
+    save(compute(Known(-0.5), [known], rows_at_once=2), path, model=model, dtype="fp32")
+    assert load(path, [known], model=model, dtype="fp32") is not None and not caplog.records
+    for rows, of, dtype, why in (
+        (known, other, "fp32", "is of another model"),
+        (known, model, "bf16", "was computed in fp32, and this is bf16"),
+        (batch, model, "fp32", "lacks 1 of 4 rows"),
+    ):
+        caplog.clear()
+        assert load(path, [rows], model=of, dtype=dtype) is None
+        assert f"{path} {why}" in caplog.text and "computed again" in caplog.text
 
 
 def test_a_row_that_was_not_there_is_an_error_that_says_what_to_do() -> None:
     cache = compute(Known(-0.5), [pairs().select([0, 1])], rows_at_once=2)
-    with pytest.raises(KeyError, match="the data has changed since"):
+    with pytest.raises(RunError, match=r"the data has changed while .* go on with --resume"):
         cache.logprobs(pairs())

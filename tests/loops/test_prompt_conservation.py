@@ -279,3 +279,33 @@ def test_the_band_is_of_mean_scores_and_equal_scores_are_out(
         int(p.split(":")[1].split("@")[0]) for ids in ids_by_step(run_dir).values() for p in ids
     }
     assert {row % 4 for row in rows} <= kept and rows
+
+
+SAME_ONCE_CLIPPED = ["rewards=[{kind: function, name: a}]", "shaping.reward_clip=1"]
+SAME_BUT_FOR_ROUNDING = ["rewards=[{kind: function, name: a}, {kind: function, name: b}]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "a", "b"),
+    [
+        (SAME_ONCE_CLIPPED, (5.0, 7.0), (0.0, 0.0)),
+        ([*SAME_ONCE_CLIPPED, "shaping.length_penalty=0.1"], (5.0, 7.0), (0.0, 0.0)),
+        (SAME_BUT_FOR_ROUNDING, (0.1, 0.3), (0.2, 0.0)),
+    ],
+)
+def test_scores_that_are_equal_where_they_count_teach_nothing(
+    words: list[str], a: tuple[float, ...], b: tuple[float, ...], recipe: Callable[..., JobConfig]
+) -> None:
+    """5 and 7 are both 1, whatever their lengths cost; 0.1 + 0.2 is 0.30000000000000004 and
+    0.3 + 0 is not."""
+    config = recipe("rollout.dynamic_sampling={max_refills: 1}", "max_steps=1", *words)
+    scores = {"a": a, "b": b}
+
+    def reward(name: str) -> Callable[[list[str]], list[float]]:
+        return lambda responses: [scores[name][i % SAMPLES] for i in range(len(responses))]
+
+    names = {str(entry.name): reward(str(entry.name)) for entry in config.rewards}
+    (line,) = read_metrics(burnish.run(config, rewards=names).run_dir)
+    assert line["rollout/groups_kept_anyway"] == line["rollout/groups_filtered"] == PER_STEP
+    if "shaping.length_penalty=0.1" not in words:
+        assert line["reward/equal_groups_frac"] == 1.0

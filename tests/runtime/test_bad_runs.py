@@ -255,3 +255,34 @@ def test_adapters_are_not_put_on_another_base_at_resume(
     other = rl("model.lora={}", "model.scratch.seed=1", "max_steps=3")
     with pytest.raises(RunError, match="has adapters for"):
         burnish.run(other, resume=tmp_path / "run", rewards=reward)
+
+
+@pytest.mark.parametrize("job", ["sft", "rm", "steps", "preference", "distill"])
+def test_held_out_rows_that_the_model_has_no_positions_for_are_over_the_limit(
+    job: str, write_rows: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """64 positions (of distillation's teacher 32), whatever eval_data.max_len allows."""
+
+    def row(prompt: str) -> dict[str, Any]:
+        if job == "steps":
+            return {"prompt": prompt, "steps": ["1", "2"], "labels": [1, 0]}
+        return {"prompt": prompt, "response": "1", "chosen": "1", "rejected": "2"}
+
+    short, long = write_rows("short", [row("1+"), row("2+")]), row("1" * 70)
+    data: dict[str, Any] = {"max_len": 32} | ({"kind": "steps"} if job == "steps" else {})
+    held_out = {"sources": [write_rows("both", [row("1+"), long])], "overlong": "drop"}
+    scratch = {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}
+    tree: dict[str, Any] = {
+        "job": "rm" if job == "steps" else job,
+        "run_dir": str(tmp_path / "run"),
+        "model": {"scratch": scratch | {"max_position_embeddings": 64}},
+        "data": data | {"sources": [short]},
+        "eval_data": data | held_out | {"max_len": 2048},
+        "train": {"train_batch_size": 2},
+    }
+    if job == "distill":
+        tree["teacher"] = {"model": {"scratch": scratch | {"max_position_embeddings": 32}}}
+    metrics = burnish.run(burnish.load_config(tree)).metrics
+    assert math.isfinite(metrics["eval/loss"])
+    assert f"eval_data.max_len lowered to {32 if job == 'distill' else 64}" in caplog.text
+    assert "1 rows left out" in caplog.text or "1 pairs left out" in caplog.text

@@ -43,6 +43,8 @@ RowsOf = Callable[..., list[dict[str, Any]]]
         (["mode=best"], "best_of_n"),
         (["mode.kind=all", "mode.min_reward=1"], "min_reward"),
         (["shaping.reward_clip=1"], "shaping"),
+        (["rewards.0.running_norm=std"], r"rewards\[0\].running_norm=std measures a score in"),
+        (["mode=pairs", "rewards.0.weight=0"], "chooses by reward, and every entry of rewards has"),
     ],
 )
 def test_combinations_without_sense_are_refused_with_what_to_do(

@@ -12,9 +12,12 @@ import pytest
 import burnish
 from burnish.config import ConfigError, JobConfig, load_config
 from burnish.config.model import ModelConfig
-from burnish.loops.reference_cache import FILE
+from burnish.loops.session import REFERENCE_FILE as FILE
 from burnish.models.load import load_causal_lm
 from burnish.observe.metrics import read_metrics
+from burnish.runtime.inline import InlineRuntime
+from burnish.train.base import TrainEngine
+from burnish.train.torch import EngineSpec
 
 SCRATCH = {
     "alphabet": "0123456789+=",
@@ -103,6 +106,61 @@ def test_a_kept_reference_changes_no_number_and_is_not_computed_again(
     written = (tmp_path / "run" / FILE).stat().st_mtime_ns
     burnish.run(kept.model_copy(update={"max_epochs": 2}), resume=tmp_path / "run")
     assert (tmp_path / "run" / FILE).stat().st_mtime_ns == written
+
+
+def test_a_kept_reference_without_a_row_of_the_resumed_run_is_computed_again_and_says_why(
+    preference: MakeConfig,
+    write_rows: Callable[..., str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Held-out rows that are new, as by another template or length limit; then another number
+    format."""
+    kept = "reference.precompute=true"
+    burnish.run(preference(kept, "eval_data=null"))
+    new = write_rows("new", [{"prompt": "1=", "chosen": "1", "rejected": "0"}])
+    held_out = f"eval_data={{sources: [{new}], max_len: 16}}"
+    result = burnish.run(preference(kept, held_out, "max_epochs=2"), resume=tmp_path / "run")
+    assert math.isfinite(result.metrics["eval/loss"])
+    assert f"{FILE} lacks 2 of 26 rows" in caplog.text
+    again = preference(kept, held_out, "max_epochs=3", "precision.dtype=bf16")
+    burnish.run(again, resume=tmp_path / "run")
+    assert f"{FILE} was computed in fp32, and this is bf16" in caplog.text
+
+
+def test_a_run_whose_policy_does_not_load_can_be_started_again_with_its_kept_reference(
+    preference: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference's log-probs are all that is in the folder then."""
+    plain = InlineRuntime.language_model
+
+    def no_policy(self: InlineRuntime, spec: EngineSpec, *rest: Any) -> TrainEngine:
+        if spec.role == "policy":
+            raise RuntimeError("no memory for the policy")
+        return plain(self, spec, *rest)
+
+    config = preference("reference.precompute=true")
+    with monkeypatch.context() as patch:
+        patch.setattr(InlineRuntime, "language_model", no_policy)
+        with pytest.raises(RuntimeError, match="no memory for the policy"):
+            burnish.run(config)
+    kept = tmp_path / "run" / FILE
+    written = kept.stat().st_mtime_ns
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    (tmp_path / "run" / f".{FILE}.part").write_bytes(b"killed while it was written")
+    burnish.run(config)
+    assert kept.stat().st_mtime_ns == written, "and is not computed again"
+
+
+def test_held_out_responses_may_be_as_long_as_the_training_limit(
+    preference: MakeConfig, write_rows: Callable[..., str]
+) -> None:
+    """KTO puts responses behind other prompts. 8 digits and an end token against a limit of 8 for
+    the rows that are trained on: before, no token of the prompt was left."""
+    rows = [{"prompt": f"{a}=", "chosen": f"{a}" * 8, "rejected": "0" * 8} for a in range(1, 4)]
+    longer = f"eval_data={{sources: [{write_rows('long', rows)}], max_len: 16}}"
+    lines = run(preference("loss=kto", "data.max_len=8", longer))
+    assert all(math.isfinite(line["eval/loss"]) for line in lines if "eval/loss" in line)
 
 
 @pytest.mark.parametrize("options", [[], ["loss=kto"], ["reference.precompute=true"]])

@@ -142,8 +142,34 @@ def test_an_adaptive_kl_weight_moves_as_its_formula_says(rl: MakeConfig, reward:
     assert max(line["train/kl"] for line in lines) > 0.05, "the weight is never seen to rise"
 
 
-def test_a_fixed_kl_weight_stays(rl: MakeConfig, reward: Reward) -> None:
-    assert {line["train/kl_coef"] for line in _lines(rl(KL, "max_steps=3"), reward)} == {0.1}
+def _coefs_after_resume(config: JobConfig, reward: Reward, run_dir: Path) -> list[float]:
+    burnish.run(config, rewards=reward, resume=run_dir)
+    return [line["train/kl_coef"] for line in read_metrics(run_dir)]
+
+
+def test_a_fixed_kl_weight_stays_and_another_one_on_resume_counts(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    lines = _lines(rl(KL), reward)
+    assert [line["train/kl_coef"] for line in lines] == [0.1, 0.1]
+    other = rl("algorithm.kl.init_kl_coef=0.3", "max_steps=3")
+    assert _coefs_after_resume(other, reward, tmp_path / "run") == [0.1, 0.1, 0.3]
+
+
+def test_an_adaptive_kl_weight_goes_on_when_resumed_and_begins_anew_from_another_start(
+    rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    """The first KL is 0, so the second weight is 0.098 (see above); the third is that of a run
+    that went through."""
+    options = ["algorithm.kl.kl_target=0.05", "algorithm.kl.kl_horizon=160", "train.lr=3e-2"]
+    whole = _lines(rl(KL, *options, "max_steps=3", f"run_dir={tmp_path / 'whole'}"), reward)
+    burnish.run(rl(KL, *options), rewards=reward)
+    again = rl(KL, *options, "max_steps=3")
+    coefs = _coefs_after_resume(again, reward, tmp_path / "run")
+    assert coefs == [line["train/kl_coef"] for line in whole]
+    assert len(set(coefs)) == 3, "it moves"
+    other = rl("algorithm.kl.init_kl_coef=0.3", *options, "max_steps=4")
+    assert _coefs_after_resume(other, reward, tmp_path / "run") == [*coefs, 0.3]
 
 
 def test_the_moving_average_is_saved_exported_and_behind_the_weights(

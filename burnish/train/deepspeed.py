@@ -118,8 +118,9 @@ class DeepSpeedTrainEngine:
         self.engine: Any = None
         if self.spec.trainable or self.config.zero_stage == 3:
             with _on_this_machine(self._library):
+                config = ds_config(self.spec, on_gpu=self.device.type != "cpu")
                 self.engine, *_ = self._library.initialize(
-                    model=self.forward, optimizer=self._adamw, config=ds_config(self.spec)
+                    model=self.forward, optimizer=self._adamw, config=config
                 )
         else:  # nothing to cut and nothing to step
             self.forward.to(self.device)
@@ -479,11 +480,12 @@ def loading(engine: DeepSpeedEngine, dtype: Dtype, ranks: Ranks) -> Iterator[Non
         return
     library = _deepspeed()
     _join(library, ranks)
+    on_gpu = torch.device(_accelerator(library).current_device_name()).type != "cpu"
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero_section(engine),
+        "zero_optimization": zero_section(engine, on_gpu=on_gpu),
         **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
     }
     keep = HfDeepSpeedConfig(config)  # transformers holds it weakly

@@ -71,7 +71,7 @@ def roles_of(config: JobConfig) -> list[ClusterRole]:
 
 def places_of(config: JobConfig) -> list[Places]:
     """Every set of places that the job takes on a cluster."""
-    size = _tensor_parallel_size(config)
+    size = tensor_parallel_size(config)
     return places_for(config.cluster, roles_of(config), tensor_parallel_size=size)
 
 
@@ -92,7 +92,8 @@ def places_for(
     return found
 
 
-def _tensor_parallel_size(config: JobConfig) -> int:
+def tensor_parallel_size(config: JobConfig) -> int:
+    """Processes of one rollout engine."""
     engine: RolloutEngineConfig | None = None
     if isinstance(config, (RLConfig, GenerateConfig)):
         engine = config.rollout.engine

@@ -179,8 +179,8 @@ def _not_live(model: Any) -> list[str]:
         weight = layer._parameters.get("weight")
         if weight is None:
             continue
-        if weight.ndim < 2:
-            seen.add(id(weight))  # norms read theirs at every call
+        if weight.ndim < 2 or isinstance(layer, torch.nn.Embedding):
+            seen.add(id(weight))  # norms, and tables of positions, read theirs at every call
         elif method is not None and weight.numel():
             seen.add(id(weight))
             if not _negates(layer, method, weight):

@@ -24,6 +24,7 @@ from burnish.config.docs import FieldRow, class_text, config_markdown, fields_ta
 from burnish.config.explain import nearest
 from burnish.config.jobs import TrainingJob
 from burnish.config.placement import placement_text
+from burnish.config.splits import splits_of
 
 
 class _Group(TyperGroup):
@@ -186,12 +187,21 @@ def _job(
     recipe, overrides = _split(job, arguments, resume=resume)
     config = load_config(recipe, overrides, job=job)
     if dry_run:
+        _check_splits(config)
         typer.echo(_dry_run_text(config))
         return
     import burnish
 
     result = burnish.run(config, resume=resume, force=force)
     typer.echo(f"run folder: {result.run_dir}")
+
+
+def _check_splits(config: JobConfig) -> None:
+    """What only the models' own configs say, where a recipe shares models out and they are here."""
+    if splits_of(config):  # else nothing heavy is imported
+        from burnish.loops.splits import check_splits
+
+        check_splits(config, download=False)
 
 
 def _split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path, list[str]]:

@@ -7,7 +7,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is an oracle of tests
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["BURNISH_TESTS_PROCESS"] = str(os.getpid())  # whatever a test starts inherits it
 
+import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+from burnish import shm
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
@@ -184,6 +188,67 @@ def make_lively(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def nothing_outlives_its_file() -> Iterator[None]:
+    """No process that a file's tests start, and so no port that one listens on, is there when its
+    fixtures have ended; and no shared memory (or folder) of ours whose owner has ended."""
+    before, names = {process.pid for process in started_here()}, _names()
+    yield
+    new = [process for process in started_here() if process.pid not in before]
+    _, alive = psutil.wait_procs(new, timeout=30)
+    left = [_described(process) for process in alive]
+    assert not left, f"processes are left: {left}"
+    owned = sorted(name for name in _names() - names if shm.owner_has_ended(name))
+    assert not owned, f"shared memory is left: {owned}"
+
+
+@pytest.fixture(scope="session")
+def leftovers() -> Callable[[], list[str]]:
+    """Processes that were started here and are there still, as the check of files says it."""
+    return lambda: [_described(process) for process in started_here()]
+
+
+_RAYS = re.compile(r"(^|[/\s])ray(let|::|/|-)")
+
+
+def started_here() -> list[psutil.Process]:
+    """Processes below this one, and those that lost their parent. Without Ray's, for which
+    ``ray_cluster`` looks, and multiprocessing's own helpers, which stay."""
+    me = os.getpid()
+    family = {process.pid for process in psutil.Process().children(recursive=True)}
+    found = []
+    for process in psutil.process_iter(["ppid", "cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        helper = process.info["ppid"] == me and "from multiprocessing." in line
+        ended = process.info["status"] == psutil.STATUS_ZOMBIE
+        if process.pid == me or helper or ended or _RAYS.search(line):
+            continue
+        if process.pid in family or _has_mark(process, me):
+            found.append(process)
+    return found
+
+
+def _has_mark(process: psutil.Process, pid: int) -> bool:
+    try:
+        return bool(process.environ().get("BURNISH_TESTS_PROCESS") == str(pid))
+    except (psutil.Error, OSError):
+        return False
+
+
+def _described(process: psutil.Process) -> str:
+    """Its command, and where it listens."""
+    with process.oneshot():
+        sockets = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        ports = "".join(f" (listens on {c.laddr.ip}:{c.laddr.port})" for c in sockets)
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}{ports}"
+
+
+def _names() -> set[str]:
+    """What processes of ours have in shared memory, and in temporary folders in its stead."""
+    folders = Path("/dev/shm"), Path(tempfile.gettempdir())
+    return {path.name for folder in folders for path in folder.glob("burnish-*")}
+
+
+@pytest.fixture(scope="module", autouse=True)
 def process_groups_end_with_their_file() -> Iterator[None]:
     """A DeepSpeed engine that is alone makes a group of one process and sets LOCAL_RANK, which
     stay; files that come after in the same process begin without."""
@@ -225,9 +290,7 @@ def check_nothing_left(before: set[int], node: str) -> None:
     while (left := _ray_processes(before, node)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"processes are left: {left}"
-    shared = Path("/dev/shm")
-    segments = [p.name for p in shared.glob("burnish-*")] if shared.is_dir() else []
-    owned = [name for name in segments if _owner_has_ended(name)]
+    owned = [name for name in _names() if shm.owner_has_ended(name)]
     assert not owned, f"shared memory is left: {owned}"
 
 
@@ -241,9 +304,3 @@ def _ray_processes(before: set[int], node: str) -> list[str]:
         if process.pid not in before and ours and ("ray::" in line or "raylet" in line):
             found.append(line[:200])
     return found
-
-
-def _owner_has_ended(segment: str) -> bool:
-    """By the process id in the segment's name (burnish-sync-PID-...); others have none."""
-    pid = segment.removeprefix("burnish-sync-").partition("-")[0]
-    return pid.isdigit() and not psutil.pid_exists(int(pid))

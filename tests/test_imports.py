@@ -13,7 +13,7 @@ import burnish
 PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "formats"}
-BASE = MATHS | {"config"}
+BASE = MATHS | {"config", "shm"}
 LOOPS = BASE | {
     *(
         "memory",
@@ -33,6 +33,7 @@ LOOPS = BASE | {
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "formats": set(),
+    "shm": set(),
     "tensors": {"types"},
     "algorithms": MATHS,
     "config": set(),

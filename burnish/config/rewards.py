@@ -108,9 +108,9 @@ class RemoteReward(_Reward):
     read_timeout_s: float = Field(180.0, gt=0)
     """Seconds from sending a request to the last byte of its reply."""
     retries: int = Field(5, ge=0)
-    """Times a request is sent again after a connection error, a time-out, status 429 or 5xx, and
-    besides once more for every further URL. No other failure is repeated (but see
-    ``on_reward_failure.retries``)."""
+    """Times a request is sent again after a connection error, a time-out, status 408, 425, 429 or
+    5xx, and besides once more for every further URL. After any other failure it goes to the URLs
+    that have not had it, once each (but see ``on_reward_failure.retries``)."""
     backoff_s: float = Field(1.0, ge=0)
     """Wait before the second try where no other URL is left to ask; it doubles with each further
     try. Half of it is random. A server's Retry-After is kept to if it is longer."""
@@ -187,7 +187,8 @@ def weigh_nothing(rewards: Sequence[RewardConfig]) -> bool:
 
 
 class FailurePolicy(Node):
-    """What happens when a reward raises, answers NaN or infinity, or the wrong count or type."""
+    """What happens when a reward raises, answers NaN, infinity or a number beyond fp32, or the
+    wrong count or type."""
 
     retries: int = Field(0, ge=0)
     """Times the failed call is made again first."""

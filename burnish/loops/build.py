@@ -53,6 +53,7 @@ from burnish.observe.timeline import timed
 from burnish.rewards.base import NoRewards, Reward, RewardSet
 from burnish.rewards.build import build_rewards
 from burnish.rewards.model import load_model_reward
+from burnish.rewards.reachable import check_servers
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
@@ -345,6 +346,7 @@ def _rewards(
             spec = replace(spec, train=train)
         return runtime.scalar_model(spec, seed=0, spans={})
 
+    check_servers(config.rewards)
     return build_rewards(
         config.rewards,
         functions=functions,

@@ -41,6 +41,7 @@ from burnish.loops.session import (
     prepare_run_dir,
     seed_everything,
 )
+from burnish.loops.splits import check_splits
 from burnish.loops.supervised import SupervisedState, supervised_eval, supervised_step
 from burnish.loops.watch import MemoryWatch
 from burnish.memory.launch import check_memory
@@ -86,6 +87,7 @@ def run(
         raise RunError("an evaluation is done in one go and cannot be resumed; leave resume out")
     if functions and not isinstance(config, (RLConfig, EvaluateConfig, GenerateConfig)):
         raise RunError(f"the job {config.job} takes no rewards; leave rewards out")
+    check_splits(config, download=True)
     seed_everything(config.seed)
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
     if isinstance(config, GenerateConfig):

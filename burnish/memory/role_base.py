@@ -49,6 +49,10 @@ class RoleMemory:
     """Bytes that were added because activations come from the formula."""
 
 
+_STORED = ("auto", "object_store")
+"""Kinds of sync that go through Ray's object store, where there is a Ray."""
+
+
 @dataclass(frozen=True)
 class Context:
     """The job, and what it runs on."""
@@ -61,6 +65,12 @@ class Context:
     def inline(self) -> bool:
         """Everything in one process."""
         return bool(self.config.cluster.runtime == "inline")
+
+    @property
+    def has_store(self) -> bool:
+        """Ray keeps the weights of the last sync, for workers that are replaced."""
+        stored = isinstance(self.config, RLConfig) and self.config.sync.kind in _STORED
+        return stored and not self.inline
 
     @property
     def over(self) -> Mapping[str, float]:

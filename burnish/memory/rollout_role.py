@@ -166,7 +166,7 @@ def _vllm_role(
     if engine.tensor_parallel_size > 1:
         copy = replace(whole, how="weights for the other processes, in /dev/shm")
         first = {"load": (*reads, copy), "sync": (copy,)}
-    if not context.inline:
+    if context.has_store:
         store = replace(whole, how="Ray's object store: weights of the last sync, pulled here")
         for phase in ("sync", "rollout"):
             first[phase] = (*first.get(phase, ()), store)

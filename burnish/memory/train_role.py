@@ -323,8 +323,8 @@ def _saving(context: Context, setup: EngineSetup) -> Items:
 
 
 def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
-    """Ray keeps the weights of the last sync in shared memory, for workers that are replaced."""
-    if context.inline:
+    """The weights of the last sync in shared memory."""
+    if not context.has_store:
         return {}
     size = setup.model.parameters * setup.weight_size
     item = Item("parameters", size, "Ray's object store: weights of the last sync", "host")

@@ -25,6 +25,7 @@ from burnish.types import Group, Number, Prompt, Sample, Stats
 RESERVED_NAMES = ("mean", "std", "shaping", "truncated_frac", "groups_dropped")
 """Names that metrics and samples use beside those of the rewards."""
 
+_LARGEST = torch.finfo(torch.float32).max  # what losses and advantages are computed in
 _RETURN_A_NUMBER = "return one finite number for each response (0.0 for a wrong answer)"
 
 
@@ -362,14 +363,17 @@ def _number(reward: Reward, item: RewardInput, value: Any) -> float | _Failure:
         return _Failure(str(value), value)
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
         value = value.item()
+    needed = "a finite number"
     if isinstance(value, (Real, np.bool_)):
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number):
+        if abs(number) <= _LARGEST:
             return number
-    what = f"returned {_excerpt(value)} where a finite number is needed"
+        if math.isfinite(number):
+            needed = f"a number within fp32's range, +-{_LARGEST:.1e},"
+    what = f"returned {_excerpt(value)} where {needed} is needed"
     return _Failure(f"{_named(reward)} {what}\n{describe(item)}\n  {_what_to_do()}")
 
 

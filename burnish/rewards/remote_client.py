@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt
 
 from burnish.config.rewards import RemoteReward
 
@@ -32,10 +33,15 @@ COUNTS = ("requests", "retries", "bad_logs")
 _MAX_LOGS = 64
 _EXCERPT = 200
 _ERROR_BODY_BYTES = 64 << 10
+_TEMPORARY = (408, 425, 429)
+"""Statuses below 500 after which the same server may well answer later: it was too slow to read the
+request, too early, too busy."""
+_LARGEST = 3.4028234663852886e38  # of fp32
 
 
 class RemoteError(Exception):
-    """No reply that can be used: which URL, what came, what was expected."""
+    """No reply that can be used: which URL, what came, what was expected. The same server would
+    say the same again; others may do well."""
 
 
 class _TemporaryError(RemoteError):
@@ -44,12 +50,6 @@ class _TemporaryError(RemoteError):
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        self.elsewhere = False
-        """Whether another server was awake when it was raised."""
-
-
-class _BadReplyError(RemoteError):
-    """The server is up and talks nonsense. Asking again would give the same; others may do well."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class _Server:
     """Requests under way."""
     rests_until: float = 0.0
     """time.monotonic seconds"""
+    said_until: float = 0.0
+    """Its next failure is worth a line in the log from then on."""
     turn: int = 0
     """Number of the last request it got."""
     shown: str = field(init=False)
@@ -78,6 +80,15 @@ class _Server:
 
     def __post_init__(self) -> None:
         self.shown = self.url.partition("?")[0]
+
+
+@dataclass
+class _Asked:
+    """What became of one request so far, by the URLs of the servers that got it."""
+
+    tried: set[str] = field(default_factory=set)
+    refused: dict[str, RemoteError] = field(default_factory=dict)
+    """Those that would say the same again."""
 
 
 class RewardClient:
@@ -105,7 +116,7 @@ class RewardClient:
         self._retrying = AsyncRetrying(
             stop=stop,
             wait=self._wait_s,
-            retry=retry_if_exception_type(_TemporaryError),
+            retry=self._may_retry,
             before_sleep=self._count_retry,
             reraise=True,
         )
@@ -121,60 +132,82 @@ class RewardClient:
         await self._client.aclose()
 
     async def _ask(self, body: bytes, count: int) -> Reply | RemoteError:
-        retrying = self._retrying.copy()  # one object keeps the state of one request
+        retrying, asked = self._retrying.copy(), _Asked()  # both keep the state of one request
         try:
-            return await retrying(self._try, body, count)
+            return await retrying(self._try, body, count, asked)
         except RemoteError as error:
             tries = int(retrying.statistics.get("attempt_number", 1))
-            return RemoteError(f"{error} (tried {tries} times)") if tries > 1 else error
+            before = [str(other) for other in asked.refused.values() if other is not error]
+            said = "; before that ".join([f"tried {tries} times", *before[:1]])
+            return RemoteError(f"{error} ({said})") if tries > 1 else error
 
-    async def _try(self, body: bytes, count: int) -> Reply:
+    async def _try(self, body: bytes, count: int, asked: _Asked) -> Reply:
         async with self._slots:
-            server = self._pick()
+            server = self._pick(asked)
+            asked.tried.add(server.url)
             server.busy += 1
             self.counts["requests"] += 1
             try:
                 data, kind = await self._send(server, body)
                 return self._reply(server, data, kind, count=count)
-            except (_TemporaryError, _BadReplyError) as error:
+            except RemoteError as error:
                 self._rest(server, error)
+                if not isinstance(error, _TemporaryError):
+                    asked.refused[server.url] = error
+                if len(asked.refused) == len(self._servers):
+                    self._wake_all()
                 raise
             finally:
                 server.busy -= 1
 
-    def _pick(self) -> _Server:
-        """The least busy server that does not rest, in turn; where all rest, the next to wake."""
+    def _pick(self, asked: _Asked) -> _Server:
+        """Of the servers that have not refused the request: the least busy one that does not rest,
+        in turn, rather one that has not failed it yet; where all rest, the next to wake."""
         now = time.monotonic()
-        awake = [server for server in self._servers if server.rests_until <= now]
+        left = [server for server in self._servers if server.url not in asked.refused]
+        awake = [server for server in left if server.rests_until <= now]
         if awake:
-            chosen = min(awake, key=lambda server: (server.busy, server.turn))
+            chosen = min(awake, key=lambda s: (s.url in asked.tried, s.busy, s.turn))
         else:
-            chosen = min(self._servers, key=lambda server: (server.rests_until, server.busy))
+            chosen = min(left, key=lambda s: (s.url in asked.tried, s.rests_until, s.busy))
         self._turn += 1
         chosen.turn = self._turn
         return chosen
 
     def _rest(self, server: _Server, error: RemoteError) -> None:
-        asked = error.retry_after_s if isinstance(error, _TemporaryError) else 0.0
-        now, seconds = time.monotonic(), asked or self._config.rest_s
-        if server.rests_until <= now:  # else it was said already
+        wanted = error.retry_after_s if isinstance(error, _TemporaryError) else 0.0
+        now, seconds = time.monotonic(), wanted or self._config.rest_s
+        if server.said_until <= now:
             others = len(self._servers) > 1
             more = f"; it is not asked for {seconds:g} s while others work" if others else ""
             log.warning("reward %r: %s%s", self._name, error, more)
         server.rests_until = max(server.rests_until, now + seconds)
-        if isinstance(error, _TemporaryError):
-            error.elsewhere = any(s.rests_until <= now for s in self._servers if s is not server)
+        server.said_until = max(server.said_until, server.rests_until)
+
+    def _wake_all(self) -> None:
+        """After a request that every server refused: it is at fault, and not they."""
+        for server in self._servers:
+            server.rests_until = 0.0
+
+    def _may_retry(self, state: RetryCallState) -> bool:
+        """After a failure that may pass, and while there is a server that has not refused."""
+        error = state.outcome.exception() if state.outcome is not None else None
+        asked: _Asked = state.args[2]
+        left = len(asked.refused) < len(self._servers)
+        return isinstance(error, _TemporaryError) or (isinstance(error, RemoteError) and left)
 
     def _wait_s(self, state: RetryCallState) -> float:
         """Seconds before the next try. None before another server is tried for the first time."""
         error = state.outcome.exception() if state.outcome is not None else None
-        assert isinstance(error, _TemporaryError)
-        rounds = state.attempt_number - len(self._servers)
-        if rounds < 0 and error.elsewhere:
+        asked: _Asked = state.args[2]
+        now = time.monotonic()
+        if any(s.rests_until <= now and s.url not in asked.tried for s in self._servers):
             return 0.0
         config = self._config
-        grown = min(config.backoff_s * 2.0 ** max(rounds, 0), config.max_backoff_s)
-        return max(error.retry_after_s, grown * self._random.uniform(0.5, 1.0))
+        rounds = max(state.attempt_number - len(self._servers), 0)
+        grown = min(config.backoff_s * 2.0**rounds, config.max_backoff_s)
+        wanted = error.retry_after_s if isinstance(error, _TemporaryError) else 0.0
+        return max(wanted, grown * self._random.uniform(0.5, 1.0))
 
     def _count_retry(self, _: RetryCallState) -> None:
         self.counts["retries"] += 1
@@ -205,7 +238,7 @@ class RewardClient:
             return data, response.headers.get("content-type", "no content type")
         said = self._excerpt(data)
         message = f"{server.shown} answered with status {status}: {said}; 200 was expected"
-        if status == httpx.codes.TOO_MANY_REQUESTS or status >= 500:
+        if status in _TEMPORARY or status >= 500:
             after = _retry_after_s(response.headers.get("retry-after", ""))
             raise _TemporaryError(message, retry_after_s=min(after, config.max_backoff_s))
         raise RemoteError(message)
@@ -216,7 +249,7 @@ class RewardClient:
         limit = self._config.max_reply_bytes if ok else _ERROR_BODY_BYTES
         encoding = response.headers.get("content-encoding", "identity")
         if ok and encoding != "identity":
-            raise _BadReplyError(
+            raise RemoteError(
                 f"{server.shown} replied with content-encoding {self._excerpt(encoding)}, and was "
                 "asked for identity"
             )
@@ -224,7 +257,7 @@ class RewardClient:
         async for chunk in response.aiter_raw():
             data += chunk
             if len(data) > limit and ok:
-                raise _BadReplyError(
+                raise RemoteError(
                     f"{server.shown} replied with more than max_reply_bytes={limit} bytes"
                 )
             if len(data) > limit:  # and perhaps in the middle of the token
@@ -239,7 +272,7 @@ class RewardClient:
         except (ValueError, RecursionError) as error:
             wrong = isinstance(error, _WrongShapeError)
             said = str(error) if wrong else f"which is no JSON ({error})"
-            raise _BadReplyError(
+            raise RemoteError(
                 f"{server.shown} replied with {self._excerpt(data)} ({self._excerpt(kind)}), "
                 f'{said}; expected is {{"rewards": [...]}} with {count} finite '
                 f"number{'s' if count > 1 else ''}"
@@ -292,7 +325,8 @@ def read_reply(data: bytes, count: int) -> Reply:
         if not key or len(key) > _MAX_LOGS or key in COUNTS:
             bad.append(f"extra_logs has the name {key[: _MAX_LOGS + 1]!r}")
         elif mean is None or len(logs) == _MAX_LOGS:
-            bad.append(f"extra_logs[{key!r}] is neither a number nor a list of {count}")
+            what = f"neither a number nor a list of {count}, within fp32's range"
+            bad.append(f"extra_logs[{key!r}] is {what}")
         else:
             logs[key] = mean
     return Reply(tuple(checked), logs, tuple(bad))
@@ -309,22 +343,22 @@ def _is_number(value: Any) -> bool:
 
 
 def _mean(value: Any, count: int) -> tuple[float, int] | None:
-    """(sum, count) of one entry of ``extra_logs``; a single number counts for every item."""
+    """(sum, count) of one entry of ``extra_logs``; a single number counts for every item. None
+    where it is something else, or so large that sums of it may be infinite."""
     values = value if isinstance(value, list) else [value] * count
     numbers = [float(v) for v in values if isinstance(v, bool) or _is_number(v)]
+    numbers = [number for number in numbers if abs(number) <= _LARGEST]
     return (math.fsum(numbers), count) if len(numbers) == len(values) == count else None
 
 
 def _retry_after_s(header: str) -> float:
     """Seconds that Retry-After asks for (a number or a date, RFC 9110 10.2.3); 0 for anything
     else."""
-    try:
-        return max(float(int(header)), 0.0)
-    except ValueError:
-        pass
+    if re.fullmatch(r"\s*[0-9]+\s*", header):
+        return float(header)  # infinity where it has too many digits
     try:
         when = parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     if when.tzinfo is None:
         when = when.replace(tzinfo=UTC)

@@ -34,7 +34,13 @@ from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.gate import StepGate
 from burnish.rollout.requests import StopRule, check_requests, end_tokens
-from burnish.rollout.vllm_model import cache_bytes, check_head_dim, check_split, skeleton_of
+from burnish.rollout.vllm_model import (
+    cache_bytes,
+    check_head_dim,
+    check_split,
+    longest_row,
+    skeleton_of,
+)
 from burnish.rollout.vllm_process import (
     keeping_default_group,
     new_folder,
@@ -94,8 +100,7 @@ class VllmRolloutEngine:
         skeleton = skeleton_of(model)
         self._shapes = {name: p.shape for name, p in skeleton.named_parameters()}
         self._end_tokens = end_tokens(model.generation_config, tokenizer)
-        positions = int(skeleton.config.max_position_embeddings)
-        self.max_model_len = min(config.max_model_len or max_model_len or positions, positions)
+        self.max_model_len = longest_row(skeleton.config, config.max_model_len or max_model_len)
         self._problem: str | None = "it has no weights yet; call load_weights first"
         self._samples: dict[str, _Sample] = {}
         self._num_samples = 0

@@ -36,7 +36,7 @@ def check_split(config: Any, parallel: int) -> None:
     """Raise ModelError where ``parallel`` processes cannot share the heads evenly."""
     for name, heads in (
         ("attention", config.num_attention_heads),
-        ("key/value", config.num_key_value_heads),
+        ("key/value", _kv_heads(config)),
     ):
         if heads % parallel:
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -57,12 +57,30 @@ def check_head_dim(config: Any, known: Sequence[int]) -> None:
         )
 
 
+def longest_row(config: Any, wanted: int | None) -> int:
+    """Most tokens of a row: ``wanted``, and no more than the model has positions. Raises ModelError
+    where neither says."""
+    positions = getattr(config, "max_position_embeddings", None)  # house: ok HuggingFace's config
+    limits = [int(limit) for limit in (wanted, positions) if limit is not None]
+    if not limits:
+        raise ModelError(
+            f"the config of this {config.model_type} model has no max_position_embeddings, so how "
+            "long a row may be is not known; set rollout.engine.max_model_len"
+        )
+    return min(limits)
+
+
 def cache_bytes(config: Any, length: int, *, dtype: torch.dtype, block: int) -> int:
     """Bytes of one sequence of ``length`` tokens in the key/value cache, in whole blocks, and a
     spare block."""
     blocks = -(-length // block) + 1
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * _head_dim(config)
+    per_token = 2 * config.num_hidden_layers * _kv_heads(config) * _head_dim(config)
     return int(blocks * block * per_token * dtype.itemsize)
+
+
+def _kv_heads(config: Any) -> int:
+    """As many as heads where the config has no number of its own (GPT-2, GPT-NeoX, OPT)."""
+    return int(config.to_dict().get("num_key_value_heads") or config.num_attention_heads)
 
 
 def _head_dim(config: Any) -> int:

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from burnish import shm
 from burnish.rollout.weights import WeightList, fingerprint
 
 
@@ -85,10 +86,12 @@ class WeightStream:
 
 
 def shared_folder(num_bytes: int) -> Path:
-    """A new folder in shared memory, or on disk where that has no room for ``num_bytes`` twice."""
-    shared = Path("/dev/shm")
+    """A new folder in shared memory, or on disk where that has no room for ``num_bytes`` twice.
+    What processes left that were killed in a load is removed first."""
+    shared, disk = Path("/dev/shm"), Path(tempfile.gettempdir())
+    shm.sweep("weights", shared, disk)
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * num_bytes
-    return Path(tempfile.mkdtemp(prefix="burnish-weights-", dir=shared if roomy else None))
+    return Path(tempfile.mkdtemp(prefix=shm.prefix("weights"), dir=shared if roomy else disk))
 
 
 def write_weights(stream: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype) -> None:
@@ -176,8 +179,8 @@ def _not_live(model: Any) -> list[str]:
         weight = layer._parameters.get("weight")
         if weight is None:
             continue
-        if weight.ndim < 2:
-            seen.add(id(weight))  # norms read theirs at every call
+        if weight.ndim < 2 or isinstance(layer, torch.nn.Embedding):
+            seen.add(id(weight))  # norms, and tables of positions, read theirs at every call
         elif method is not None and weight.numel():
             seen.add(id(weight))
             if not _negates(layer, method, weight):

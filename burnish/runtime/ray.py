@@ -32,10 +32,10 @@ from burnish.rollout.base import RolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, Sync, WorkerLostError
 from burnish.runtime.cluster import join_ray, start_ray
 from burnish.runtime.errors import failure, first_line, is_loss, never_made
+from burnish.runtime.group import Group
 from burnish.runtime.handover import ray_sync
 from burnish.runtime.heartbeat import Beats, Watch
 from burnish.runtime.remote import (
-    Group,
     RemoteFrozenBase,
     RemoteRolloutEngine,
     RemoteTrainEngine,

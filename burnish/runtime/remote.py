@@ -1,8 +1,8 @@
 """Engines made of workers in other processes; the loops cannot tell them from local ones.
 
 ``runtime`` is a ``ray.RayRuntime``: Ray itself is reached through it, and imported there alone.
-Reading order: Group (the ranks of a train engine), RemoteTrainEngine, RemoteRolloutEngine. What
-hands weights from one to the other is in ``weights.py``.
+Reading order: RemoteTrainEngine (on a ``group.Group`` of ranks), RemoteRolloutEngine. What hands
+weights from one to the other is in ``handover.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,11 @@ from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.observe.peaks import ProcessPeaks
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.runtime.base import WorkerLostError
-from burnish.runtime.errors import died, failure, first_line, is_loss, why_lost
+from burnish.runtime.errors import failure, first_line, why_lost
+from burnish.runtime.group import Group
 from burnish.runtime.worker import (
-    NO_SPANS,
     RolloutWorker,
     Sending,
-    TrainWorker,
     pack_batch,
     to_tensor,
 )
@@ -34,9 +32,7 @@ from burnish.sync.base import encode
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.engine import messages
 from burnish.sync.stored import HandOver, StoredLink
-from burnish.train.base import Loss, NonFiniteError, Role, StepStats
-from burnish.train.oom import is_out_of_memory
-from burnish.train.torch import EngineSpec
+from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.types import Batch, Stats
 
 if TYPE_CHECKING:
@@ -44,9 +40,6 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 10.0
-_NEIGHBOURS_S = 10.0
-"""How long other ranks get to fail as well once one has: Ray learns of a death after gloo does."""
-
 _PEAKS_S = 10.0
 """How long workers get to say what memory they held; one that is busy or hangs is not waited
 for."""
@@ -54,134 +47,6 @@ for."""
 Lost = dict[int, str]
 """Index of a worker -> how it was lost."""
 Refill = Callable[[Sequence[int]], Lost]
-
-
-class Group:
-    """The ranks of one train engine."""
-
-    def __init__(
-        self,
-        runtime: RayRuntime,
-        spec: EngineSpec,
-        *,
-        scalar: bool,
-        seed: int,
-        spans: Mapping[str, str] = NO_SPANS,
-        name: str | None = None,
-    ) -> None:
-        """``spans``: the phases of memory that its engine's methods are. ``name``: by which the
-        job's places know the group; None: its role."""
-        self.runtime, self.spec, self.scalar, self.seed = runtime, spec, scalar, seed
-        self.spans = dict(spans)
-        self.role: Role = spec.role
-        self.name = name or spec.role
-        self.size = runtime.config.ranks(spec.role)
-        self.workers: list[Any] = []
-        self._whole = False
-        self.restart()
-
-    def restart(self) -> None:
-        """Fresh workers that have met and loaded the model; anew where some are lost meanwhile.
-        Raises ClusterError where that was too often."""
-        while not self._whole:
-            try:
-                self._start()
-            except WorkerLostError as lost:
-                self.runtime.spend_restart(str(lost))
-
-    def _start(self) -> None:
-        self.end()
-        self.workers = self.runtime.start(self.name, TrainWorker, self.size)
-        limit = self.runtime.config.start_timeout_s
-        longest = self.runtime.config.call_timeout_s
-        host, port = self.gather([self.workers[0].meeting_place.remote(limit)], limit_s=limit)[0]
-        joining = {"timeout_s": limit, "collective_s": longest}
-        self._each(lambda w: w.join.remote(host, port, **joining), limit_s=limit)
-        options = {"scalar": self.scalar, "seed": self.seed, "spans": self.spans}
-        self._each(lambda w: w.build.remote(self.spec, **options))
-        self._whole = True
-
-    def all(self, call: Callable[[Any], Any]) -> list[Any]:
-        """Every rank's answer to one call.
-
-        Where a rank dies or hangs: a model that is not trained is loaded anew, and the call done
-        again; else raises WorkerLostError that names it, and the group has to be restarted.
-        """
-        while True:
-            try:
-                return self._each(call)
-            except WorkerLostError as lost:
-                if self.spec.trainable:
-                    raise
-                self.runtime.spend_restart(str(lost))
-                self.restart()
-
-    def _each(self, call: Callable[[Any], Any], *, limit_s: float | None = None) -> list[Any]:
-        if not self.workers:
-            raise WorkerLostError(f"the {self.name} has lost its workers")
-        return self.gather([call(worker) for worker in self.workers], limit_s=limit_s)
-
-    def gather(self, refs: Sequence[Any], *, limit_s: float | None = None) -> list[Any]:
-        """The results of calls, the first of rank 0 and so on. Raises WorkerLostError."""
-        watch = self.runtime.watch
-        limit = limit_s or self.runtime.config.call_timeout_s
-        waiting = list(refs)
-        while waiting:
-            ready, silent = watch.wait(waiting, self.workers, limit_s=limit)
-            for failed in (failure(self.runtime.ray, ref) for ref in ready):
-                if failed is not None:
-                    self._raise(refs, failed)
-            waiting = [ref for ref in waiting if ref not in ready]
-            if silent and waiting:
-                raise self.loss(silent, self.runtime.silence)
-            if waiting and not ready:
-                late = [self.workers[refs.index(ref)] for ref in waiting]
-                said = f"did not answer within {limit:g} s ({self._limit_name(limit_s)})"
-                raise self.loss(late, said)
-        return list(self.runtime.ray.get(list(refs)))
-
-    def _limit_name(self, limit_s: float | None) -> str:
-        return "cluster.call_timeout_s" if limit_s is None else "cluster.start_timeout_s"
-
-    def _raise(self, refs: Sequence[Any], failed: BaseException) -> NoReturn:
-        """A dead or hung rank makes its neighbours fail as well: it is the one to name."""
-        ray = self.runtime.ray
-        done, undone = ray.wait(list(refs), num_returns=len(refs), timeout=_NEIGHBOURS_S)
-        failures = {refs.index(ref): failure(ray, ref) for ref in done}
-        dead = {i: e for i, e in failures.items() if e is not None and is_loss(ray, e)}
-        if dead:
-            how = died(next(iter(dead.values())))
-            raise self.loss([self.workers[i] for i in dead], how) from failed
-        silent = self.runtime.watch.settle([self.workers[refs.index(ref)] for ref in undone])
-        if silent:
-            raise self.loss(silent, self.runtime.silence) from failed
-        for index, error in failures.items():
-            if error is not None and is_out_of_memory(error):  # why the others failed as well
-                error.add_note(f"in {self.runtime.watch.name(self.workers[index])}")
-                raise error
-        raise failed
-
-    def loss(self, workers: Sequence[Any], how: str) -> WorkerLostError:
-        """The error that names ranks that are gone; the group has to be restarted."""
-        self._whole = False
-        return WorkerLostError(f"{self.runtime.watch.names(workers)} {how}")
-
-    def whole(self) -> bool:
-        """Whether every rank answers."""
-        if not self._whole:
-            return False
-        try:
-            limit = self.runtime.config.heartbeat_timeout_s
-            self._each(lambda w: w.ping.remote(), limit_s=limit)
-        except WorkerLostError:
-            return False
-        return True
-
-    def end(self) -> None:
-        """End the workers at once."""
-        self._whole = False
-        self.runtime.end(self.workers)
-        self.workers = []
 
 
 class RemoteTrainEngine:

@@ -95,7 +95,7 @@ class RewardApp:
         finally:
             self._held_bytes -= len(body)
         try:
-            scores = await self.batcher.scores(rows)
+            scores = await self._scores(request, rows)
         except QueueFullError as error:
             raise _come_back_later(str(error)) from error
         except ScoreError as error:
@@ -107,6 +107,21 @@ class RewardApp:
             "truncated": [int(row.truncated) for row in rows],
         }
         return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": logs})
+
+    async def _scores(self, request: Request, rows: list[Row]) -> list[float]:
+        """The scores of ``rows``. Where the client leaves they are not computed any more (uvicorn
+        and Starlette let a handler run on)."""
+        scores = asyncio.create_task(self.batcher.scores(rows))
+        gone = asyncio.create_task(_has_left(request))
+        try:
+            await asyncio.wait([scores, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not scores.done():
+                raise HTTPException(400, "the connection ended before the reply")
+            return await scores
+        finally:
+            scores.cancel()
+            gone.cancel()
+            await asyncio.wait([scores, gone])
 
     def _check_headers(self, request: Request) -> None:
         if self._token is not None:
@@ -185,6 +200,12 @@ class RewardApp:
             except TextError as error:
                 raise HTTPException(422, f"query[{i}] {error}") from error
         return rows
+
+
+async def _has_left(request: Request) -> None:
+    """Return when the connection of a request that was read to its end is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _check_texts(name: str, texts: Any) -> None:

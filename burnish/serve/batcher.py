@@ -90,8 +90,11 @@ class Batcher:
         answers = [loop.create_future() for _ in rows]
         self._queue += [_Waiting(r, a, now) for r, a in zip(rows, answers, strict=True)]
         self._arrived.set()
-        # Where this is cancelled, so are the answers, and their rows are not computed any more.
-        scores = await asyncio.gather(*answers, return_exceptions=True)
+        try:
+            scores = await asyncio.gather(*answers, return_exceptions=True)
+        except asyncio.CancelledError:  # and with it the answers: their rows make room at once
+            self._queue = deque(w for w in self._queue if not w.answer.done())
+            raise
         for score in scores:
             if isinstance(score, BaseException):
                 raise score

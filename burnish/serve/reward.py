@@ -82,7 +82,6 @@ def _run(server: uvicorn.Server, listener: socket.socket, ready: str) -> None:
         server.should_exit = True  # for a signal that comes before uvicorn listens to them
 
     before = {s: signal.signal(s, end) for s in (signal.SIGINT, signal.SIGTERM)}
-    listener.listen()  # uvicorn would, a moment later; connections wait until then
     print(ready, flush=True)
     try:
         server.run(sockets=[listener])
@@ -112,8 +111,8 @@ def _token(options: ServeOptions) -> str | None:
 
 
 def _listener(options: ServeOptions, token: str | None) -> socket.socket:
-    """A socket bound to the address. Raises ServeError: unknown, in use, or open to others without
-    a token."""
+    """A socket that listens on the address; what connects waits until the server runs. Raises
+    ServeError: unknown, in use, or open to others without a token."""
     host, port = options.host, options.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -133,6 +132,7 @@ def _listener(options: ServeOptions, token: str | None) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen()  # until then a second server could bind to the same port
     except OSError as error:
         listener.close()
         raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish import shm
 from burnish.sync.base import LinkError, SyncError
 from burnish.sync.links import ChannelReceiver, ChannelSender, split_frame
 from burnish.sync.store import Channel
-
-PREFIX = "burnish-sync-"
 
 
 class SharedSender(ChannelSender):
@@ -124,10 +123,8 @@ def _folder() -> Path:
 def _new_file(num_bytes: int) -> Path:
     """A file in memory, all of it reserved: writing into a mapped file that has no room would kill
     the process. What killed processes left is removed first."""
-    for left in _folder().glob(f"{PREFIX}*"):
-        if not _lives(left.name):
-            left.unlink(missing_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-", dir=_folder())
+    shm.sweep("sync", _folder())
+    handle, name = tempfile.mkstemp(prefix=shm.prefix("sync"), dir=_folder())
     try:
         os.posix_fallocate(handle, 0, num_bytes)
     except OSError as error:
@@ -139,20 +136,6 @@ def _new_file(num_bytes: int) -> Path:
     finally:
         os.close(handle)
     return Path(name)
-
-
-def _lives(name: str) -> bool:
-    """Whether the process in the name of a buffer's file runs (or the name is not ours)."""
-    pid = name.removeprefix(PREFIX).partition("-")[0]
-    if not pid.isdigit():
-        return True
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _map(file: Path, num_bytes: int) -> Tensor:

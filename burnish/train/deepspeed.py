@@ -4,8 +4,7 @@ What DeepSpeed does here: shards, gathering, reducing over ranks, the loss scale
 What it does not: micro-batches, the learning rate, counting steps and checkpoints are Burnish's, as
 in ``torch.py``, so that a run gives the same numbers and its checkpoints can change the engine.
 
-Reading order: ``forward_backward`` -> ``optim_step`` -> ``_ds_config`` -> ``_find_shards``.
-``docs/engines.md`` has what is mapped to what, and where DeepSpeed differs.
+Reading order: ``forward_backward``, ``optim_step``. docs/engines.md has what is mapped to what.
 """
 
 from __future__ import annotations
@@ -119,8 +118,9 @@ class DeepSpeedTrainEngine:
         self.engine: Any = None
         if self.spec.trainable or self.config.zero_stage == 3:
             with _on_this_machine(self._library):
+                config = ds_config(self.spec, on_gpu=self.device.type != "cpu")
                 self.engine, *_ = self._library.initialize(
-                    model=self.forward, optimizer=self._adamw, config=ds_config(self.spec)
+                    model=self.forward, optimizer=self._adamw, config=config
                 )
         else:  # nothing to cut and nothing to step
             self.forward.to(self.device)
@@ -361,12 +361,11 @@ class DeepSpeedTrainEngine:
     @property
     def state_bytes(self) -> int:
         """Size of what :meth:`save` writes."""
-        assert self._state is not None, f"the {self.role} engine is frozen"
+        assert self._state is not None
         return self._state.num_bytes
 
     def save(self, folder: Path) -> None:
-        """Weights (fp32 masters), moments, EMA and version, in the files of the torch engine. All
-        ranks take part, and the first writes. Raises OSError on all ranks where it cannot."""
+        """fp32 masters, moments, EMA, version, as the torch engine; all ranks take part."""
         assert self._state is not None, f"the {self.role} engine is frozen"
         text = description(self, self.spec.model, scaler_state(self._scaler))
         self._state.save(folder, partial(write_description, folder, self, text))
@@ -485,11 +484,12 @@ def loading(engine: DeepSpeedEngine, dtype: Dtype, ranks: Ranks) -> Iterator[Non
         return
     library = _deepspeed()
     _join(library, ranks)
+    on_gpu = torch.device(_accelerator(library).current_device_name()).type != "cpu"
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero_section(engine),
+        "zero_optimization": zero_section(engine, on_gpu=on_gpu),
         **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
     }
     keep = HfDeepSpeedConfig(config)  # transformers holds it weakly

@@ -21,8 +21,8 @@ from burnish.train.state import Shard, Shards
 from burnish.train.torch import EngineSpec
 
 
-def ds_config(spec: EngineSpec) -> dict[str, Any]:
-    """DeepSpeed's configuration of an engine.
+def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration of an engine. ``on_gpu``: it computes on one.
 
     Its batch sizes are nominal: with ``managed_gradient_accumulation`` off a step is what comes
     before ``step()``, however many passes that is.
@@ -38,16 +38,17 @@ def ds_config(spec: EngineSpec) -> dict[str, Any]:
         "gradient_clipping": 0.0 if clips_itself else train.max_grad_norm or 0.0,
         "data_types": {"grad_accum_dtype": sums},
         "communication_data_type": sums,
-        "zero_optimization": zero_section(engine),
+        "zero_optimization": zero_section(engine, on_gpu=on_gpu),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **_precision_section(spec.precision),
     }
 
 
-def zero_section(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """The section ``zero_optimization``."""
-    on_host = {"device": "cpu", "pin_memory": False}
+def zero_section(engine: DeepSpeedEngine, *, on_gpu: bool) -> dict[str, Any]:
+    """The section ``zero_optimization``. What is offloaded by a GPU is pinned, so that copies run
+    beside the computing, and at the full speed of the link."""
+    on_host = {"device": "cpu", "pin_memory": on_gpu}
     section: dict[str, Any] = {
         "stage": engine.zero_stage,
         "reduce_bucket_size": engine.reduce_bucket_size,

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # One Ray cluster over the nodes of a SLURM allocation, and one job on it.
 #
-#   sbatch --nodes 9 recipes/launch/slurm.sh rl recipes/llama3_70b_grpo_9x8.yaml data.sources.0.path=/shared/train.jsonl
+#   export REWARD_TOKEN=...   # the variable that the recipe names, with the reward server's token; SLURM passes it on
+#   sbatch --nodes 9 recipes/launch/slurm.sh rl recipes/llama3_70b_grpo_9x8.yaml data.sources.0.path=/shared/train.jsonl \
+#     'rewards.0.urls=[http://rewards:5000/get_reward]'
 #
 # The arguments are burnish's own. Submit from a folder that all nodes see. A job that SLURM ends or requeues goes on
 # where it was: submit it again with --resume RUN_FOLDER in place of the recipe.

@@ -74,6 +74,9 @@ def test_nine_nodes_hold_policy_reference_and_one_engine_over_eight_gpus() -> No
     assert (plan.gradient_accumulation_steps, plan.optimizer_steps_per_rollout) == (4, 8)
     places = {p.roles: (p.count, p.gpus) for p in places_of(config)}
     assert places == {("policy",): (32, 1), ("rollout",): (1, 8), ("reference",): (32, 1)}
+    assert config.sync.kind == "collective", "Ray's object store would hold 141 GB on two nodes"
+    checkpoint = 70_553_706_496 * 12  # bytes, by one process
+    assert checkpoint / config.cluster.call_timeout_s < 0.1e9, "a slow shared disk is fast enough"
 
 
 def test_one_node_holds_five_roles_on_eight_gpus() -> None:

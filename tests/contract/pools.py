@@ -29,8 +29,9 @@ from burnish.config.placement import places_for
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
+from burnish.runtime.group import Group
 from burnish.runtime.ray import RayRuntime
-from burnish.runtime.remote import Group, RemoteTrainEngine
+from burnish.runtime.remote import RemoteTrainEngine
 from burnish.runtime.worker import Place, Sending, TrainWorker, pack_batch
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.stored import StoredLink

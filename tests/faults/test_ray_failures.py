@@ -26,9 +26,10 @@ from burnish.loops.evaluate import Evaluator
 from burnish.observe.samples import read_samples
 from burnish.runtime import cluster
 from burnish.runtime.base import ClusterError
+from burnish.runtime.group import Group
 from burnish.runtime.handover import StoredSync
 from burnish.runtime.ray import RayRuntime
-from burnish.runtime.remote import Group, RemoteTrainEngine
+from burnish.runtime.remote import RemoteTrainEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

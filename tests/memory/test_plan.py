@@ -79,11 +79,13 @@ def test_a_cluster_with_too_few_gpus_is_an_error_with_both_numbers():
 
 def test_host_memory_is_that_of_the_fullest_node():
     """8 ranks x 70.55e9 / 32 x 20 B (masters, moments, sums, gradient of the step) = 353 GB, with
-    processes and Ray's object store."""
+    processes. Where weights go through Ray's object store 70.55e9 x 2 B = 141 GB more."""
     plan = nine()
     state = 8 * 70_553_706_496 / 32 * 20
     host = plan.peak("host")
     assert state < host.bytes < 2 * state
+    stored = nine("sync.kind=auto").peak("host").bytes
+    assert stored - host.bytes == pytest.approx(70_553_706_496 * 2, rel=0.01)
     small = load_config(NINE)
     tight = make_plan(small, parse_cluster("9x8xA800-80GB", host_gb=300))
     assert not tight.fits and not tight.peak("host").fits

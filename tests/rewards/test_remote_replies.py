@@ -135,3 +135,14 @@ def test_extra_logs_that_are_none_cost_no_reward() -> None:
     many = {"rewards": [1], "extra_logs": {str(i): i for i in range(100)}}
     read = read_reply(json.dumps(many).encode(), 1)
     assert (len(read.logs), len(read.bad_logs)) == (64, 36)
+
+
+@pytest.mark.parametrize(
+    "value", [1e308, -3.5e38, [1e308, 1e308], [1e39, -1e39], 10**300], ids=range(5)
+)
+def test_extra_logs_whose_sums_may_be_infinite_are_left_out(value: Any) -> None:
+    """math.fsum raises OverflowError at the third of these."""
+    reply = {"rewards": [1, 2], "extra_logs": {"x": value, "y": 3.4e38}}
+    read = read_reply(json.dumps(reply).encode(), 2)
+    assert list(read.logs) == ["y"] and read.rewards == (1.0, 2.0)
+    assert len(read.bad_logs) == 1 and "fp32" in read.bad_logs[0]

@@ -76,6 +76,8 @@ def failure(reward: Remote, items: list[RewardInput]) -> str:
         pytest.param(says(b"oops", status=500), id="500"),
         pytest.param(says(b"", status=503), id="503"),
         pytest.param(says(b"", status=429, headers={"Retry-After": "0"}), id="429"),
+        pytest.param(says(b"", status=408), id="408"),
+        pytest.param(says(b"", status=425), id="425"),
         pytest.param(hangs_up, id="dies in its reply"),
     ],
 )
@@ -151,6 +153,15 @@ def test_retry_after_is_a_number_or_a_date() -> None:
     assert _retry_after_s("-5") == _retry_after_s("soon") == _retry_after_s("") == 0.0
     assert _retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
     assert _retry_after_s("Wed, 21 Oct 2122 07:28:00 GMT") > 1e9
+    assert _retry_after_s("Wed, 21 Oct 99999999999999999999 07:28:00 GMT") == 0.0
+
+
+def test_a_wait_that_no_float_holds_is_the_longest(
+    serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    """400 digits: max_backoff_s (0.1 here) is waited."""
+    server = serve(first(says(b"", status=503, headers={"Retry-After": "9" * 400})))
+    assert remote(server.url).score(items("a")) == [11.0]
 
 
 # ---- several servers ----
@@ -206,12 +217,51 @@ def test_a_server_that_rested_is_asked_again(
     assert len(ill.requests) > 1
 
 
-def test_a_server_that_talks_nonsense_does_not_draw_all_requests(
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(says(b"no such thing", status=404), id="404"),
+        pytest.param(says(b"who are you?", status=401), id="401"),
+        pytest.param(says(b"", status=301, headers={"Location": "/x"}), id="301"),
+        pytest.param(says(b"<html>"), id="nonsense"),
+    ],
+)
+def test_a_server_that_refuses_quickly_does_not_draw_all_requests(
+    bad: Behaviour, serve: Serve, remote: MakeRemote, items: Items, caplog: Any
+) -> None:
+    """It is quick, so it would always be the least busy. It is asked once, then rests; what it
+    refused the other one answers."""
+    broken, well = serve(bad), serve()
+    reward = remote(broken.url, well.url, batch_size=1, max_concurrency=1, rest_s=1000, retries=0)
+    assert reward.score(items(*"abcdef")) == [11.0] * 6
+    assert [len(broken.requests), len(well.requests)] == [1, 6]
+    assert f"{broken.url} " in caplog.text and "for 1000 s" in caplog.text
+
+
+def test_a_request_that_all_refuse_goes_to_each_once_and_says_what_two_said(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
-    """It is quick, so it would always be the least busy."""
-    broken, well = serve(says(b"<html>")), serve()
-    reward = remote(broken.url, well.url, batch_size=1, max_concurrency=1, rest_s=1000)
-    scores = reward.score(items(*"abcdef"))
-    assert isinstance(scores[0], SampleError) and scores[1:] == [11.0] * 5
-    assert len(broken.requests) == 1
+    """It is at fault, and not they: none rests, so the next requests are spread as before."""
+
+    def behave(handler: Any, request: dict[str, Any], number: int) -> None:
+        bad = any("bad" in query for query in request["query"])
+        handler.reply({"rewards": [11.0]}, status=422 if bad else 200)
+
+    servers = [serve(behave) for _ in range(3)]
+    urls = [server.url for server in servers]
+    reward = remote(*urls, batch_size=1, max_concurrency=1, rest_s=1000)
+    said = failure(reward, items("bad"))
+    assert [len(server.requests) for server in servers] == [1, 1, 1]
+    assert "tried 3 times; before that" in said and said.count("answered with status 422") == 2
+    assert reward.score(items(*"abcdef")) == [11.0] * 6
+    assert [len(server.requests) for server in servers] == [3, 3, 3]
+
+
+def test_a_server_that_refused_a_request_is_not_asked_again_while_another_is_ill(
+    serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    """The ill one answers at the third time of asking."""
+    refuses, ill = serve(says(b"", status=404)), serve(first(says(b"", status=500), times=2))
+    reward = remote(refuses.url, ill.url, retries=2, rest_s=0)
+    assert reward.score(items("a")) == [11.0]
+    assert [len(refuses.requests), len(ill.requests)] == [1, 3]

@@ -44,6 +44,8 @@ BAD_VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: None, "returned None where a finite number is needed"),
     "list": (lambda: [1.0], "returned [1.0] where a finite number is needed"),
     "huge": (lambda: 10**400, "where a finite number is needed"),
+    "beyond fp32": (lambda: 1e39, "returned 1e+39 where a number within fp32's range, +-3.4e+38,"),
+    "beyond fp32, int": (lambda: -(10**39), "where a number within fp32's range"),
 }
 BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "too few": (lambda: [1.0], "returned 1 values for 2 responses"),
@@ -69,6 +71,12 @@ def test_a_bad_value_stops_the_run_and_says_where(bad: str, make_group: MakeGrou
     for part in (message, "reward 'r'", "test_reward_set.py:", "'q:1/1'", "'q:1'", "'bad'"):
         assert part in text
     assert "question 1" in text and "What to do" in text and "drop_group" in text
+
+
+def test_the_largest_number_of_fp32_is_a_reward(make_group: MakeGroup) -> None:
+    largest = torch.finfo(torch.float32).max
+    scored = _set((_reward(lambda response: -largest), 1.0)).score([make_group(0, ["a"])])
+    assert scored.groups[0].samples[0].reward == -largest
 
 
 def test_the_original_exception_is_the_cause(make_group: MakeGroup) -> None:

@@ -17,7 +17,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 import burnish.rollout.vllm as ours
 import burnish.rollout.vllm_weights as weights_side
@@ -619,6 +624,27 @@ def test_two_processes_share_the_model_take_weights_and_end_without_a_trace() ->
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive and traces() == before
     assert not torch.distributed.is_initialized()
+
+
+def test_a_model_without_a_number_of_key_value_heads_is_sampled_from() -> None:
+    """GPT-2: as many as heads, and a table of positions, which is no linear layer."""
+    while _kept:
+        _kept.popitem()[1].close()
+    sizes = {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 256}
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=64, bos_token_id=1, eos_token_id=1, attn_pdrop=0.0, **sizes
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6)
+    engine = VllmRolloutEngine(model, TOKENIZER, VllmEngine(kind="vllm"), max_model_len=256)
+    with closing(engine):
+        engine.load_weights(1, model.named_parameters())
+        (c,) = engine.generate([Request("r", (7, 8, 9))], Sampling(8, 0.0))
+        assert list(c.token_ids) == transformers_greedy(model, (7, 8, 9), 8)
 
 
 # ---- what is refused ---------------------------------------------------------------------------

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
+from burnish import shm
+from burnish.rollout.vllm_weights import shared_folder
 from burnish.rollout.weights import WeightList, fingerprint
 
 MASK = (1 << 64) - 1
@@ -75,3 +82,36 @@ def test_weights_are_crossed_off_once_each() -> None:
         wanted.finish()
     with pytest.raises(ValueError, match=r"weight b is \[1\], the rollout model has \[3\]"):
         wanted.take("b", torch.ones(1))
+
+
+KILLED = """
+import os, signal, tempfile
+from pathlib import Path
+from burnish.rollout.vllm_weights import shared_folder
+(shared_folder({size}) / "00000.safetensors").write_bytes(bytes(4096))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 1 << 60], ids=["in shared memory", "on disk"])
+def test_weights_that_a_killed_process_left_are_removed_by_the_next(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2^60 bytes are more than any /dev/shm has."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    places = [tmp_path] + [p for p in [Path("/dev/shm")] if size == 1 and p.is_dir()]
+
+    def left(pid: int) -> list[Path]:
+        return [path for place in places for path in place.glob(f"burnish-weights-{pid}-*")]
+
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    killed = subprocess.Popen([sys.executable, "-c", KILLED.format(size=size)], env=environment)
+    killed.wait(120)
+    assert len(left(killed.pid)) == 1
+    folder = shared_folder(size)
+    assert left(killed.pid) == [] and left(os.getpid()) == [folder]
+    again = shared_folder(size)
+    assert folder.is_dir(), "its owner lives"
+    folder.rmdir()
+    again.rmdir()
+    assert not shm.owner_has_ended(folder.name)

@@ -16,8 +16,9 @@ import psutil
 import pytest
 import yaml
 
-from burnish.config import load_config
+from burnish.config import RLConfig, load_config
 from burnish.config.placement import places_of
+from burnish.config.rewards import RemoteReward
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "recipes" / "launch"
@@ -146,8 +147,53 @@ def test_the_kuberay_file_runs_a_recipe_that_exists_with_keys_that_exist() -> No
     assert sum(p.count * p.gpus for p in places) == gpus == 72
     assert sum(p.count * p.cpus for p in places) <= cpus
     assert job["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
-    volumes = {v["name"] for v in workers["template"]["spec"]["volumes"]}
-    assert {m["name"] for m in container["volumeMounts"]} == volumes
+    volumes = {v["name"]: v for v in workers["template"]["spec"]["volumes"]}
+    assert {m["name"] for m in container["volumeMounts"]} == set(volumes)
+    store = int(workers["rayStartParams"]["object-store-memory"])
+    shared = volumes["shm"]["emptyDir"]["sizeLimit"]
+    assert shared.endswith("Gi")
+    weights = 70_553_706_496 * 2  # bf16; rollout/vllm_weights.py takes /dev/shm where twice fits
+    assert int(shared.removesuffix("Gi")) << 30 > 2 * weights + store
+
+
+def urls_of(command: str) -> list[str]:
+    """Reward servers in a recipe's overrides."""
+    words = [w for w in shlex.split(command) if w.startswith("rewards.0.urls=")]
+    config = load_config(ROOT / "recipes" / "llama3_70b_grpo_9x8.yaml", words, job="rl")
+    assert isinstance(config, RLConfig)
+    (reward,) = config.rewards
+    assert isinstance(reward, RemoteReward) and reward.token_env is not None
+    return list(reward.urls)
+
+
+def test_every_command_of_the_nine_nodes_says_where_the_rewards_are_and_with_which_token() -> None:
+    """The recipe's own URL, localhost, is right on no cluster; a server that other machines can
+    reach asks for a token."""
+    recipe = (ROOT / "recipes" / "llama3_70b_grpo_9x8.yaml").read_text(encoding="utf-8")
+    kuberay = (LAUNCH / "kuberay.yaml").read_text(encoding="utf-8")
+    slurm = (LAUNCH / "slurm.sh").read_text(encoding="utf-8")
+    launch = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
+    shown = {
+        "recipe": commented(recipe, "#   burnish rl "),
+        "slurm": commented(slurm, "#   sbatch "),
+        "docs": commented(launch, "sbatch --nodes 9 "),
+        "kuberay": yaml.safe_load(kuberay)["spec"]["entrypoint"],
+    }
+    for place, command in shown.items():
+        (url,) = urls_of(command)
+        assert "localhost" not in url, place
+    for text in (recipe, kuberay):
+        words = re.search(r"burnish serve-reward [^#`\n]*", text)
+        assert words is not None and "--token-env REWARD_TOKEN" in words[0]
+
+
+def commented(text: str, begin: str) -> str:
+    """The command that begins so, with the lines that it goes on in."""
+    lines = iter(text[text.index(begin) :].splitlines())
+    command = next(lines)
+    while command.endswith("\\"):
+        command = command.removesuffix("\\") + next(lines)
+    return command.replace("#", " ")
 
 
 def test_the_slurm_script_asks_for_the_nodes_of_the_recipe_it_shows() -> None:

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 import burnish
 from burnish.config import load_config
 from burnish.config.model import ModelConfig
+from burnish.loops.build import build_rl
+from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError
 
@@ -82,10 +85,16 @@ def test_an_evaluation_with_a_remote_reward(
     assert len(scores) == 8 and -100 < metrics["eval/reward"] < 100
 
 
-def test_a_run_without_its_server_says_which_url(recipe: Callable[..., Any]) -> None:
+def test_a_run_without_its_server_says_which_url_before_any_model_is_loaded(
+    recipe: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Whatever the runtime: it is not asked for an engine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/get_reward"
     config = recipe({"kind": "remote", "urls": [url], "retries": 0}, name="alone")
-    with pytest.raises(RewardError, match=f"{url} gave no whole reply"):
+    with pytest.raises(RewardError, match=f"no server takes connections.*\n  {url}: "):
         burnish.run(config)
+    runtime: Any = SimpleNamespace(tokenizer=load_tokenizer(config.model))  # and nothing else
+    with pytest.raises(RewardError, match="no server takes connections"):
+        build_rl(config, runtime, {}, tmp_path)

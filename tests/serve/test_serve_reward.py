@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -48,6 +50,19 @@ def in_background(call: Callable[..., Any], *arguments: Any) -> Any:
     future = pool.submit(call, *arguments)
     pool.shutdown(wait=False)
     return future
+
+
+@contextmanager
+def asking(server: Any, query: list[str]) -> Iterator[None]:
+    """A request is sent; at the end of the block its client hangs up, answered or not."""
+    body = json.dumps({"query": query}).encode()
+    head = (
+        "POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        client.sendall(head.encode() + body)
+        yield
 
 
 def reward_items(tokenizer: PreTrainedTokenizerBase, responses: list[str]) -> list[RewardInput]:
@@ -239,21 +254,29 @@ def test_a_pass_that_fails_is_an_error_and_the_next_one_works(serving: Serving) 
 
 
 def test_rows_of_a_client_that_left_are_not_computed(serving: Serving) -> None:
-    """Its request is cancelled when the server ends; here by hand."""
-    with serving() as server:
+    """It hangs up while its rows wait behind a pass under way; they leave the queue at once, so
+    that others fit (max_queue), and no pass has them."""
+    with serving(max_queue=3, max_items=3) as server:
         server.gate.open.clear()
         first = in_background(server.rewards, ["1"])
         assert server.gate.entered.acquire(timeout=30)
-        gone, stays = (in_background(server.rewards, [t]) for t in ("22", "333"))
-        until(lambda: server.health()["queue_length"] == 2)
-        queue = list(server.app.batcher._queue)
-        (mine,) = (w for w in queue if len(w.row.ids) == min(len(q.row.ids) for q in queue))
-        mine.answer.get_loop().call_soon_threadsafe(mine.answer.cancel)
-        until(mine.answer.cancelled)
+        with asking(server, ["22", "22"]):
+            until(lambda: server.health()["queue_length"] == 2)
+        until(lambda: server.health()["queue_length"] == 0)
+        stays = in_background(server.rewards, ["333", "4", "5"])
+        until(lambda: server.health()["queue_length"] == 3)
         server.gate.open.set()
-        assert len(first.result()) == len(stays.result()) == 1
-        assert sum(len(rows) for rows in server.gate.passes) == 2
-        assert gone.exception() is not None
+        assert [len(first.result()), len(stays.result())] == [1, 3]
+        assert sum(len(rows) for rows in server.gate.passes) == 4
+
+
+def test_a_client_that_leaves_while_its_rows_are_computed_does_no_harm(serving: Serving) -> None:
+    with serving() as server:
+        server.gate.open.clear()
+        with asking(server, ["1"]):
+            assert server.gate.entered.acquire(timeout=30)
+        server.gate.open.set()
+        assert len(server.rewards(["2"])) == 1
 
 
 # ---- limits --------------------------------------------------------------------------------------
@@ -399,6 +422,15 @@ def test_an_address_that_is_taken_or_unknown_is_said(server: Any) -> None:
         _listener(ServeOptions(host="no such host"), None)
     with pytest.raises(ServeError, match="is no address of this machine"):
         _listener(ServeOptions(host=""), None)
+
+
+def test_a_port_is_taken_while_the_model_of_its_server_loads() -> None:
+    """Two servers that are both loading: the second ends at once, in words."""
+    with _listener(ServeOptions(port=0), None) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
+            _listener(ServeOptions(port=port), None)
+        socket.create_connection(("127.0.0.1", port)).close()
 
 
 # ---- the end -------------------------------------------------------------------------------------

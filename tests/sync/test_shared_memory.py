@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from burnish import shm
 from burnish.sync import ipc
 from burnish.sync.base import LinkError, SyncError
 from burnish.sync.buckets import LinkReceiver
@@ -71,15 +72,17 @@ def test_a_receiver_reads_the_senders_memory_and_no_file_keeps_its_name(
 
 
 def test_files_of_dead_processes_are_removed_and_others_stay(own_folder: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    dead = own_folder / f"{ipc.PREFIX}{ended.pid}-abc"
-    alive = own_folder / f"{ipc.PREFIX}{os.getppid()}-abc"
-    strange = own_folder / f"{ipc.PREFIX}notes"
-    for file in (dead, alive, strange):
+    name = "print(__import__('burnish.shm').shm.prefix('sync'))"
+    ended = subprocess.run([sys.executable, "-c", name], capture_output=True, text=True, check=True)
+    dead = own_folder / f"{ended.stdout.strip()}abc"
+    alive = own_folder / f"{shm.prefix('sync')}abc"
+    _, kind, pid, namespace, _ = dead.name.split("-")
+    elsewhere = own_folder / f"burnish-{kind}-{pid}-{int(namespace) + 1}-abc"
+    others = [alive, elsewhere, own_folder / "burnish-sync-notes", own_folder / "burnish-sync-1-x"]
+    for file in (dead, *others):
         file.touch()
     ipc._new_file(64).unlink()
-    assert not dead.exists() and alive.exists() and strange.exists()
+    assert not dead.exists() and all(file.exists() for file in others)
 
 
 def test_no_room_is_an_error_and_not_a_killed_process(

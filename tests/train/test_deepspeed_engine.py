@@ -412,6 +412,12 @@ def test_formats_that_a_stage_cannot_keep_to_are_refused(
         script.make(case, ALONE)
 
 
+def test_an_engine_on_a_cpu_pins_nothing() -> None:
+    engine = script.make(script.Case("", 2, engine={"adam_offload": True}), ALONE)
+    offload = engine.engine.config["zero_optimization"]["offload_optimizer"]
+    assert engine.device.type == "cpu" and offload == {"device": "cpu", "pin_memory": False}
+
+
 def test_an_engine_may_be_named_alone() -> None:
     recipe = {
         "job": "sft",

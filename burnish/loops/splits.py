@@ -1,0 +1,45 @@
+"""Whether the models of a job can be shared out as its recipe says: from their configs, before
+anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from burnish.config.jobs import JobConfig
+from burnish.config.model import ModelConfig
+from burnish.config.splits import SplitKind, splits_of
+from burnish.memory.shapes import PlanError, find_config
+from burnish.models.load import ModelError, describe, hf_config
+from burnish.models.tensor_parallel import check_sizes
+from burnish.rollout.vllm_model import check_split
+from burnish.train.spread import check_heads
+
+_CHECKS: Mapping[SplitKind, Callable[[Any, int], None]] = {
+    "rollout": check_split,
+    "tensor": check_sizes,
+    "sequence": check_heads,
+}
+
+
+def check_splits(config: JobConfig, *, download: bool) -> None:
+    """Raise ModelError where vLLM's processes, or a team of ranks, cannot share a model's heads. A
+    model whose config cannot be read alone is left to the engine that loads it.
+
+    ``download``: a config that is not on this machine may be asked of the hub.
+    """
+    for split in splits_of(config):
+        found = _config_of(split.model, download=download)
+        if found is None:
+            continue
+        try:
+            _CHECKS[split.kind](found.get_text_config(), split.size)
+        except ModelError as error:
+            raise ModelError(f"{describe(split.model)}: {error}") from None
+
+
+def _config_of(model: ModelConfig, *, download: bool) -> Any:
+    try:
+        return find_config(model)[0]
+    except PlanError:
+        return hf_config(model) if download else None

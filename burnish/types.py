@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -333,3 +333,25 @@ def groups_to_batch(groups: Sequence[Group]) -> Batch:
         sampler_logprobs=_flat(logprobs, np.float32, count=batch.tokens.numel()),
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
     )
+
+
+class BeingWritten(Protocol):
+    """A part of a checkpoint that is written while other things go on."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, for good or ill."""
+        ...
+
+    def wait(self) -> None:
+        """Until it is whole. Raises what kept it from that."""
+        ...
+
+
+class Written:
+    """A part that was written at once. Implements :class:`BeingWritten`."""
+
+    done = True
+
+    def wait(self) -> None:
+        """It is whole."""

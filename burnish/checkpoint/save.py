@@ -24,11 +24,11 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import fsync, read_manifest, sync_tree, verify, write_manifest
 from burnish.checkpoint.retention import BestMode, Entry, best_step, to_delete
+from burnish.types import BeingWritten
 
 logger = logging.getLogger("burnish")
 
@@ -36,28 +36,6 @@ _STEP = re.compile(r"step_(\d{6,})")
 _TEMPORARY = re.compile(r"\.tmp-step_\d{6,}-(\d{1,9})")
 _REPLACED = re.compile(r"\.replaced-step_(\d{6,})")
 _TRASH = re.compile(r"\.trash-.*")
-
-
-class BeingWritten(Protocol):
-    """A part of a checkpoint that is written while other things go on."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it is over, for good or ill."""
-        ...
-
-    def wait(self) -> None:
-        """Until it is whole. Raises what kept it from that."""
-        ...
-
-
-class Written:
-    """A part that was written at once. Implements :class:`BeingWritten`."""
-
-    done = True
-
-    def wait(self) -> None:
-        """It is whole."""
 
 
 class Writing:

@@ -17,7 +17,6 @@ import torch
 
 from burnish.algorithms.kl import KlController
 from burnish.algorithms.value_losses import explained_variance
-from burnish.checkpoint import BeingWritten
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.data.prompts import PromptStream
@@ -29,7 +28,7 @@ from burnish.loops.session import StoppedError
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Sync
 from burnish.train.base import HasLogprobs, Loss, NonFiniteError, StepStats, TrainEngine
-from burnish.types import Batch, Group, Stats, groups_to_batch
+from burnish.types import Batch, BeingWritten, Group, Stats, groups_to_batch
 
 Metrics = dict[str, float]
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import yaml
 
-from burnish.checkpoint import BeingWritten, CheckpointError, CheckpointStore, Writing
+from burnish.checkpoint import CheckpointError, CheckpointStore, Writing
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
 from burnish.config.jobs import JobConfig, TrainingJob
@@ -38,6 +38,7 @@ from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.observe.timeline import Timeline
 from burnish.runtime.base import WorkerLostError
+from burnish.types import BeingWritten
 
 log = logging.getLogger("burnish")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint import BeingWritten
 from burnish.checkpoint.state import FACTS, load_state, save_state
 from burnish.data.preference import PreferenceStream
 from burnish.data.sft import SFTStream
@@ -17,7 +16,7 @@ from burnish.data.unpaired import UnpairedStream
 from burnish.loops.rl import Metrics, Updates
 from burnish.loops.saving import save_engines
 from burnish.train.base import Loss, TrainEngine
-from burnish.types import Batch, Stats
+from burnish.types import Batch, BeingWritten, Stats
 
 
 @dataclass(frozen=True)

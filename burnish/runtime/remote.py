@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from burnish.checkpoint import BeingWritten
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.observe.peaks import ProcessPeaks
@@ -33,7 +32,7 @@ from burnish.sync.buckets import LinkReceiver
 from burnish.sync.engine import messages
 from burnish.sync.stored import HandOver, StoredLink
 from burnish.train.base import Loss, NonFiniteError, StepStats
-from burnish.types import Batch, Stats
+from burnish.types import Batch, BeingWritten, Stats
 
 if TYPE_CHECKING:
     from burnish.runtime.ray import RayRuntime

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from burnish.checkpoint import BeingWritten
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, LinkSync
@@ -45,7 +44,7 @@ from burnish.sync.stored import StoredLink
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.ranks import Ranks, plain_stats
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
-from burnish.types import Batch, Stats
+from burnish.types import Batch, BeingWritten, Stats
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -13,8 +13,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from burnish.checkpoint import BeingWritten
-from burnish.types import Batch, Stats
+from burnish.types import Batch, BeingWritten, Stats
 
 Role = Literal["policy", "critic", "reference", "reward", "teacher"]
 

@@ -24,7 +24,6 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from burnish.checkpoint import BeingWritten, Written
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, engine_rules
 from burnish.models.half_linear import use_fp32_products
@@ -56,7 +55,7 @@ from burnish.train.zero import (
     scaler_state,
     zero_section,
 )
-from burnish.types import Batch, Stats
+from burnish.types import Batch, BeingWritten, Stats, Written
 
 OLDEST = Version("0.19.8")
 WEIGHT_BUCKET_BYTES = 256 << 20

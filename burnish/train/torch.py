@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from burnish.checkpoint import BeingWritten, Written
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.distill import Lesson
@@ -55,7 +54,7 @@ from burnish.train.state import (
     write_description,
     write_together,
 )
-from burnish.types import Batch, Stats
+from burnish.types import Batch, BeingWritten, Stats, Written
 
 
 @dataclass(frozen=True)

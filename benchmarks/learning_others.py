@@ -152,7 +152,7 @@ def _preferred(kind: str, data: Path, folder: Path, seed: int) -> Path:
 
 def hacking(args: argparse.Namespace) -> None:
     """SmolLM2 goes on from neutral openings; VADER's sentiment is the reward. Without a KL term it
-    learns to repeat one happy word, with one it stays a language model."""
+    learns to repeat one happy word, with a strong one it stays a language model."""
     from learning import child
 
     for seed in args.seeds:
@@ -195,7 +195,7 @@ def one_hacking(args: argparse.Namespace) -> None:
         line = {"step": step, "reward": metrics["reward/mean"], **kl}
         steps.append(line | {"distinct": distinct(said), "entropy": metrics["train/entropy"]})
     found = {"task": "hacking", "name": f"{args.kl:g}", "seed": args.seed}
-    Results(args.out).add({**found, "steps": steps, "samples": said[:4]})
+    Results(args.out).add({**found, "steps": steps, "samples": said[:2]})
 
 
 def distinct(texts: list[str]) -> float:

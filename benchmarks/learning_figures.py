@@ -133,7 +133,8 @@ def _draw_task(runs: Sequence[Run], title: str) -> Any:
     panels[0].set(xlabel="samples", ylabel="held-out accuracy", title=title)
     panels[1].set(xlabel="user-CPU seconds (one thread)", title="The same against time")
     handles, labels = panels[0].get_legend_handles_labels()
-    seeds = len({r["seed"] for r in runs})
+    counts = sorted({len(own) for own in _by_name(runs).values()})
+    seeds = " or ".join(map(str, counts))
     note = f"mean of {seeds} seeds;\nband (grpo, {TRL}):\nleast to most"
     figure.legend(handles, labels, loc="outside right center", title=note)
     return figure

@@ -87,17 +87,18 @@ def test_with_good_batch_sizes_the_missing_model_is_what_is_said(recipe: Path) -
 GOLDEN = """\
 Batch arithmetic
 
-  name                          value   how
- ──────────────────────────────────────────────────────────────────────────
-  train_batch_size (B)          8       samples per optimizer step
+  name                          value        how
+ ───────────────────────────────────────────────────────────────────────────────
+  train_batch_size (B)          8            samples per optimizer step
   data-parallel ranks (D)       1
-  micro_train_batch_size (b)    4       samples per backward pass and rank
-  gradient_accumulation_steps   2       B / (b x D)
-  rollout_batch_size (P)        4       prompts per rollout
+  micro_train_batch_size (b)    4            samples per backward pass and rank
+  gradient_accumulation_steps   2            B / (b x D)
+  rollout_batch_size (P)        4            prompts per rollout
   n_samples_per_prompt (n)      4
-  samples per rollout           16      P x n
-  epochs_per_rollout            1       passes over the buffer
-  optimizer steps per rollout   2       epochs x P x n / B
+  samples per rollout           16           P x n
+  epochs_per_rollout            1            passes over the buffer
+  optimizer steps per rollout   2            epochs x P x n / B
+  loss_aggregation              token_mean   the default
 """
 
 

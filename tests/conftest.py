@@ -10,9 +10,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["BURNISH_TESTS_PROCESS"] = str(os.getpid())  # whatever a test starts inherits it
 
 import re
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,47 @@ def make_lively(model: LlamaForCausalLM) -> LlamaForCausalLM:
             if parameter.ndim == 2:
                 parameter.mul_(8)
     return model
+
+
+@pytest.fixture(scope="session")
+def run_together() -> Callable[..., list[int]]:
+    """``run_together(SCRIPT, [["0"], ["1"]], folder, timeout_s=150)``: the script as processes that
+    run at a time, one for each list of arguments; the exit codes. What they print is in
+    ``<log><rank>.log``. All have to end well, unless ``end_well=False``; none is left."""
+    return _run_together
+
+
+def _run_together(
+    script: Path,
+    arguments: Sequence[Sequence[str]],
+    folder: Path,
+    *,
+    timeout_s: float,
+    end_well: bool = True,
+    log: str = "rank",
+    **env: str,
+) -> list[int]:
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+    own["PYTHONPATH"] = str(Path(__file__).parents[1])
+    logs = [folder / f"{log}{rank}.log" for rank in range(len(arguments))]
+    processes = []
+    try:
+        for path, words in zip(logs, arguments, strict=True):
+            with path.open("w") as out:
+                command = [sys.executable, str(script), *words]
+                processes.append(
+                    subprocess.Popen(
+                        command, env=os.environ | own | env, stdout=out, stderr=subprocess.STDOUT
+                    )
+                )
+        codes = [process.wait(timeout=timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    said = "\n".join(path.read_text()[-3000:] for path in logs)
+    assert not end_well or codes == [0] * len(codes), said
+    return codes
 
 
 @pytest.fixture(scope="module", autouse=True)

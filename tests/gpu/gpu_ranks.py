@@ -101,10 +101,10 @@ def sync(folder: Path, kind: str, rank: int, device: str) -> None:
         run = sends if rank == 0 else receives
         found[dtype] = run(folder, config, meeting, dtype)
     (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    store.set(f"end/{rank}", "1")
-    store.wait(["end/0", "end/1"])
-    if rank == 0:
-        time.sleep(1)  # the other reads the last key from this process
+    if rank == 0:  # the store is in this process
+        store.wait(["end"])
+    else:
+        store.set("end", "1")
 
 
 def sends(folder: Path, config: LinkSync, meeting: Meeting, dtype: Dtype) -> dict[str, Any]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,30 +18,11 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpu_ranks.py")
+RunTogether = Callable[..., list[int]]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs the package deepspeed"
 )
-
-
-def run(folder: Path, *commands: list[str]) -> None:
-    """The script as processes that run at a time, each to a good end."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cuda"}
-    logs = [folder / f"{i}.log" for i in range(len(commands))]
-    processes = []
-    try:
-        for log, command in zip(logs, commands, strict=True):
-            with log.open("w") as out:
-                line = [sys.executable, str(SCRIPT), *command]
-                processes.append(
-                    subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT)
-                )
-        codes = [process.wait(timeout=500) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * len(codes), "\n".join(log.read_text()[-3000:] for log in logs)
 
 
 @pytest.mark.timeout(600)
@@ -55,10 +34,10 @@ def run(folder: Path, *commands: list[str]) -> None:
     ],
 )
 def test_weights_come_as_they_were_sent_and_a_changed_bit_is_found(
-    kind: str, devices: tuple[str, str], tmp_path: Path
+    kind: str, devices: tuple[str, str], tmp_path: Path, run_together: RunTogether
 ) -> None:
     commands = [["sync", str(tmp_path), kind, str(r), d] for r, d in enumerate(devices)]
-    run(tmp_path, *commands)
+    run_together(SCRIPT, commands, tmp_path, timeout_s=500, DS_ACCELERATOR="cuda")
     for dtype in ("fp32", "bf16"):
         reports = [json.loads((tmp_path / f"rank{r}.json").read_text())[dtype] for r in range(2)]
         assert [report["versions"] for report in reports] == [[0, 1, 2]] * 2
@@ -85,9 +64,10 @@ def test_weights_come_as_they_were_sent_and_a_changed_bit_is_found(
     ],
 )
 def test_offloaded_state_is_pinned_and_trains_as_state_on_the_device(
-    engine: str, tmp_path: Path
+    engine: str, tmp_path: Path, run_together: RunTogether
 ) -> None:
-    run(tmp_path, ["offload", str(tmp_path), engine, "cuda:0"])
+    command = ["offload", str(tmp_path), engine, "cuda:0"]
+    run_together(SCRIPT, [command], tmp_path, timeout_s=500, DS_ACCELERATOR="cuda")
     found = json.loads((tmp_path / "found.json").read_text())
     plain = load_file(tmp_path / "plain.safetensors")
     numel = sum(weight.numel() for weight in plain.values())

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("sync_processes.py")
+RunTogether = Callable[..., list[int]]
 _SPEC = importlib.util.spec_from_file_location("sync_processes", SCRIPT)
 assert _SPEC is not None and _SPEC.loader is not None
 sync_processes: Any = importlib.util.module_from_spec(_SPEC)
@@ -32,25 +32,10 @@ BYTES = {"fp32": 137_088, "bf16": 137_088 // 2}
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(tmp_path_factory: pytest.TempPathFactory, run_together: RunTogether) -> Reports:
     folder = tmp_path_factory.mktemp("sync")
-    root = str(Path(__file__).parents[2])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
-    logs = [folder / f"rank{rank}.log" for rank in range(3)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as out:
-                command = [sys.executable, str(SCRIPT), str(folder), str(rank)]
-                processes.append(
-                    subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-                )
-        codes = [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    arguments = [[str(folder), str(rank)] for rank in range(3)]
+    run_together(SCRIPT, arguments, folder, timeout_s=240)
     texts = [(folder / f"rank{rank}.json").read_text(encoding="utf-8") for rank in range(3)]
     return [json.loads(text) for text in texts]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,30 +62,23 @@ class Reports:
         return own[0]
 
 
-def run_part(part: str, folder: Path) -> Reports:
-    root = str(Path(__file__).parents[2])
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": root,
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONWARNINGS": "ignore",
-    }
-    logs = [folder / f"{part}-{rank}.log" for rank in range(2)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as out:
-                command = [sys.executable, str(SCRIPT), part, str(folder), str(rank)]
-                processes.append(
-                    subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-                )
-        codes = [process.wait(timeout=800) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+RunPart = Callable[[str, Path], "Reports"]
+
+
+@pytest.fixture(scope="module")
+def run_part(run_together: Callable[..., list[int]]) -> RunPart:
+    """A part of the script on two ranks, and what they found."""
+
+    def run(part: str, folder: Path) -> Reports:
+        arguments = [[part, str(folder), str(rank)] for rank in range(2)]
+        options = {"log": f"{part}-", "PYTHONWARNINGS": "ignore"}
+        run_together(SCRIPT, arguments, folder, timeout_s=800, **options)
+        return reports_of(part, folder)
+
+    return run
+
+
+def reports_of(part: str, folder: Path) -> Reports:
     first, second = (
         json.loads((folder / f"{part}-rank{rank}.json").read_text(encoding="utf-8"))
         for rank in range(2)
@@ -102,17 +94,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Reports:
+def trained(folder: Path, run_part: RunPart) -> Reports:
     return run_part("train", folder)
 
 
 @pytest.fixture(scope="module")
-def bad(folder: Path) -> Reports:
+def bad(folder: Path, run_part: RunPart) -> Reports:
     return run_part("bad", folder)
 
 
 @pytest.fixture(scope="module")
-def state(folder: Path) -> Reports:
+def state(folder: Path, run_part: RunPart) -> Reports:
     model = ModelConfig(scratch=LOADED)
     load_causal_lm(model).save_pretrained(folder / "model")
     load_tokenizer(model).save_pretrained(folder / "model")
@@ -257,7 +249,7 @@ def test_two_ranks_go_on_bit_by_bit_from_what_two_ranks_saved(case: Any, state: 
 
 
 @pytest.fixture(scope="module")
-def back(state: Reports) -> Reports:
+def back(state: Reports, run_part: RunPart) -> Reports:
     """Two ranks saved, one went on and saved, two go on."""
     for case in script.STATE_CASES:
         engine, place = script.make(case, ALONE), state.folder / case.key

@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from burnish.train.torch import TorchTrainEngine
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
+RunTogether = Callable[..., list[int]]
 _SPEC = importlib.util.spec_from_file_location("fsdp_ranks", SCRIPT)
 assert _SPEC is not None and _SPEC.loader is not None
 fsdp: Any = importlib.util.module_from_spec(_SPEC)
@@ -57,44 +58,31 @@ class Reports:
         return self.found[0][name]
 
 
-def run_ranks(folder: Path, size: int, *more: str) -> list[int]:
-    """Start the script on every rank and wait; the exit codes."""
-    root = str(Path(__file__).parents[2])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
-    processes = []
-    try:
-        for rank in range(size):
-            with (folder / f"rank{rank}.log").open("w") as out:
-                command = [sys.executable, str(SCRIPT), str(folder), str(rank), str(size), *more]
-                processes.append(
-                    subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-                )
-        return [process.wait(timeout=900) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+@pytest.fixture(scope="module")
+def start(run_together: RunTogether) -> Callable[[Path, int], Reports]:
+    """The script on every rank, and what they found."""
+
+    def run(folder: Path, size: int) -> Reports:
+        fsdp.prepare(folder)
+        run_together(SCRIPT, arguments(folder, size), folder, timeout_s=900)
+        texts = [(folder / f"rank{rank}.json").read_text(encoding="utf-8") for rank in range(size)]
+        tensors = [load_file(folder / f"rank{rank}.safetensors") for rank in range(size)]
+        return Reports(folder, [json.loads(text) for text in texts], tensors)
+
+    return run
 
 
-def logs(folder: Path) -> str:
-    return "\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("rank*.log")))
-
-
-def start(folder: Path, size: int) -> Reports:
-    fsdp.prepare(folder)
-    assert run_ranks(folder, size) == [0] * size, logs(folder)
-    texts = [(folder / f"rank{rank}.json").read_text(encoding="utf-8") for rank in range(size)]
-    tensors = [load_file(folder / f"rank{rank}.safetensors") for rank in range(size)]
-    return Reports(folder, [json.loads(text) for text in texts], tensors)
+def arguments(folder: Path, size: int, *more: str) -> list[list[str]]:
+    return [[str(folder), str(rank), str(size), *more] for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def two(tmp_path_factory: pytest.TempPathFactory, start: Callable[[Path, int], Reports]) -> Reports:
     return start(tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def one(tmp_path_factory: pytest.TempPathFactory, start: Callable[[Path, int], Reports]) -> Reports:
     """One rank with a process group: FSDP2 over nobody."""
     return start(tmp_path_factory.mktemp("one"), 1)
 
@@ -332,10 +320,11 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(two: Reports) -> None:
 
 
 def test_a_run_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(
-    tmp_path: Path,
+    tmp_path: Path, run_together: RunTogether
 ) -> None:
-    codes = run_ranks(tmp_path, 2, "killed")
-    assert -9 in codes and 0 not in codes, logs(tmp_path)
+    killed = arguments(tmp_path, 2, "killed")
+    codes = run_together(SCRIPT, killed, tmp_path, timeout_s=900, end_well=False)
+    assert -9 in codes and 0 not in codes
     assert list(tmp_path.glob("killed*")) and list((tmp_path / "bad").glob("*.safetensors"))
     assert not (tmp_path / "bad" / "engine.json").exists()
     engine = fsdp.make_engine(ALONE, fsdp.Case())

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from burnish.train.ranks import ALONE
 
 SCRIPT = Path(__file__).with_name("team_ranks.py")
+RunTogether = Callable[..., list[int]]
 _SPEC = importlib.util.spec_from_file_location("team_ranks", SCRIPT)
 assert _SPEC is not None and _SPEC.loader is not None
 teams: Any = importlib.util.module_from_spec(_SPEC)
@@ -50,38 +50,30 @@ class Reports:
         return first
 
 
-def start(folder: Path, size: int) -> Reports:
-    """Run the script on every rank and read the reports."""
-    teams.prepare(folder)
-    root = str(Path(__file__).parents[2])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
-    processes = []
-    try:
-        for rank in range(size):
-            with (folder / f"rank{rank}.log").open("w") as out:
-                command = [sys.executable, str(SCRIPT), str(folder), str(rank), str(size)]
-                processes.append(
-                    subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-                )
-        codes = [process.wait(timeout=900) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = "\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("rank*.log")))
-    assert codes == [0] * size, logs
-    texts = [(folder / f"rank{rank}.json").read_text(encoding="utf-8") for rank in range(size)]
-    tensors = [load_file(folder / f"rank{rank}.safetensors") for rank in range(size)]
-    return Reports(folder, [json.loads(text) for text in texts], tensors)
+@pytest.fixture(scope="module")
+def start(run_together: RunTogether) -> Callable[[Path, int], Reports]:
+    """The script on every rank, and what they found."""
+
+    def run(folder: Path, size: int) -> Reports:
+        teams.prepare(folder)
+        arguments = [[str(folder), str(rank), str(size)] for rank in range(size)]
+        run_together(SCRIPT, arguments, folder, timeout_s=900)
+        texts = [(folder / f"rank{rank}.json").read_text(encoding="utf-8") for rank in range(size)]
+        tensors = [load_file(folder / f"rank{rank}.safetensors") for rank in range(size)]
+        return Reports(folder, [json.loads(text) for text in texts], tensors)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def two(tmp_path_factory: pytest.TempPathFactory, start: Callable[[Path, int], Reports]) -> Reports:
     return start(tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def four(
+    tmp_path_factory: pytest.TempPathFactory, start: Callable[[Path, int], Reports]
+) -> Reports:
     return start(tmp_path_factory.mktemp("four"), 4)
 
 

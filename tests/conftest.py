@@ -122,7 +122,7 @@ def make_engine() -> Callable[..., TorchTrainEngine]:
         **train: object,
     ) -> TorchTrainEngine:
         scalar = role in ("critic", "reward")
-        model = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
+        model = load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
         spec = EngineSpec(
             role=role,
             train=TrainConfig(**{"lr": 1e-3, **train}),

@@ -80,7 +80,7 @@ def export(
         _check_adapter(config, state["role"])
     wanted = DTYPES[dtype or "fp32"]
     if config.lora is not None:  # the checkpoint has the adapter only; its base comes from its path
-        network = load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
+        network = load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
         _load_weights(network, weights, source)
         weights = dict(merged_weights(network))
     _check_range(weights, wanted)

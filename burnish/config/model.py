@@ -95,7 +95,8 @@ class CriticConfig(Node):
     """The value model of PPO."""
 
     model: ModelConfig | None = None
-    """Where the critic's body starts from. None: the policy's own model (with a new value head)."""
+    """Where the critic's body starts from. None: the policy's own model. A language model gets a
+    new value head of zeros; a reward model keeps its own."""
     lr: float | None = Field(None, gt=0)
     """Learning rate of the critic. None: ``train.lr``."""
     value_clip: float | None = Field(0.2, gt=0)

@@ -285,7 +285,10 @@ def num_positions(config: ModelConfig) -> int | None:
     if config.scratch is not None:
         return config.scratch.max_position_embeddings
     found = hf_config(config)
-    limit = found.to_dict().get("max_position_embeddings") if found is not None else None
+    if found is None:
+        return None
+    text = found.get_text_config()  # of a model that reads images too, the part that reads text
+    limit = getattr(text, "max_position_embeddings", None)  # house: ok HuggingFace's config
     return None if limit is None else int(limit)
 
 
@@ -344,6 +347,11 @@ def _check_path(config: ModelConfig) -> None:
             else ""
         )
         raise ModelError(f"the model folder {config.path} does not exist{hint}; check model.path")
+    if path.parts[:-1] and path.parent.is_dir() and not path.exists():
+        log.warning(
+            "%s is not here, though the folder %s is: it is taken for a model of the hub",
+            *(config.path, path.parent),
+        )
     if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():
         have = sorted(p.name for p in path.glob("*.gguf"))
         raise ModelError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from burnish.models.load import (
 )
 from burnish.models.lora import inject_lora
 
+NewHead = Literal["random", "zero"]
+
 
 class ScalarModel(nn.Module):
     """``score(body(tokens))``: one number per token."""
@@ -45,16 +47,17 @@ def load_scalar_model(
     dtype: Dtype = "fp32",
     device: torch.device | str = "cpu",
     seed: int = 0,
-    new_head: bool = False,
+    new_head: NewHead | None = None,
     empty: bool = False,
 ) -> ScalarModel:
     """A scalar model from a sequence classifier with one output, or from a causal LM with
     ``new_head``.
 
-    A new head starts at N(0, 1/(H+1)) from ``seed``, and so do new adapters, whatever was drawn
-    before. ``empty``: leave the other weights on the meta
-    device, as :func:`load_causal_lm` does. Raises ModelError where the model has no head
-    and ``new_head`` is False (scores would be noise), or has more than one output.
+    A ``random`` head starts at N(0, 1/(H+1)) from ``seed`` (as reward models in arXiv 2009.01325),
+    a ``zero`` one at 0. New adapters are drawn from ``seed`` too, whatever was drawn before.
+    ``empty``: leave the other weights on the meta device, as :func:`load_causal_lm` does. Raises
+    ModelError where the model has no head and ``new_head`` is None (scores would be noise), or has
+    more than one output.
     """
     if _is_classifier(config):
         auto_class = AutoModelForSequenceClassification
@@ -73,7 +76,7 @@ def load_scalar_model(
             with _drawn_from(seed):
                 inject_lora(model.base_model, config.lora)
         return ScalarModel(model.base_model, model.score)
-    if not new_head:
+    if new_head is None:
         raise ModelError(
             f"{describe(config)} is a language model without a reward head, so its scores would "
             "be noise; "
@@ -83,8 +86,9 @@ def load_scalar_model(
         body = load_causal_lm(config, dtype=dtype, device=device, empty=empty).get_decoder()
     width = body.config.hidden_size
     score = nn.Linear(width, 1, bias=False)
+    std = (width + 1) ** -0.5 if new_head == "random" else 0.0
     generator = torch.Generator().manual_seed(seed)
-    nn.init.normal_(score.weight, std=(width + 1) ** -0.5, generator=generator)
+    nn.init.normal_(score.weight, std=std, generator=generator)
     return ScalarModel(body, score.to(device=device, dtype=DTYPES[dtype]))
 
 

@@ -16,7 +16,7 @@ from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
 from burnish.models.lora import merged_weights
-from burnish.models.value_head import load_scalar_model
+from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
@@ -65,15 +65,18 @@ class InlineRuntime:
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> TorchTrainEngine:
-        """A train engine over a scalar model (critic, reward); a language model gets a new head."""
+        """A train engine over a scalar model (critic, reward); a language model gets a new head: a
+        critic's is zero, for values that are noise would be what the policy learns from at first.
+        """
         dtype = self._load_dtype(spec)
+        new_head: NewHead = "zero" if spec.role == "critic" else "random"
         with loading(spec, dtype, self.ranks):
             model = load_scalar_model(
                 spec.model,
                 dtype=dtype,
                 device=self.device,
                 seed=seed,
-                new_head=spec.trainable,
+                new_head=new_head if spec.trainable else None,
                 empty=reads_own_rows(spec, self.ranks),
             )
         return self._engine(model, spec, spans)

@@ -82,7 +82,7 @@ def test_a_shape_counts_what_the_loaded_model_has(lora):
 def test_a_scalar_model_has_one_output_in_place_of_the_vocabulary():
     shape = shape_of(SCRATCH, scalar=True)
     assert shape.parameters == sum(
-        p.numel() for p in load_scalar_model(SCRATCH, new_head=True).parameters()
+        p.numel() for p in load_scalar_model(SCRATCH, new_head="random").parameters()
     )
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlavaConfig,
     PreTrainedTokenizerBase,
 )
 
@@ -76,7 +78,7 @@ def test_rotary_frequencies_stay_fp32_in_half_precision(
         load_causal_lm(ModelConfig(path=str(folder)), dtype=dtype).model,
         load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32)), dtype=dtype).model,
         load_scalar_model(ModelConfig(path=str(tmp_path / "one")), dtype=dtype).model,
-        load_scalar_model(ModelConfig(path=str(folder)), dtype=dtype, new_head=True).model,
+        load_scalar_model(ModelConfig(path=str(folder)), dtype=dtype, new_head="random").model,
     ]
     for body in bodies:
         frequencies = body.rotary_emb.inv_freq
@@ -89,6 +91,20 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
             ModelError, match=r"the model folder .*/nowhere does not exist; check model\.path"
         ):
             load(ModelConfig(path=str(tmp_path / "nowhere")))
+
+
+def test_a_name_that_could_be_a_folder_beside_others_says_that_it_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """owner/name is a name of the hub's, which without a network takes its time to fail."""
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for path, told in (("runs/sft", True), ("owner/name", False), ("name", False)):
+        caplog.clear()
+        with pytest.raises(ModelError, match="no local folder"):
+            load_tokenizer(ModelConfig(path=path))
+        assert ("though the folder runs is" in caplog.text) == told
 
 
 def test_a_file_in_place_of_a_folder_is_told_apart(tmp_path: Path) -> None:
@@ -111,7 +127,7 @@ def test_weights_as_pickle_only_are_refused_unread(folder: Path, name: str) -> N
     with pytest.raises(ModelError, match="pickle files only, which can run code"):
         load_causal_lm(ModelConfig(path=str(folder)))
     with pytest.raises(ModelError, match="pickle files only"):
-        load_scalar_model(ModelConfig(path=str(folder)), new_head=True)
+        load_scalar_model(ModelConfig(path=str(folder)), new_head="random")
 
 
 def test_pickle_beside_safetensors_is_not_touched(folder: Path) -> None:
@@ -212,15 +228,17 @@ def test_a_classifier_of_one_output_keeps_its_scores(folder: Path, tmp_path: Pat
 def test_a_new_head_is_drawn_from_its_seed_alone(tiny_config: ModelConfig) -> None:
     def head(seed: int) -> torch.Tensor:
         torch.manual_seed(99 + seed)
-        return load_scalar_model(tiny_config, seed=seed, new_head=True).score.weight
+        return load_scalar_model(tiny_config, seed=seed, new_head="random").score.weight
 
     assert torch.equal(head(3), head(3)) and not torch.equal(head(3), head(4))
+    zero = load_scalar_model(tiny_config, seed=3, new_head="zero").score.weight
+    assert zero.shape == head(3).shape and not zero.any()
 
 
 def test_adapters_of_a_scalar_model_train_beside_its_head(folder: Path, tmp_path: Path) -> None:
     classifier(folder).save_pretrained(tmp_path / "one")
     lora = LoraConfig(lora_rank=2)
-    for path, new_head in ((tmp_path / "one", False), (folder, True)):
+    for path, new_head in ((tmp_path / "one", None), (folder, "random")):
         model = load_scalar_model(ModelConfig(path=str(path), lora=lora), new_head=new_head)
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         assert "score.weight" in trained and len(trained) == 1 + 2 * 2 * 7, "2 layers of 7 matrices"
@@ -272,4 +290,8 @@ def test_positions_are_read_without_loading_the_model(tmp_path: Path) -> None:
         ModelConfig(scratch=ScratchConfig(max_position_embeddings=99))
     ).config.save_pretrained(tmp_path)
     assert num_positions(ModelConfig(path=str(tmp_path))) == 99
+    for other in (GPT2Config(n_positions=55), LlavaConfig(text_config=LlamaConfig())):
+        other.save_pretrained(tmp_path / other.model_type)
+    assert num_positions(ModelConfig(path=str(tmp_path / "gpt2"))) == 55
+    assert num_positions(ModelConfig(path=str(tmp_path / "llava"))) == 2048
     assert num_positions(ModelConfig(path=str(tmp_path / "nothing"))) is None

@@ -75,7 +75,7 @@ def test_adapters_of_a_critic_follow_its_seed_whatever_was_drawn_before() -> Non
     found = []
     for before, seed in ((1, 3), (2, 3), (2, 4)):
         torch.manual_seed(before)
-        model = load_scalar_model(config, seed=seed, new_head=True)
+        model = load_scalar_model(config, seed=seed, new_head="random")
         found.append(next(p for n, p in model.named_parameters() if ".lora_A" in n))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 

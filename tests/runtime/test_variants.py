@@ -12,8 +12,15 @@ from safetensors.torch import load_file
 
 import burnish
 from burnish.config import JobConfig
-from burnish.models.load import load_causal_lm
+from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.train import TrainConfig
+from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
+from burnish.observe.timeline import Timeline
+from burnish.runtime.inline import InlineRuntime
+from burnish.train.base import Role
+from burnish.train.torch import EngineSpec
+from burnish.types import rows_to_batch
 
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
@@ -66,6 +73,20 @@ def test_a_lora_run_saves_adapters_only_and_its_export_is_base_plus_adapter(
 def test_a_lora_policy_with_a_critic_trains(rl: MakeConfig, reward: Reward) -> None:
     lines = _lines(rl(LORA, *GAE, "train.lr=1e-2"), reward)
     assert all(line["critic/grad_norm"] > 0 and line["train/grad_norm"] > 0 for line in lines)
+
+
+def test_a_new_critic_expects_nothing_until_it_has_learned(tiny_config: ModelConfig) -> None:
+    """Values that are noise would be what the policy learns from. A new reward model has none to
+    mislead, and differences between its texts from the start."""
+    tokenizer = load_tokenizer(tiny_config)
+    runtime = InlineRuntime(
+        tokenizer, precision=PrecisionConfig(), device="cpu", timeline=Timeline()
+    )
+    batch = rows_to_batch([[3, 4, 5, 6, 7]], [[False, False, True, True, True]], prompt_lens=[2])
+    roles: tuple[tuple[Role, bool], ...] = (("critic", False), ("reward", True))
+    for role, expected in roles:
+        spec = EngineSpec(role=role, train=TrainConfig(), model=tiny_config)
+        assert bool(runtime.scalar_model(spec, seed=0).values(batch).any()) == expected
 
 
 def test_a_bf16_run_learns_with_fp32_masters(rl: MakeConfig, reward: Reward) -> None:

@@ -138,7 +138,7 @@ def make(case: Case, ranks: Ranks, kind: str = "deepspeed") -> Any:
     torch.manual_seed(0)
     scalar = spec.role in ("critic", "reward")
     load: Callable[..., nn.Module] = load_scalar_model if scalar else load_causal_lm
-    model = load(case.model, **({"new_head": True} if scalar else {}))
+    model = load(case.model, **({"new_head": "random"} if scalar else {}))
     make_engine = TorchTrainEngine if kind == "torch" else DeepSpeedTrainEngine
     return make_engine(model, spec, ranks=ranks)
 

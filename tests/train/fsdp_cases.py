@@ -102,7 +102,7 @@ def make_engine(
     torch.manual_seed(0)  # adapters start from the global generator
     scalar = role in ("critic", "reward")
     model: nn.Module = (
-        load_scalar_model(config, new_head=True) if scalar else load_causal_lm(config)
+        load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
     )
     train = TrainConfig(
         **{

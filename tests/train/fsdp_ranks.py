@@ -234,7 +234,7 @@ def from_folder(folder: Path, ranks: Ranks, *, lora: bool = False) -> dict[str, 
         dtype: Any = "bf16" if lora and precision == "bf16" else "fp32"
         options: dict[str, Any] = {"dtype": dtype, "empty": ranks.group is not None}
         model: Any = (
-            load_scalar_model(config, new_head=True, **options)
+            load_scalar_model(config, new_head="random", **options)
             if role == "critic"
             else load_causal_lm(config, **options)
         )

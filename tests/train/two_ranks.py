@@ -85,7 +85,7 @@ def make_engine(  # house: ok what an engine can vary in
     **train: Any,
 ) -> TorchTrainEngine:
     scalar = role in ("critic", "reward")
-    model = load_scalar_model(TINY, new_head=True) if scalar else load_causal_lm(TINY)
+    model = load_scalar_model(TINY, new_head="random") if scalar else load_causal_lm(TINY)
     config = TrainConfig(**{"lr": 1e-3, "max_tokens_per_micro_batch": budget, **train})
     spec = EngineSpec(role, config, TINY, micro_batch_size=micro, precision=precision)
     return TorchTrainEngine(model, spec, ranks=ranks)

@@ -18,7 +18,7 @@ COLOURS = {
     "dapo": "#d55e00", "gspo": "#cc79a7", "cispo": "#b8a600", "ppo": "#7a5195", TRL: "#333333",
 }  # fmt: skip
 TITLES = {
-    "sort": "Sorting four digits (0.1M parameters)",
+    "sort": "Sorting four digits (0.4M parameters)",
     "chain_sum": "Sums of two numbers (SmolLM2-135M)",
 }
 
@@ -31,11 +31,10 @@ def _by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean, and from least to most."""
+    """Mean, and from least to most where they differ."""
     mean = statistics.fmean(values)
-    if len(values) == 1:
-        return f"{mean:.{digits}f}"
-    return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return most if least == most else f"{mean:.{digits}f} ({least} to {most})"
 
 
 # ---- tables --------------------------------------------------------------------------------------

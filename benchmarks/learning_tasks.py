@@ -47,7 +47,7 @@ class Task:
 
 
 def sort_task() -> Task:
-    """Sort four digits: the tiny recipes' task, a model of 0.1M parameters."""
+    """Sort four digits: the tiny recipes' task, a model of 0.4M parameters."""
     import json
 
     if not SORT_MODEL.is_dir():

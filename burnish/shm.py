@@ -1,23 +1,27 @@
 """Names in shared memory that say whose they are, so that what a killed process left is found.
 
-``burnish-weights-4711-4026531836-k3x0``: what it is, its owner's process id, the namespace in which
-that id counts (containers may share /dev/shm and number their processes alike), and a random end.
+``burnish-weights-4711-9f02c41b77aa-k3x0``: what it is, its owner's process id, a number of the
+machine since it was started and of the namespace in which that id counts (containers may share
+/dev/shm and number their processes alike, and machines a folder), and a random end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
-_NAME = re.compile(r"burnish-[a-z]+-(\d+)-(\d+)-.*")
+_NAME = re.compile(r"burnish-[a-z]+-(\d+)-([0-9a-f]{12})-.*")
 
 
 def prefix(kind: str) -> str:
     """How the names that this process makes begin. ``kind``: letters alone."""
-    return f"burnish-{kind}-{os.getpid()}-{_namespace()}-"
+    return f"burnish-{kind}-{os.getpid()}-{_whereabouts()}-"
 
 
 def sweep(kind: str, *folders: Path) -> None:
@@ -33,9 +37,9 @@ def sweep(kind: str, *folders: Path) -> None:
 
 def owner_has_ended(name: str) -> bool:
     """Whether the process in a name is gone. False where that cannot be known: a name of another
-    form, an id of another namespace."""
+    form, an id of another machine or namespace."""
     match = _NAME.fullmatch(name)
-    if match is None or int(match[2]) != _namespace():
+    if match is None or match[2] != _whereabouts():
         return False
     try:
         os.kill(int(match[1]), 0)
@@ -46,9 +50,13 @@ def owner_has_ended(name: str) -> bool:
     return False
 
 
-def _namespace() -> int:
-    """A number of the namespace of process ids; 0 where there is none to be seen."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
+@functools.cache
+def _whereabouts() -> str:
+    """Of the machine since it was started (where that is not to be seen, its name), and of the
+    namespace of process ids in it (the same number on all machines, outside of containers)."""
+    machine, namespace = socket.gethostname(), 0
+    with contextlib.suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    return hashlib.sha256(f"{machine} {namespace}".encode()).hexdigest()[:12]

@@ -200,16 +200,14 @@ def _score_stats(source: Path) -> dict[str, Any]:
     if source.name != "reward" or not (source.parent / "session.json").is_file():
         return {}
     session = load_state(source.parent, "session")
+    last = session["last"]
     if session.get("evaluated_step") != session["step"]:
         log.warning(
-            "no mean and spread of its scores go with this reward model: at step %d of the run, "
-            "held-out rows were not measured; rewards of it cannot have normalize=true. For them, "
-            "save at steps that are evaluated (checkpoint.every_n_steps a multiple of "
-            "eval_every_n_steps) or export the run's last checkpoint",
-            session["step"],
+            "no mean and spread of its scores go with this reward model: %s; rewards of it cannot "
+            "have normalize=true. For them, %s",
+            *_without_stats(session),
         )
         return {}
-    last = session["last"]
     named = {"reward_mean": "eval/score_mean", "reward_std": "eval/score_std"}
     found: dict[str, Any] = {k: float(last[name]) for k, name in named.items() if name in last}
     steps = re.compile(r"eval/score_(min|product|last|mean)_mean")
@@ -220,6 +218,17 @@ def _score_stats(source: Path) -> dict[str, Any]:
             for way in ways
         }
     return found
+
+
+def _without_stats(session: dict[str, Any]) -> tuple[str, str]:
+    """Why there are none, and what to do."""
+    if session.get("evaluated_step", -1) < 0:
+        return "the run had measured no held-out rows by then", "train it with eval_data"
+    return (
+        f"at step {session['step']} of the run, held-out rows were not measured",
+        "save at steps that are evaluated (checkpoint.every_n_steps a multiple of "
+        "eval_every_n_steps) or export the run's last checkpoint",
+    )
 
 
 def _check_adapter(config: ModelConfig, role: str) -> None:

@@ -126,7 +126,7 @@ class SupervisedJob(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
-        yield from checkpoint_rules(self.checkpoint, self.train)
+        yield from checkpoint_rules(self.checkpoint, self.train, ranks=self.cluster.policy_ranks)
         yield from expert_rules(self.train, self.model)
         yield from team_rules(self.train, self.cluster)
 
@@ -333,7 +333,7 @@ class RLConfig(TrainingJob):
     def rules(self) -> Iterator[str]:
         yield from _batch_rules(self)
         yield from engine_rules(self.train, self.precision)
-        yield from checkpoint_rules(self.checkpoint, self.train)
+        yield from checkpoint_rules(self.checkpoint, self.train, ranks=self.cluster.policy_ranks)
         yield from expert_rules(self.train, self.model)
         yield from team_rules(self.train, self.cluster)
         yield from rl_rules(self)

@@ -325,16 +325,23 @@ class CheckpointConfig(Node):
     else."""
 
 
-def checkpoint_rules(checkpoint: CheckpointConfig, train: TrainConfig) -> Iterator[str]:
+def checkpoint_rules(
+    checkpoint: CheckpointConfig, train: TrainConfig, *, ranks: int
+) -> Iterator[str]:
     """Why nothing can be saved in the background."""
     engine = train.engine
-    if checkpoint.in_background and (
-        not isinstance(engine, TorchEngine) or engine.sharding != "full"
-    ):
+    if not checkpoint.in_background:
+        return
+    if not isinstance(engine, TorchEngine) or engine.sharding != "full":
         yield (
             "checkpoint.in_background=true with an engine whose rank 0 writes for all: only ranks "
             "of train.engine.sharding=full write their own parts while training goes on; set "
             "that, or leave it out"
+        )
+    elif ranks == 1:
+        yield (
+            "checkpoint.in_background=true with one rank, whose engine is not in shards and saves "
+            "at once; set cluster.runtime=ray and cluster.policy_ranks above 1, or leave it out"
         )
 
 

@@ -56,9 +56,7 @@ def build_preference(
     rows: list[Batch] = []
     if config.reference is not None and config.reference.precompute:
         rows = [load_pairs(data, runtime.tokenizer)] + ([] if held_out is None else [held_out])
-    reference, policy = _preference_engines(
-        config, spec, runtime, run_dir / REFERENCE_FILE, rows=rows
-    )
+    reference, policy = _preference_engines(config, spec, runtime, run_dir, rows=rows)
 
     def prepare_within(rows: PreferenceDataConfig) -> Prepare:
         return preparation(config.loss, policy, reference, max_len=rows.max_len)
@@ -80,7 +78,7 @@ def _preference_engines(
     config: PreferenceConfig,
     spec: EngineSpec,
     runtime: Runtime,
-    kept_in: Path,
+    run_dir: Path,
     *,
     rows: Sequence[Batch],
 ) -> tuple[HasLogprobs | None, TrainEngine]:
@@ -90,7 +88,8 @@ def _preference_engines(
     model = config.model
     own = config.reference.model if config.reference is not None else None
     of, dtype = own or model, config.precision.dtype
-    cached = load_cache(kept_in, rows, model=of, dtype=dtype) if rows else None
+    kept_in, begun = run_dir / REFERENCE_FILE, any((run_dir / "checkpoints").glob("step_*"))
+    cached = load_cache(kept_in, rows, model=of, dtype=dtype, begun=begun) if rows else None
     reference: HasLogprobs | None = cached
     policy: TrainEngine | None = None
     if cached is not None or not config.needs_reference:

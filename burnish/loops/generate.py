@@ -7,7 +7,6 @@ a run that was killed does its missing steps and has the rows of one that was no
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import re
@@ -29,6 +28,7 @@ from burnish.loops.parts import STATE_FILE, Parts
 from burnish.loops.session import Interrupted, RunError, rare_collections, seed_everything
 from burnish.loops.signals import StopSignals
 from burnish.loops.watch import OOM_FILE, MemoryWatch
+from burnish.models.digest import weights_digest
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import MetricsLog, read_metrics
@@ -59,8 +59,6 @@ _MAY_CHANGE = re.compile(
 """Also how rewards are asked, and what happens where one fails: a run that a reward ended goes on
 with what the error advises."""
 
-_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
-_ENDS_BYTES = 1 << 22
 _MAX_LOST_STEPS = 10
 """Steps in a row in which a reward failed on every prompt, after which going on makes no sense."""
 
@@ -203,23 +201,6 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def weights_digest(config: GenerateConfig) -> str:
-    """Of the ends of every file of weights in local folders (policy and reward models): other
-    weights under the same path are told from these without reading all of them."""
-    models = [config.model, *(r.model for r in config.rewards if isinstance(r, ModelReward))]
-    digest = hashlib.sha256()
-    for path in (Path(model.path) for model in models if model.path is not None):
-        files = sorted(p for p in path.glob("*") if p.suffix in _WEIGHTS) if path.is_dir() else []
-        for file in files:
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            with file.open("rb") as opened:
-                digest.update(opened.read(_ENDS_BYTES))
-                opened.seek(max(0, size - _ENDS_BYTES))
-                digest.update(opened.read(_ENDS_BYTES))
-    return digest.hexdigest()
-
-
 # ---- a run ---------------------------------------------------------------------------------------
 
 
@@ -275,10 +256,11 @@ class GenerateRun:
         """What the run is of. Raises RunError where it was begun with other prompts or
         weights."""
         questions, state = self.parts.questions, self.files.state()
+        scorers = [r.model for r in self.config.rewards if isinstance(r, ModelReward)]
         mine = {
             "prompts": len(questions),
             "digest": questions.digest,
-            "weights": weights_digest(self.config),
+            "weights": weights_digest([self.config.model, *scorers]),
         }
         if state is None and self.files.path(1).exists():
             raise RunError(f"{self.run_dir} has rows and no {STATE_FILE}; start a new run")

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from burnish.config.model import ModelConfig
 from burnish.loops.session import REFERENCE_FILE, RunError
+from burnish.models.digest import weights_digest
+from burnish.models.load import describe
 from burnish.train.base import HasLogprobs
 from burnish.types import Batch
 
@@ -99,30 +101,44 @@ def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) 
     offsets = torch.tensor([0, *(end for _, end in cache._places.values())], dtype=torch.int64)
     tensors = {"keys": keys, "offsets": offsets, "logprobs": cache._logprobs}
     hidden = path.with_name(f".{path.name}.part")
-    save_file(tensors, hidden, metadata={"model": _told(model), "dtype": dtype})
+    told = {"model": _told(model), "weights": weights_digest([model]), "dtype": dtype}
+    save_file(tensors, hidden, metadata=told)
     hidden.replace(path)
 
 
 def load(
-    path: Path, batches: Sequence[Batch], *, model: ModelConfig, dtype: str
+    path: Path, batches: Sequence[Batch], *, model: ModelConfig, dtype: str, begun: bool
 ) -> CachedReference | None:
     """What :func:`save` wrote. None where there is nothing, and, as the log says then, where it is
-    of another model or number format, or lacks rows of ``batches``."""
+    of another model or number format, or lacks rows of ``batches``.
+
+    So too where the model's folder holds other weights now; but a run that has ``begun`` keeps the
+    reference that it began with, and the log says so.
+    """
     if not path.is_file():
         return None
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         keys, offsets, logprobs = (file.get_tensor(n) for n in ("keys", "offsets", "logprobs"))
     cache = CachedReference([bytes(key.tolist()) for key in keys], offsets, logprobs)
+    other_weights = metadata.get("weights") != weights_digest([model])
     why = None
     if metadata.get("model") != _told(model):
         why = "is of another model"
+    elif other_weights and not begun:
+        why = f"is of other weights than {describe(model)} holds now"
     elif metadata.get("dtype") != dtype:
         why = f"was computed in {metadata.get('dtype', 'an unknown format')}, and this is {dtype}"
     elif missing := cache.count_missing(batches):
         rows = sum(batch.num_rows for batch in batches)
         why = f"lacks {missing} of {rows} rows (other data, another template or length limit)"
     if why is None:
+        if other_weights:
+            log.warning(
+                "%s holds other weights than at the start of this run, which goes on with the "
+                "reference's log-probs of that time (%s)",
+                *(describe(model), path),
+            )
         return cache
     log.warning("%s %s: the reference's log-probs are computed again", path, why)
     return None

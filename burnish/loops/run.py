@@ -133,8 +133,8 @@ def _run_rl(
 ) -> dict[str, float]:
     metric = "eval/pass@1" if config.eval is not None else "reward/mean"
     with (
+        ExitStack() as stack,  # workers may be writing until the session is at its end
         Session(config, run_dir, best_metric=metric, watch=watch) as session,
-        ExitStack() as stack,
     ):
         runtime = watch.runtime = _runtime(config, config.train.engine.device, session.timeline)
         stack.callback(runtime.close)
@@ -183,8 +183,8 @@ def _with_gap_warning(
 
 def _run_supervised(config: SupervisedJob, run_dir: Path, watch: MemoryWatch) -> dict[str, float]:
     with (
-        Session(config, run_dir, best_metric="eval/loss", watch=watch) as session,
         ExitStack() as stack,
+        Session(config, run_dir, best_metric="eval/loss", watch=watch) as session,
     ):
         runtime = watch.runtime = _runtime(config, config.train.engine.device, session.timeline)
         stack.callback(runtime.close)

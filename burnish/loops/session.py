@@ -273,6 +273,7 @@ class Session:
             self._record(0, evaluate(0))
         if self.recover is not None:  # where to go back to from the first steps
             self._save(state)
+            self._finish_writing()
 
     def _survives(self, state: State, action: Callable[[], None]) -> bool:
         """Do ``action``; where a worker is lost in it, back to the newest checkpoint instead, and
@@ -411,7 +412,13 @@ class Session:
                 "why); move that "
                 "folder away to start this run from step 0"
             )
+        if newest is None and self.step > 0:
+            raise RunError(
+                f"there is no checkpoint in {self.store.folder} to go back to from step "
+                f"{self.step}; start the run anew"
+            )
         if newest is None:
+            self._saved_step = -1
             self.metrics.rewind(-1)
             drop_samples_after(self.run_dir, -1)
             return

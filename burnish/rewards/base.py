@@ -18,6 +18,7 @@ import torch
 
 from burnish.algorithms.running import RunningMoments
 from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.formats import FORMATS
 from burnish.rewards.shaping import clip, shaped
 from burnish.train.base import EngineLostError
 from burnish.types import Group, Number, Prompt, Sample, Stats
@@ -25,7 +26,7 @@ from burnish.types import Group, Number, Prompt, Sample, Stats
 RESERVED_NAMES = ("mean", "std", "shaping", "truncated_frac", "groups_dropped")
 """Names that metrics and samples use beside those of the rewards."""
 
-_LARGEST = torch.finfo(torch.float32).max  # what losses and advantages are computed in
+_LARGEST = FORMATS["fp32"].largest  # what losses and advantages are computed in
 _RETURN_A_NUMBER = "return one finite number for each response (0.0 for a wrong answer)"
 
 

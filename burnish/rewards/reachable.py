@@ -45,9 +45,9 @@ def _check(entry: RemoteReward, key: str) -> None:
     name = entry.name or entry.kind
     if len(silent) < len(entry.urls):
         for url, why in silent.items():
-            log.warning("reward %r: %s takes no connections (%s); others do", name, url, why)
+            log.warning("reward %r: %s takes no connections (%s); others do", name, _told(url), why)
         return
-    found = "\n".join(f"  {url}: {why}" for url, why in silent.items())
+    found = "\n".join(f"  {_told(url)}: {why}" for url, why in silent.items())
     tries = f" (tried {entry.retries + 1} times)" if entry.retries else ""
     raise RewardError(
         f"reward {name!r}: no server takes connections{tries}, and no model was loaded yet\n"
@@ -59,11 +59,16 @@ def _check(entry: RemoteReward, key: str) -> None:
 
 
 def _silent(entry: RemoteReward) -> dict[str, str]:
-    """Why there is no connection, by URL (without its query, which may hold a secret)."""
+    """Why there is no connection, by URL."""
     with ThreadPoolExecutor(len(entry.urls)) as pool:
         found = pool.map(lambda url: _why_not(url, entry.connect_timeout_s), entry.urls)
         reasons = zip(entry.urls, found, strict=True)
-        return {url.partition("?")[0]: why for url, why in reasons if why is not None}
+        return {url: why for url, why in reasons if why is not None}
+
+
+def _told(url: str) -> str:
+    """Without its query, which may hold a secret."""
+    return url.partition("?")[0]
 
 
 def _why_not(url: str, timeout_s: float) -> str | None:

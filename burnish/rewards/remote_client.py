@@ -24,6 +24,7 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt
 
 from burnish.config.rewards import RemoteReward
+from burnish.formats import FORMATS
 
 log = logging.getLogger("burnish")
 
@@ -36,7 +37,6 @@ _ERROR_BODY_BYTES = 64 << 10
 _TEMPORARY = (408, 425, 429)
 """Statuses below 500 after which the same server may well answer later: it was too slow to read the
 request, too early, too busy."""
-_LARGEST = 3.4028234663852886e38  # of fp32
 
 
 class RemoteError(Exception):
@@ -347,7 +347,7 @@ def _mean(value: Any, count: int) -> tuple[float, int] | None:
     where it is something else, or so large that sums of it may be infinite."""
     values = value if isinstance(value, list) else [value] * count
     numbers = [float(v) for v in values if isinstance(v, bool) or _is_number(v)]
-    numbers = [number for number in numbers if abs(number) <= _LARGEST]
+    numbers = [number for number in numbers if abs(number) <= FORMATS["fp32"].largest]
     return (math.fsum(numbers), count) if len(numbers) == len(values) == count else None
 
 

@@ -293,7 +293,7 @@ class RayRuntime:
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]
     ) -> Group:
         name = free_name(spec.role, [group.name for group in self.groups])
-        here = _with_absolute_paths(spec)
+        here = with_absolute_paths(spec)
         group = Group(self, here, scalar=scalar, seed=seed, spans=spans, name=name)
         self.groups.append(group)
         return group
@@ -374,12 +374,13 @@ class RayRuntime:
             self._connected_here = False
 
 
-def _with_absolute_paths(spec: EngineSpec) -> EngineSpec:
+def with_absolute_paths(spec: EngineSpec) -> EngineSpec:
     """The spec for workers, which on a cluster that runs already work in another folder."""
     lesson = spec.lesson
     if lesson is not None:
         lesson = replace(lesson, teacher=lesson.teacher.with_absolute_paths())
-    return replace(spec, model=spec.model.with_absolute_paths(), lesson=lesson)
+    here = spec.model.with_absolute_paths()
+    return replace(spec, model=here, as_written=spec.model, lesson=lesson)
 
 
 _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")

@@ -366,7 +366,7 @@ class DeepSpeedTrainEngine:
     def save(self, folder: Path) -> None:
         """fp32 masters, moments, EMA, version, as the torch engine; all ranks take part."""
         assert self._state is not None, f"the {self.role} engine is frozen"
-        text = description(self, self.spec.model, scaler_state(self._scaler))
+        text = description(self, self.spec, scaler_state(self._scaler))
         self._state.save(folder, partial(write_description, folder, self, text))
 
     def save_async(self, folder: Path) -> BeingWritten:
@@ -379,7 +379,7 @@ class DeepSpeedTrainEngine:
         """Take back what an engine's :meth:`save` wrote, with any number of ranks. Every rank reads
         its own shards. Raises ValueError for a checkpoint of another model or role."""
         assert self._state is not None, f"the {self.role} engine is frozen"
-        state = read_description(folder, role=self.role, model=self.spec.model)
+        state = read_description(folder, self.spec)
         self._state.load(folder)
         publish(self.engine.optimizer, stage=self.config.zero_stage)
         take_counts(self, state)

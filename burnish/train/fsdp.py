@@ -107,7 +107,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         own = next(model.parameters()).device
         device = device or (torch.device("cpu") if own.type == "meta" else own)
         self._pending: PendingSave | None = None
-        self._save_group: ProcessGroup | None = None
+        self._save_group = _saving_group(ranks.group) if spec.trainable else None
         super().__init__(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
 
     # ---- sharding --------------------------------------------------------------------------
@@ -332,26 +332,20 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
         assert isinstance(self.optimizer, ShardedOptimizer), f"the {self.role} engine is frozen"
         self._check_finite(self.optimizer.broken_master())
-        group = self._saving_group()
+        assert self._save_group is not None
         if self._pending is not None:
             self._pending.join()
         folder.mkdir(parents=True, exist_ok=True)
         finish = partial(write_description, folder, self, self._description())
         pieces = self.optimizer.pieces(copy=copy)
-        self._pending = PendingSave(folder, pieces, group, finish=finish)
+        self._pending = PendingSave(folder, pieces, self._save_group, finish=finish)
         return self._pending
 
-    def _saving_group(self) -> ProcessGroup:
-        """A gloo group that nothing else uses: a thread may talk there while training talks on the
-        ranks' own."""
-        if self._save_group is None:
-            assert self.ranks.group is not None
-            self._save_group = new_group(
-                get_process_group_ranks(self.ranks.group),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-        return self._save_group
+
+def _saving_group(group: ProcessGroup) -> ProcessGroup:
+    """A gloo group of the same ranks that nothing else uses: a thread may talk there while training
+    talks on their own. Made with the engine, so that a limit of time set then holds for it too."""
+    return new_group(get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
 
 
 def _sum_of(outputs: Outputs) -> Tensor:

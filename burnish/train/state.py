@@ -263,16 +263,26 @@ class Described(Protocol):
     tokenizer: PreTrainedTokenizerBase | None
 
 
-def description(engine: Described, model: ModelConfig, loss_scaler: Mapping[str, Any]) -> str:
-    """``engine.json``: all that is saved of an engine and is no tensor. ``model``: where it came
-    from."""
+class Source(Protocol):
+    """Which model an engine is of: its :class:`burnish.train.torch.EngineSpec`."""
+
+    @property
+    def role(self) -> Role: ...
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def as_written(self) -> ModelConfig | None: ...
+
+
+def description(engine: Described, spec: Source, loss_scaler: Mapping[str, Any]) -> str:
+    """``engine.json``: all that is saved of an engine and is no tensor."""
     state = {
         "role": engine.role,
         "version": engine.version,
         "skipped_total": engine.skipped_total,
         "consecutive_skips": engine.consecutive_skips,
         "loss_scaler": dict(loss_scaler),
-        "model": model.model_dump(mode="json"),
+        "model": (spec.as_written or spec.model).model_dump(mode="json"),
     }
     return json.dumps(state, indent=1)
 
@@ -290,18 +300,20 @@ def write_description(folder: Path, engine: Described, text: str) -> None:
     (folder / "engine.json").write_text(text)
 
 
-def read_description(folder: Path, *, role: Role, model: ModelConfig) -> dict[str, Any]:
+def read_description(folder: Path, spec: Source) -> dict[str, Any]:
     """``engine.json``. Raises ValueError for a checkpoint of another role, or of adapters for
     another base."""
+    role = spec.role
     if not (folder / "engine.json").is_file():
         raise ValueError(f"{folder.parent} holds no {role}")
     state: dict[str, Any] = json.loads((folder / "engine.json").read_text())
     if state["role"] != role:
         raise ValueError(f"{folder} is the checkpoint of a {state['role']}, not of a {role}")
     saved = ModelConfig.model_validate(state["model"])
-    if model.lora is not None and _base(saved) != _base(model):
+    if spec.model.lora is not None and not _same_base(saved, spec):
+        own = spec.as_written or spec.model
         raise ValueError(
-            f"{folder} has adapters for {_base(saved)}, and this recipe's base is {_base(model)}"
+            f"{folder} has adapters for {_base(saved)}, and this recipe's base is {_base(own)}"
         )
     return state
 
@@ -337,8 +349,15 @@ def _tell(ranks: Ranks, error: Exception | None) -> None:
             raise OSError(f"rank {rank} could not write the checkpoint: {text}")
 
 
+def _same_base(saved: ModelConfig, spec: Source) -> bool:
+    """Whether ``saved`` is the model of ``spec``: by the name that the recipe has for it, wherever
+    its folder is now, or by the full path. (Workers may work in another folder than the recipe's,
+    where a saved name means nothing.)"""
+    full = _base(spec.model.with_absolute_paths())
+    own = _base(spec.as_written or spec.model)
+    return _base(saved) in (own, full) or _base(saved.with_absolute_paths()) == full
+
+
 def _base(model: ModelConfig) -> dict[str, Any]:
     """What decides the weights that adapters are added to."""
-    return model.with_absolute_paths().model_dump(
-        include={"path", "gguf_file", "revision", "scratch"}, exclude_none=True
-    )
+    return model.model_dump(include={"path", "gguf_file", "revision", "scratch"}, exclude_none=True)

@@ -64,8 +64,10 @@ class EngineSpec:
     role: Role
     train: TrainConfig
     model: ModelConfig
-    """Where the model came from; written into checkpoints so that exports can find the base of a
-    LoRA."""
+    """Where the model comes from."""
+    as_written: ModelConfig | None = None
+    """The model as the recipe names it, where ``model`` has full paths instead. Checkpoints hold
+    this, so that they may move with the folder that holds the recipe and the base of a LoRA."""
     micro_batch_size: int | None = None
     """Rows (units) per pass; None with a token budget, or to take all at once."""
     total_steps: int = 1
@@ -451,13 +453,13 @@ class TorchTrainEngine:
     def _description(self) -> str:
         """What ``engine.json`` says."""
         assert self.optimizer is not None
-        return description(self, self.spec.model, self.optimizer.scaler.state_dict())
+        return description(self, self.spec, self.optimizer.scaler.state_dict())
 
     def load(self, folder: Path) -> None:
         """Take back what :meth:`save` wrote. Raises ValueError for a checkpoint of another model
         or role."""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
-        state = read_description(folder, role=self.role, model=self.spec.model)
+        state = read_description(folder, self.spec)
         self.optimizer.load_tensors(tensor_sets(folder))
         take_counts(self, state)
         if state.get("loss_scaler"):  # empty for a constant scale, and a recipe may have changed

@@ -108,6 +108,12 @@ def nll(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
     return -outputs.logprobs.sum() / batch.num_tokens, stats
 
 
+def rising(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+    """Minus the sum of the values, per row."""
+    assert outputs.values is not None
+    return -outputs.values.sum() / batch.num_rows, Stats(sums={"rows": batch.num_rows})
+
+
 def bad(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
     scalar, stats = nll(outputs, batch)
     return scalar * float("nan"), stats

@@ -18,6 +18,7 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.loops.preference import preference_objective, preparation
 from burnish.loops.reference_cache import CachedReference, compute, load, save
 from burnish.loops.session import RunError
+from burnish.models.load import load_causal_lm
 from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats, rows_to_batch
 
@@ -156,10 +157,10 @@ def test_reference_logprobs_are_computed_once_and_found_in_any_order(tmp_path: P
     torch.testing.assert_close(cache.logprobs(turned), Known(-0.5).logprobs(turned))
     path, model = tmp_path / "cache", ModelConfig(scratch=ScratchConfig(hidden_size=32))
     save(cache, path, model=model, dtype="fp32")
-    again = load(path, [batch], model=model, dtype="fp32")
+    again = load(path, [batch], model=model, dtype="fp32", begun=False)
     assert isinstance(again, CachedReference) and len(again) == 4
     torch.testing.assert_close(again.logprobs(batch), Known(-0.5).logprobs(batch))
-    assert load(tmp_path / "nothing", [batch], model=model, dtype="fp32") is None
+    assert load(tmp_path / "nothing", [batch], model=model, dtype="fp32", begun=False) is None
 
 
 def test_what_is_kept_of_another_reference_or_lacks_rows_is_not_taken_and_says_why(
@@ -170,15 +171,37 @@ def test_what_is_kept_of_another_reference_or_lacks_rows_is_not_taken_and_says_w
     other = ModelConfig(scratch=ScratchConfig(hidden_size=32, seed=5))
     known = batch.select([0, 1, 2])
     save(compute(Known(-0.5), [known], rows_at_once=2), path, model=model, dtype="fp32")
-    assert load(path, [known], model=model, dtype="fp32") is not None and not caplog.records
+    kept = load(path, [known], model=model, dtype="fp32", begun=False)
+    assert kept is not None and not caplog.records
     for rows, of, dtype, why in (
         (known, other, "fp32", "is of another model"),
         (known, model, "bf16", "was computed in fp32, and this is bf16"),
         (batch, model, "fp32", "lacks 1 of 4 rows"),
     ):
         caplog.clear()
-        assert load(path, [rows], model=of, dtype=dtype) is None
+        assert load(path, [rows], model=of, dtype=dtype, begun=False) is None
         assert f"{path} {why}" in caplog.text and "computed again" in caplog.text
+
+
+def test_of_other_weights_in_the_same_folder_it_is_taken_only_by_a_run_that_began_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model trained anew into the folder of the old one is another reference; a run that goes on
+    goes on with its own."""
+    folder, path, rows = tmp_path / "model", tmp_path / "cache", [pairs()]
+    for seed in (0, 1):
+        scratch = ScratchConfig(hidden_size=32, seed=seed)
+        load_causal_lm(ModelConfig(scratch=scratch)).save_pretrained(folder)
+        model = ModelConfig(path=str(folder))
+        if seed == 0:
+            save(compute(Known(-0.5), rows, rows_at_once=4), path, model=model, dtype="fp32")
+            assert load(path, rows, model=model, dtype="fp32", begun=False) is not None
+    assert not caplog.records
+    assert load(path, rows, model=model, dtype="fp32", begun=False) is None
+    assert f"{path} is of other weights than {folder} holds now" in caplog.text
+    caplog.clear()
+    assert load(path, rows, model=model, dtype="fp32", begun=True) is not None
+    assert "other weights than at the start of this run" in caplog.text
 
 
 def test_a_row_that_was_not_there_is_an_error_that_says_what_to_do() -> None:

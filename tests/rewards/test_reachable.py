@@ -50,6 +50,12 @@ def test_where_nobody_listens_the_url_the_key_and_what_to_do_are_said(
     assert "s3cret" not in said and "tried 3 times" in said and len(attempts) == 3
 
 
+def test_urls_that_differ_in_their_query_alone_are_two(dead_url: str, attempts: list[Any]) -> None:
+    with pytest.raises(RewardError, match="no server takes connections"):
+        check_servers([remote(f"{dead_url}?model=a", f"{dead_url}?model=b")])
+    assert len(attempts) == 6
+
+
 def test_a_server_that_comes_up_meanwhile_is_waited_for(
     dead_url: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

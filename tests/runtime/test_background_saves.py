@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -9,16 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import burnish
 from burnish.checkpoint import CheckpointError, CheckpointStore
 from burnish.config import ConfigError, JobConfig
+from burnish.loops.session import RunError, Session
 from burnish.observe.metrics import read_metrics
+from burnish.rewards.base import RewardError
+from burnish.runtime.base import WorkerLostError
+from burnish.runtime.inline import InlineRuntime
 from burnish.train.torch import TorchTrainEngine
 
 MakeConfig = Callable[..., JobConfig]
-BACKGROUND = ["checkpoint.in_background=true", "train.engine.sharding=full"]
+FULL = "train.engine.sharding=full"
 EVERY_2 = ["max_steps=6", "checkpoint.every_n_steps=2", "checkpoint.keep_last=9"]
+
+
+def in_background(config: JobConfig) -> JobConfig:
+    """A recipe for one rank, whose engine saves as the test says, with the setting that is refused
+    for one rank."""
+    checkpoint = config.checkpoint.model_copy(update={"in_background": True})  # type: ignore[union-attr]
+    return config.model_copy(update={"checkpoint": checkpoint})
 
 
 class Slow:
@@ -70,7 +83,7 @@ def watching(run_dir: str, seen: list[list[str]], before: Callable[[int], None])
 def test_a_checkpoint_counts_at_the_end_of_the_step_in_which_it_is_whole(
     rl: MakeConfig, saves: list[Slow]
 ) -> None:
-    config = rl(*BACKGROUND, *EVERY_2)
+    config = in_background(rl(*EVERY_2))
     seen: list[list[str]] = []
 
     def end_the_first_in_step_3(step: int) -> None:
@@ -94,7 +107,7 @@ def test_a_run_that_resumes_from_such_a_checkpoint_measures_the_same(
         return [line["train/loss"] for line in read_metrics(run_dir)]
 
     whole = burnish.run(rl(*EVERY_2, f"run_dir={tmp_path / 'whole'}"), rewards=reward).run_dir
-    config = rl(*BACKGROUND, *EVERY_2)
+    config = in_background(rl(*EVERY_2))
     seen: list[list[str]] = []
 
     def crash_in_step_5(step: int) -> None:
@@ -111,7 +124,7 @@ def test_a_run_that_resumes_from_such_a_checkpoint_measures_the_same(
 def test_a_signal_ends_the_run_with_a_checkpoint_that_is_whole(
     rl: MakeConfig, saves: list[Slow]
 ) -> None:
-    config = rl(*BACKGROUND, *EVERY_2)
+    config = in_background(rl(*EVERY_2))
 
     def stop_in_step_3(step: int) -> None:
         if step == 3:
@@ -125,7 +138,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_is_whole(
 def test_a_save_that_fails_ends_the_run_and_leaves_the_earlier_ones(
     rl: MakeConfig, saves: list[Slow]
 ) -> None:
-    config = rl(*BACKGROUND, *EVERY_2)
+    config = in_background(rl(*EVERY_2))
 
     def fail_the_second(step: int) -> None:
         if step == 5:
@@ -141,10 +154,120 @@ def test_a_save_that_fails_ends_the_run_and_leaves_the_earlier_ones(
 
 
 @pytest.mark.parametrize(
-    "engine", [[], ["train.engine.kind=deepspeed"]], ids=["replicas", "deepspeed"]
+    ("settings", "why"),
+    [
+        pytest.param([], "an engine whose rank 0 writes for all", id="replicas"),
+        pytest.param(
+            ["train.engine.kind=deepspeed"], "an engine whose rank 0 writes for all", id="deepspeed"
+        ),
+        pytest.param([FULL], "one rank, whose engine is not in shards", id="inline"),
+        pytest.param([FULL, "cluster.runtime=ray"], "one rank, whose", id="one rank on Ray"),
+    ],
 )
-def test_an_engine_whose_first_rank_writes_for_all_is_refused(
-    rl: MakeConfig, engine: list[str]
+def test_where_nothing_is_written_in_the_background_it_is_refused(
+    rl: MakeConfig, settings: list[str], why: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"in_background=true with an engine whose rank 0"):
-        rl("checkpoint.in_background=true", *engine)
+    with pytest.raises(ConfigError, match=f"in_background=true with {why}"):
+        rl("checkpoint.in_background=true", *settings)
+
+
+def test_ranks_in_shards_may_write_in_the_background(rl: MakeConfig) -> None:
+    ranks = ["cluster.runtime=ray", "cluster.policy_ranks=2", "rollout.rollout_batch_size=4"]
+    assert rl("checkpoint.in_background=true", FULL, *ranks) is not None
+
+
+def test_what_is_being_written_when_a_step_fails_is_whole_before_the_workers_go(
+    rl: MakeConfig, saves: list[Slow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    wait, close = Slow.wait, InlineRuntime.close
+
+    def waited(save: Slow) -> None:
+        order.append("written")
+        wait(save)
+
+    def closed(runtime: InlineRuntime) -> None:
+        order.append("closed")
+        close(runtime)
+
+    monkeypatch.setattr(Slow, "wait", waited)
+    monkeypatch.setattr(InlineRuntime, "close", closed)
+    config = in_background(rl(*EVERY_2))
+
+    def fail_in_step_3(step: int) -> None:
+        if step == 3:
+            raise LookupError("the grader's database is gone")
+
+    with pytest.raises(RewardError, match="database is gone"):
+        burnish.run(config, rewards=watching(config.run_dir, [], fail_in_step_3))
+    assert order == ["written", "closed"]
+    assert steps_of(config.run_dir) == ["step_000002"]
+
+
+class Lost:
+    """A save whose workers have gone."""
+
+    done = False
+
+    def wait(self) -> None:
+        raise WorkerLostError("rank 0 of the policy died")
+
+
+@pytest.fixture
+def recoveries(rl: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> list[WorkerLostError]:
+    """Recoveries of a run whose lost workers come back with the weights of its beginning."""
+    found: list[WorkerLostError] = []
+    start: dict[str, torch.Tensor] = {}
+    run = Session.run
+
+    def with_recovery(session: Session, state: Any, **rest: Any) -> Any:
+        weights = dict(state.run.policy.model.named_parameters())
+        start.update({name: weight.detach().clone() for name, weight in weights.items()})
+
+        def recover(error: WorkerLostError) -> None:
+            found.append(error)
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight.copy_(start[name])
+
+        session.recover = recover
+        return run(session, state, **rest)
+
+    monkeypatch.setattr(Session, "run", with_recovery)
+    return found
+
+
+def test_workers_lost_in_the_first_save_are_replaced_before_the_first_step(
+    rl: MakeConfig, reward: Any, recoveries: list[WorkerLostError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the workers are gone before the first checkpoint is whole, there is none to go back to;
+    so no step is made before."""
+    saves: list[Slow | Lost] = []
+
+    def save_async(engine: TorchTrainEngine, folder: Path) -> Slow | Lost:
+        engine.save(folder)
+        saves.append(Slow(None) if saves else Lost())
+        return saves[-1]
+
+    monkeypatch.setattr(TorchTrainEngine, "save_async", save_async)
+    config = in_background(rl(*EVERY_2))
+    seen: list[list[str]] = []
+    burnish.run(config, rewards=watching(config.run_dir, seen, lambda step: None))
+    assert len(recoveries) == 1
+    assert len(seen) == 6 and seen[0] == ["step_000000"]
+    assert [line["step"] for line in read_metrics(Path(config.run_dir))] == list(range(1, 7))
+
+
+def test_without_a_checkpoint_to_go_back_to_the_run_ends(
+    rl: MakeConfig, recoveries: list[WorkerLostError]
+) -> None:
+    config = rl(*EVERY_2)
+
+    def lose_all(step: int) -> None:
+        if step == 2:
+            for checkpoint in (Path(config.run_dir) / "checkpoints").glob("step_*"):
+                shutil.rmtree(checkpoint)
+            raise WorkerLostError("rank 0 of the policy died")
+
+    with pytest.raises(RunError, match=r"no checkpoint in .* to go back to from step 1"):
+        burnish.run(config, rewards=watching(config.run_dir, [], lose_all))

@@ -100,9 +100,13 @@ def test_mean_and_spread_of_the_scores_travel_with_the_export_and_normalise_rewa
     assert scaled.scale == (config["reward_mean"], config["reward_std"])
 
 
-def test_a_model_without_the_two_numbers_cannot_normalise(rm: MakeConfig, tmp_path: Path) -> None:
+def test_a_model_without_the_two_numbers_cannot_normalise(
+    rm: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_dir = burnish.run(rm("eval_data=null")).run_dir
     out = burnish.export(run_dir, tmp_path / "out", model="reward")
+    assert "measured no held-out rows by then" in caplog.text
+    assert "train it with eval_data" in caplog.text
     model = ModelConfig(path=str(out))
     with pytest.raises(ModelError, match="has no reward_mean and reward_std"):
         entry = ModelReward(model=model, normalize=True)
@@ -120,13 +124,18 @@ def two_checkpoints(rm: MakeConfig) -> Path:
     ("checkpoint", "model"), [("step_000003", "reward"), ("", "reward-ema")], ids=["early", "ema"]
 )
 def test_weights_that_were_not_measured_are_exported_without_the_two_numbers(
-    two_checkpoints: Path, tmp_path: Path, checkpoint: str, model: str
+    two_checkpoints: Path,
+    tmp_path: Path,
+    checkpoint: str,
+    model: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     source = two_checkpoints / "checkpoints" / checkpoint if checkpoint else two_checkpoints
     out = burnish.export(source, tmp_path / "out", model=model)
     config = json.loads((out / "config.json").read_text())
     assert "reward_mean" not in config
     assert "reward_std" not in config
+    assert ("save at steps that are evaluated" in caplog.text) == bool(checkpoint)
 
 
 def test_a_run_that_begins_with_a_measured_model_does_not_keep_its_numbers(

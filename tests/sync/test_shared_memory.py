@@ -76,13 +76,32 @@ def test_files_of_dead_processes_are_removed_and_others_stay(own_folder: Path) -
     ended = subprocess.run([sys.executable, "-c", name], capture_output=True, text=True, check=True)
     dead = own_folder / f"{ended.stdout.strip()}abc"
     alive = own_folder / f"{shm.prefix('sync')}abc"
-    _, kind, pid, namespace, _ = dead.name.split("-")
-    elsewhere = own_folder / f"burnish-{kind}-{pid}-{int(namespace) + 1}-abc"
+    _, kind, pid, whereabouts, _ = dead.name.split("-")
+    elsewhere = own_folder / f"burnish-{kind}-{pid}-{whereabouts[::-1]}-abc"
     others = [alive, elsewhere, own_folder / "burnish-sync-notes", own_folder / "burnish-sync-1-x"]
     for file in (dead, *others):
         file.touch()
     ipc._new_file(64).unlink()
     assert not dead.exists() and all(file.exists() for file in others)
+
+
+def test_another_machine_has_other_names_though_its_namespaces_number_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outside of containers that number is a constant of the kernel."""
+    here = shm.prefix("sync")
+    read = Path.read_text
+
+    def of_another_boot(path: Path, *rest: Any, **options: Any) -> str:
+        return "another" if path.name == "boot_id" else read(path, *rest, **options)
+
+    monkeypatch.setattr(Path, "read_text", of_another_boot)
+    shm._whereabouts.cache_clear()
+    there = shm.prefix("sync")
+    monkeypatch.undo()
+    shm._whereabouts.cache_clear()
+    assert there != here == shm.prefix("sync")
+    assert there.split("-")[:3] == here.split("-")[:3]
 
 
 def test_no_room_is_an_error_and_not_a_killed_process(

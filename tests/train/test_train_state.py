@@ -13,9 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.train import TrainConfig
+from burnish.models.load import load_causal_lm
 from burnish.models.lora import adapters_off
+from burnish.runtime.ray import with_absolute_paths
 from burnish.train.base import Loss
-from burnish.train.torch import FrozenBase, TorchTrainEngine
+from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 from burnish.types import Batch
 
 MakeEngine = Callable[..., TorchTrainEngine]
@@ -40,6 +43,36 @@ def trained_lora(
     engine = make_engine(config=LORA, lr=1e-2)
     train(engine, batch, loss, steps)
     return engine
+
+
+@pytest.mark.parametrize("written", ["inline", "ray"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_adapters_know_their_base_by_the_recipes_name_or_the_full_path(
+    written: str, moved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers get full paths, and may work in another folder than the recipe's; and a folder with
+    recipe, base and run may be moved."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    load_causal_lm(ModelConfig(scratch=LORA.scratch)).save_pretrained(home / "base")
+    load_causal_lm(ModelConfig(scratch=LORA.scratch)).save_pretrained(home / "other")
+
+    def engine(path: str, *, ray: bool) -> TorchTrainEngine:
+        monkeypatch.chdir(home)
+        spec = EngineSpec("policy", TrainConfig(), ModelConfig(path=path, lora=LORA.lora))
+        spec = with_absolute_paths(spec) if ray else spec
+        made = TorchTrainEngine(load_causal_lm(spec.model), spec)
+        if ray:
+            monkeypatch.chdir(elsewhere)
+        return made
+
+    engine("base", ray=written == "ray").save(tmp_path / "policy")
+    if moved:
+        home = home.rename(tmp_path / "new home")
+    for ray in (False, True):
+        engine("base", ray=ray).load(tmp_path / "policy")
+        with pytest.raises(ValueError, match=r"has adapters for .*base.*recipe's base is .*other"):
+            engine("other", ray=ray).load(tmp_path / "policy")
 
 
 CASES = [

@@ -33,12 +33,12 @@ class Node(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _true_is_no_number(cls, data: Any) -> Any:
-        """Refuse ``lr: true``, which pydantic would read as 1."""
-        fields = cls.model_fields if isinstance(data, dict) else {}
-        for name, field in fields.items():
-            if isinstance(data.get(name), bool) and field.annotation in _NUMBERS:
-                raise ValueError(f"{name} must be a number, and {str(data[name]).lower()} is none")
-        return data
+        """Have ``lr: true`` refused, which pydantic would read as 1: as the word that it is."""
+        if not isinstance(data, dict):
+            return data
+        numbers = {n for n, field in cls.model_fields.items() if field.annotation in _NUMBERS}
+        found = {n: str(v).lower() for n, v in data.items() if n in numbers and isinstance(v, bool)}
+        return {**data, **found}
 
     def rules(self) -> Iterator[str]:
         """Yield one sentence for each broken rule between fields of this node (what, why, what to

@@ -53,6 +53,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (nearest: {close[0]})" if close else ""
 
 
+def meant_by(cls: type[Node], error: Any) -> str | None:
+    """The known key beside an unknown one that its name is nearest to, or that other trainers call
+    so; None where there is none, or the error is another one."""
+    if error["type"] != "extra_forbidden":
+        return None
+    place = _Place(cls, error["loc"])
+    meant = _meant(place)
+    return meant if meant in place.owners[0].model_fields else None
+
+
 class _Place:
     """Where in the tree an error is: ``loc`` without union tags, and the classes that own its last
     key."""
@@ -106,10 +116,8 @@ def _explain_one(cls: type[Node], error: Any) -> Iterator[str]:
 
 
 def _unknown_key(cls: type[Node], place: _Place) -> str:
-    key, owner = place.key or "", place.owners[0]
+    key, owner, meant = place.key or "", place.owners[0], _meant(place)
     known = list(owner.model_fields)
-    close = difflib.get_close_matches(key, [*known, *_ALIASES], n=1, cutoff=0.6)
-    meant = _ALIASES.get(close[0], close[0]) if close else key
     elsewhere = [p for p in _paths(cls) if p.rpartition(".")[2] == meant and p != place.path]
     if meant in known:
         hint = f" (nearest: {meant})"
@@ -119,6 +127,12 @@ def _unknown_key(cls: type[Node], place: _Place) -> str:
         chosen = f" under kind {' | '.join(kinds_of(owner))}" if kinds_of(owner) else ""
         hint = f"; known here{chosen}: {', '.join(sorted(known))}"
     return f"{place.path}: unknown key {key!r}{hint}"
+
+
+def _meant(place: _Place) -> str:
+    key, known = place.key or "", place.owners[0].model_fields
+    close = difflib.get_close_matches(key, [*known, *_ALIASES], n=1, cutoff=0.6)
+    return _ALIASES.get(close[0], close[0]) if close else key
 
 
 def _paths(cls: type[Node], above: str = "") -> Iterator[str]:
@@ -146,6 +160,8 @@ def _complaint(place: _Place, error: Any) -> str:
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
         return words.format(f"{context[bound]:g}")
+    if kind == "string_too_short":
+        return "must not be empty"
     if kind == "too_short":
         return f"must have {context['min_length']} or more items"
     if kind == "too_long":

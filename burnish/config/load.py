@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, create_model
 
 from burnish.config.base import Node
-from burnish.config.explain import explain, nearest
+from burnish.config.explain import explain, meant_by, nearest
 from burnish.config.jobs import JobConfig
 from burnish.config.overrides import OverrideError, RecipeLoader, apply_override
 from burnish.config.registry import JOBS
@@ -52,7 +53,7 @@ def load_config(
     try:
         config = cls.model_validate({"job": cls.model_fields["job"].default, **tree})
     except ValidationError as error:
-        problems += explain(cls, error) + _rules_of_sound_parts(cls, tree, error)
+        problems += explain(cls, error) + _rules_beside(cls, tree, error)
     if not problems:
         for warning in config.warnings():
             _log.warning("%s: warning: %s", where, warning)
@@ -120,13 +121,54 @@ def _job_name(
     return named
 
 
+def _rules_beside(
+    cls: type[JobConfig], tree: Mapping[str, Any], error: ValidationError
+) -> list[str]:
+    """Broken rules beside what is wrong already: pydantic looks at no rule while any field is
+    wrong, and the user wants both in one go.
+
+    The rules are those of the recipe with misspelt keys in the place of what they most probably
+    mean, and without the other wrong values. What they say of such a key may only be so because of
+    that, and is left out."""
+    mended = _copy(tree)
+    wrong = [_mend(cls, mended, e) for e in error.errors()]
+    if None in wrong:  # too much is wrong
+        return _rules_of_sound_parts(cls, tree, error)
+    try:
+        cls.model_validate({"job": cls.model_fields["job"].default, **mended})
+    except ValidationError as again:
+        if any(e["loc"] for e in again.errors()):
+            return _rules_of_sound_parts(cls, tree, error)
+        keys = re.compile(rf"\b({'|'.join(re.escape(str(key)) for key in wrong)})\b")
+        return [line for line in explain(cls, again) if not keys.search(line)]
+    return []
+
+
+def _mend(cls: type[JobConfig], tree: Any, error: Any) -> str | None:
+    """Take the key that ``error`` is about out of ``tree``, or put it where it was meant to be. Its
+    name; None where the error is not about one key of a mapping."""
+    if error["type"] in ("missing", "value_error") or "union" in error["type"]:
+        return None
+    holder, key = None, None
+    for part in error["loc"]:  # among them are names of branches of unions, which are no keys
+        if isinstance(tree, dict) and part in tree:
+            holder, key, tree = tree, part, tree[part]
+        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
+            holder, tree = None, tree[part]
+    if holder is None or (isinstance(tree, dict) and error["type"] != "extra_forbidden"):
+        return None
+    value = holder.pop(key)
+    meant = meant_by(cls, error)
+    if meant is not None:
+        holder.setdefault(meant, value)
+    return meant or str(key)
+
+
 def _rules_of_sound_parts(
     cls: type[JobConfig], tree: Mapping[str, Any], error: ValidationError
 ) -> list[str]:
-    """Broken rules inside those of the root's fields that are valid themselves.
-
-    pydantic looks at no rule while any field is wrong; the user wants both in one go. Rules between
-    the root's fields have to wait: they need all of them."""
+    """Broken rules inside those of the root's fields that are valid themselves. Rules between the
+    root's fields have to wait: they need all of them."""
     wrong = {e["loc"][0] for e in error.errors() if e["loc"]}
     sound = {
         name: (field.annotation, field)

@@ -10,6 +10,9 @@ from pydantic import BeforeValidator, Field
 from burnish.config.base import Node
 from burnish.config.data import PromptDataConfig
 
+StopText = Annotated[str, Field(min_length=1)]  # an empty one is in every response
+TokenId = Annotated[int, Field(ge=0)]
+
 
 class SamplingConfig(Node):
     """How one response is sampled."""
@@ -22,9 +25,9 @@ class SamplingConfig(Node):
     """Sample from the smallest set of tokens whose probability reaches this. 1: all."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most probable tokens. 0: all."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopText, ...] = ()
     """Strings that end a response (the string stays in it)."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end a response, beside the tokenizer's end token."""
 
 
@@ -152,9 +155,9 @@ class EvalConfig(Node):
     """0: greedy."""
     generate_max_len: int | None = Field(None, ge=1)
     """Most new tokens. None: as in rollout."""
-    stop: tuple[str, ...] | None = None
+    stop: tuple[StopText, ...] | None = None
     """Strings that end a response. None: as in rollout."""
-    stop_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: tuple[TokenId, ...] | None = None
     """Token ids that end a response. None: as in rollout."""
 
     def rules(self) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -73,24 +74,38 @@ def mismatched(batch: Batch, *, max_len: int) -> Batch:
     """Every prompt of the batch with the response of another one: the sample from which KTO
     estimates how far policy and reference are apart.
 
-    Row i gets the response of the next row with another prompt (of itself where there is none). A
-    row over ``max_len`` (the limit that the batch's own rows keep to) loses the left of its prompt,
-    all but the last token at most: what predicts the response's first.
+    Rows of one prompt that stand together get the responses of the rows of the next prompt, in
+    turn: where each prompt has two, all responses are used. (A row is given its own where there is
+    no other prompt.) A row over ``max_len`` (the limit that the batch's own rows keep to) loses the
+    left of its prompt, all but the last token at most: what predicts the response's first.
     """
     begins, ends = batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()
     tokens, mask = batch.tokens.tolist(), batch.action_mask.tolist()
     cuts = [b + p for b, p in zip(begins, batch.prompt_lens.tolist(), strict=True)]
     prompts = [tuple(tokens[b:c]) for b, c in zip(begins, cuts, strict=True)]
     rows, masks = [], []
-    for i, prompt in enumerate(prompts):
-        others = ((i + k) % len(prompts) for k in range(1, len(prompts)))
-        j = next((k for k in others if prompts[k] != prompt), i)
+    for j, prompt in zip(_of_the_next_prompt(prompts), prompts, strict=True):
         response = tokens[cuts[j] : ends[j]]
         excess = len(prompt) + len(response) - max_len
         kept = prompt[min(max(0, excess), len(prompt) - 1) :]
         rows.append([*kept, *response])
         masks.append([False] * len(kept) + mask[cuts[j] : ends[j]])
     return rows_to_batch(rows, masks, prompt_lens=[0] * len(rows))
+
+
+def _of_the_next_prompt(prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    """For every row one with another prompt, from the run of equal prompts behind its own run (the
+    first is behind the last); itself where all are equal."""
+    runs = [list(run) for _, run in groupby(range(len(prompts)), key=lambda row: prompts[row])]
+    if len(runs) > 1 and prompts[0] == prompts[-1]:  # one run, over the end
+        runs[0] = runs.pop() + runs[0]
+    if len(runs) == 1:
+        return list(range(len(prompts)))
+    found = [0] * len(prompts)
+    for run, following in zip(runs, runs[1:] + runs[:1], strict=True):
+        for place, row in enumerate(run):
+            found[row] = following[place % len(following)]
+    return found
 
 
 class _JudgedEncoder:

@@ -84,7 +84,9 @@ def _preference_engines(
 ) -> tuple[HasLogprobs | None, TrainEngine]:
     """The reference, or its log-probs of ``rows`` where there are any, and the policy. In this
     order: a reference that is only needed for its log-probs is gone before the policy comes."""
-    spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
+    kto = isinstance(config.loss, KtoLoss)  # estimates its KL in every step; others only evaluate
+    spans = {"forward_backward": "train", "optim_step": "optim"}
+    spans["logprobs"] = "logprobs" if kto else "eval"
     model = config.model
     own = config.reference.model if config.reference is not None else None
     of, dtype = own or model, config.precision.dtype

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from burnish.algorithms.kl import KlController
+from burnish.algorithms.kl import KL_ESTIMATORS, KlController
 from burnish.algorithms.value_losses import explained_variance
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
+from burnish.config.algorithm import AlgorithmConfig
 from burnish.data.prompts import PromptStream
 from burnish.loops.credit import assign_advantages
 from burnish.loops.distill import Teacher, teacher_stats
@@ -76,8 +77,8 @@ def rl_step(run: RL, step: int) -> Metrics:
 
     metrics = rollout.stats.floats() | batch_metrics(batch) | updates.metrics()
     metrics |= handed_over | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
-    metrics |= teacher_stats(batch)
-    run.kl.update(metrics.get("train/kl", 0.0), batch.num_rows)
+    metrics |= teacher_stats(batch) | kl_of_rollout(batch, run.config.algorithm)
+    run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_rows)
     return updates.checked(metrics)
 
 
@@ -207,6 +208,19 @@ def batch_metrics(batch: Batch) -> Metrics:
     if bool(batch.rewards.isnan().any()):
         return {}
     return {"reward/std": float(batch.rewards.std()) if batch.num_rows > 1 else 0.0}
+
+
+def kl_of_rollout(batch: Batch, algorithm: AlgorithmConfig) -> Metrics:
+    """Mean KL per action token of the policy that sampled, by the run's estimator; nothing where
+    its log-probs are those of the one update (whose ``train/kl`` is this number then).
+
+    With several updates ``train/kl`` is of a policy that moves away from the one whose samples
+    these are: no mean over its own.
+    """
+    if batch.ref_logprobs is None or batch.old_logprobs is None:
+        return {}
+    kl = KL_ESTIMATORS[algorithm.kl.estimator](batch.old_logprobs, batch.ref_logprobs)
+    return {"rollout/kl": float(kl[batch.action_mask].double().mean())}
 
 
 def stream_metrics(run: RL) -> Metrics:

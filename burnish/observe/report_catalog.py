@@ -45,7 +45,7 @@ CHARTS = (
     Chart(LEARNING, "Spread of the reward", "standard deviation", ("reward/std",)),
     Chart(LEARNING, "Reward parts", "mean per response", ("reward/*",)),
     Chart(LEARNING, "Scores", "", ("*/score_chosen", "*/score_rejected")),
-    Chart(UPDATE, "KL to the reference", "nats per token", ("train/kl",)),
+    Chart(UPDATE, "KL to the reference", "nats per token", ("train/kl", "rollout/kl")),
     Chart(UPDATE, "KL coefficient", "", ("train/kl_coef",)),
     Chart(UPDATE, "Entropy", "nats per token", ("*/entropy",)),
     Chart(UPDATE, "Gradient norm", "L2, before clipping", ("*/grad_norm",)),

@@ -122,7 +122,7 @@ class _Failure:
     """Why a sample has no reward."""
 
     message: str
-    cause: Exception | None = None
+    cause: BaseException | None = None
 
     def error(self) -> RewardError:
         if isinstance(self.cause, RewardError):
@@ -331,7 +331,7 @@ def _call(reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
         answer = _as_list(reward.score(items), len(items))
     except EngineLostError:
         raise
-    except Exception as error:  # becomes data: the policy decides
+    except (Exception, SystemExit) as error:  # becomes data: the policy decides
         if isinstance(error, SampleError):
             return _Failure(str(error), error)
         bad = isinstance(error, _BadAnswer)

@@ -77,7 +77,7 @@ class FunctionReward:
     def _start(self, item: RewardInput) -> Any:
         try:
             return self._function(**{n: _SINGLE[n](item) for n in self._parameters})
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # exit() is not to end a run
             raise self._failed(item, error) from error
 
     def _failed(self, item: RewardInput, error: BaseException) -> SampleError:

@@ -84,9 +84,53 @@ def test_a_wrong_value_is_named_with_what_the_key_takes(rl_recipe, override, sai
 
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_true_is_not_read_as_the_number_1(rl_recipe, value):
-    assert only_problem(rl_recipe, f"train.lr={value}") == (
-        f"train: lr must be a number, and {value} is none"
-    )
+    said = only_problem(rl_recipe, f"train.lr={value}")
+    assert said.startswith(f"train.lr: must be a number, got '{value}'")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ('rollout.stop=["x", ""]', "rollout.stop[1]: must not be empty"),
+        ("rollout.stop_token_ids=[-5]", "rollout.stop_token_ids[0]: must be at least 0"),
+    ],
+)
+def test_what_would_end_every_response_or_none_is_refused(rl_recipe, override, said):
+    """An empty text is in every response."""
+    assert only_problem(rl_recipe, override).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("seeed=1", "seeed: unknown key"),
+        ("nonsense={a: [1]}", "nonsense: unknown key"),
+        ("rollout.temprature=0.5", "rollout.temprature: unknown key"),
+        ("train.lr=abc", "train.lr: must be a number"),
+        ("train.lr=true", "train.lr: must be a number"),
+        ("rewards=[{kind: math, wieght: 2}]", "rewards[0].wieght: unknown key"),
+        ("checkpoint.keep_last=-1", "checkpoint.keep_last: must be at least"),
+    ],
+)
+def test_rules_between_all_fields_are_told_beside_a_wrong_key(rl_recipe, wrong, said):
+    """grpo has no critic, and nothing to compare with one sample."""
+    rules = ("rollout.n_samples_per_prompt=1", "rollout.rollout_batch_size=16")
+    told = problems(rl_recipe, wrong, "critic={lr: 1e-4}", "algorithm.advantage=grpo", *rules)
+    assert told[0].startswith(said)
+    assert [line.partition("critic is set")[1] for line in told].count("critic is set") == 1
+    assert any("leaves nothing to compare" in line for line in told)
+
+
+def test_rules_about_a_key_that_is_wrong_itself_are_not_told(rl_recipe):
+    """Without its value, the batch would not add up: that is no second mistake."""
+    assert "train_batch_size: must be" in only_problem(rl_recipe, "train.train_batch_size=abc")
+
+
+def test_a_misspelt_key_counts_as_what_it_most_probably_means(rl_recipe):
+    """learning_rate is what others call lr."""
+    assert "learning_rate" in only_problem(rl_recipe, "train.learning_rate=1e-3")
+    told = problems(rl_recipe, "rollout.n_sampels_per_prompt=1", "algorithm.advantage=grpo")
+    assert len(told) == 1, "what one sample breaks names the key that is misspelt"
 
 
 def test_an_unknown_kind_is_answered_with_the_nearest_and_all_kinds(rl_recipe):

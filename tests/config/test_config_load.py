@@ -36,7 +36,9 @@ def test_a_dump_keeps_what_is_not_default(tmp_path, rl_recipe):
 
 @given(
     lr=st.floats(min_value=1e-12, max_value=1.0),
-    stop=st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])), max_size=3),
+    stop=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1), max_size=3
+    ),
 )
 def test_numbers_and_texts_survive_a_round_trip(lr, stop):
     tree = {

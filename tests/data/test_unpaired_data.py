@@ -12,7 +12,14 @@ from transformers import PreTrainedTokenizerFast
 from burnish.config.data import PreferenceDataConfig
 from burnish.data.preference import load_pairs
 from burnish.data.sources import DataError
-from burnish.data.unpaired import HalvesStream, UnpairedStream, halves, load_judged, mismatched
+from burnish.data.unpaired import (
+    HalvesStream,
+    UnpairedStream,
+    _of_the_next_prompt,
+    halves,
+    load_judged,
+    mismatched,
+)
 from burnish.types import Batch
 
 Tok = PreTrainedTokenizerFast
@@ -88,13 +95,31 @@ def test_every_prompt_gets_the_response_of_another(chars: Tok, jsonl: Jsonl) -> 
 
 
 def test_halves_of_one_pair_are_not_put_behind_their_own_prompt(chars: Tok, jsonl: Jsonl) -> None:
+    """And the rejected responses are among those that others get."""
     batch = mismatched(halves(load_pairs(config(jsonl(PAIRS)), chars)), max_len=99)
     assert texts(chars, batch) == [
         "<s>1+1=4<|im_end|>",
-        "<s>1+1=4<|im_end|>",
+        "<s>1+1=5<|im_end|>",
         "<s>2+2=2<|im_end|>",
-        "<s>2+2=2<|im_end|>",
+        "<s>2+2=31<|im_end|>",
     ]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "taken"),
+    [
+        ("aab", [2, 2, 0]),
+        ("abbbc", [1, 4, 4, 4, 0]),
+        ("abba", [2, 3, 0, 1]),  # the a's stand together over the end: rows 3 and 0
+        ("abac", [1, 2, 3, 0]),
+        ("aa", [0, 1]),
+    ],
+)
+def test_rows_of_a_prompt_get_the_responses_of_the_next_one_in_turn(
+    prompts: str, taken: list[int]
+) -> None:
+    """Letters are prompts, numbers the rows whose responses are taken."""
+    assert _of_the_next_prompt([(ord(prompt),) for prompt in prompts]) == taken
 
 
 def test_a_row_over_the_limit_loses_the_left_of_its_prompt(chars: Tok, jsonl: Jsonl) -> None:

@@ -138,13 +138,13 @@ class Known:
 
 
 def test_ktos_reference_point_is_measured_on_other_prompts_responses() -> None:
-    """Responses sum to 16, 8, 24, 16 token ids. Rows 0 and 1 share a prompt, so both get row 2's
-    response (24), rows 2 and 3 get row 0's (16): mean 20 x (-0.1 + 0.3) = 4."""
+    """Responses sum to 16, 8, 24, 16 token ids. Rows 0 and 1 share a prompt and get rows 2's
+    and 3's responses (24, 16), rows 2 and 3 get rows 0's and 1's: mean 16 x (-0.1 + 0.3) = 3.2."""
     config = TypeAdapter(PreferenceLossConfig).validate_python({"kind": "kto"})
     prepare = preparation(config, Known(-0.1), Known(-0.3), max_len=99)
     batch = prepare(replace(pairs(), rows_per_unit=1, labels=torch.tensor([True, False] * 2)))
     # 1e-5: fp32
-    assert batch.kl_estimate == pytest.approx(4.0, abs=1e-5)
+    assert batch.kl_estimate == pytest.approx(3.2, abs=1e-5)
     assert batch.ref_logprobs is not None
     torch.testing.assert_close(batch.ref_logprobs, Known(-0.3).logprobs(batch))
 

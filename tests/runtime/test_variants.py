@@ -149,18 +149,24 @@ def test_the_layout_of_a_micro_batch_changes_no_metric(
     _assert_close(_lines(config, reward), shared, "train/ reward/ rollout/", rel=1e-3)
 
 
-def test_an_adaptive_kl_weight_moves_as_its_formula_says(rl: MakeConfig, reward: Reward) -> None:
+@pytest.mark.parametrize(("updates", "kl"), [(1, "train/kl"), (3, "rollout/kl")])
+def test_an_adaptive_kl_weight_moves_as_its_formula_says(
+    updates: int, kl: str, rl: MakeConfig, reward: Reward
+) -> None:
     """KL is 0 at the first step: error clipped to -0.2, so the second step's weight is
-    0.1 x (1 - 0.2 x 16 / 160) = 0.098."""
+    0.1 x (1 - 0.2 x 16 / 160) = 0.098. So too where several updates have moved the policy away from
+    the one that sampled: the KL is that one's."""
     options = ["algorithm.kl.kl_target=0.05", "algorithm.kl.kl_horizon=160", "max_steps=6"]
-    lines = _lines(rl(KL, *options, "train.lr=3e-2"), reward)
+    more = ["train.lr=3e-2", f"train.epochs_per_rollout={updates}"]
+    lines = _lines(rl(KL, *options, *more), reward)
+    assert lines[0][kl] == 0.0 and (lines[0]["train/kl"] != 0.0) == (updates > 1)
     coefs = [line["train/kl_coef"] for line in lines]
     assert coefs[:2] == [0.1, pytest.approx(0.098, rel=1e-9)]
     for line, after in zip(lines, coefs[1:], strict=False):
-        error = min(max(line["train/kl"] / 0.05 - 1, -0.2), 0.2)
+        error = min(max(line[kl] / 0.05 - 1, -0.2), 0.2)
         expected = line["train/kl_coef"] * (1 + error * 16 / 160)
         assert after == pytest.approx(expected, rel=1e-9)
-    assert max(line["train/kl"] for line in lines) > 0.05, "the weight is never seen to rise"
+    assert max(line[kl] for line in lines) > 0.05, "the weight is never seen to rise"
 
 
 def _coefs_after_resume(config: JobConfig, reward: Reward, run_dir: Path) -> list[float]:

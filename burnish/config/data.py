@@ -112,6 +112,10 @@ class PromptDataConfig(DataConfig):
     prompt_max_len: int = Field(1024, ge=1)
     """Longest prompt in tokens; ``overlong`` says what happens beyond."""
 
+    def rules(self) -> Iterator[str]:
+        wanted = {"prompt_key": self.prompt_key if self.prompt_template is None else None}
+        yield from missing_columns(self.files, wanted)
+
 
 class SFTDataConfig(DataConfig):
     """Demonstrations: ``messages`` (chat), or a prompt and a response, or plain text."""
@@ -165,7 +169,18 @@ class PreferenceDataConfig(DataConfig):
                 f"chosen_key and rejected_key are both {self.chosen_key!r}; a pair needs two "
                 "columns"
             )
-        wanted = {"margin_key": self.margin_key, "label_key": self.label_key}
+        wanted = {
+            "prompt_key": self.prompt_key if self.prompt_template is None else None,
+            "margin_key": self.margin_key,
+            "label_key": self.label_key,
+            "response_key": self.response_key if self.label_key is not None else None,
+        }
+        yield from missing_columns(self.files, wanted)
+
+    def missing_pairs(self, name: str) -> Iterator[str]:
+        """One sentence for each file without a column of pairs, for what reads nothing else.
+        ``name``: what the recipe calls these data."""
+        wanted = {f"{name}.chosen_key": self.chosen_key, f"{name}.rejected_key": self.rejected_key}
         yield from missing_columns(self.files, wanted)
 
     def files_without_pairs(self) -> Iterator[str]:

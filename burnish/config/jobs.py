@@ -227,6 +227,8 @@ class PreferenceConfig(SupervisedJob):
             yield f"reference is set and loss={kind} uses none; remove it, or use dpo"
         if kind != "kto":
             for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+                if data is not None:
+                    yield from data.missing_pairs(name)
                 if data is not None and data.label_key is not None:
                     yield (
                         f"{name}.label_key={data.label_key} says that rows are single responses, "

@@ -53,7 +53,11 @@ class StepsDataConfig(DataConfig):
         yield from super().rules()
         if self.steps_key == self.labels_key:
             yield f"steps_key and labels_key are both {self.labels_key!r}; give two columns"
-        wanted = {"labels_key": self.labels_key, "steps_key": self.steps_key}
+        wanted = {
+            "prompt_key": self.prompt_key if self.prompt_template is None else None,
+            "labels_key": self.labels_key,
+            "steps_key": self.steps_key,
+        }
         yield from missing_columns(self.files, wanted)
 
 
@@ -101,6 +105,7 @@ def reward_data_rules(
 
 
 def _pairs_rules(name: str, rows: PairsDataConfig, loss: str | None) -> Iterator[str]:
+    yield from rows.missing_pairs(name)
     if rows.label_key is not None:
         yield (
             f"{name}.label_key={rows.label_key} says that rows are single responses, and a "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from burnish.config.rollout import EvalConfig
+from burnish.rewards.base import sum_of_part
 from burnish.rollout.runner import Runner
 from burnish.types import ROUNDING, Group, Prompt
 
@@ -30,7 +31,8 @@ class Evaluator:
     keep_samples: Callable[[int, Sequence[Group]], None]
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """``eval/pass@k`` for every k asked for, ``eval/reward`` and ``eval/response_len``."""
+        """``eval/pass@k`` for every k asked for, ``eval/reward`` (where it is made of several, also
+        each of them, as it came) and ``eval/response_len``."""
         groups = self.runner.run(self.prompts).groups
         self.keep_samples(step, groups)
         n = self.config.n_samples_per_prompt
@@ -43,6 +45,10 @@ class Evaluator:
             f"eval/pass@{k}": sum(pass_at_k(n, c, k) for c in passed) / len(passed)
             for k in sorted({1, *self.config.pass_k})
         }
+        names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
+        if len(names) > 1:
+            count = len(samples)
+            metrics |= {f"eval/reward/{n}": sum_of_part(samples, n) / count for n in names}
         return metrics | {
             "eval/reward": sum(s.reward for s in samples) / len(samples),
             "eval/response_len": sum(len(s.response_ids) for s in samples) / len(samples),

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from burnish.config import GenerateConfig, dump_yaml
+from burnish.config.changes import changed_settings
 from burnish.config.rewards import ModelReward
 from burnish.data.choosing import DROPS, Selection, select
 from burnish.data.questions import Question, Questions
@@ -168,13 +169,10 @@ def finished(config: GenerateConfig, run_dir: Path) -> Metrics | None:
 def check_same_recipe(config: GenerateConfig, run_dir: Path) -> None:
     """Raise RunError where a resumed run's recipe would give other rows than those it has."""
     saved = run_dir / "config.yaml"
-    then = _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
-    now = _flat(yaml.safe_load(dump_yaml(config)))
-    changed = [
-        f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key) and not _may_change(key)
-    ]
+    then = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    now = yaml.safe_load(dump_yaml(config))
+    told = changed_settings(then, now).items()
+    changed = [f"{key}: {what}" for key, what in told if not _may_change(key)]
     if changed:
         raise RunError(
             f"the run {run_dir} was begun with another recipe, and its rows would be of two: "
@@ -185,20 +183,6 @@ def check_same_recipe(config: GenerateConfig, run_dir: Path) -> None:
 
 def _may_change(key: str) -> bool:
     return _MAY_CHANGE.fullmatch(key) is not None
-
-
-def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """Dotted key -> value; an empty mapping or list is a value."""
-    if isinstance(tree, Mapping) and tree:
-        items: Any = tree.items()
-    elif isinstance(tree, list) and tree:
-        items = enumerate(tree)
-    else:
-        return {path: tree}
-    found: dict[str, Any] = {}
-    for key, value in items:
-        found |= _flat(value, f"{path}.{key}" if path else str(key))
-    return found
 
 
 # ---- a run ---------------------------------------------------------------------------------------

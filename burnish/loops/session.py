@@ -25,6 +25,7 @@ import yaml
 from burnish.checkpoint import CheckpointError, CheckpointStore, Writing
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
+from burnish.config.changes import changed_settings
 from burnish.config.jobs import JobConfig, TrainingJob
 from burnish.loops.signals import StopSignals
 from burnish.loops.watch import OOM_FILE, MemoryWatch
@@ -230,6 +231,7 @@ class Session:
             log.warning(warning, extra=FILE_ONLY)
         self._survives(state, lambda: self._restore(state))
         # Only now is it sure that this recipe and the run in the folder belong together.
+        self._tell_changes()
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
         with self._signals, rare_collections(), self._watched():
             while not self._survives(state, lambda: self._begin(state, evaluate)):
@@ -246,6 +248,18 @@ class Session:
                 ", ".join(sorted(self._last)),
             )
         return self._last
+
+    def _tell_changes(self) -> None:
+        """What a resumed run does otherwise from now on."""
+        saved = self.run_dir / "config.yaml"
+        if self._saved_step < 0 or not saved.is_file():
+            return
+        then = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        changed = changed_settings(then, yaml.safe_load(dump_yaml(self.config)))
+        changed.pop("run_dir", None)
+        if changed:
+            told = "; ".join(f"{key}: {what}" for key, what in changed.items())
+            self.progress.message(f"with other settings: {told}")
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -459,7 +473,7 @@ class Session:
 
     def _say_stopping(self, name: str) -> None:
         self.progress.message(
-            f"{name}: finishing step {self.step + 1}, then saving; once more stops at once "
+            f"{name}: saving after the step under way, then stopping; once more stops at once "
             "without saving"
         )
 

@@ -278,9 +278,9 @@ class RewardSet:
 
     def _stats(self, groups: Sequence[Group], num_dropped: int) -> Stats:
         samples = [sample for group in groups for sample in group.samples]
-        totals = {reward.name: _sum_of_part(samples, reward.name) for reward, _ in self._rewards}
+        totals = {reward.name: sum_of_part(samples, reward.name) for reward, _ in self._rewards}
         if self._shaping != ShapingConfig():
-            totals["shaping"] = _sum_of_part(samples, "shaping")
+            totals["shaping"] = sum_of_part(samples, "shaping")
         totals["mean"] = sum(sample.reward for sample in samples)
         totals["truncated_frac"] = sum(sample.finish_reason == "length" for sample in samples)
         sums: dict[str, Number] = {"reward/groups_dropped": num_dropped}
@@ -321,7 +321,8 @@ def describe(item: RewardInput) -> str:
     )
 
 
-def _sum_of_part(samples: Sequence[Sample], name: str) -> float:
+def sum_of_part(samples: Sequence[Sample], name: str) -> float:
+    """The sum of one reward's values over samples, where they have one."""
     return sum(sample.reward_parts.get(name, 0.0) for sample in samples)
 
 

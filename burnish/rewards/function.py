@@ -95,7 +95,14 @@ class FunctionReward:
 
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*awaitables, return_exceptions=True)
+    return await asyncio.gather(*map(_outcome, awaitables), return_exceptions=True)
+
+
+async def _outcome(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except SystemExit as error:  # would end the loop, for which all others wait
+        return error
 
 
 def _parameters(function: Callable[..., Any], named: str) -> tuple[str, ...]:

@@ -118,6 +118,31 @@ SENSELESS = {
         "data: margin_key=margn: PAIRS has no such column; its columns are prompt, chosen, "
         "rejected, margin (nearest: margin)",
     ),
+    "a column of pairs that is not there": (
+        "rm",
+        ["data.sources=[PAIRS]", "data.chosen_key=choosen"],
+        "recipe: data.chosen_key=choosen: PAIRS has no such column; its columns are prompt, chosen",
+    ),
+    "rows that are no pairs for a loss of pairs": (
+        "preference",
+        ["data.sources=[PAIRS]", "data.rejected_key=worse"],
+        "recipe: data.rejected_key=worse: PAIRS has no such column",
+    ),
+    "a prompt column that is not there": (
+        "rl",
+        ["data.sources=[SINGLE]", "data.prompt_key=question"],
+        "data: prompt_key=question: SINGLE has no such column; its columns are prompt, response",
+    ),
+    "the same of pairs": (
+        "rm",
+        ["data.sources=[PAIRS]", "data.prompt_key=question"],
+        "data: prompt_key=question: PAIRS has no such column",
+    ),
+    "the same of solutions": (
+        "process",
+        ["data.sources=[STEPS]", "data.prompt_key=question"],
+        "data: prompt_key=question: STEPS has no such column",
+    ),
     "margins for a loss without any": (
         "preference",
         ["data.margin_key=margin"],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from burnish.rewards.base import RewardError, RewardInput
+from burnish.rewards.base import RewardError, RewardInput, _call, _Failure
 from burnish.rewards.function import FunctionReward
 from burnish.types import Group
 
@@ -103,6 +104,36 @@ def test_an_async_failure_names_its_sample(items: list[RewardInput]) -> None:
     with pytest.raises(RewardError, match="q:0/1") as caught:
         _score(f, items)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def _leaves(response: str) -> float:
+    sys.exit(0)
+
+
+def _all_leave(responses: list[str]) -> list[float]:
+    sys.exit(3)
+
+
+async def _leaves_later(response: str) -> float:
+    sys.exit("out of quota")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (_leaves, "raised SystemExit: 0"),
+        (_all_leave, "raised SystemExit: 3"),
+        (_leaves_later, "raised SystemExit: out of quota"),
+    ],
+)
+def test_a_function_that_calls_exit_ends_no_process(
+    function: Callable[..., Any], said: str, items: list[RewardInput]
+) -> None:
+    """Its run would end with the function's exit code, without a word and without a checkpoint."""
+    reward = FunctionReward(function, name="f")
+    failed = _call(reward, items)
+    reward.close()
+    assert isinstance(failed, _Failure) and said in failed.message and "q:0/0" in failed.message
 
 
 def _kwargs(response: str, **rest: Any) -> float:

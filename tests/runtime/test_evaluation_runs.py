@@ -37,6 +37,18 @@ def test_without_every_n_steps_evaluation_is_at_step_0_and_at_the_end(
     assert _steps_with(run_dir, "eval/pass@1") == [0, 3]
 
 
+def test_each_of_several_rewards_is_reported_as_it_came(
+    rl: MakeConfig, reward: Callable[[str], float], evaluation: list[str]
+) -> None:
+    """Also the one that counts nothing in the sum."""
+    rewards = "rewards=[{kind: function, name: a}, {kind: function, name: b, weight: 0}]"
+    functions = {"a": reward, "b": lambda response: 7.0 + len(response)}
+    run_dir = burnish.run(rl(*evaluation, rewards, "max_steps=1"), rewards=functions).run_dir
+    for line in read_metrics(run_dir):
+        assert line["eval/reward/a"] == pytest.approx(line["eval/reward"])
+        assert line["eval/reward/b"] >= 7.0
+
+
 def test_an_evaluation_job_reports_pass_at_k_of_its_own_samples(
     tmp_path: Path, sums: str, reward: Callable[[str], float]
 ) -> None:

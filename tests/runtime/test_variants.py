@@ -169,6 +169,19 @@ def test_an_adaptive_kl_weight_moves_as_its_formula_says(
     assert max(line[kl] for line in lines) > 0.05, "the weight is never seen to rise"
 
 
+def test_what_a_resumed_run_does_otherwise_is_said(
+    rl: MakeConfig, reward: Reward, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    burnish.run(rl(), rewards=reward)
+    burnish.run(rl("max_steps=3"), rewards=reward, resume=tmp_path / "run")
+    assert "with other settings: max_steps: 2 then, 3 now\n" in caplog.text + "\n"
+    caplog.clear()
+    more = ["max_steps=4", "algorithm.advantage=rloo", "train.lr=0.5"]
+    burnish.run(rl(*more), rewards=reward, resume=tmp_path / "run")
+    for told in ("algorithm.advantage.kind: 'grpo' then, 'rloo' now", "train.lr: 0.001 then, 0.5"):
+        assert told in caplog.text
+
+
 def _coefs_after_resume(config: JobConfig, reward: Reward, run_dir: Path) -> list[float]:
     burnish.run(config, rewards=reward, resume=run_dir)
     return [line["train/kl_coef"] for line in read_metrics(run_dir)]

@@ -28,7 +28,7 @@ from burnish.loops.preference import (
 from burnish.loops.reference_cache import compute as compute_cache
 from burnish.loops.reference_cache import load as load_cache
 from burnish.loops.reference_cache import save as save_cache
-from burnish.loops.session import REFERENCE_FILE
+from burnish.loops.run_dir import REFERENCE_FILE
 from burnish.loops.supervised import Supervised
 from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime

@@ -8,9 +8,10 @@ and checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -242,16 +243,27 @@ class RLState:
         engines = [e for e in (self.run.policy, self.run.critic) if e is not None]
         return int(1.02 * sum(e.state_bytes for e in engines)) + (16 << 20)
 
-    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[BeingWritten]:
-        """Write policy, critic, the positions of the streams, KL controller, reward statistics."""
+    @property
+    def version(self) -> int:
+        """Updates of the policy so far."""
+        return self.run.policy.version
+
+    def position(self) -> dict[str, Any]:
+        """The positions of the streams, KL controller, reward statistics."""
+        found = {"prompts": self.run.prompts.state_dict(), "kl": self.run.kl.state_dict()}
+        found["rewards"] = self.run.runner.rewards.state_dict()
+        if self.run.ptx is not None:
+            found["ptx"] = self.run.ptx.stream.state_dict()
+        return found
+
+    def save(
+        self, folder: Path, position: Mapping[str, Any], *, in_background: bool = False
+    ) -> Sequence[BeingWritten]:
+        """Write policy, critic and ``position``."""
         engines = {"policy": self.run.policy, "critic": self.run.critic}
         named = {folder / role: engine for role, engine in engines.items() if engine is not None}
         pending = save_engines(named, in_background=in_background)
-        state = {"prompts": self.run.prompts.state_dict(), "kl": self.run.kl.state_dict()}
-        state["rewards"] = self.run.runner.rewards.state_dict()
-        if self.run.ptx is not None:
-            state["ptx"] = self.run.ptx.stream.state_dict()
-        save_state(folder, "rl", state)
+        save_state(folder, "rl", position)
         return pending
 
     def load(self, folder: Path) -> None:

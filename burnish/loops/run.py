@@ -34,11 +34,11 @@ from burnish.loops.build_distill import build_distill
 from burnish.loops.build_preference import build_preference
 from burnish.loops.generate import GenerateRun, check_output, check_same_recipe, finished
 from burnish.loops.rl import RLState, rl_step
+from burnish.loops.run_dir import prepare_run_dir
 from burnish.loops.session import (
     RunError,
     Session,
     StoppedError,
-    prepare_run_dir,
     seed_everything,
 )
 from burnish.loops.splits import check_splits

@@ -13,10 +13,11 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -26,18 +27,18 @@ from burnish.checkpoint import CheckpointError, CheckpointStore, Writing
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config import dump_yaml
 from burnish.config.changes import changed_settings
-from burnish.config.jobs import JobConfig, TrainingJob
+from burnish.config.jobs import TrainingJob
+from burnish.data.sources import DataError
 from burnish.loops.signals import StopSignals
 from burnish.loops.watch import OOM_FILE, MemoryWatch
-from burnish.memory.launch import PLAN_FILE
-from burnish.memory.watched import MEMORY_FILE, MEMORY_JSON
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
-from burnish.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
+from burnish.observe.metrics import MetricsLog, read_metrics
 from burnish.observe.progress import FILE_ONLY, Progress, close_logging, setup_logging
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.observe.timeline import Timeline
+from burnish.rewards.base import RewardError
 from burnish.runtime.base import WorkerLostError
 from burnish.types import BeingWritten
 
@@ -45,8 +46,6 @@ log = logging.getLogger("burnish")
 
 Metrics = dict[str, float]
 STOPPED_FILE = "stopped.txt"
-REFERENCE_FILE = "reference_logprobs.safetensors"
-"""What ``reference_cache.py`` keeps; written before the policy is loaded."""
 
 
 class RunError(RuntimeError):
@@ -79,58 +78,24 @@ class State(Protocol):
         """About how many bytes :meth:`save` writes."""
         ...
 
-    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[BeingWritten]:
-        """Write all of it; ``in_background``: what is returned may be written later, as of now."""
+    @property
+    def version(self) -> int:
+        """Updates of the model so far."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """What a step moves before it updates anything: streams, running statistics. Plain values
+        of now, that later steps do not change."""
+        ...
+
+    def save(
+        self, folder: Path, position: Mapping[str, Any], *, in_background: bool = False
+    ) -> Sequence[BeingWritten]:
+        """Write all of it, with ``position``; ``in_background``: what is returned may be written
+        later, as of now."""
         ...
 
     def load(self, folder: Path) -> None: ...
-
-
-def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
-    """The run folder, made if it is new.
-
-    Raises RunError where it holds another run and nothing is resumed, and where what is to be
-    resumed is no run or a run of another job.
-    """
-    if resume is not None:
-        saved = resume / "config.yaml"
-        if not saved.is_file():
-            raise RunError(
-                f"--resume {resume}: there is no config.yaml, so this is not a run folder"
-            )
-        job = yaml.safe_load(saved.read_text(encoding="utf-8"))["job"]
-        if job != config.job:
-            raise RunError(
-                f"--resume {resume}: that is a run of the job {job!r}, and this recipe is for "
-                f"{config.job!r}; go on "
-                f"with it by 'burnish {job} --resume {resume}', or leave --resume out to start a "
-                "new run"
-            )
-        return resume
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    run_dir = Path(config.run_dir.replace("{job}", config.job).replace("{time}", stamp))
-    if run_dir.exists() and (not run_dir.is_dir() or _holds_something(run_dir)):
-        resumable = config.job != "evaluate"
-        go_on = f"go on with that run by --resume {run_dir}, or " if resumable else ""
-        raise RunError(
-            f"the run folder {run_dir} is not empty; {go_on}choose another folder with run_dir=... "
-            "({time} in it is filled in)"
-        )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return run_dir
-
-
-def _holds_something(folder: Path) -> bool:
-    """Whether there is more in it than what a run leaves that was refused, or failed before its
-    first measurement."""
-    names = {path.name for path in folder.iterdir()}
-    metrics = folder / METRICS_FILE
-    failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {PLAN_FILE, OOM_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
-    if failed_at_start:
-        left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
-        left |= {MEMORY_FILE, MEMORY_JSON}
-    return bool(names - left)
 
 
 def seed_everything(seed: int) -> None:
@@ -151,6 +116,15 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What there was before a step, of what a step may change without an update."""
+
+    version: int
+    position: Mapping[str, Any]
+    rng: Mapping[str, Any]
 
 
 class Session:
@@ -309,7 +283,12 @@ class Session:
         if self._writing is not None and self._writing.done:
             self._finish_writing()
         self._stop_if_asked(state)
-        self._one_step(state, step, evaluate, eval_every)
+        before = _Before(state.version, state.position(), capture_rng())
+        try:
+            self._one_step(state, step, evaluate, eval_every)
+        except (RewardError, DataError):
+            self._save_what_was(state, before)
+            raise
         if self._checkpoint_due():
             self._save(state)
         if self.step == self.total_steps:
@@ -376,7 +355,22 @@ class Session:
         every = self.config.checkpoint.every_n_steps
         return self.step == self.total_steps or bool(every and self.step % every == 0)
 
-    def _save(self, state: State) -> None:
+    def _save_what_was(self, state: State, before: _Before) -> None:
+        """The run as it was before a step that something outside of it ended, and how to go on."""
+        if self.step == 0 or state.version != before.version:
+            return
+        try:
+            self._save(state, before)
+            self._finish_writing()
+        except CheckpointError as error:  # what ended the run is not to be hidden by this
+            log.warning(error)
+            return
+        self.progress.message(
+            f"step {self.step} is saved: once this is mended, go on by --resume {self.run_dir}"
+        )
+
+    def _save(self, state: State, before: _Before | None = None) -> None:
+        """Save the run as it is, or as it was ``before`` the step under way."""
         if self._saved_step == self.step:
             return
 
@@ -384,9 +378,11 @@ class Session:
         in_background = self.config.checkpoint.in_background
 
         def write(folder: Path) -> Sequence[BeingWritten]:
-            pending = state.save(folder, in_background=in_background)
+            position = state.position() if before is None else before.position
+            pending = state.save(folder, position, in_background=in_background)
             told = {"step": self.step, "evaluated_step": self._evaluated_step, "last": self._last}
-            save_state(folder, "session", told | {"rng": capture_rng()})
+            rng = capture_rng() if before is None else before.rng
+            save_state(folder, "session", told | {"rng": rng})
             return pending
 
         # A value measured at an earlier step says nothing about these weights.

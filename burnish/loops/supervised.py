@@ -65,11 +65,22 @@ class SupervisedState:
         """About how many bytes a checkpoint takes."""
         return int(1.02 * self.run.engine.state_bytes) + (16 << 20)
 
-    def save(self, folder: Path, *, in_background: bool = False) -> Sequence[BeingWritten]:
-        """Write the model and the position in the data."""
+    @property
+    def version(self) -> int:
+        """Updates so far."""
+        return self.run.engine.version
+
+    def position(self) -> dict[str, Any]:
+        """The position in the data."""
+        return self.run.stream.state_dict()
+
+    def save(
+        self, folder: Path, position: Mapping[str, Any], *, in_background: bool = False
+    ) -> Sequence[BeingWritten]:
+        """Write the model and ``position``."""
         named = {folder / self.role: self.run.engine}
         pending = save_engines(named, in_background=in_background)
-        save_state(folder, "data", self.run.stream.state_dict())
+        save_state(folder, "data", position)
         if self.run.facts is not None:
             save_state(folder, FACTS, self.run.facts)
         return pending

@@ -17,7 +17,7 @@ import pytest
 
 import burnish
 from burnish.config import load_config
-from burnish.loops.session import REFERENCE_FILE
+from burnish.loops.run_dir import REFERENCE_FILE
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 

@@ -1,0 +1,65 @@
+"""The folder of a run: made, or refused where it holds something else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import yaml
+
+from burnish.config.jobs import JobConfig
+from burnish.loops.session import RunError
+from burnish.loops.watch import OOM_FILE
+from burnish.memory.launch import PLAN_FILE
+from burnish.memory.watched import MEMORY_FILE, MEMORY_JSON
+from burnish.observe.metrics import METRICS_FILE
+
+REFERENCE_FILE = "reference_logprobs.safetensors"
+"""What ``reference_cache.py`` keeps; written before the policy is loaded."""
+
+
+def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
+    """The run folder, made if it is new.
+
+    Raises RunError where it holds another run and nothing is resumed, and where what is to be
+    resumed is no run or a run of another job.
+    """
+    if resume is not None:
+        saved = resume / "config.yaml"
+        if not saved.is_file():
+            raise RunError(
+                f"--resume {resume}: there is no config.yaml, so this is not a run folder"
+            )
+        job = yaml.safe_load(saved.read_text(encoding="utf-8"))["job"]
+        if job != config.job:
+            raise RunError(
+                f"--resume {resume}: that is a run of the job {job!r}, and this recipe is for "
+                f"{config.job!r}; go on "
+                f"with it by 'burnish {job} --resume {resume}', or leave --resume out to start a "
+                "new run"
+            )
+        return resume
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = Path(config.run_dir.replace("{job}", config.job).replace("{time}", stamp))
+    if run_dir.exists() and (not run_dir.is_dir() or _holds_something(run_dir)):
+        resumable = config.job != "evaluate"
+        go_on = f"go on with that run by --resume {run_dir}, or " if resumable else ""
+        raise RunError(
+            f"the run folder {run_dir} is not empty; {go_on}choose another folder with run_dir=... "
+            "({time} in it is filled in)"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
+def _holds_something(folder: Path) -> bool:
+    """Whether there is more in it than what a run leaves that was refused, or failed before its
+    first measurement."""
+    names = {path.name for path in folder.iterdir()}
+    metrics = folder / METRICS_FILE
+    failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
+    left = {PLAN_FILE, OOM_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
+    if failed_at_start:
+        left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
+        left |= {MEMORY_FILE, MEMORY_JSON}
+    return bool(names - left)

@@ -107,7 +107,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         own = next(model.parameters()).device
         device = device or (torch.device("cpu") if own.type == "meta" else own)
         self._pending: PendingSave | None = None
-        self._save_group = _saving_group(ranks.group) if spec.trainable else None
+        self._save_group: ProcessGroup | None = None
         super().__init__(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
 
     # ---- sharding --------------------------------------------------------------------------
@@ -332,7 +332,8 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
         assert isinstance(self.optimizer, ShardedOptimizer), f"the {self.role} engine is frozen"
         self._check_finite(self.optimizer.broken_master())
-        assert self._save_group is not None
+        if self._save_group is None:
+            self._save_group = _saving_group(self.ranks.group, self.device)
         if self._pending is not None:
             self._pending.join()
         folder.mkdir(parents=True, exist_ok=True)
@@ -342,10 +343,16 @@ class ShardedTrainEngine(TorchTrainEngine):
         return self._pending
 
 
-def _saving_group(group: ProcessGroup) -> ProcessGroup:
-    """A gloo group of the same ranks that nothing else uses: a thread may talk there while training
-    talks on their own. Made with the engine, so that a limit of time set then holds for it too."""
-    return new_group(get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+def _saving_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
+    """A gloo group of the same ranks, with the same limit of time, that nothing else uses: a thread
+    may talk there while training talks on their own."""
+    assert group is not None
+    return new_group(
+        get_process_group_ranks(group),
+        backend="gloo",
+        timeout=group._get_backend(torch.device(device.type)).options._timeout,
+        use_local_synchronization=True,
+    )
 
 
 def _sum_of(outputs: Outputs) -> Tensor:

@@ -326,8 +326,11 @@ def save_while_training(folder: Path, ranks: Ranks) -> dict[str, Any]:
     resumed.load(folder / "later")
     version = resumed.version
     train(resumed, 2)
+    assert engine._save_group is not None
+    gloo: Any = engine._save_group._get_backend(torch.device("cpu"))
     return {
         "done": done,
+        "limit_s": gloo.options._timeout.total_seconds(),
         "version": version,
         "same": state_hash(resumed) == state_hash(engine),
         "failed": _failing_save(folder, ranks, engine),

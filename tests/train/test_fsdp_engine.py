@@ -305,6 +305,7 @@ def test_a_sharded_checkpoint_is_exported(name: str, two: Reports, tmp_path: Pat
 def test_a_save_while_training_goes_on_is_of_the_moment_it_was_asked_for(two: Reports) -> None:
     found = two.same("async")
     assert found["done"], "the next save waited for it"
+    assert found["limit_s"] == 120, "what ranks wait for each other in it is limited as they are"
     assert found["version"] == 5 and found["same"], "resumed from it, two steps are the same bits"
     at_once, meanwhile = (tensor_sets(two.folder / n) for n in ("at once", "meanwhile"))
     for kind, files in at_once.items():

@@ -65,9 +65,6 @@ class EngineSpec:
     train: TrainConfig
     model: ModelConfig
     """Where the model comes from."""
-    as_written: ModelConfig | None = None
-    """The model as the recipe names it, where ``model`` has full paths instead. Checkpoints hold
-    this, so that they may move with the folder that holds the recipe and the base of a LoRA."""
     micro_batch_size: int | None = None
     """Rows (units) per pass; None with a token budget, or to take all at once."""
     total_steps: int = 1
@@ -89,6 +86,9 @@ class EngineSpec:
     """What a student learns from."""
     seed: int = 0
     """Of the run: new adapters and dropout on a cluster's workers."""
+    as_written: ModelConfig | None = None
+    """The model as the recipe names it, where ``model`` has full paths instead. Checkpoints hold
+    this, so that they may move with the folder that holds the recipe and the base of a LoRA."""
 
     def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
         """The spec with the job's number formats, or its own."""

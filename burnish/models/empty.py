@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from burnish.config.model import ModelConfig
+from burnish.models.lora import plain_name
 from burnish.models.tensor_files import Rows, TensorFiles
 
 log = logging.getLogger("burnish")
@@ -67,13 +68,8 @@ def fill_rows(
     files = _weight_files(config)
     assert files is not None, "an empty model comes from safetensors files"
     for name, (tensor, rows, columns) in parameters.items():
-        read = files.read(_stored_name(name), rows)
+        read = files.read(plain_name(name), rows)
         tensor.copy_(read if columns is None else read[:, slice(*columns)])
-
-
-def _stored_name(name: str) -> str:
-    """Adapters stand around a layer, and move its weight down by one name."""
-    return name.replace(".base_layer.", ".")
 
 
 def _fits(files: TensorFiles, name: str, parameter: nn.Parameter) -> bool:

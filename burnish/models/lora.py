@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -10,10 +11,13 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.config.model import LoraConfig
+
+log = logging.getLogger("burnish")
 
 ADAPTER = "default"
 
@@ -45,6 +49,7 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
             "projection's weight alone); name inner layers, or use all-linear"
         )
     _fill_empty_adapters(model, generator)
+    _warn_of_bare_experts(model, config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 
@@ -82,21 +87,81 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def merged_weights(
     model: nn.Module, only: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, tensor) of every parameter, adapters added to their base weights in
-    fp32. ``only``: these parameters, by their names in ``model`` (a layer's base weight and
-    adapters go together); None: all."""
-    deltas = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
-    }
+    """Yield (HuggingFace name, tensor) of every parameter, adapters added to their base weights in
+    fp32.
+
+    ``only``: these parameters, by their names in ``model`` (a layer's base weight and its adapters
+    belong together); None: all.
+    """
+    adapters = _adapters_by_parameter(model)
     for name, parameter in model.named_parameters():
         if ".lora_" in name or (only is not None and name not in only):
             continue
-        owner, _, leaf = name.rpartition(".base_layer.")
-        if not owner:
-            yield name, parameter.detach()
-        elif leaf == "weight":
-            with torch.no_grad():
-                delta = deltas[owner].get_delta_weight(ADAPTER).float()  # type: ignore[attr-defined]
-                yield f"{owner}.weight", (parameter.float() + delta).to(parameter.dtype)
-        else:
-            yield f"{owner}.{leaf}", parameter.detach()
+        plain = plain_name(name)
+        if plain not in adapters:
+            yield plain, parameter.detach()
+            continue
+        with torch.no_grad():
+            merged = parameter.float()
+            for layer in adapters[plain]:
+                merged = merged + layer.get_delta_weight(ADAPTER).float()  # type: ignore[operator]
+            yield plain, merged.to(parameter.dtype)
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter or buffer has in the model without adapters.
+
+    An adapter wraps its module and adds ``base_layer`` to the names inside; wrappers around
+    parameters (fused experts) are nested and add it once each.
+    """
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def _adapters_by_parameter(model: nn.Module) -> dict[str, list[LoraLayer]]:
+    """Return the adapters that are added to each parameter, by its plain name.
+
+    A wrapper around a module adapts the module's ``weight``; one around a parameter
+    (:class:`ParamWrapper`) adapts the parameter that it names, and several of these may be nested
+    around one module.
+    """
+    found: dict[str, list[LoraLayer]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            leaf = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+            found.setdefault(f"{plain_name(name)}.{leaf}", []).append(layer)
+    return found
+
+
+_MLP_NAMES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
+"""Names of an expert's projections, in the files of common mixtures and in transformers."""
+
+
+def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
+    """Log the fused experts that ``config`` seems to ask for and that have no adapters: peft knows
+    the expert weights of some families only."""
+    targets = config.target_modules
+    if isinstance(targets, str):
+        asked = targets == "all-linear"
+    else:
+        asked = bool(_MLP_NAMES & {target.rpartition(".")[2] for target in targets})
+    if not asked:
+        return
+    adapters = _adapters_by_parameter(model)
+    bare = [
+        plain_name(name)
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+        and len(_shape(parameter)) == 3
+        and plain_name(name) not in adapters
+    ]
+    if bare:
+        log.warning(
+            "model.lora.target_modules=%r gives no adapters to %d fused expert weights of this %s "
+            "model (e.g. %s): they stay as in the base model",
+            *(targets, len(bare), type(model).__name__, bare[0]),
+        )
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of the full parameter, also if DeepSpeed holds it in shards."""
+    return tuple(vars(parameter).get("ds_shape", parameter.shape))

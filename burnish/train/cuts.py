@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.models.load import ModelError
+from burnish.models.lora import plain_name
 from burnish.models.tensor_files import Piece, Rows
 from burnish.models.tensor_parallel import Cut, cut_layers
 from burnish.train.ranks import Ranks
@@ -26,7 +27,7 @@ class Cuts:
     def __init__(self, cuts: Mapping[str, Cut], team: Ranks, peers: Ranks) -> None:
         self.team, self.peers = team, peers
         self._cuts = dict(cuts)
-        self._exported = {n.replace(".base_layer.", "."): cut for n, cut in cuts.items()}
+        self._exported = {plain_name(n): cut for n, cut in cuts.items()}
 
     def dim(self, name: str) -> int | None:
         """The dimension along which a parameter is cut; None: it is whole on every rank."""

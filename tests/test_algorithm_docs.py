@@ -20,7 +20,7 @@ from burnish.algorithms import (
 )
 from burnish.config import JOBS, load_config
 from burnish.config.docs import fields_table
-from burnish.config.overrides import RecipeLoader
+from burnish.config.yaml_text import RecipeLoader
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from burnish.config import load_config
-from burnish.config.overrides import RecipeLoader
+from burnish.config.yaml_text import RecipeLoader
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ValidationError, create_model
 from burnish.config.base import Node
 from burnish.config.explain import explain, meant_by, nearest
 from burnish.config.jobs import JobConfig
-from burnish.config.overrides import OverrideError, RecipeLoader, apply_override
+from burnish.config.overrides import OverrideError, apply_override
 from burnish.config.registry import JOBS
+from burnish.config.yaml_text import compose, construct, dump
 
 _log = logging.getLogger("burnish")
 
@@ -42,8 +43,7 @@ def load_config(
     type, or a broken rule between fields. All problems are in the one message. Settings that work
     and are rarely meant are warnings of the logger ``burnish`` (without a handler: on stderr), here
     and nowhere else but in a run's run.log."""
-    where, tree = _read(recipe)
-    cls = JOBS[_job_name(where, tree, overrides, wanted=job)]
+    where, tree, cls = _read(recipe, overrides, wanted=job)
     problems: list[str] = []
     for override in overrides:
         try:
@@ -64,30 +64,40 @@ def load_config(
 
 def dump_yaml(config: JobConfig) -> str:
     """The resolved config as YAML that :func:`load_config` reads back to an equal config."""
-    tree = config.model_dump(mode="json")
-    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    # YAML folds some rare line breaks (U+0085, U+2028) even inside quotes: escape them then.
-    if yaml.safe_load(text) != tree:
-        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=False)
-    return text
+    return dump(config.model_dump(mode="json"))
 
 
-def _read(recipe: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _read(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str], *, wanted: str | None
+) -> tuple[str, dict[str, Any], type[JobConfig]]:
+    """Where the recipe is from, its tree, and the class of its job."""
     if isinstance(recipe, Mapping):
-        return "recipe", _copy(recipe)
+        tree = _copy(recipe)
+        return "recipe", tree, JOBS[_job_name("recipe", tree, overrides, wanted=wanted)]
     path = Path(recipe)
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise ConfigError(f"recipe {path} {what}{nearest(str(path), siblings)}")
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=RecipeLoader)
+        text = path.read_text(encoding="utf-8")
+        loader, node = compose(text, name=str(path))
+        cls = JobConfig
+        if isinstance(node, yaml.MappingNode):
+            cls = JOBS[_job_name(str(path), _named_job(node), overrides, wanted=wanted)]
+        tree = construct(loader, node, cls, source=text)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"recipe {path} cannot be read as YAML: {error}") from None
     if not isinstance(tree, dict):
         found = "empty" if tree is None else f"a {type(tree).__name__}"
         raise ConfigError(f"recipe {path} must be a mapping of keys to values, and it is {found}")
-    return str(path), _copy(tree)
+    return str(path), _copy(tree), cls
+
+
+def _named_job(node: yaml.MappingNode) -> dict[str, str]:
+    """What the recipe says under ``job``, before the rest is read by that job's types."""
+    said = {k.value: v.value for k, v in node.value if isinstance(k, yaml.ScalarNode)}
+    return {"job": said["job"]} if isinstance(said.get("job"), str) else {}
 
 
 def _copy(value: Any) -> Any:

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import typing
 from typing import Any
 
 import yaml
 
 from burnish.config.base import Node
-from burnish.config.schema import is_list, kinds_of, nodes_in
+from burnish.config.schema import is_list, item_of, kinds_of, nodes_in, value_of
+from burnish.config.yaml_text import field_value
 
 
 class OverrideError(ValueError):
     """One override that cannot be applied: which, where it fails, and what can be written there."""
-
-
-class RecipeLoader(yaml.SafeLoader):
-    """YAML as people mean it: ``1e-6`` is a number, and a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping, or a YAML error that names the line of a repeated key."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                problem = f"the key {key.value!r} stands here twice; remove one"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),  # YAML 1.1 reads 1e-6 as text
-    list("-+0123456789"),
-)
 
 
 def apply_override(tree: dict[str, Any], override: str, cls: type[Node]) -> None:
@@ -42,39 +21,42 @@ def apply_override(tree: dict[str, Any], override: str, cls: type[Node]) -> None
 
     List items are reached by number. A short form on the way (``advantage: gae``, a source that is
     only a path) opens into its node so that its options can be set. Raises OverrideError."""
-    keys, value = _parse(override)
+    keys, text = _parse(override)
     node: Any = tree
     annotation: Any = cls
     for i, key in enumerate(keys[:-1]):
         slot = _slot(node, key, path=".".join(keys[:i]), override=override)
-        if not isinstance(node, list):
-            annotation = _field(annotation, key)
+        annotation = _below(annotation, key, in_list=isinstance(node, list))
         child = node[slot] if isinstance(node, list) else node.get(slot)
         path = ".".join(keys[: i + 1])
         node[slot] = _opened(child, annotation, path=path, override=override)
         node = node[slot]
-    node[_slot(node, keys[-1], path=".".join(keys[:-1]), override=override)] = value
+    slot = _slot(node, keys[-1], path=".".join(keys[:-1]), override=override)
+    annotation = _below(annotation, keys[-1], in_list=isinstance(node, list))
+    try:
+        node[slot] = field_value(text, annotation)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise OverrideError(f"override {override!r}: the value is not YAML: {reason}") from None
 
 
-def _parse(override: str) -> tuple[list[str], Any]:
+def _parse(override: str) -> tuple[list[str], str]:
     dotted, sign, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not sign or not all(keys):
         raise OverrideError(
             f"override {override!r} is not of the form dotted.key=value, such as train.lr=1e-6"
         )
-    try:
-        return keys, yaml.load(text, Loader=RecipeLoader)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise OverrideError(f"override {override!r}: the value is not YAML: {reason}") from None
+    return keys, text
 
 
-def _field(annotation: Any, key: str) -> Any:
-    """The annotation of a key below ``annotation``; None where the key is not known (validation
-    says so)."""
+def _below(annotation: Any, key: str, *, in_list: bool) -> Any:
+    """The annotation of a key (or list item) below ``annotation``; None where the key is not known
+    (validation says so)."""
+    if in_list:
+        return item_of(annotation) if is_list(annotation) else annotation
     fields = [node.model_fields[key] for node in nodes_in(annotation) if key in node.model_fields]
-    return fields[0].annotation if fields else None
+    return fields[0].annotation if fields else value_of(annotation)
 
 
 def _opened(node: Any, annotation: Any, *, path: str, override: str) -> Any:

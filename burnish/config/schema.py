@@ -50,6 +50,24 @@ def item_of(annotation: Any) -> Any:
     return typing.get_args(_without_none(annotation))[0]
 
 
+def value_of(annotation: Any) -> Any:
+    """The annotation of the values of a mapping; None where it is no mapping."""
+    bare = _without_none(annotation)
+    return typing.get_args(bare)[1] if typing.get_origin(bare) is dict else None
+
+
+def is_text(annotation: Any) -> bool:
+    """Whether a field takes text and nothing else (it may also be null).
+
+    >>> is_text(str | None), is_text(typing.Literal["on", "off"]), is_text(str | int)
+    (True, True, False)
+    """
+    bare = _without_none(annotation)
+    if typing.get_origin(bare) is typing.Literal:
+        return all(isinstance(arg, str) for arg in typing.get_args(bare))
+    return bare is str
+
+
 def type_words(annotation: Any) -> str:
     """An annotation in words.
 
@@ -57,7 +75,7 @@ def type_words(annotation: Any) -> str:
     'list (whole number each), or null'
     """
     bare = _without_none(annotation)
-    optional = ", or null" if _allows_none(annotation) else ""
+    optional = ", or null" if allows_none(annotation) else ""
     return _words(bare) + optional
 
 
@@ -84,7 +102,8 @@ def _bare(annotation: Any) -> Any:
     return annotation
 
 
-def _allows_none(annotation: Any) -> bool:
+def allows_none(annotation: Any) -> bool:
+    """Whether a field may be null."""
     annotation = _bare(annotation)
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return is_union and type(None) in typing.get_args(annotation)
@@ -92,7 +111,7 @@ def _allows_none(annotation: Any) -> bool:
 
 def _without_none(annotation: Any) -> Any:
     annotation = _bare(annotation)
-    if not _allows_none(annotation):
+    if not allows_none(annotation):
         return annotation
     rest = tuple(arg for arg in typing.get_args(annotation) if arg is not type(None))
     return _bare(rest[0]) if len(rest) == 1 else typing.Union[rest]  # noqa: UP007 (built at run time)

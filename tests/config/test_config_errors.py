@@ -163,7 +163,7 @@ def test_a_mistake_inside_a_list_item_brings_no_second_error_about_the_list(rl_r
 
 def test_a_key_named_like_a_kind_keeps_its_place_in_the_path(rl_recipe):
     """``function`` is a kind of reward and also a key of it."""
-    said = only_problem(rl_recipe, "rewards=[{kind: function, function: 3}]")
+    said = only_problem(rl_recipe, "rewards=[{kind: function, function: [3]}]")
     assert said.startswith("rewards[0].function: must be text")
 
 
@@ -262,7 +262,7 @@ def test_a_recipe_file_that_is_not_there_is_named_with_its_nearest_neighbour(tmp
         ("job: [rl\n", "cannot be read as YAML"),
         ("- rl\n", "must be a mapping of keys to values, and it is a list"),
         ("", "and it is empty"),
-        ("job: rl\nseed: 1\nseed: 2\n", "the key 'seed' stands here twice"),
+        ("job: rl\nseed: 1\nseed: 2\n", "the key 'seed' occurs twice"),
         (b"job: \xff\n", "cannot be read as YAML"),
     ],
 )

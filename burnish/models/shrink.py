@@ -1,0 +1,422 @@
+"""Shrink a model's config to a few small layers of the same behavior, and build it at random.
+
+A check of behavior (which tokens read which, what is done to the logits) need not load a model: a
+model of the same family with one layer of each layer type answers the same questions in
+milliseconds, for 135M parameters and for 70B. :func:`shrink` makes sizes small and keeps everything
+that is behavior. It knows families of field names, not models; ``_EXCEPTIONS`` has the model types
+whose fields depend on each other in ways that names do not tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from burnish.models.layers import keep_layers
+
+VOCAB = 128
+"""Tokens of a shrunk model. Special tokens beyond it are moved to ids from :data:`SPECIAL` up."""
+SPECIAL = 100
+HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
+POSITIONS = 64
+"""Positions of a shrunk model (tables of learned positions)."""
+ORIGINAL_POSITIONS = 8
+"""``original_max_position_embeddings``: rows of more tokens cross the border of RoPE variants."""
+WINDOW = 4
+EXPERTS, EXPERTS_PER_TOKEN, EXPERT_GROUPS = 8, 2, 4
+
+Fields = dict[str, Any]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_HIDDEN = _names("hidden_size d_model n_embd emb_dim embedding_dim")
+_HEADS = _names(
+    "num_attention_heads n_head n_heads attention_heads decoder_attention_heads num_heads"
+)
+_KV_HEADS = _names("num_key_value_heads num_kv_heads num_key_value_groups num_query_groups")
+
+_KINDS: dict[str, tuple[str, ...]] = {
+    "hidden": (
+        *_HIDDEN,
+        *_names("attention_hidden_size lru_width word_embed_proj_dim embedding_size width"),
+        *_names("input_embedding_size output_embedding_size pronunciation_embed_dim"),
+        *_names("shape_embed_dim cross_attention_hidden_size mamba_d_ssm embed_dim"),
+    ),
+    "heads": (
+        *_HEADS,
+        *_names("encoder_attention_heads num_encoder_attention_heads swa_num_attention_heads"),
+        *_names("num_decoder_attention_heads linear_num_heads num_attention_heads_per_layer"),
+        *_names("indexer_n_heads index_n_heads index_num_attention_heads"),
+    ),
+    "kv_heads": (*_KV_HEADS, *_names("swa_num_key_value_heads kv_n_heads indexer_kv_heads")),
+    "head_dim": (
+        *_names("head_dim swa_head_dim global_head_dim attention_head_dim kv_channels d_head"),
+        *_names("dim_head attention_head_size"),
+        *_names("d_kv v_head_dim_swa"),
+    ),
+    "mla": _names("qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim"),
+    "inner": _names(
+        "intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim dff d_inner dim_ff "
+        "ffn_hidden_size moe_intermediate_size shared_expert_intermediate_size feed_forward_size "
+        "shared_experts_intermediate_size expert_ffn_hidden_size intermediate_size_mlp "
+        "shared_intermediate_size dense_intermediate_size prefix_dense_intermediate_size "
+        "moe_shared_expert_intermediate_size moe_latent_size expert_intermediate_size"
+    ),
+    "vocabulary": _names(
+        "vocab_size decoder_vocab_size vocab_size_per_layer_input audio_vocab_size "
+        "pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab "
+        "ngram_vocab_size_base"
+    ),
+    "positions": _names(
+        "max_position_embeddings n_positions n_ctx max_seq_len context_length seq_length "
+        "model_max_length max_sequence_length max_target_positions max_source_positions "
+        "position_bias_max_distance"
+    ),
+    "window": _names(
+        "sliding_window window_size local_attention attention_window_size sliding_window_size "
+        "keep_window_size attention_chunk_size index_topk index_block_size block_size rel_extent "
+        "floor_scale log_scaling_n_floor local_attention_window_len indexer_budget chunk_size "
+        "mamba_chunk_size"
+    ),
+    "experts": _names(
+        "num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num"
+    ),
+    "experts_per_token": _names(
+        "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts moe_top_k"
+    ),
+    "groups": _names("n_group num_expert_group"),
+    "groups_per_token": _names("topk_group"),
+    "width_8": _names(
+        "q_lora_rank kv_lora_rank o_lora_rank laurel_rank hidden_size_per_layer_input "
+        "hc_lowrank gated_norm_rank adapter_rank router_hidden_size d_rel mamba_d_state "
+        "state_size ssm_state_size linear_key_head_dim prompt_mid_dim cross_attention_dim"
+    ),
+    "width_16": _names(
+        "ple_embed_dim mamba_d_head mamba_head_dim linear_value_head_dim linear_head_dim "
+        "index_head_dim indexer_head_dim"
+    ),
+    "at_most_2": _names(
+        "o_groups n_groups mamba_n_groups mamba_ngroups index_topk_blocks num_random_blocks "
+        "n_shared_experts num_shared_experts moe_num_shared_experts rescale_every "
+        "n_layers_per_attn_res_block"
+    ),
+    "at_most_4": _names("split_ngram_parts heads_per_ngram time_step_rank mamba_dt_rank"),
+}
+_LIMITS = {
+    "heads": HEADS,
+    "vocabulary": VOCAB,
+    "positions": POSITIONS,
+    "experts": EXPERTS,
+    "experts_per_token": EXPERTS_PER_TOKEN,
+    "groups": EXPERT_GROUPS,
+    "width_8": 8,
+    "width_16": 16,
+    "at_most_2": 2,
+    "at_most_4": 4,
+}
+"""Largest value of the kinds of size that do not depend on others."""
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+_SPECIAL_ENDINGS = ("token_id", "token_ids", "token_index", "_index")
+
+
+def shrink(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a small copy of the ``config`` of a causal language model of any size.
+
+    The copy has one layer of each type (two at least), small sizes and windows, and the behavior of
+    the original: activations, norms, softcaps, scales, dropout, rotary variants, routers, biases
+    and unknown fields. Of a composite config the part that ``AutoModelForCausalLM`` builds is
+    taken. ``config`` is not changed.
+    """
+    source = causal_lm_config(config)
+    fields = _shrunk(source.to_dict())
+    return type(source).from_dict(fields)
+
+
+def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config that ``AutoModelForCausalLM`` builds a model from: the text config of a
+    composite one if its language model can be built alone, else ``config``."""
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        return config
+    wanted = mapping[type(config)].config_class
+    parts = [value for value in vars(config).values() if type(value) is wanted]
+    if isinstance(config, wanted) or len(parts) != 1 or wanted not in mapping:
+        return config
+    return cast(PretrainedConfig, parts[0])
+
+
+def build(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Return the causal language model of ``config`` on the CPU in fp32, in evaluation mode.
+
+    Weights are random and large enough that every part of the model shows in its outputs (gates,
+    offsets and router biases that begin at zero included). The same ``seed`` gives the same
+    weights; the global random state does not change.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.float()
+        _randomize(model)
+        _widen_logits(model)
+    return cast(PreTrainedModel, model.eval())
+
+
+def _shrunk(fields: Fields) -> Fields:
+    """Shrink the fields of one config and of the configs inside it."""
+    old = dict(fields)
+    new = {
+        name: _shrunk(value) if _is_config(value) else value
+        for name, value in keep_layers(fields).items()
+    }
+    sizes = _Sizes(old)
+    new = {name: sizes.small(name, value) for name, value in new.items()}
+    for overrides in (new.get("per_layer_config") or {}).values():
+        sizes.heads = overrides.get("num_attention_heads", _first(old, _HEADS))
+        overrides.update({name: sizes.small(name, value) for name, value in overrides.items()})
+    new.pop("quantization_config", None)
+    _shrink_mamba(new)
+    _shrink_rope(new, old, sizes)
+    for model_type, repair in _EXCEPTIONS.items():
+        if old.get("model_type") == model_type:
+            repair(new, old)
+    return new
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) and "model_type" in value
+
+
+class _Sizes:
+    """The small value of each size in the fields ``old`` of a config."""
+
+    def __init__(self, old: Fields) -> None:
+        self.old = old
+        self.hidden = _first(old, _HIDDEN) or HIDDEN
+        self.heads = _first(old, _HEADS) or HEADS
+        self.own_head_dim = old.get("head_dim") or self.hidden // self.heads or 1
+        self.special: dict[int, int] = {}
+        self._rules: dict[str, Callable[[str, int], int]] = {
+            "hidden": self._hidden,
+            "kv_heads": self._kv_heads,
+            "head_dim": self._head_dim,
+            "mla": self._mla,
+            "inner": self._inner,
+            "groups_per_token": self._groups_per_token,
+            "window": self._window,
+        }
+
+    def small(self, name: str, value: Any) -> Any:
+        """Return the value that a field gets: unchanged if it is no size, or small already."""
+        if isinstance(value, list) and (name in _KIND_OF or name.endswith(_SPECIAL_ENDINGS)):
+            return [self.small(name, item) for item in value]
+        if isinstance(value, bool) or not isinstance(value, int):
+            return value
+        if name.endswith(_SPECIAL_ENDINGS):
+            return self._token(value)
+        if value <= 0 or name not in _KIND_OF:
+            return value
+        kind = _KIND_OF[name]
+        return self._rules[kind](name, value) if kind in self._rules else min(value, _LIMITS[kind])
+
+    def _token(self, value: int) -> int:
+        if value < SPECIAL:
+            return value
+        return self.special.setdefault(value, SPECIAL + len(self.special))
+
+    def _hidden(self, name: str, value: int) -> int:
+        return max(8, round(HIDDEN * value / self.hidden / 8) * 8)
+
+    def _kv_heads(self, name: str, value: int) -> int:
+        heads = self.old.get("swa_num_attention_heads") if name.startswith("swa_") else self.heads
+        return value if value == 1 else HEADS if value >= (heads or self.heads) else HEADS // 2
+
+    def _head_dim(self, name: str, value: int) -> int:
+        if name == "head_dim" and value == self.old.get("qk_rope_head_dim"):
+            return self._mla(name, value)
+        return max(2, round(HEAD_DIM * value / self.own_head_dim / 2) * 2)
+
+    def _mla(self, name: str, value: int) -> int:
+        nope, rope = self.old.get("qk_nope_head_dim"), self.old.get("qk_rope_head_dim")
+        if name == "qk_head_dim":
+            return HEAD_DIM if nope and rope else value
+        return 16 if name == "v_head_dim" and value != nope else 8
+
+    def _inner(self, name: str, value: int) -> int:
+        return 96 if value >= self.hidden else 32
+
+    def _window(self, name: str, value: int) -> int:
+        longest = _first(self.old, _KINDS["positions"])
+        idle = name == "sliding_window" and 0 < longest <= value  # no row is longer
+        return POSITIONS if idle else min(value, WINDOW)
+
+    def _groups_per_token(self, name: str, value: int) -> int:
+        groups = _first(self.old, _KINDS["groups"]) or 1
+        return min(groups, EXPERT_GROUPS) if value >= groups else min(value, EXPERT_GROUPS // 2)
+
+
+def _first(fields: Fields, names: Sequence[str]) -> int:
+    """Return the first of the fields that is a number, 0 if there is none."""
+    return next((v for n in names if isinstance(v := fields.get(n), int)), 0)
+
+
+def _shrink_mamba(new: Fields) -> None:
+    """Make the heads of state space layers fill their inner width."""
+    for count, width in _MAMBA_HEADS:
+        expand = new.get("mamba_expand") or new.get("expand")
+        if not expand or not isinstance(new.get(count), int) or width not in new:
+            continue
+        inner = expand * HIDDEN
+        if new.get("mamba_d_ssm"):
+            new["mamba_d_ssm"] = inner = HIDDEN
+        new[count], new[width] = int(inner) // HEAD_DIM, HEAD_DIM
+
+
+_MAMBA_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"),
+    ("n_mamba_heads", "mamba_headdim"),
+    ("num_heads", "head_dim"),
+)
+"""Number and width of the heads of state space layers, which together are ``expand`` times as wide
+as the model."""
+
+
+def _shrink_rope(new: Fields, old: Fields, sizes: _Sizes) -> None:
+    """Make rotary parameters fit the small heads, with borders that short rows cross."""
+    head_dim = new.get("qk_rope_head_dim") or new.get("head_dim") or HEAD_DIM
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(new.get(name), dict):
+            new[name] = _small_rope(new[name], int(head_dim))
+    if new.get("partial_rotary_factor"):
+        new["partial_rotary_factor"] = _even(new["partial_rotary_factor"], int(head_dim))
+    if isinstance(new.get("rotary_dim"), int):
+        new["rotary_dim"] = int(head_dim * _even(old["rotary_dim"] / sizes.own_head_dim, head_dim))
+    ropes = [old, *_leaves(old.get("rope_parameters") or old.get("rope_scaling") or {})]
+    origins = [r["original_max_position_embeddings"] for r in ropes if _has_origin(r)]
+    if origins:
+        ratio = old.get("max_position_embeddings", 0) / origins[0]
+        new["max_position_embeddings"] = max(1, round(ORIGINAL_POSITIONS * min(ratio, 64)))
+        if _has_origin(old):
+            new["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+    elif any(r.get("rope_type", r.get("type")) == "dynamic" for r in ropes):
+        new["max_position_embeddings"] = ORIGINAL_POSITIONS
+
+
+def _has_origin(rope: Fields) -> bool:
+    return isinstance(rope.get("original_max_position_embeddings"), int)
+
+
+def _leaves(rope: Fields) -> Iterator[Fields]:
+    """Yield the parameters of each rotary embedding: ``rope`` itself, or one per layer type."""
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    yield from nested or [rope]
+
+
+def _small_rope(rope: Fields, head_dim: int) -> Fields:
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {
+            name: _small_rope(value, head_dim) if isinstance(value, dict) else value
+            for name, value in rope.items()
+        }
+    small = dict(rope)
+    if factor := rope.get("partial_rotary_factor"):
+        small["partial_rotary_factor"] = _even(factor, head_dim)
+    pairs = int(head_dim * small.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if isinstance(values := rope.get(name), list):
+            small[name] = [values[i * len(values) // pairs] for i in range(pairs)]
+    if isinstance(sections := rope.get("mrope_section"), list):
+        small["mrope_section"] = _sections(sections, pairs)
+    if _has_origin(rope):
+        small["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+    return small
+
+
+def _even(factor: float, head_dim: int) -> float:
+    """Return the part of ``head_dim`` that is rotated, so that it is an even number."""
+    if int(head_dim * factor) % 2 == 0 and int(head_dim * factor) > 0:
+        return factor
+    return max(2, 2 * round(head_dim * factor / 2)) / head_dim
+
+
+def _sections(sections: list[int], pairs: int) -> list[int]:
+    """Divide ``pairs`` rotary pairs like ``sections``."""
+    borders = [round(pairs * sum(sections[:i]) / sum(sections)) for i in range(len(sections) + 1)]
+    return [end - start for start, end in itertools.pairwise(borders)]
+
+
+def _zamba(new: Fields, old: Fields) -> None:
+    """Shared attention blocks need two layers that share one."""
+    new["layers_block_type"] = ["linear_attention", "hybrid", "hybrid"]
+    new["num_hidden_layers"] = 3
+    if "hybrid_layer_ids" in new:
+        new["hybrid_layer_ids"] = [1, 2]
+
+
+def _hrm(new: Fields, old: Fields) -> None:
+    """The caches of all cycles count as layers."""
+    new["num_layers_per_stack"] = 1
+    new["num_hidden_layers"] = new["H_cycles"] * (new["L_cycles"] + 1)
+
+
+_EXCEPTIONS: dict[str, Callable[[Fields, Fields], None]] = {
+    "hrm_text": _hrm,
+    "zamba": _zamba,
+    "zamba2": _zamba,
+}
+
+
+@torch.no_grad()
+def _randomize(model: nn.Module) -> None:
+    """Make every trained parameter and every constant persistent buffer matter."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for parameter in model.parameters():
+        if not parameter.requires_grad or not parameter.is_floating_point():
+            continue
+        noise = torch.randn_like(parameter)
+        if parameter.ndim < 2 or not _is_centered(parameter):
+            parameter.add_(0.2 * noise)  # norms, biases, gates, decays: around what they were
+        elif id(parameter) in embeddings:
+            parameter.copy_(noise * (2 / math.sqrt(parameter.shape[-1])))
+        else:
+            parameter.copy_(noise / math.sqrt(_fan_in(parameter)))
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in persistent and buffer.is_floating_point() and buffer.numel():
+            first = buffer.flatten()[0]
+            if bool(first.isfinite()) and bool((buffer == first).all()):
+                buffer.add_(0.2 * torch.randn_like(buffer))
+
+
+@torch.no_grad()
+def _widen_logits(model: PreTrainedModel) -> None:
+    """Scale the output projection of a model that makes its logits small, so that they differ."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return
+    tokens = torch.randint(4, min(SPECIAL, head.weight.shape[0]), (1, 12))
+    spread = float(model.eval()(input_ids=tokens).logits.std())
+    if 0 < spread < 0.5:
+        head.weight.mul_(min(1 / spread, 100.0))
+
+
+def _is_centered(weight: Tensor) -> bool:
+    """Whether a weight was drawn around 0, or is 0, so that others may be drawn in its place."""
+    spread = float(weight.std()) if weight.numel() > 1 else 0.0
+    return abs(float(weight.mean())) <= 0.25 * spread
+
+
+def _fan_in(weight: Tensor) -> int:
+    """Return the number of inputs of each output, of a matrix, a convolution or experts' matrices
+    one above the other."""
+    if weight.ndim > 2 and weight.shape[1] == 1:
+        return math.prod(weight.shape[2:])
+    return weight.shape[-1]

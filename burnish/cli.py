@@ -324,13 +324,19 @@ def export(  # house: ok typer makes the options from the signature
         Dtype | None, typer.Option(help="Default: as trained.", show_default=False)
     ] = None,
     lora: Annotated[LoraForm, typer.Option(help="Merge adapters, or keep them.")] = LoraForm.merge,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Base of adapters, if not as saved.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that the model contains.")
+    ] = False,
 ) -> None:
     """Write one model of a checkpoint as a HuggingFace folder."""
     import burnish
 
-    written = burnish.export(
-        checkpoint, out, model=model, dtype=None if dtype is None else dtype.value, lora=lora.value
-    )
+    kind = None if dtype is None else dtype.value
+    options: dict[str, Any] = {"base": base, "trust_remote_code": trust_remote_code}
+    written = burnish.export(checkpoint, out, model=model, dtype=kind, lora=lora.value, **options)
     typer.echo(f"wrote {written}")
 
 

@@ -199,8 +199,9 @@ def test_export_and_demo_hand_their_options_over(monkeypatch, tmp_path):
     monkeypatch.setattr(burnish.demo, "run_demo", lambda *a: made.append(a))
     assert call("export", "ck", "--out", "o", "--dtype", "bf16", "--lora", "adapter").exit_code == 0
     assert call("demo", "--model", "m", "--steps", 3, "--seed", 1, "--out", "d").exit_code == 0
+    trust = {"base": None, "trust_remote_code": False}
     assert made == [
-        ((Path("ck"), Path("o")), {"model": "policy", "dtype": "bf16", "lora": "adapter"}),
+        ((Path("ck"), Path("o")), {"model": "policy", "dtype": "bf16", "lora": "adapter", **trust}),
         ("m", 3, 1, Path("d")),
     ]
 

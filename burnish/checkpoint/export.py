@@ -32,7 +32,7 @@ from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import FACTS, load_state
 from burnish.config.model import Dtype, ModelConfig
 from burnish.formats import FORMATS
-from burnish.models.load import DTYPES, load_causal_lm
+from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
 from burnish.models.lora import merged_weights, peft_config
 from burnish.models.tensor_files import tensor_sets
 from burnish.models.value_head import load_scalar_model
@@ -45,7 +45,7 @@ SCORE_STATS = {"reward_mean", "reward_std", "process_reward_stats"}
 """What a reward model's config says of its scores on held-out rows."""
 
 
-def export(
+def export(  # house: ok options of one command
     checkpoint: Path | str,
     out: Path | str,
     *,
@@ -53,15 +53,20 @@ def export(
     dtype: Dtype | None = None,
     lora: LoraForm = "merge",
     max_shard_size: str = "5GB",
+    base: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write ``model`` of ``checkpoint`` as a HuggingFace folder ``out``; returns it.
 
     ``checkpoint``: a checkpoint folder, or a run folder (its newest good checkpoint). ``model``:
     ``policy``, ``critic`` or ``reward``, or ``policy-ema`` for the moving average. ``dtype`` None:
     fp32, as the masters are. ``lora``: merged into the base, or the adapter alone (peft's format).
+    ``base``: folder or hub name of the model that adapters are added to. None: the one that the
+    checkpoint names. ``trust_remote_code``: run Python code of the base or of the checkpoint's
+    model; the checkpoint's own setting is ignored.
 
-    Raises CheckpointError: no such checkpoint or model in it, a damaged one, an ``out`` that is
-    not empty.
+    Raises CheckpointError: no such checkpoint or model in it, a damaged one, links that lead out of
+    it, code without ``trust_remote_code``, an ``out`` that is not empty.
     """
     folder, target = _checkpoint_folder(Path(checkpoint)), Path(out)
     role, dash, kind = model.partition("-")
@@ -73,14 +78,13 @@ def export(
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"the export folder {target} is not empty; choose a new one")
     weights = _weights(source, kind or "master")
-    state = json.loads((source / "engine.json").read_text(encoding="utf-8"))
-    config = ModelConfig.model_validate(state["model"])
-    scalar = state["role"] in ("critic", "reward")
+    saved_role, config = _read_engine(source, base, trust=trust_remote_code)
+    scalar = saved_role in ("critic", "reward")
     if lora == "adapter":
-        _check_adapter(config, state["role"])
+        _check_adapter(config, saved_role)
     wanted = DTYPES[dtype or "fp32"]
     if config.lora is not None:  # the checkpoint has the adapter only; its base comes from its path
-        network = load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
+        network = _adapted_model(config, scalar=scalar)
         _load_weights(network, weights, source)
         weights = dict(merged_weights(network))
     _check_range(weights, wanted)
@@ -89,11 +93,13 @@ def export(
         _save_adapter(network, config, target, wanted)
     else:
         cast = {n: t.to(wanted) for n, t in weights.items()}
-        averaged = kind == "ema"
-        _save_merged(cast, (source, target), scalar=scalar, averaged=averaged, shard=max_shard_size)
+        shell = _shell(
+            source, wanted, scalar=scalar, averaged=kind == "ema", trust=trust_remote_code
+        )
+        _save_merged(shell, cast, (source, target), shard=max_shard_size)
     _copy_tokenizer(source / "hf", target)
     if scalar:
-        _set_pad_token(target)
+        _set_pad_token(target, trust=trust_remote_code)
     return target
 
 
@@ -102,13 +108,65 @@ def _checkpoint_folder(path: Path) -> Path:
         newest = CheckpointStore(path / "checkpoints", keep_last=1, best_mode="max").latest()
         if newest is None:
             raise CheckpointError(f"the run {path} has no good checkpoint")
+        _check_links(newest)
         return newest
     if not path.is_dir():
         raise CheckpointError(f"the checkpoint {path} does not exist")
+    _check_links(path)
     problems = verify(path)
     if problems:
         raise CheckpointError(f"the checkpoint {path} is damaged: {problems[0]}; use another one")
     return path
+
+
+def _check_links(folder: Path) -> None:
+    """Raise CheckpointError if a symbolic link in ``folder`` leads out of it: its target, any file
+    of this machine, would become part of the export."""
+    inside = folder.resolve()
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            raise CheckpointError(
+                f"{path} is a symbolic link to {path.readlink()}, outside the checkpoint, and "
+                "its target would be copied into the export; if you trust the checkpoint, make a "
+                f"copy without links first: cp -rL {folder} COPY"
+            )
+
+
+def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, ModelConfig]:
+    """Role and model of ``engine.json``, of which only the fields that decide the weights are used.
+
+    Paths of tokenizers and templates are dropped (``hf/`` has both), and so is its
+    ``trust_remote_code``: whoever wrote the checkpoint must not decide what runs here.
+    """
+    try:
+        state = json.loads((source / "engine.json").read_text(encoding="utf-8"))
+        saved, role = ModelConfig.model_validate(state["model"]), str(state["role"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{source / 'engine.json'} cannot be read ({error}); use another checkpoint"
+        ) from error
+    fields = {"path", "gguf_file", "revision", "scratch", "lora"}
+    config = ModelConfig(**{name: vars(saved)[name] for name in fields}, trust_remote_code=trust)
+    if base is not None:
+        if config.lora is None:
+            raise CheckpointError(
+                f"base={base!r} names a model for adapters, and {source} holds whole weights; "
+                "leave it out"
+            )
+        config = ModelConfig(path=base, lora=config.lora, trust_remote_code=trust)
+    return role, config
+
+
+def _adapted_model(config: ModelConfig, *, scalar: bool) -> torch.nn.Module:
+    """The base model with fresh adapters."""
+    log.info("adapters are added to %s", describe(config))
+    try:
+        return load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
+    except ModelError as error:
+        raise CheckpointError(
+            f"the base of the adapters cannot be loaded: {error}. The checkpoint names the base; "
+            "--base uses another folder or hub name, and --trust-remote-code runs its Python code"
+        ) from error
 
 
 def _engine_folder(folder: Path, role: str) -> Path:
@@ -157,29 +215,43 @@ def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: 
             own[name].copy_(tensor)
 
 
+def _shell(
+    source: Path, dtype: torch.dtype, *, scalar: bool, averaged: bool, trust: bool
+) -> PreTrainedModel:
+    """The checkpoint's model with weights that are to be replaced."""
+    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    code = {"trust_remote_code": trust}
+    try:
+        config = AutoConfig.from_pretrained(source / "hf", **code)
+        config.use_cache = True
+        if scalar:
+            config.num_labels = 1
+            for name in SCORE_STATS & set(vars(config)):  # of the model the run began with
+                delattr(config, name)
+            config.update(_facts(source))
+            if not averaged:  # held-out rows were scored with the weights themselves
+                config.update(_score_stats(source))
+        shell: PreTrainedModel = auto.from_config(config, dtype=dtype, **code)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"the model of {source} contains Python code, which runs only with --trust-remote-code;"
+            f" read the code first ({source / 'hf'})"
+        ) from error
+    return shell
+
+
 def _save_merged(
+    shell: PreTrainedModel,
     weights: dict[str, Tensor],
     folders: tuple[Path, Path],
     *,
-    scalar: bool,
-    averaged: bool,
     shard: str,
 ) -> None:
     source, target = folders
-    config = AutoConfig.from_pretrained(source / "hf")
-    config.use_cache = True
-    if scalar:
-        config.num_labels = 1
-        for name in SCORE_STATS & set(vars(config)):  # of the model the run began with
-            delattr(config, name)
-        config.update(_facts(source))
-        if not averaged:  # held-out rows were scored with the weights themselves
-            config.update(_score_stats(source))
-    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    dtype = next(iter(weights.values())).dtype
-    shell: PreTrainedModel = auto.from_config(config, dtype=dtype)
     missing, unexpected = shell.load_state_dict(weights, strict=False)
-    tied = set(shell.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    tied = set(shell.all_tied_weights_keys) if shell.config.tie_word_embeddings else set()
     if unexpected or set(missing) - tied:
         odd = (list(unexpected) + sorted(set(missing) - tied))[0]
         raise CheckpointError(f"the weights of {source} do not fit {type(shell).__name__}: {odd}")
@@ -256,18 +328,19 @@ def _save_adapter(
     save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _set_pad_token(target: Path) -> None:
+def _set_pad_token(target: Path, *, trust: bool) -> None:
     """Give a classifier a pad token that is not its end token.
 
     transformers scores the last token that is not padding: where pad and end are one token, it
     would score the one before the end. Without another special token there is none, and only
     single rows can be scored.
     """
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    code = {"trust_remote_code": trust}
+    tokenizer = AutoTokenizer.from_pretrained(target, **code)
     end = tokenizer.eos_token_id
     others = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
     pad = next((i for i in others if i is not None and i != end), None)
-    config = AutoConfig.from_pretrained(target)
+    config = AutoConfig.from_pretrained(target, **code)
     config.pad_token_id = pad
     config.save_pretrained(target)
     if pad is not None:

@@ -10,11 +10,12 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -123,7 +124,10 @@ def verify(folder: Path, *, checksums: bool = True) -> list[str]:
         return [str(error)]
 
     def check(item: tuple[str, FileRecord]) -> str | None:
-        return _problem(folder / item[0], item[1], checksums=checksums)
+        name, record = item
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return f"{folder / MANIFEST} names {name!r}, which is outside the folder"
+        return _problem(folder / name, record, checksums=checksums)
 
     with ThreadPoolExecutor() as pool:
         return [problem for problem in pool.map(check, manifest.files.items()) if problem]
@@ -166,7 +170,10 @@ def _sha256(path: Path) -> str:
 
 def _problem(path: Path, record: FileRecord, *, checksums: bool) -> str | None:
     try:
-        num_bytes = path.stat().st_size
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe or a device can be read for ever
+            return f"{path} is not a regular file"
+        num_bytes = about.st_size
         if num_bytes != record.num_bytes:
             return f"{path} has {num_bytes} bytes and the manifest says {record.num_bytes}"
         if checksums and _sha256(path) != record.sha256:

@@ -108,7 +108,9 @@ def vocabulary_size(config: ModelConfig) -> int:
         return len(scratch_tokenizer(config.scratch.alphabet))
     found: Any = hf_config(config)
     if found is None and config.path is not None and config.gguf_file is not None:
-        found = AutoConfig.from_pretrained(config.path, gguf_file=config.gguf_file)
+        found = AutoConfig.from_pretrained(
+            config.path, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code
+        )
     if found is None:
         raise ModelError(
             f"{describe(config)} has no config that says how large its vocabulary is; check "

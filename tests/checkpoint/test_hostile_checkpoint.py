@@ -1,0 +1,195 @@
+"""A checkpoint from somebody else: its export runs no code and reads nothing outside of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from burnish.checkpoint.errors import CheckpointError
+from burnish.checkpoint.export import export
+from burnish.checkpoint.manifest import verify, write_manifest
+from burnish.cli import app
+from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.train.torch import TorchTrainEngine
+
+MakeEngine = Callable[..., TorchTrainEngine]
+CODE = """
+import pathlib
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+pathlib.Path({marker!r}).write_text("code ran")
+class HostileConfig(LlamaConfig):
+    model_type = "hostile"
+class HostileModel(LlamaForCausalLM):
+    config_class = HostileConfig
+class HostileTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> ModelConfig:
+    """A small model in a folder."""
+    made = ModelConfig(scratch=ScratchConfig(hidden_size=16, num_layers=1, num_heads=2))
+    load_causal_lm(made).save_pretrained(tmp_path / "base")
+    load_tokenizer(made).save_pretrained(tmp_path / "base")
+    return ModelConfig(path=str(tmp_path / "base"))
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file that only code of the checkpoint would make. Modules are copied below tmp_path."""
+    folder = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+    monkeypatch.setattr("builtins.input", lambda _: "y")  # transformers asks on a terminal
+    yield tmp_path / "marker"
+
+
+def written(tmp_path: Path, engine: TorchTrainEngine) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    engine.save(folder / "policy")
+    write_manifest(folder, step=1, extra={"metric": None})
+    return folder
+
+
+def changed(folder: Path, file: str, change: Callable[[Any], None]) -> None:
+    """Change a JSON file of a checkpoint and make the manifest fit."""
+    path = folder / "policy" / file
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+    write_manifest(folder, step=1, extra={"metric": None})
+
+
+def add_code(folder: Path, marker: Path) -> None:
+    """Make ``folder`` a model whose config, model and tokenizer are Python code of its own."""
+    (folder / "hostile.py").write_text(CODE.format(marker=str(marker)))
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "hostile"
+    config["auto_map"] = {
+        "AutoConfig": "hostile.HostileConfig",
+        "AutoModelForCausalLM": "hostile.HostileModel",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "tokenizer_config.json"
+    if path.exists():
+        tokenizer = json.loads(path.read_text())
+        tokenizer["auto_map"] = {"AutoTokenizer": [None, "hostile.HostileTokenizer"]}
+        tokenizer["tokenizer_class"] = "HostileTokenizer"
+        path.write_text(json.dumps(tokenizer))
+
+
+def adapted(base: ModelConfig, make_engine: MakeEngine) -> TorchTrainEngine:
+    return make_engine(config=base.model_copy(update={"lora": LoraConfig(lora_rank=2)}))
+
+
+@pytest.fixture
+def hostile(base: ModelConfig, make_engine: MakeEngine, tmp_path: Path, marker: Path) -> Path:
+    """Adapters for a model with code, which say of themselves that they may be trusted."""
+    folder = written(tmp_path, adapted(base, make_engine))
+    shutil.copytree(str(base.path), tmp_path / "evil")
+    add_code(tmp_path / "evil", marker)
+    where = {"path": str(tmp_path / "evil"), "trust_remote_code": True}
+    changed(folder, "engine.json", lambda tree: tree["model"].update(where))
+    return folder
+
+
+def test_adapters_cannot_switch_on_trust_in_their_base(
+    hostile: Path, marker: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="--trust-remote-code runs its Python code"):
+        export(hostile, tmp_path / "out")
+    result = CliRunner().invoke(app, ["export", str(hostile), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert not marker.exists() and not (tmp_path / "out").exists()
+
+
+def test_the_command_line_switches_trust_on(hostile: Path, marker: Path, tmp_path: Path) -> None:
+    flags = ["--out", str(tmp_path / "out"), "--trust-remote-code"]
+    result = CliRunner().invoke(app, ["export", str(hostile), *flags])
+    assert result.exit_code == 0, result.output
+    assert marker.exists()
+
+
+def test_another_base_can_be_named(hostile: Path, marker: Path, tmp_path: Path) -> None:
+    export(hostile, tmp_path / "out", base=str(tmp_path / "base"))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not marker.exists()
+
+
+def test_a_base_for_whole_weights_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+    folder = written(tmp_path, make_engine())
+    with pytest.raises(CheckpointError, match="holds whole weights"):
+        export(folder, tmp_path / "out", base="x")
+
+
+def test_code_of_the_checkpoint_itself_does_not_run(
+    make_engine: MakeEngine, tmp_path: Path, marker: Path
+) -> None:
+    """Nor does the question on the terminal appear that transformers asks by default."""
+    folder = written(tmp_path, make_engine())
+    add_code(folder / "policy" / "hf", marker)
+    changed(folder, "engine.json", lambda tree: tree["model"].update(trust_remote_code=True))
+    with pytest.raises(CheckpointError, match="contains Python code, which runs only with"):
+        export(folder, tmp_path / "out")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("where", ["policy/hf/notes.txt", "policy/hf", "policy/engine.json"])
+def test_a_link_out_of_the_checkpoint_is_refused(
+    where: str, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    folder = written(tmp_path, make_engine())
+    outside = tmp_path / "private"
+    if (folder / where).exists():
+        (folder / where).rename(outside)
+    else:
+        outside.write_text("a secret")
+    (folder / where).symlink_to(outside)
+    write_manifest(folder, step=1, extra={"metric": None})
+    with pytest.raises(CheckpointError, match=r"is a symbolic link to .*private"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "policy/../../outside"])
+def test_a_manifest_cannot_name_files_outside_its_folder(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (tmp_path / "outside").write_bytes(b"")
+    manifest = write_manifest(folder, step=1, extra={})
+    record = {name: {"num_bytes": 0, "sha256": "0" * 64}}
+    changed_manifest = manifest.model_validate(manifest.model_dump() | {"files": record})
+    body = changed_manifest.model_dump() | {"sha256": changed_manifest.own_sha256()}
+    (folder / "manifest.json").write_text(json.dumps(body))
+    assert verify(folder) == [
+        f"{folder / 'manifest.json'} names {name!r}, which is outside the folder"
+    ]
+
+
+def test_a_pipe_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "state").write_bytes(b"")
+    write_manifest(tmp_path, step=1, extra={})
+    (tmp_path / "state").unlink()
+    os.mkfifo(tmp_path / "state")
+    assert verify(tmp_path) == [f"{tmp_path / 'state'} is not a regular file"]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"role": "policy"}', "[" * 100_000])
+def test_an_engine_file_of_nonsense_is_a_checkpoint_error(
+    text: str, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    folder = written(tmp_path, make_engine())
+    (folder / "policy" / "engine.json").write_text(text)
+    write_manifest(folder, step=1, extra={"metric": None})
+    with pytest.raises(CheckpointError, match=r"engine\.json cannot be read"):
+        export(folder, tmp_path / "out")

@@ -59,8 +59,13 @@ class ClusterConfig(Node):
     time from a slow disk): then choose more."""
     call_timeout_s: float = Field(3600.0, gt=0)
     """Longest wait for one call of a worker that does report (a whole forward_backward, say); then
-    it is named, and replaced as if it hung. Also the longest that ranks wait for each other in one
-    collective: more than the slowest rank is behind the others."""
+    it is named, and replaced as if it hung. Also the limit of collectives in which ranks wait for a
+    disk or a transfer: loading, saving, handing weights over."""
+    collective_timeout_s: float = Field(600.0, gt=0)
+    """Longest that a rank waits for the others in one collective of a forward/backward pass or an
+    optimizer step; ``call_timeout_s`` if that is less. Then the waiting ranks are named, each with
+    its collective, and the group is replaced as if it hung. It must exceed the time by which the
+    slowest rank is behind the fastest. (NCCL logs the collective itself, and ends the process.)"""
     max_restarts: int = Field(3, ge=0)
     """How often lost workers are replaced in one run; those that are lost at once count once."""
 

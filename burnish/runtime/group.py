@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.errors import died, failure, is_loss
+from burnish.runtime.limits import Limits
 from burnish.runtime.worker import NO_SPANS, TrainWorker
 from burnish.train.base import Role
 from burnish.train.oom import is_out_of_memory
+from burnish.train.ranks import CollectiveTimeoutError
 from burnish.train.torch import EngineSpec
 
 if TYPE_CHECKING:
@@ -58,8 +60,9 @@ class Group:
         self.workers = self.runtime.start(self.name, TrainWorker, self.size)
         limit = self.runtime.config.start_timeout_s
         longest = self.runtime.config.call_timeout_s
+        limits = Limits(longest, min(longest, self.runtime.config.collective_timeout_s))
         host, port = self.gather([self.workers[0].meeting_place.remote(limit)], limit_s=limit)[0]
-        joining = {"timeout_s": limit, "collective_s": longest}
+        joining = {"timeout_s": limit, "limits": limits}
         self._each(lambda w: w.join.remote(host, port, **joining), limit_s=limit)
         options = {"scalar": self.scalar, "seed": self.seed, "spans": self.spans}
         self._each(lambda w: w.build.remote(self.spec, **options))
@@ -119,11 +122,27 @@ class Group:
         silent = self.runtime.watch.settle([self.workers[refs.index(ref)] for ref in undone])
         if silent:
             raise self.loss(silent, self.runtime.silence) from failed
+        waited = {i: e for i, e in failures.items() if isinstance(e, CollectiveTimeoutError)}
+        if waited:
+            late = [self.workers[refs.index(ref)] for ref in undone]
+            raise self._wait(waited, late) from failed
         for index, error in failures.items():
             if error is not None and is_out_of_memory(error):  # why the others failed as well
                 error.add_note(f"in {self.runtime.watch.name(self.workers[index])}")
                 raise error
         raise failed
+
+    def _wait(self, waited: Mapping[int, BaseException], late: Sequence[Any]) -> WorkerLostError:
+        """The error for ranks that waited for others in vain. ``waited``: by rank, what it said;
+        ``late``: those that report, and did not come."""
+        watch, self._whole = self.runtime.watch, False
+        said = [f"{watch.name(self.workers[i])} {error}" for i, error in sorted(waited.items())]
+        if late:
+            said.append(f"{watch.names(late)} did not come")
+        return WorkerLostError(
+            f"the ranks of the {self.name} do not meet: {'; '.join(said)} "
+            "(cluster.collective_timeout_s)"
+        )
 
     def loss(self, workers: Sequence[Any], how: str) -> WorkerLostError:
         """The error that names ranks that are gone; the group has to be restarted."""

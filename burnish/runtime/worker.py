@@ -34,6 +34,7 @@ from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.heartbeat import start_beating
 from burnish.runtime.inline import InlineRuntime
+from burnish.runtime.limits import Limits, groups_here, limit_collectives, limited
 from burnish.sync.base import Metrics, Shape, encode
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.connect import Meeting, open_sender, open_source
@@ -120,15 +121,6 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
-def limit_collectives(seconds: float) -> None:
-    """The longest that a collective of any group of this process may take. (Libraries make groups
-    of their own, with a limit of their own.)"""
-    from torch.distributed import distributed_c10d
-
-    for group in distributed_c10d._world.pg_map:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
 def parcel_seconds(workers: int) -> float:
     """How long one of ``workers`` rollout workers gathers completions before it sends them."""
     return max(0.5, workers / PARCELS_PER_S)
@@ -209,7 +201,10 @@ class TrainWorker(_Worker):
 
     engine: TorchTrainEngine
     store: TCPStore
-    collective_s: float | None = None
+    limits: Limits | None = None
+    _groups: Sequence[Any] = ()
+    """Those that exist once the engine is built. (A group for saves in the background is made
+    later, and keeps its limit while a pass has another.)"""
     _passes = 0
     """Calls that drew random numbers since the last optimizer step."""
     _store: Any = None
@@ -232,10 +227,9 @@ class TrainWorker(_Worker):
         )
         return host, int(self.store.port)
 
-    def join(self, host: str, port: int, *, timeout_s: float, collective_s: float) -> None:
+    def join(self, host: str, port: int, *, timeout_s: float, limits: Limits) -> None:
         """Meet the other ranks. Raises after ``timeout_s`` where rank 0 is not to be found; who
-        waits for the others is ended from outside. Later a collective may take
-        ``collective_s``."""
+        waits for the others is ended from outside. Later ``limits`` hold."""
         self.ranks = Ranks()
         if self.place.size == 1:
             return
@@ -250,9 +244,9 @@ class TrainWorker(_Worker):
             store=self.store,
             rank=self.place.rank,
             world_size=self.place.size,
-            timeout=timedelta(seconds=collective_s),
+            timeout=timedelta(seconds=limits.call_s),
         )
-        self.ranks, self.collective_s = Ranks(distributed.group.WORLD), collective_s
+        self.ranks, self.limits = Ranks(distributed.group.WORLD), limits
 
     def build(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str] = NO_SPANS
@@ -267,8 +261,15 @@ class TrainWorker(_Worker):
                 self.engine = runtime.scalar_model(spec, seed=seed, spans=spans)
             else:
                 self.engine = runtime.language_model(spec, spans)
-        if self.collective_s is not None:
-            limit_collectives(self.collective_s)
+        if self.limits is not None:
+            self._groups = groups_here()
+            limit_collectives(self.limits.call_s, self._groups)
+
+    @contextmanager
+    def _pass(self) -> Iterator[None]:
+        """A call in which ranks wait for each other's passes alone."""
+        with self._turn(), limited(self.limits, self._groups):
+            yield
 
     def _seed_pass(self) -> None:
         """What the next pass draws (dropout) follows from the run's seed, the group, the rank and
@@ -287,22 +288,22 @@ class TrainWorker(_Worker):
 
     def logprobs(self, packed: Packed) -> Any:
         """[M] log-probs as an array, from rank 0; None from the others, which took part."""
-        with self._turn():
+        with self._pass():
             return self._first(self.engine.logprobs(unpack_batch(packed)))
 
     def base_logprobs(self, packed: Packed) -> Any:
         """As :meth:`logprobs`, with the adapters off."""
-        with self._turn(), self.timeline.span("reference"):
+        with self._pass(), self.timeline.span("reference"):
             return self._first(FrozenBase(self.engine).logprobs(unpack_batch(packed)))
 
     def states(self, packed: Packed) -> Any:
         """[M, H] hidden states as an array, from rank 0."""
-        with self._turn():
+        with self._pass():
             return self._first(self.engine.states(unpack_batch(packed)))
 
     def values(self, packed: Packed) -> Any:
         """[M] values as an array, from rank 0."""
-        with self._turn():
+        with self._pass():
             return self._first(self.engine.values(unpack_batch(packed)))
 
     def _first(self, result: Tensor) -> Any:
@@ -311,19 +312,19 @@ class TrainWorker(_Worker):
     def forward_backward(self, packed: Packed, loss: Loss) -> Stats:
         """Stats over all ranks, as plain numbers."""
         self._seed_pass()
-        with self._turn():
+        with self._pass():
             return plain_stats(self.engine.forward_backward(unpack_batch(packed), loss))
 
     def measure(self, packed: Packed, loss: Loss) -> Stats:
         """As :meth:`forward_backward`, without gradient."""
-        with self._turn():
+        with self._pass():
             return plain_stats(self.engine.measure(unpack_batch(packed), loss))
 
     def optim_step(self) -> tuple[StepStats, str | None, int]:
         """What the step did, what NonFiniteError said if it was raised, and the version."""
         self._passes = 0
         try:
-            with self._turn():
+            with self._pass():
                 return self.engine.optim_step(), None, self.engine.version
         except NonFiniteError as error:
             return error.stats, str(error), self.engine.version

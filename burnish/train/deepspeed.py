@@ -31,7 +31,7 @@ from burnish.models.load import DTYPES, check_compute_dtype, check_head, describ
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.diagnose import first_bad_tensor, sum_is_bad, where_bad, why_stop
-from burnish.train.forward import NO_ROWS, BatchForward, Forward, enable_checkpointing
+from burnish.train.forward import BatchForward, Forward, enable_checkpointing, no_rows, zero_of
 from burnish.train.optim import lr_factor
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.state import (
@@ -208,15 +208,16 @@ class DeepSpeedTrainEngine:
     def _micro_loss(
         self, forward: Callable[..., Any], batch: Batch, rows: list[int], loss: Loss
     ) -> tuple[Tensor, Stats]:
-        """Of a pass over no rows: a loss whose gradient is 0 everywhere. Other ranks wait in every
-        module of a sharded model, so it has to be computed."""
-        micro = (batch.select(rows) if rows else NO_ROWS).to(self.device)
+        """Loss and stats of one pass; without rows a loss whose gradient is 0 everywhere, because
+        ranks wait for each other in every module of a sharded model."""
+        micro = (batch.select(rows) if rows else no_rows(batch)).to(self.device)
         tensors = forward(micro, with_entropy=self.spec.with_entropy and not self.scalar)
-        nothing = torch.stack([t.sum() for t in tensors]).sum() * 0.0
+        nothing = zero_of(tensors)
         if not rows:
             return nothing, Stats()
         scalar, stats = loss(self.forward.parts.named(tensors), micro)
-        return (scalar if scalar.requires_grad else scalar + nothing), stats
+        whole = self.config.zero_stage == 3 or not scalar.requires_grad
+        return (scalar + nothing if whole else scalar), stats
 
     @torch.no_grad()
     def _no_grad_pass(self, batch: Batch, *, states: bool = False) -> Tensor:
@@ -227,7 +228,7 @@ class DeepSpeedTrainEngine:
         for rows in self._split(batch):
             if not rows and self.config.zero_stage < 3:
                 continue
-            micro = (batch.select(rows) if rows else NO_ROWS).to(self.device)
+            micro = (batch.select(rows) if rows else no_rows(batch)).to(self.device)
             result = forward(micro, states=states)[0]
             if rows:
                 index = [torch.arange(begins[r], begins[r + 1]) for r in rows]

@@ -10,7 +10,7 @@ parameter, two modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -30,6 +30,26 @@ from burnish.types import Batch, rows_to_batch
 
 NO_ROWS = rows_to_batch([[0, 0]], [[False, True]], prompt_lens=[1])
 """What a rank computes in a pass for which it has no rows, where the others wait for it."""
+
+
+def no_rows(batch: Batch) -> Batch:
+    """:data:`NO_ROWS` with the columns of ``batch`` that decide which outputs a pass has."""
+    if batch.teacher_states is None:
+        return NO_ROWS
+    width = batch.teacher_states.shape[1]
+    return replace(NO_ROWS, teacher_states=batch.teacher_states.new_zeros(2, width))
+
+
+def zero_of(outputs: Sequence[Tensor]) -> Tensor:
+    """A scalar 0 that depends on every output, with gradient 0, whatever their values are.
+
+    ZeRO stage 3 gathers weights in the order of its trace of earlier passes, and runs a hook for
+    each output that has a gradient. So passes whose losses use different outputs have different
+    traces, and ranks with different traces wait for each other in different collectives. With this
+    added to the loss, every pass uses all outputs, with rows or without.
+    """
+    zeros = [torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum() for t in outputs]
+    return torch.stack(zeros).sum()
 
 
 class Forward:

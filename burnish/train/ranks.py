@@ -8,6 +8,8 @@ and ``torch.distributed`` is not needed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+
+
+class CollectiveTimeoutError(RuntimeError):
+    """A rank waited for the others in a collective until the limit. Says how long, and where."""
+
 
 BUCKET_BYTES = 64 << 20
 """Tensors are summed over ranks this many bytes at a time: few calls, and little extra memory."""
@@ -148,6 +155,20 @@ class Ranks:
 
         on_gpu = get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def waited_in(error: BaseException) -> str | None:
+    """The collective in which a rank waited until gloo's limit, and the module and function that
+    called it. None: ``error`` is about something else."""
+    if "Timed out waiting" not in str(error):  # gloo raises RuntimeError, without a type of its own
+        return None
+    frames = [frame for frame in extract_tb(error.__traceback__) if frame.name != "wrapper"]
+    inside = [f for f in frames if "/torch/distributed/distributed_c10d.py" in f.filename]
+    if inside:
+        return f"torch.distributed.{inside[0].name}"
+    if not frames:
+        return "a collective"
+    return f"{frames[-1].name} ({'/'.join(Path(frames[-1].filename).parts[-3:])})"
 
 
 ALONE = Ranks()

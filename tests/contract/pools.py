@@ -30,6 +30,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.runtime.group import Group
+from burnish.runtime.limits import Limits
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.remote import RemoteTrainEngine
 from burnish.runtime.worker import Place, Sending, TrainWorker, pack_batch
@@ -228,7 +229,7 @@ class Processes:
                 self._processes.append(subprocess.Popen(command, env=env))
                 self.pipes.append(listener.accept())
         host, port = self.all("meeting_place", PATIENCE_S)[0]
-        self.all("join", host, port, timeout_s=PATIENCE_S, collective_s=PATIENCE_S)
+        self.all("join", host, port, timeout_s=PATIENCE_S, limits=Limits(PATIENCE_S, PATIENCE_S))
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Each rank's answer to one call of its worker. Raises what one raised."""

@@ -21,10 +21,12 @@ from burnish.models.teacher import LessonSpec
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime import ray as ray_runtime
-from burnish.runtime.base import ClusterError
+from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.errors import never_made
+from burnish.runtime.group import Group
 from burnish.runtime.ray import RayRuntime, worker_environment
 from burnish.runtime.remote import RemoteRolloutEngine
+from burnish.train.ranks import CollectiveTimeoutError
 from burnish.train.torch import EngineSpec
 
 ray = pytest.importorskip("ray")
@@ -205,3 +207,49 @@ def test_an_environment_that_cannot_be_set_up_is_no_death() -> None:
     assert "pip found no such package" in said
     assert never_made(ray, ray.exceptions.ActorDiedError(), "rank 0 of the policy") is None
     assert never_made(ray, ValueError("mine"), "rank 0 of the policy") is None
+
+
+# ---- ranks that wait for each other in vain ------------------------------------------------------
+
+
+def test_ranks_that_do_not_meet_are_named_with_what_each_of_them_waits_in() -> None:
+    """Rank 0 and 1 waited in two collectives, rank 2 still computes: a loss of the group."""
+    raised = {
+        "call 0": CollectiveTimeoutError("waited 600 s for the other ranks in all_gather"),
+        "call 1": CollectiveTimeoutError("waited 600 s for the other ranks in reduce_scatter"),
+    }
+
+    def get(ref: str) -> Any:
+        if ref in raised:
+            raise ray.exceptions.RayTaskError.make_dual_exception_instance(
+                ray.exceptions.RayTaskError("forward_backward", "", raised[ref])
+            )
+        return ref
+
+    group = Group.__new__(Group)
+    group.name, group.workers, group._whole = "policy", [0, 1, 2], True
+    group.runtime = cast(
+        Any,
+        SimpleNamespace(
+            config=ClusterConfig(runtime="ray", policy_ranks=3),
+            ray=SimpleNamespace(
+                exceptions=ray.exceptions,
+                get=get,
+                wait=lambda refs, **_: (refs[:2], refs[2:]),
+            ),
+            watch=SimpleNamespace(
+                wait=lambda refs, workers, limit_s: (["call 1"], []),
+                settle=lambda workers: [],
+                name=lambda worker: f"rank {worker} of the policy",
+                names=lambda workers: ", ".join(f"rank {w} of the policy" for w in workers),
+            ),
+        ),
+    )
+    with pytest.raises(WorkerLostError) as caught:
+        group.gather(["call 0", "call 1", "call 2"])
+    assert str(caught.value) == (
+        "the ranks of the policy do not meet: rank 0 of the policy waited 600 s for the other "
+        "ranks in all_gather; rank 1 of the policy waited 600 s for the other ranks in "
+        "reduce_scatter; rank 2 of the policy did not come (cluster.collective_timeout_s)"
+    )
+    assert not group._whole, "the group is started anew before it is called again"

@@ -1,0 +1,60 @@
+"""Limits on how long ranks wait for each other in a collective: a shorter one for passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from burnish.train.ranks import CollectiveTimeoutError, waited_in
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank waits for the others in one collective, in seconds."""
+
+    call_s: float
+    """Of calls in which a rank may wait for a disk or a transfer."""
+    pass_s: float
+    """Of passes and optimizer steps."""
+
+
+def groups_here() -> list[Any]:
+    """The process groups of this process, those that libraries made included."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
+
+
+def limit_collectives(seconds: float, groups: Iterable[Any]) -> None:
+    """Set the longest that a collective of ``groups`` may take. (Libraries make groups with limits
+    of their own.)"""
+    from torch.distributed import distributed_c10d
+
+    for group in groups:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+@contextmanager
+def limited(limits: Limits | None, groups: Sequence[Any]) -> Iterator[None]:
+    """Inside, ``pass_s`` is the limit of ``groups``; afterwards ``call_s``. None: no change.
+
+    Raises CollectiveTimeoutError when this rank waited until the limit.
+    """
+    if limits is None:
+        yield
+        return
+    limit_collectives(limits.pass_s, groups)
+    try:
+        yield
+    except RuntimeError as error:
+        collective = waited_in(error)
+        if collective is None:
+            raise
+        raise CollectiveTimeoutError(
+            f"waited {limits.pass_s:g} s for the other ranks in {collective}"
+        ) from error
+    finally:
+        limit_collectives(limits.call_s, groups)

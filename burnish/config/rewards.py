@@ -70,8 +70,11 @@ class ModelReward(_Reward):
 
 
 class MathReward(_Reward):
-    """1 if the last answer in the response equals the label as mathematics (math-verify), else
-    0."""
+    """1 if the last answer in the response equals the label as mathematics (math-verify), else 0.
+    The last answer is looked for after the last ``</think>``: the last box, ``<answer>`` or
+    ``####``, or what follows "answer is"; unmarked, the last formula or number. Labels that are
+    words or dates are compared as text; missing labels, lists of several and sentences are errors
+    of the data."""
 
     kind: Literal["math"] = "math"
     timeout_s: float = Field(5.0, gt=0)

@@ -392,5 +392,8 @@ def _named(reward: Reward) -> str:
 
 
 def _excerpt(value: Any, longest: int = 160) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError) as error:  # an int of 5,000 digits, lists in lists
+        text = f"<{type(value).__name__} that cannot be shown ({error})>"
     return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"

@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import signal
 import subprocess
@@ -15,11 +16,14 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from decimal import Decimal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from burnish.rewards.base import RewardError, RewardInput, SampleError
+from burnish.rewards.math_text import Ask, Label, LabelError, judge, read_label
+
+log = logging.getLogger("burnish")
 
 _WORKER = Path(__file__).with_name("math_worker.py")
 
@@ -27,11 +31,15 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 class MathReward:
     """1.0 if the last answer in the response equals the label as mathematics, else 0.0.
 
-    A label is an answer, not a sentence: ``1/2``, ``$\\frac{1}{2}$``, ``x^2+1``, a number, or what
-    follows ``####``. A label that is missing or cannot be parsed is a failure of the data
-    (SampleError). A response on which the comparison takes longer than ``timeout_s`` CPU seconds,
-    or math-verify raises, scores 0: it is the response's doing. Both are counted: ``timeouts`` and
-    ``errors``.
+    The last answer is in what follows the last ``</think>``: the last box, the line after ``####``,
+    the quantity after "answer is"; if nothing is marked, the last formula or number.
+
+    A label is an answer, not a sentence: ``1/2``, ``$\\frac{1}{2}$``, ``6,000``, ``1e5``,
+    ``5 cm``, ``x^2+1``, or what follows ``####``. Words and dates are compared as text, which is
+    said once. A label that is missing, several values or a sentence, or cannot be parsed, is a
+    failure of the data (SampleError). A response on which the comparison takes longer than
+    ``timeout_s`` CPU seconds, or math-verify raises, scores 0: it is the response's doing. Both are
+    counted: ``timeouts`` and ``errors``.
 
     Processes start with the first call. ``num_workers`` comparisons run at a time.
     """
@@ -42,10 +50,28 @@ class MathReward:
         self._num_workers = num_workers
         self._idle: queue.SimpleQueue[_Worker] | None = None
         self._counts: Counter[str] = Counter()
+        self._said_words = False
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """One score per item. SampleError: a label is missing or cannot be parsed."""
-        requests = [self._request(item) for item in items]
+        """One score per item. SampleError: a label is missing, no answer, or cannot be parsed."""
+        labels = [self._label(item) for item in items]
+        found = [judge(label, item.sample.text) for label, item in zip(labels, items, strict=True)]
+        asked = {i: verdict for i, verdict in enumerate(found) if isinstance(verdict, Ask)}
+        answers = dict(zip(asked, self._ask(list(asked.values())), strict=True))
+        self._say_words([label for label in labels if label.kind == "words"])
+        for i, answer in answers.items():
+            if "bad_label" in answer:
+                what = "cannot parse the label as mathematics"
+                raise SampleError(self, items[i], what, advice="correct the label in the data")
+        return [
+            float(answers[i].get("score", 0)) if i in answers else float(found[i] is True)
+            for i in range(len(items))
+        ]
+
+    def _ask(self, requests: Sequence[Ask]) -> list[dict[str, Any]]:
+        """What math-verify says to each; no process is started for none."""
+        if not requests:
+            return []
         if self._idle is None:
             self._idle = queue.SimpleQueue()
             for _ in range(self._num_workers):
@@ -54,11 +80,7 @@ class MathReward:
             answers = list(threads.map(self._compare, requests))
         self._counts.update(timeouts=sum("timeout" in a for a in answers))
         self._counts.update(errors=sum("error" in a for a in answers))
-        for item, answer in zip(items, answers, strict=True):
-            if "bad_label" in answer:
-                what = "cannot parse the label as mathematics"
-                raise SampleError(self, item, what, advice="correct the label in the data")
-        return [float(answer.get("score", 0)) for answer in answers]
+        return answers
 
     def take_counts(self) -> Mapping[str, int]:
         """Timeouts and errors since the last call."""
@@ -72,20 +94,30 @@ class MathReward:
                 self._idle.get().close()
             self._idle = None
 
-    def _request(self, item: RewardInput) -> dict[str, str]:
-        label = item.prompt.label
-        if label is None:
+    def _label(self, item: RewardInput) -> Label:
+        if item.prompt.label is None:
             advice = "set data.label_key to the column with the answers"
             raise SampleError(self, item, "found no label to compare with", advice=advice)
-        if isinstance(label, float):  # 1e-05 would be read as 1
-            label = format(Decimal(repr(label)), "f")
-        return {"label": str(label), "response": item.sample.text}
+        try:
+            return read_label(item.prompt.label)
+        except LabelError as error:
+            what = f"cannot use the label: it {error}"
+            raise SampleError(self, item, what, advice="correct the label in the data") from error
 
-    def _compare(self, request: Mapping[str, str]) -> dict[str, Any]:
+    def _say_words(self, labels: Sequence[Label]) -> None:
+        if labels and not self._said_words:
+            self._said_words = True
+            log.warning(
+                "reward %r: %d labels of this call are words and no mathematics, such as %r; they "
+                "are compared as text, without case, articles and punctuation (said once)",
+                *(self.name, len(labels), labels[0].text),
+            )
+
+    def _compare(self, request: Ask) -> dict[str, Any]:
         assert self._idle is not None
         worker = self._idle.get()
         try:
-            return worker.ask(request)
+            return worker.ask(asdict(request))
         finally:
             self._idle.put(worker)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,16 @@ from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.rewards import math as math_reward
 from burnish.rewards.base import RewardError, RewardInput, RewardSet
 from burnish.rewards.math import MathReward
+from burnish.rewards.math_text import judge, read_label
 from burnish.types import Group
+
+_SPEC = importlib.util.spec_from_file_location(
+    "math_pairs", Path(__file__).parent / "math_pairs.py"
+)
+assert _SPEC is not None and _SPEC.loader is not None
+math_pairs: Any = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(math_pairs)
+PAIRS, KNOWN_DISAGREEMENTS = math_pairs.PAIRS, math_pairs.KNOWN_DISAGREEMENTS
 
 MakeGroup = Callable[..., Group]
 HANGS = r"\boxed{9^{9^{9^9}}}"
@@ -66,7 +77,56 @@ def test_equal_as_mathematics_is_1_and_anything_else_0(
     assert shared.score(_items(make_group(0, [right, wrong], label=label))) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("label", "message"), [(None, "data.label_key"), ("", "cannot parse")])
+def test_more_than_97_of_100_answers_are_judged_as_a_person_judges_them(
+    shared: MathReward, make_group: MakeGroup
+) -> None:
+    """321 pairs; all but the 4 that are listed as known to differ (98.8%) agree. Every pair that is
+    fixed has to be taken from that list."""
+    items = [
+        _items(make_group(i, [text], label=label))[0] for i, (label, text, _) in enumerate(PAIRS)
+    ]
+    scores = shared.score(items)
+    differ = [pair for pair, score in zip(PAIRS, scores, strict=True) if score != float(pair[2])]
+    assert differ == KNOWN_DISAGREEMENTS
+    assert len(PAIRS) >= 200 and len(differ) < 0.03 * len(PAIRS)
+
+
+def test_text_that_is_made_to_be_slow_to_read_is_read_in_one_pass(
+    shared: MathReward, make_group: MakeGroup
+) -> None:
+    """Tens of thousands of openings that nothing closes: quadratic scans would take minutes."""
+    hostile = [r"\boxed{" * 50_000, "answer is " * 50_000, "####" * 50_000, "$" * 50_000]
+    hostile += [r"\boxed{1}" + " " * 50_000 + r"\boxed{2}", "1e999999999999", "9" * 50_000]
+    label = read_label("7")
+    for text in hostile:
+        assert judge(label, text) is not True
+
+
+def test_words_are_compared_as_text_and_that_is_said_once(
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = MathReward()
+    items = _items(make_group(0, [r"\boxed{Monday}", "on Friday"], label="Monday"))
+    assert [reward.score(items), reward.score(items)] == [[1.0, 0.0], [1.0, 0.0]]
+    assert [r.getMessage()[:62] for r in caplog.records] == [
+        "reward 'math': 2 labels of this call are words and no mathemat"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (None, "data.label_key"),
+        ("", "missing value"),
+        (float("nan"), "missing value"),
+        ("nan", "missing value"),
+        ("None", "missing value"),
+        ([1, 2], "is a list"),
+        ({"answer": 1}, "is a dict"),
+        ("She sold four of them because the shop had no more left", "a sentence of 12 words"),
+        pytest.param(10**5000, "more than 400 digits", id="huge"),
+    ],
+)
 def test_a_label_that_says_nothing_is_a_failure_and_not_0(
     label: Any, message: str, shared: MathReward, make_group: MakeGroup
 ) -> None:

@@ -1,0 +1,220 @@
+"""Single numbers as data sets and models write them: separators, fractions, percent, units.
+
+``6,000``, ``6 000``, ``$6{,}000``, ``6\\,000``, ``1e5``, ``1.5 \\times 10^{3}``, ``1 1/2``,
+``\\frac{3}{4}``, ``12%``, ``18 dollars``, ``5 \\text{ cm}``. Values are exact fractions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+LARGEST_EXPONENT = 400
+"""Numbers with more digits than this are not read."""
+_LONGEST = 300
+_DECIMALS = Fraction(5, 10**7)
+_RELATIVE = Fraction(1, 10**5)
+
+_VULGAR = {
+    "½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅖": (2, 5),
+    "⅗": (3, 5), "⅘": (4, 5), "⅙": (1, 6), "⅚": (5, 6), "⅛": (1, 8), "⅜": (3, 8), "⅝": (5, 8),
+    "⅞": (7, 8),
+}  # fmt: skip
+_NUMBER_WORDS = {
+    word: str(value)
+    for value, word in enumerate(
+        re.findall(r"\w+", "zero one two three four five six seven eight nine ten eleven twelve")
+    )
+}
+_PLAIN = r"(?:\d+(?:\.\d*)?|\.\d+)"
+_GROUPED = (
+    r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d{1,3}(?: \d{3})+|\d{1,3}(?:[_']\d{3})+)"
+    r"(?:\.\d+)?"
+)
+_NUMBER = rf"(?:{_GROUPED}|{_PLAIN})"
+_POWER = r"\s*(?:\\times|\\cdot|\*|×|x|·)\s*10\s*\^\s*\{?\s*(?P<power>[+-]?\d+)\s*\}?"
+_FORMS = [
+    re.compile(rf"(?P<sign>[+-]?)\s*{form}(?P<rest>.*)", re.DOTALL)
+    for form in (
+        r"(?P<whole>\d+)\s*(?:and\s+|-|\s|\+\s*)\s*(?P<over>\d+)\s*/\s*(?P<under>\d+)(?![\d.,/])",
+        r"(?P<whole>\d+)?\s*\\frac\s*\{\s*(?P<over>-?[\d.,]+)\s*\}\s*\{\s*(?P<under>[\d.,]+)\s*\}",
+        r"\\frac\s*(?P<over>\d)\s*(?P<under>\d)",
+        rf"\(?(?P<over>-?{_NUMBER})\)?\s*/\s*(?P<under>{_NUMBER})(?![\d.,/])",
+        rf"(?P<number>{_NUMBER}){_POWER}",
+        rf"(?P<number>{_PLAIN})[eE](?P<power>[+-]?\d+)",
+        rf"(?P<number>{_NUMBER})(?![\d])",
+    )
+]
+_UNITS = {
+    alias: names[0]
+    for names in (
+        line.split("|")
+        for line in (
+            "m|meter|metre", "cm|centimeter|centimetre", "mm|millimeter|millimetre",
+            "km|kilometer|kilometre", "in|inch|inches", "ft|foot|feet", "yd|yard", "mi|mile",
+            "g|gram", "kg|kilogram|kilo", "mg|milligram", "lb|lbs|pound", "oz|ounce",
+            "s|sec|second", "min|minute", "h|hr|hour", "day", "week", "month", "yr|year",
+            "l|liter|litre", "ml|milliliter|millilitre", "$|dollar|usd|buck", "cent", "€|euro|eur",
+            "£|gbp", "deg|degree|°|\\circ", "mph", "km/h|kmh|kph",
+        )
+    )
+    for alias in names
+}  # fmt: skip
+_ALONE = frozenset(_UNITS) | {"c", "f", "k", "v", "w", "n", "j", "hz", "pm", "am"}
+_NOT_UNITS = frozenset(
+    re.findall(
+        r"\w+",
+        "pi sqrt sin cos tan log ln exp infty infinity and or to over mod times plus minus if "
+        "is not x y z cup cap in jan feb mar apr may jun jul aug sep oct nov dec january "
+        "february march april june july august september october november december st nd rd "
+        "th am pm factorial ",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with what stands around it."""
+
+    value: Fraction
+    """Of ``12%``: 12."""
+    decimal: bool = False
+    """Written with a decimal point, so perhaps rounded."""
+    percent: bool = False
+    unit: str = ""
+    """A canonical name for the units of ``_UNITS``, the words as they are for others."""
+
+
+def bare(text: str) -> str:
+    """``text`` without dollars, emphasis, ``\\text`` and LaTeX spaces."""
+    text = text.strip().replace("−", "-").replace("–", "-")
+    text = re.sub(
+        r"\\(?:text|mbox|mathrm|textbf|textit|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 ", text
+    )
+    text = re.sub(r"\\(?:left|right|displaystyle|big|Big)(?![A-Za-z])", "", text)
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("{,}", ",").replace(r"\!", "")
+    text = re.sub(r"\\(?:[,;: ]|quad|qquad)|~|[\u00a0\u2009\u202f\u2007]", " ", text)
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", " \\\\circ ", text)
+    text = re.sub(r"\\\(|\\\)|\\\[|\\\]|(?<!\\)\$(?!\s*\d[^$]*$)|\*\*", " ", text)
+    return re.sub(r"\s+", " ", text.replace(r"\$", "$").replace(r"\%", "%")).strip()
+
+
+def read_quantity(text: str) -> Quantity | None:
+    """The number that ``text`` is; None if it is more than a number with a unit.
+
+    >>> read_quantity("6 000"), read_quantity("1 1/2").value, read_quantity("2x + 1")
+    (Quantity(value=Fraction(6000, 1), decimal=False, percent=False, unit=''), Fraction(3, 2), None)
+    """
+    if len(text) > _LONGEST:
+        return None
+    text = bare(text).rstrip(".,;: ").strip()
+    text = _NUMBER_WORDS.get(text.lower(), text)
+    text = re.sub(r"^[A-Za-z]\w{0,3}\s*=\s*", "", text)
+    for sign, (over, under) in _VULGAR.items():
+        text = text.replace(sign, f" {over}/{under}")
+    text, money = _without_currency(text.strip())
+    for form in _FORMS:
+        match = form.fullmatch(text)
+        found = None if match is None else _quantity(match, money)
+        if found is not None:
+            return found
+    return None
+
+
+def _without_currency(text: str) -> tuple[str, str]:
+    match = re.fullmatch(r"([+-]?)\s*(\$|€|£|¥|₹|USD|US\$|Rs\.?)\s*([+-]?[\d.].*)", text, re.DOTALL)
+    if match is None:
+        return text, ""
+    name = match[2].lower().replace("us$", "$")
+    return match[1] + match[3], _UNITS.get(name, name)
+
+
+def _quantity(match: re.Match[str], money: str) -> Quantity | None:
+    parts = match.groupdict()
+    rest = _rest(parts["rest"])
+    if rest is None:
+        return None
+    percent, unit = rest
+    value = _value(parts)
+    if value is None:
+        return None
+    decimal = "." in match.group(0)[: match.start("rest") - match.start()]
+    return Quantity(-value if parts["sign"] == "-" else value, decimal, percent, unit or money)
+
+
+def _value(parts: dict[str, str | None]) -> Fraction | None:
+    if parts.get("over"):
+        over, under = _plain(parts["over"]), _plain(parts["under"])
+        if over is None or not under:
+            return None
+        return Fraction(parts.get("whole") or 0) + over / under
+    number, power = _plain(parts["number"]), int(parts.get("power") or 0)
+    if number is None or abs(power) > LARGEST_EXPONENT:
+        return None
+    return number * Fraction(10) ** power
+
+
+def _plain(number: str | None) -> Fraction | None:
+    digits = re.sub(r"[ ,_']", "", number or "")
+    return Fraction(digits) if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", digits) else None
+
+
+def _rest(text: str) -> tuple[bool, str] | None:
+    """(percent, unit) of what follows a number; None if it is neither."""
+    glued = bool(text) and not text[0].isspace()
+    text = text.strip().lower()
+    if not text:
+        return False, ""
+    if re.fullmatch(r"%|percent(?:age)?|pct|per cent", text):
+        return True, ""
+    text = re.sub(r"\s*\^\s*\{?[23]\}?$|[²³]$", "", text)
+    words = re.findall(r"[a-z]+", text)
+    if text in ("$", "€", "£", "\\circ"):
+        return False, _UNITS[text]
+    if re.fullmatch(r"\\circ ?[cf]?", text):
+        return False, "deg"
+    if not re.fullmatch(r"[a-z]+\.?(?:[ /.-]+[a-z]+\.?)*", text) or set(words) & _NOT_UNITS:
+        return None
+    singular = [w if w in _UNITS else w.rstrip("s") for w in words]
+    if any(len(w) == 1 for w in words) and not set(words) <= _ALONE | {"per", "of"}:
+        return None
+    if glued and not set(singular) <= _ALONE:
+        return None
+    return False, " ".join(_UNITS.get(w, w) for w in singular)
+
+
+def quantities_equal(one: Quantity, other: Quantity) -> bool:
+    """Whether two numbers are the same answer.
+
+    Units count only if both are known and differ. ``12%`` is 0.12, and also 12. A number with a
+    decimal point may be rounded to six decimals, if that leaves five significant digits.
+    """
+    known = set(_UNITS.values())
+    if one.unit != other.unit and {one.unit, other.unit} <= known:
+        return False
+    pairs = [(one.value, other.value)]
+    if one.percent != other.percent:
+        part, plain = (one, other) if one.percent else (other, one)
+        pairs.append((part.value / 100, plain.value))
+    rounded = one.decimal or other.decimal
+    return any(a == b or (rounded and _close(a, b)) for a, b in pairs)
+
+
+def _close(a: Fraction, b: Fraction) -> bool:
+    return abs(a - b) <= min(_DECIMALS, _RELATIVE * max(abs(a), abs(b)))
+
+
+def spell(quantity: Quantity) -> str:
+    """The number in the form that math-verify reads: a decimal, or a fraction of integers."""
+    value, mark = quantity.value, r"\%" if quantity.percent else ""
+    under, decimals = value.denominator, 0
+    while under % 10 == 0 or under % 2 == 0 or under % 5 == 0:
+        under //= 10 if under % 10 == 0 else 2 if under % 2 == 0 else 5
+        decimals += 1
+    if under != 1 or not (quantity.decimal or value.denominator == 1) or decimals > 30:
+        sign = "-" if value < 0 else ""
+        return f"{sign}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}{mark}"
+    digits = f"{abs(value.numerator) * 10**decimals // value.denominator:0{decimals + 1}d}"
+    whole, part = digits[: len(digits) - decimals], digits[len(digits) - decimals :]
+    return f"{'-' if value < 0 else ''}{whole}{'.' + part if part else ''}{mark}"

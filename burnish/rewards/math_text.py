@@ -1,0 +1,339 @@
+"""Text of mathematics: the last answer of a response, and labels as data sets write them.
+
+Pure functions of text, for ``math.py``. Whatever they cannot decide (:class:`Ask`) goes to
+math-verify, which reads ``6 000`` as 6 * 0, ``1e5`` as 1, ``1 1/2`` as 1/2, a date as a difference
+and a word as the product of its letters.
+
+Reading order: :func:`last_answer` -> :func:`read_label` -> :func:`judge`; then ``math_numbers.py``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal, NamedTuple
+
+from burnish.rewards.math_numbers import (
+    LARGEST_EXPONENT,
+    Quantity,
+    bare,
+    quantities_equal,
+    read_quantity,
+    spell,
+)
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
+_ANSWER = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*:?\s*", re.IGNORECASE)
+_END = re.compile(r"\.(?=\s|$)|,?\s(?:because|since|which)\s|,\s+(?:not|so)\s")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_BETWEEN_BOXES = re.compile(
+    r"[\s$.]*(?:,|;|and|or|\\text\{\s*(?:and|or)\s*\}|\\(?:quad|,|;|\s)|[\s$])*"
+    r"(?:[A-Za-z]\w*\s*=\s*)?[\s$]*"
+)
+_NO_VALUE = frozenset({"", "nan", "NaN", "None", "null", "NULL", "N/A", "<NA>", "NaT"})
+_MONTHS = re.findall(r"[a-z]+", "jan feb mar apr may jun jul aug sep oct nov dec")
+_MONTH = r"(?P<month>" + "|".join(_MONTHS) + r")[a-z]*\.?"
+_DATES = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"\b(?P<year>\d{4})-(?P<number>\d{1,2})-(?P<day>\d{1,2})\b(?:[T ]\d\d:\d\d.*)?",
+        _MONTH + r"\s+(?P<day>\d{1,2})(?:st|nd|rd|th)?(?:\s*,?\s*(?P<year>\d{4}))?\b",
+        r"\b(?P<day>\d{1,2})(?:st|nd|rd|th)?\s+(?:of\s+)?"
+        + _MONTH
+        + r"(?:\s*,?\s*(?P<year>\d{4}))?",
+        r"\b(?P<first>\d{1,2})/(?P<second>\d{1,2})/(?P<year>\d{4})\b",
+    )
+]
+_MATH_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        "pi sin cos tan cot sec csc log ln exp sqrt frac infty infinity inf arcsin arccos "
+        "arctan sinh cosh tanh min max gcd lcm mod cdot times div le ge leq geq neq ne cup "
+        "cap emptyset in left right theta alpha beta gamma lambda phi abs floor ceil det dim "
+        "oo ",
+    )
+)
+_SHORT_WORDS = frozenset(
+    {"yes", "no", "odd", "all", "red", "mon", "tue", "wed", "thu", "fri", "sat", "sun", "dne"}
+)
+_MOST_WORDS = 8
+_FARTHEST = 40
+"""Characters between two boxes that are one answer."""
+_MARKS = 20
+"""Only this many of the last places that say "answer is" are looked at."""
+
+
+class LabelError(ValueError):
+    """A label that cannot be compared with an answer: why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A reference answer as :func:`read_label` understood it."""
+
+    kind: Literal["number", "math", "words", "date"]
+    text: str
+    """For math-verify (number, math), or in the form that :func:`judge` compares (words, date)."""
+    quantity: Quantity | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a text marks as its answer."""
+
+    text: str
+    firm: bool = True
+    """Delimited by its mark; False: a sentence goes on after "answer is"."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A comparison for math-verify."""
+
+    label: str
+    response: str
+
+
+def after_thoughts(response: str) -> str:
+    """The response after its last ``</think>``; all of it if there is none."""
+    return response.rpartition("</think>")[2]
+
+
+def last_answer(text: str) -> Answer | None:
+    """The answer that ``text`` marks last: the content of a box or of ``<answer>``, the line after
+    ``####``, or what follows "answer is" (behind another mark only a quantity); None if nothing is
+    marked.
+
+    Boxes that only a comma, "and" or "or" separates are one answer. A box that is empty or is never
+    closed is none.
+
+    >>> last_answer(r"\\boxed{41}, then I correct: \\boxed{42}").text
+    '42'
+    >>> last_answer(r"$x=\\boxed{1}$ or $x=\\boxed{2}$").text
+    '1,2'
+    """
+    begin, marked = _last_boxes(text)
+    tag = text.rfind("<answer>")
+    tagged = _TAG.match(text, tag) if tag > begin else None
+    if tagged is not None:
+        begin, marked = tag, tagged[1].strip()
+    place = text.rfind("####")
+    if place > begin:
+        begin, marked = place, text[place + 4 :].strip().partition("\n")[0].strip()
+    found = Answer(marked) if marked else None
+    for match in list(_ANSWER.finditer(text, max(begin, 0)))[-_MARKS:]:
+        said = _sentence(text[match.end() :])
+        if said and (found is None or not found.firm or read_quantity(said) is not None):
+            found = Answer(said, firm=False)
+    return found
+
+
+def _last_boxes(text: str) -> tuple[int, str | None]:
+    """(where the last box begins, its content with those that belong to it); (-1, None) if there is
+    none."""
+    boxes = _boxes(text)
+    if not boxes:
+        return -1, None
+    last = boxes.pop()
+    first, contents = last.begin, [last.content]
+    while boxes and _belong_together(text[boxes[-1].end : first]):
+        box = boxes.pop()
+        first = box.begin
+        contents.insert(0, box.content)
+    return last.begin, ",".join(dict.fromkeys(contents))
+
+
+class _Box(NamedTuple):
+    begin: int
+    end: int
+    content: str
+
+
+def _boxes(text: str) -> list[_Box]:
+    """Boxes that are closed, not empty and in no other, in order; one pass, whatever the text."""
+    found: list[_Box] = []
+    opened: list[tuple[int, int] | None] = []  # None: a brace that is no box
+    for match in _BRACE.finditer(text):
+        token = match.group()
+        if token.endswith("{") and token != r"\{":
+            opened.append((match.start(), match.end()) if len(token) > 1 else None)
+        elif token == "}" and opened:
+            box = opened.pop()
+            if box is None or not text[box[1] : match.start()].strip():
+                continue
+            while found and found[-1].begin > box[0]:
+                found.pop()
+            found.append(_Box(box[0], match.end(), text[box[1] : match.start()].strip()))
+    return found
+
+
+def _belong_together(between: str) -> bool:
+    return len(between) <= _FARTHEST and _BETWEEN_BOXES.fullmatch(between) is not None
+
+
+def _sentence(text: str) -> str:
+    """The first sentence: to the end of the line, or to a full stop that ends a word."""
+    line = text.lstrip().partition("\n")[0]
+    return _END.split(line, maxsplit=1)[0].strip()
+
+
+def read_label(value: Any) -> Label:
+    """A label of the data. Raises LabelError if it is no answer: missing, NaN, a mapping, several
+    values, a sentence."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, (list, tuple, dict, set)):
+        raise LabelError(
+            f"is a {type(value).__name__}, which does not say whether one or all of its entries "
+            "are the answer; make it one text, such as '1, 2' for two solutions"
+        )
+    if isinstance(value, (datetime.date, datetime.datetime)):
+        value = value.isoformat()
+    if isinstance(value, float) and not math.isfinite(value):
+        raise LabelError(f"is {value}, which is a missing value; fill it in, or drop the row")
+    if isinstance(value, float):
+        value = Decimal(repr(float(value)))  # a numpy float's own repr names its type
+    if isinstance(value, Decimal):
+        value = format(value, "f")
+    if isinstance(value, int) and abs(value) >= 10**LARGEST_EXPONENT:
+        raise LabelError(f"is a number of more than {LARGEST_EXPONENT} digits")
+    text = _answer_of_label(str(value))
+    if text in _NO_VALUE:
+        raise LabelError(f"is {text!r}, which is a missing value; fill it in, or drop the row")
+    return _understood(text)
+
+
+def _answer_of_label(text: str) -> str:
+    """A label may be a whole solution: GSM8K's ends with ``####``, MATH's has a box."""
+    if "####" in text or _BOX.search(text):
+        found = last_answer(text)
+        return "" if found is None else found.text
+    match = _ANSWER.search(text)
+    return _sentence(text[match.end() :]) if match else text.strip()
+
+
+def _understood(text: str) -> Label:
+    quantity = read_quantity(text)
+    if quantity is not None:
+        return Label("number", spell(quantity), quantity)
+    words = _words(text)
+    date = read_date(words)
+    if date is not None and date[1]:
+        return Label("date", date[0])
+    if _is_words(text, words):
+        if len(words.split()) > _MOST_WORDS:
+            raise LabelError(
+                f"is a sentence of {len(words.split())} words, and is compared with one answer; "
+                "reduce it to the answer, or use a reward of kind function"
+            )
+        return Label("words", words)
+    return Label("math", _symbols(text))
+
+
+def _is_words(text: str, words: str) -> bool:
+    """Whether a label is language rather than mathematics: a choice (``C``, ``(C)``), ``\\text``,
+    a clock time, or words that name no function."""
+    if re.fullmatch(r"[A-J]", words.upper()) and re.search(r"[A-J]", text):
+        return True
+    if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?(\s*[ap]\.?m\.?)?", words):
+        return True
+    if re.search(r"[=^_\\<>+*]", bare(text)):
+        return False
+    found = re.findall(r"[a-z]+", words)
+    named = [w for w in found if w not in _MATH_WORDS]
+    wrapped = bool(re.match(r"^\W*\\(?:text|mbox|textbf|mathrm)\s*\{", text))
+    return any(len(w) > 3 or w in _SHORT_WORDS or wrapped for w in named)
+
+
+def read_date(text: str) -> tuple[str, bool] | None:
+    """The last date in ``text`` as (``year-month-day`` without what is not said, whether it is all
+    of the text); None if there is none.
+
+    >>> read_date("march 5, 2017")
+    ('2017-3-5', True)
+    """
+    found = [match for pattern in _DATES for match in pattern.finditer(text)]
+    if not found:
+        return None
+    match = max(found, key=lambda m: (m.end(), m.end() - m.start()))
+    parts = match.groupdict()
+    if parts.get("first"):
+        said = f"{parts['year']}:{int(parts['first'])}/{int(parts['second'])}"
+    else:
+        month = parts.get("number") or _MONTHS.index(parts["month"].lower()[:3]) + 1
+        said = f"{parts['year'] or ''}-{int(month)}-{int(parts['day'])}"
+    return said, match.group() == text
+
+
+def judge(label: Label, response: str) -> bool | Ask:
+    """Whether the last answer of ``response`` is ``label``; an Ask if that takes algebra."""
+    text = after_thoughts(response)
+    answer = last_answer(text)
+    if label.kind == "words":
+        return _same_words(label.text, text, answer)
+    if label.kind == "date":
+        found = read_date(_words(text if answer is None else answer.text))
+        return found is not None and found[0] == label.text
+    quantity = None if answer is None else read_quantity(answer.text)
+    if quantity is not None and label.quantity is not None:
+        return quantities_equal(label.quantity, quantity)
+    if quantity is not None:
+        return Ask(label.text, f"\\boxed{{{spell(quantity)}}}")
+    several = "," in label.text  # of which math-verify would take the last from a sentence
+    if answer is None or not (answer.firm or several):
+        return Ask(label.text, _readable(text))
+    if read_date(_words(answer.text)) or not re.search(r"[\w\\]", answer.text):
+        return False
+    return Ask(label.text, f"\\boxed{{{_symbols(_readable(answer.text))}}}")
+
+
+def _same_words(label: str, text: str, answer: Answer | None) -> bool:
+    if answer is None:  # nothing is marked: the words at the end count
+        said = _words(text.strip().rpartition("\n")[2])
+        return said == label or said.endswith(" " + label)
+    said = _words(answer.text)
+    if re.fullmatch(r"[a-j]", label):  # a choice, perhaps with what it stands for
+        return re.match(rf"(?:option |choice )?{label}(?:$|[).:,])", said.lstrip("(")) is not None
+    return said == label or (said.endswith(" " + label) and not answer.firm)
+
+
+def _words(text: str) -> str:
+    """Lower case, without markup, articles, quotes and the punctuation around."""
+    text = bare(text).lower().replace("\\", " ")
+    text = re.sub(r"[\"'`*{}]", "", text)
+    text = re.sub(r"^\(([^()]*)\)$", r"\1", re.sub(r"\s+", " ", text).strip(" .!?,;:"))
+    return re.sub(r"^(?:the|an?) (?=\w)", "", text).strip()
+
+
+def _symbols(text: str) -> str:
+    """Names of constants in LaTeX: ``pi`` alone would be p times i."""
+    for sign, latex in (("π", r"\pi "), ("∞", r"\infty "), ("−", "-"), ("×", r"\times ")):
+        text = text.replace(sign, latex)
+    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
+    text = re.sub(r"(?<![\\A-Za-z])(?:infinity|oo)(?![A-Za-z])", r"\\infty ", text)
+    return re.sub(r"√\s*(\d+)|√\s*\(([^()]*)\)", lambda m: f"\\sqrt{{{m[1] or m[2]}}}", text)
+
+
+def _readable(text: str) -> str:
+    """``text`` with the numbers that math-verify misreads spelled out."""
+    text = text.replace("−", "-")
+    text = re.sub(r"(?<=\d)(?:\\[,!; ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", "", text)
+    for pattern in _MISREAD:
+        text = pattern.sub(_spelled, text)
+    return text
+
+
+_MISREAD = (
+    re.compile(r"(?<![\w./])\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?!\w)"),
+    re.compile(r"(?<![\w./^)}])\d+ \d+/\d+(?![\w/])"),
+    re.compile(r"(?<![\w./^)}])\d+\s*\\[dt]?frac\{\d+\}\{\d+\}"),
+)
+
+
+def _spelled(match: re.Match[str]) -> str:
+    quantity = read_quantity(match.group())
+    return match.group() if quantity is None else spell(quantity)

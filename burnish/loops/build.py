@@ -162,7 +162,11 @@ def build_evaluation(
     engine = runtime.standalone_rollout(config.model, config.engine, max_len=longest)
     plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
     sampling = _eval_sampling(config.eval, plain)
-    return _evaluator(config.eval, engine, scores, sampling, held_out, config, run_dir)
+    timeline = runtime.timeline
+    rollout = timed(engine, timeline, {"generate": "rollout"})  # the phase in the memory plan
+    evaluator = _evaluator(config.eval, rollout, scores, sampling, held_out, config, run_dir)
+    evaluator.runner.rewards = timed(evaluator.runner.rewards, timeline, {"score": "reward"})
+    return evaluator
 
 
 def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:

@@ -1,15 +1,29 @@
-"""Held-out evaluation: pass@1 and pass@k."""
+"""Held-out evaluation: pass@1 and pass@k, during a run and as a job of its own."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from burnish.config import dump_yaml
+from burnish.config.jobs import EvaluateConfig
 from burnish.config.rollout import EvalConfig
+from burnish.loops.watch import MemoryWatch
+from burnish.observe.files import write_text
+from burnish.observe.memory import memory_metrics
+from burnish.observe.metrics import MetricsLog
+from burnish.observe.progress import FILE_ONLY, close_logging, setup_logging, tell
+from burnish.observe.timeline import Timeline
 from burnish.rewards.base import sum_of_part
 from burnish.rollout.runner import Runner
 from burnish.types import ROUNDING, Group, Prompt
+
+log = logging.getLogger("burnish")
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -54,3 +68,59 @@ class Evaluator:
             "eval/response_len": sum(len(s.response_ids) for s in samples) / len(samples),
             "eval/prompts": float(len(groups)),
         }
+
+
+class EvaluateRun:
+    """The evaluate job around its one measurement: log, metrics, timeline, score. Use as a context
+    manager."""
+
+    def __init__(
+        self, config: EvaluateConfig, run_dir: Path, watch: MemoryWatch, timeline: Timeline
+    ) -> None:
+        self.config, self.run_dir, self.watch, self.timeline = config, run_dir, watch, timeline
+        setup_logging(run_dir)
+        self.metrics = MetricsLog(run_dir)
+
+    def __enter__(self) -> EvaluateRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(Exception):  # must not hide the error that ended the run
+            self.watch.finish()
+        self.timeline.save(self.run_dir / "timeline.json")
+        self.metrics.close()
+        close_logging()
+
+    def run(self, evaluator: Evaluator) -> dict[str, float]:
+        """Measure once, write the metrics and print the score. Returns the metrics."""
+        for warning in self.config.warnings():  # the terminal got them when the recipe was loaded
+            log.warning(warning, extra=FILE_ONLY)
+        write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        samples = self.config.eval.n_samples_per_prompt
+        tell(f"evaluating {len(evaluator.prompts):,} prompts, {samples} samples of each")
+        started = time.perf_counter()
+        metrics = evaluator.evaluate(0)
+        metrics["time/step_s"] = time.perf_counter() - started
+        seconds = self.timeline.collect()
+        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+        metrics |= memory_metrics() | self.watch.metrics()
+        self.metrics.log(0, metrics)
+        for line in score_lines(metrics, threshold=self.config.eval.pass_threshold):
+            tell(line)
+        return metrics
+
+
+def score_lines(metrics: Mapping[str, float], *, threshold: float) -> list[str]:
+    """Every ``eval/`` metric as one printed line.
+
+    >>> score_lines({"eval/pass@1": 0.25, "eval/reward": 0.5, "time/eval_s": 1.0}, threshold=1.0)
+    ['pass@1        0.2500  (a response passes with a reward of 1 or more)', 'reward        0.5000']
+    """
+    scores = {n.removeprefix("eval/"): v for n, v in metrics.items() if n.startswith("eval/")}
+    width = max(12, *map(len, scores))
+    lines = []
+    for name, value in scores.items():
+        shown = f"{value:,.0f}" if name == "prompts" else f"{value:.4f}"
+        lines.append(f"{name:<{width}}  {shown}")
+    lines[0] += f"  (a response passes with a reward of {threshold:g} or more)"
+    return lines

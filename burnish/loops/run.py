@@ -19,7 +19,6 @@ from burnish.config import (
     RewardModelConfig,
     RLConfig,
     SFTConfig,
-    dump_yaml,
 )
 from burnish.config.jobs import SupervisedJob
 from burnish.config.model import PrecisionConfig
@@ -32,6 +31,7 @@ from burnish.loops.build import (
 )
 from burnish.loops.build_distill import build_distill
 from burnish.loops.build_preference import build_preference
+from burnish.loops.evaluate import EvaluateRun
 from burnish.loops.generate import GenerateRun, check_output, check_same_recipe, finished
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.run_dir import prepare_run_dir
@@ -46,7 +46,6 @@ from burnish.loops.supervised import SupervisedState, supervised_eval, supervise
 from burnish.loops.watch import MemoryWatch
 from burnish.memory.launch import check_memory
 from burnish.models.load import load_tokenizer
-from burnish.observe.metrics import MetricsLog
 from burnish.observe.report import ReportError, build_report
 from burnish.observe.timeline import Timeline
 from burnish.runtime.base import Runtime
@@ -209,22 +208,14 @@ def _run_supervised(config: SupervisedJob, run_dir: Path, watch: MemoryWatch) ->
 def _run_evaluate(
     config: EvaluateConfig, run_dir: Path, functions: Mapping[str, Any], watch: MemoryWatch
 ) -> dict[str, float]:
-    runtime = watch.runtime = _runtime(config, config.device, Timeline(peaks=watch.peaks))
-    try:
+    with ExitStack() as stack:
+        runtime = watch.runtime = _runtime(config, config.device, Timeline(peaks=watch.peaks))
+        stack.callback(runtime.close)
         evaluator = build_evaluation(config, runtime, functions, run_dir)
-        try:
-            metrics = evaluator.evaluate(0)
-        finally:
-            watch.finish()
-            evaluator.runner.rewards.close()
-            evaluator.runner.engine.close()
-    finally:
-        runtime.close()
-    (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-    metrics_log = MetricsLog(run_dir)
-    metrics_log.log(0, metrics)
-    metrics_log.close()
-    return metrics
+        stack.callback(evaluator.runner.engine.close)
+        stack.callback(evaluator.runner.rewards.close)
+        with EvaluateRun(config, run_dir, watch, runtime.timeline) as session:
+            return session.run(evaluator)
 
 
 def _run_generate(

@@ -76,12 +76,11 @@ class Progress:
         if self._live is not None:
             self._live.update(self._task, completed=step, shown=" · ".join(shown))
         else:
-            self._print(line)
+            _print(line, self._console)
 
     def message(self, text: str) -> None:
         """Print one line of text, above the bar on a terminal."""
-        _log.info(text)
-        self._print(text)
+        tell(text, self._console)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table. Cells are plain text; square brackets in them stay as they are."""
@@ -104,8 +103,15 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
+
+def tell(text: str, console: Console | None = None) -> None:
+    """Log ``text`` and print it to ``console``, or to stdout if that is None."""
+    _log.info(text)
+    _print(text, console or Console())
+
+
+def _print(text: str, console: Console) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
 
 def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[str]:

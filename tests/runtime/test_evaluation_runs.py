@@ -81,6 +81,32 @@ def test_an_evaluation_job_reports_pass_at_k_of_its_own_samples(
     assert metrics["eval/pass@1"] == pytest.approx(share, abs=1e-12)
     assert metrics["eval/pass@4"] == pytest.approx(sum(map(any, passed.values())) / 16, abs=1e-12)
     assert metrics["eval/pass@1"] < metrics["eval/pass@2"] < metrics["eval/pass@4"]
+
+
+def test_an_evaluation_job_prints_its_score_and_leaves_log_metrics_timeline_and_report(
+    tmp_path: Path,
+    sums: str,
+    reward: Callable[[str], float],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = burnish.load_config(
+        {
+            "job": "evaluate",
+            "run_dir": str(tmp_path / "eval"),
+            "model": {"scratch": {"alphabet": "0123456789+="}},
+            "eval": {"data": {"sources": [sums]}, "generate_max_len": 4, "pass_threshold": 0.5},
+        }
+    )
+    result = burnish.run(config, rewards=reward)
+    (logged,) = read_metrics(result.run_dir)
+    score = f"pass@1        {logged['eval/pass@1']:.4f}  (a response passes with a reward of 0.5"
+    assert result.metrics["eval/pass@1"] == logged["eval/pass@1"]
+    assert score in capsys.readouterr().out
+    assert score in (result.run_dir / "run.log").read_text(encoding="utf-8")
+    assert logged["time/step_s"] >= logged["time/rollout_s"] > 0
+    timeline = json.loads((result.run_dir / "timeline.json").read_text(encoding="utf-8"))
+    assert set(timeline["otherData"]["totals_s"]) == {"rollout", "reward"}
+    assert "rollout" in (result.run_dir / "memory.txt").read_text(encoding="utf-8")
     assert (result.run_dir / "report.html").is_file()
 
 

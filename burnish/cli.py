@@ -1,24 +1,20 @@
 """The command line. Every command is a few lines around the Python API; what is heavy loads inside
 them.
 
-Exit codes: 0 done; 2 a mistake in what was given (said in plain words on stderr); 128 + n stopped
-by signal n after saving; 3 stopped by itself after saving, because numbers were not finite; 4 a
-plan that does not fit; 1 anything else, with a traceback."""
+Exit codes are in ``cli_errors.py``."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from burnish import __version__
+from burnish.cli_errors import CommandGroup
 from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
 from burnish.config.explain import nearest
@@ -26,50 +22,8 @@ from burnish.config.jobs import TrainingJob
 from burnish.config.placement import placement_text
 from burnish.config.splits import splits_of
 
-
-class _Group(TyperGroup):
-    """Turns exceptions of any command into words and an exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (
-            KeyboardInterrupt
-        ):  # before a run has installed its own handlers: nothing to save yet
-            raise typer.Exit(128 + signal.SIGINT) from None
-        except Exception as error:
-            code = _explain(error, command=ctx.invoked_subcommand or "")
-            if code is None or ctx.params.get("debug"):
-                raise
-            raise typer.Exit(code) from None
-
-
-def _explain(error: Exception, *, command: str) -> int | None:
-    """Say on stderr what a project error means and return its exit code; None for any other
-    exception.
-
-    An exception class that this package defines is one whose message is written for the user.
-    """
-    module, name = type(error).__module__, type(error).__name__
-    if module.partition(".")[0] != "burnish":
-        return None
-    if (module, name) == ("burnish.loops.session", "Interrupted"):
-        interrupted = importlib.import_module(module).Interrupted
-        assert isinstance(error, interrupted)
-        number, run_dir = error.signal_number, error.run_dir
-        job = command if command in JOBS else "rl"
-        typer.echo(
-            f"stopped by {signal.Signals(number).name}; the run is saved. "
-            f"Go on with: burnish {job} --resume {run_dir}",
-            err=True,
-        )
-        return 128 + int(number)
-    typer.echo(f"error: {error}", err=True)
-    return 3 if name == "StoppedError" else 2
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=CommandGroup,
     help="Align language models with reinforcement learning: one recipe and one command per job.",
     no_args_is_help=True,
     add_completion=False,
@@ -108,6 +62,15 @@ Arguments = Annotated[
         metavar="RECIPE [KEY=VALUE]...",
         help="A recipe (YAML), and keys to change in it, such as train.lr=1e-6. "
         "'burnish config JOB' lists the keys. With --resume the recipe may be left out.",
+        show_default=False,
+    ),
+]
+Recipe = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE [KEY=VALUE]...",
+        help="A recipe (YAML), and keys to change in it, such as model.path=my-model. "
+        "'burnish config JOB' lists the keys.",
         show_default=False,
     ),
 ]
@@ -166,7 +129,7 @@ for _name, _text in _RESUMABLE.items():
 
 @app.command()
 def evaluate(
-    arguments: Arguments = None,
+    arguments: Recipe = None,
     dry_run: DryRun = False,
     ray_address: RayAddress = None,
     force: Force = False,
@@ -243,7 +206,10 @@ def doctor(
         bool, typer.Option(help="Run every installed engine on a tiny model.")
     ] = True,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure what plans assume of this machine.")
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure what plans assume of this machine, and nothing else."
+        ),
     ] = False,
 ) -> None:
     """Versions, devices, links, known-bad combinations, and a self-test of every installed
@@ -263,6 +229,8 @@ def config(
     """Every key of a job's recipe, with its type, default and meaning."""
     if job is not None and job not in JOBS:
         raise ConfigError(f"job {job!r} is not known{nearest(job, JOBS)}; jobs: {', '.join(JOBS)}")
+    if job is not None and every:
+        raise ConfigError(f"give a job ({job}) or --all, not both")
     if job is None and not every:
         raise ConfigError(f"say which job ({', '.join(JOBS)}), or --all")
     jobs = list(JOBS) if job is None else [job]
@@ -321,8 +289,9 @@ def export(  # house: ok typer makes the options from the signature
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder.")],
     model: Annotated[str, typer.Option(help="policy, policy-ema, critic or reward.")] = "policy",
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Default: as trained.", show_default=False)
-    ] = None,
+        Dtype,
+        typer.Option(help="Number format of the weights. Checkpoints keep fp32 masters."),
+    ] = Dtype.fp32,
     lora: Annotated[LoraForm, typer.Option(help="Merge adapters, or keep them.")] = LoraForm.merge,
     base: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Base of adapters, if not as saved.")
@@ -334,20 +303,21 @@ def export(  # house: ok typer makes the options from the signature
     """Write one model of a checkpoint as a HuggingFace folder."""
     import burnish
 
-    kind = None if dtype is None else dtype.value
     options: dict[str, Any] = {"base": base, "trust_remote_code": trust_remote_code}
-    written = burnish.export(checkpoint, out, model=model, dtype=kind, lora=lora.value, **options)
+    written = burnish.export(
+        checkpoint, out, model=model, dtype=dtype.value, lora=lora.value, **options
+    )
     typer.echo(f"wrote {written}")
 
 
 @app.command()
 def plan(  # house: ok typer makes the options from the signature
-    arguments: Arguments = None,
+    arguments: Recipe = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="NODESxGPUSxNAME",
-            help="E.g. 4x8xA800-80GB. Default: this machine.",
+            help="E.g. 4x8xA800-80GB. Default: cluster.hardware of the recipe, else this machine.",
             show_default=False,
         ),
     ] = None,
@@ -376,20 +346,17 @@ def plan(  # house: ok typer makes the options from the signature
     ] = None,
     probe: Annotated[
         bool,
-        typer.Option("--probe", help="Climb to the recipe's size on this machine, and measure."),
+        typer.Option(
+            "--probe",
+            help="Climb to the recipe's size on this machine, and measure. Takes no other options.",
+        ),
     ] = False,
 ) -> None:
     """Whether a recipe fits into a cluster's memory, and about how long a step takes, without
     weights and without a GPU. Exit code 4: it does not fit."""
-    from burnish.memory.command import PlanOptions, plan_text
+    from burnish.memory.command import PlanOptions, check_probe_options, plan_text
 
     recipe, overrides = _split("plan", arguments or [], resume=None)
-    if probe:
-        from burnish.probe.command import probe_recipe
-
-        if not probe_recipe(load_config(recipe, overrides), typer.echo).whole:
-            raise typer.Exit(4)
-        return
     options = PlanOptions(
         cluster=cluster,
         gpus=gpus,
@@ -401,6 +368,13 @@ def plan(  # house: ok typer makes the options from the signature
         fit=fit,
         write=write,
     )
+    if probe:
+        from burnish.probe.command import probe_recipe
+
+        check_probe_options(options)
+        if not probe_recipe(load_config(recipe, overrides), typer.echo).whole:
+            raise typer.Exit(4)
+        return
     text, fits = plan_text(load_config(recipe, overrides), options)
     typer.echo(text)
     if not fits:

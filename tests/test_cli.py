@@ -1,11 +1,14 @@
 """The command line: what it prints, where, and with which exit code."""
 
+import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import burnish
@@ -121,6 +124,7 @@ def test_resume_takes_the_runs_own_recipe_and_the_overrides_on_top(tmp_path, rec
         (["rl", "--resume", "nowhere"], "there is no config.yaml, so this is not a run folder"),
         (["config", "rll"], "job 'rll' is not known (nearest: rl)"),
         (["config"], "say which job"),
+        (["config", "rl", "--all"], "give a job (rl) or --all, not both"),
         (["report", "nowhere"], "nowhere"),
     ],
 )
@@ -204,6 +208,52 @@ def test_export_and_demo_hand_their_options_over(monkeypatch, tmp_path):
         ((Path("ck"), Path("o")), {"model": "policy", "dtype": "bf16", "lora": "adapter", **trust}),
         ("m", 3, 1, Path("d")),
     ]
+
+
+def test_what_export_writes_without_options_is_what_its_help_says(monkeypatch):
+    """fp32 whatever the run computed in, since that is the format of the masters."""
+    made = []
+    monkeypatch.setitem(vars(burnish), "export", lambda *a, **k: made.append(k) or a[1])
+    assert call("export", "ck", "--out", "o").exit_code == 0
+    assert made[0]["dtype"] == "fp32"
+    assert "[default: fp32]" in call("export", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    "command", [c.name or c.callback.__name__ for c in app.registered_commands]
+)
+def test_help_names_only_options_that_the_command_has(command):
+    shown = call(command, "--help").stdout
+    params = get_command(app).commands[command].params
+    has = {name for param in params for name in [*param.opts, *param.secondary_opts]}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(shown.split())))
+    assert named - {"--help"} <= has
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--cluster", "8xA100-80GB"], "does not take --cluster; leave it out"),
+        (["--json", "--fit", "--host-gb", "3"], "does not take --host-gb, --json, --fit"),
+    ],
+)
+def test_probe_refuses_the_options_that_it_would_ignore(recipe, options, named):
+    result = call("plan", recipe, "--probe", *options)
+    assert result.exit_code == 2 and named in result.stderr
+
+
+def test_calibrate_as_json_is_json(monkeypatch, tmp_path):
+    import burnish.doctor.command as doctor
+
+    monkeypatch.setattr(doctor, "USER_FILE", tmp_path / "gpus.yaml")
+    monkeypatch.setattr(doctor, "calibrate", lambda tables: {"efficiency": {"matmul": 0.5}})
+    result = call("doctor", "--calibrate", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "file": str(tmp_path / "gpus.yaml"),
+        "measured": {"efficiency": {"matmul": 0.5}},
+    }
+    assert "measured, and written to" in call("doctor", "--calibrate").stdout
 
 
 def test_an_unknown_option_value_is_refused():

@@ -13,7 +13,7 @@ import burnish
 PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "formats"}
-BASE = MATHS | {"config", "shm"}
+BASE = MATHS | {"config", "messages", "shm"}
 LOOPS = BASE | {
     *(
         "memory",
@@ -33,6 +33,7 @@ LOOPS = BASE | {
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "formats": set(),
+    "messages": set(),
     "shm": set(),
     "tensors": {"types"},
     "algorithms": MATHS,
@@ -58,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""
 
-TOP = {"cli", "__main__", "__init__"}
+TOP = {"cli", "cli_errors", "__main__", "__init__"}
 
 ONLY_IN = {"ray": "runtime/ray.py", "deepspeed": "train/deepspeed.py", "vllm": "rollout/vllm.py"}
 

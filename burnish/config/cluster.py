@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -19,6 +20,8 @@ COLOCATED: dict[Layout, frozenset[ClusterRole]] = {
     "separate": frozenset(),
 }
 """Which roles share their places: worker i of each is in the same place."""
+
+_HARDWARE = re.compile(r"(?:[1-9]\d*x){0,2}[A-Za-z]\S*")
 
 
 class ClusterConfig(Node):
@@ -48,6 +51,11 @@ class ClusterConfig(Node):
     """CPUs that a place has; the workers in it share them, and use that many threads."""
     gpus_per_worker: float = Field(0.0, ge=0)
     """GPUs that a place has; the workers in it share them. 0: on CPUs."""
+    hardware: str | None = None
+    """The cluster that the recipe is written for, as NODESxGPUSxNAME (4x8xA800-80GB; 8xA800-80GB
+    is one node). ``burnish plan`` assumes it unless ``--cluster`` is given, and the memory check of
+    a run does if the process that starts it has no GPUs of its own. It reserves nothing. None:
+    this machine."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Longest wait until all workers have started and met; then the missing ones are named. It
     limits nothing of what they compute later."""
@@ -80,6 +88,11 @@ class ClusterConfig(Node):
         return own or self.policy_ranks
 
     def rules(self) -> Iterator[str]:
+        if self.hardware is not None and not _HARDWARE.fullmatch(self.hardware):
+            yield (
+                f"hardware={self.hardware!r} is not of the form NODESxGPUSxNAME, e.g. "
+                "4x8xA800-80GB (8xNAME: one node; NAME: one GPU)"
+            )
         if self.runtime == "inline":
             if self.ray_address is not None:
                 yield "ray_address is set and runtime=inline uses no Ray; set runtime=ray"

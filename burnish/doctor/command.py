@@ -63,7 +63,7 @@ class Wanted:
 def doctor_command(version: str, wanted: Wanted, *, say: Callable[[str], None]) -> int:
     """What the command line calls; the exit code."""
     if wanted.calibrate:
-        say(calibration())
+        say(calibration(as_json=wanted.as_json))
         return OK
     if wanted.as_json:
         found = diagnose(version, self_test=wanted.self_test)
@@ -88,10 +88,16 @@ def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Dia
     return found
 
 
-def calibration(path: Path | None = None) -> str:
-    """Measure, remember in ``path`` (None: the user's own table), and say so."""
+def calibration(path: Path | None = None, *, as_json: bool = False) -> str:
+    """Measure, write the result to ``path`` (None: the user's own table) and return what to print.
+
+    ``as_json``: the file and what was measured, by part and name.
+    """
     path = path or USER_FILE.expanduser()
-    text = remember(calibrate(load_tables()), path)
+    found = calibrate(load_tables())
+    text = remember(found, path)
+    if as_json:
+        return json.dumps({"file": str(path), "measured": found}, indent=1, sort_keys=True)
     return f"measured, and written to {path}, which burnish plan reads:\n\n{text}"
 
 

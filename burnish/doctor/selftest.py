@@ -21,6 +21,7 @@ from typing import Any
 
 from burnish.config import load_config
 from burnish.doctor.facts import Facts
+from burnish.messages import library_text
 
 TIMEOUT_S = 300.0
 TRAIN: dict[str, dict[str, Any]] = {
@@ -73,9 +74,17 @@ def run(name: str) -> Outcome:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return Outcome(name, False, TIMEOUT_S, f"not done after {TIMEOUT_S:g} s")
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    text = (lines or ["it said nothing"])[-1]
-    return Outcome(name, done.returncode == 0, time.monotonic() - started, text)
+    passed = done.returncode == 0
+    text = done.stdout.strip().rpartition("\n")[2] if passed else _what_was_raised(done.stderr)
+    return Outcome(name, passed, time.monotonic() - started, text or "it said nothing")
+
+
+def _what_was_raised(stderr: str) -> str:
+    """The text of the exception at the end of a traceback: the lines after the last indented
+    one."""
+    lines = stderr.rstrip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith(" ")]
+    return library_text("\n".join(lines[frames[-1] + 1 if frames else -1 :]))
 
 
 def _train(name: str) -> str:

@@ -29,6 +29,7 @@ from burnish.config.train import TrainConfig
 from burnish.memory.passes import Pass, fake_plan
 from burnish.memory.shapes import ModelShape, blocks_of
 from burnish.memory.tracking import LiveBytes
+from burnish.messages import library_text
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, use_burnish_attention
 from burnish.models.logprobs import Head, token_logprobs
@@ -156,8 +157,7 @@ def _trace(shape: ModelShape, depth: int, kinds: Sequence[str] | None, work: Pas
         with _mended(), FakeTensorMode(), torch.random.fork_rng(devices=[]):
             return _Trace(config, shape, work).run()
     except Exception as error:  # whatever a model does that sizes alone cannot answer
-        reason = str(error).strip().splitlines() or [""]
-        raise TraceError(f"{type(error).__name__}: {reason[0][:200]}") from error
+        raise TraceError(f"{type(error).__name__}: {library_text(error)}") from error
 
 
 @contextmanager

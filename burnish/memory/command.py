@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from burnish.config import dump_yaml
 from burnish.config.jobs import JobConfig
 from burnish.memory.fit import Fitting, fit
-from burnish.memory.hardware import Hardware, Tables, load_tables, parse_cluster, this_machine
+from burnish.memory.hardware import (
+    GB,
+    Hardware,
+    Tables,
+    load_tables,
+    parse_cluster,
+    this_machine,
+)
 from burnish.memory.launch import hardware_of
 from burnish.memory.predict import make_plan
+from burnish.memory.shapes import PlanError
 from burnish.memory.time import estimate
 
 
@@ -33,15 +41,27 @@ class PlanOptions:
     """Where the fastest recipe that fits is written."""
 
 
+def check_probe_options(options: PlanOptions) -> None:
+    """Raise PlanError if ``--probe`` is given with an option that it would ignore."""
+    given = [name for name, value in vars(options).items() if value != vars(PlanOptions())[name]]
+    if given:
+        names = ", ".join("--" + name.removeprefix("as_").replace("_", "-") for name in given)
+        raise PlanError(
+            f"--probe measures the recipe on this machine and does not take {names}; leave "
+            f"{'it' if len(given) == 1 else 'them'} out, or leave --probe out for the plan"
+        )
+
+
 def plan_text(config: JobConfig, options: PlanOptions) -> tuple[str, bool]:
     """What is printed, and whether the recipe fits. Raises PlanError."""
+    _check(options)
     tables = load_tables(options.gpus)
     hardware = _hardware(config, options, tables)
     plan = make_plan(config, hardware, assume=options.assume)
     found = fit(config, hardware, assume=options.assume) if options.fit else None
     time = estimate(config, hardware)
     if options.write is not None and found is not None and found.proposals:
-        options.write.write_text(dump_yaml(found.proposals[0].config), encoding="utf-8")
+        _write(options.write, found.proposals[0].config, cluster=options.cluster)
     if options.as_json:
         tree = json.loads(plan.to_json())
         tree["seconds_per_step"], tree["samples_per_s"] = time.seconds, time.samples_per_s
@@ -67,12 +87,42 @@ def _fit_text(found: Fitting, written: Path | None) -> str:
     return text
 
 
-def _hardware(config: JobConfig, options: PlanOptions, tables: Tables) -> Hardware:
-    if options.cluster is not None:
-        return parse_cluster(
-            options.cluster,
-            tables=tables,
-            host_gb=options.host_gb,
-            network_gbs=options.network_gbs,
+def _check(options: PlanOptions) -> None:
+    """Raise PlanError for options that would have no effect or cannot have one."""
+    if options.write is None:
+        return
+    if not options.fit:
+        raise PlanError(
+            "--write keeps the first recipe that --fit finds, and --fit is not given; add --fit"
         )
-    return hardware_of(config) or this_machine(tables)
+    if options.write.is_dir() or not options.write.absolute().parent.is_dir():
+        what = "is a folder" if options.write.is_dir() else "is in a folder that does not exist"
+        raise PlanError(f"--write {options.write} {what}; name a file in a folder that exists")
+
+
+def _write(file: Path, config: JobConfig, *, cluster: str | None) -> None:
+    """Write the recipe, with the cluster that it was found for."""
+    if cluster is not None:
+        here = config.cluster.model_copy(update={"hardware": cluster})
+        config = config.model_copy(update={"cluster": here})
+    try:
+        file.write_text(dump_yaml(config), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--write {file}: {error.strerror}; name a file that can be written") from (
+            error
+        )
+
+
+def _hardware(config: JobConfig, options: PlanOptions, tables: Tables) -> Hardware:
+    """``--cluster``, else the recipe's ``cluster.hardware``, else this machine."""
+    known = {"tables": tables, "host_gb": options.host_gb, "network_gbs": options.network_gbs}
+    if options.cluster is not None:
+        return parse_cluster(options.cluster, **known)
+    if config.cluster.hardware is not None:
+        return parse_cluster(config.cluster.hardware, source="cluster.hardware=", **known)
+    found = hardware_of(config) or this_machine(tables)
+    if options.host_gb is not None:
+        found = replace(found, host_bytes=options.host_gb * GB)
+    if options.network_gbs is not None:
+        found = replace(found, network_gbs=options.network_gbs)
+    return found

@@ -145,15 +145,17 @@ def parse_cluster(
     tables: Tables | None = None,
     host_gb: float | None = None,
     network_gbs: float | None = None,
+    source: str = "--cluster ",
 ) -> Hardware:
     """``4x8xA800-80GB``: nodes x GPUs of a node x name; ``8xH100-80GB`` is one node, ``H100-80GB``
-    one GPU. Raises PlanError where the form or the GPU is not known."""
+    one GPU. ``source``: where ``text`` came from, for messages. Raises PlanError if the form or the
+    GPU is not known."""
     tables = tables or load_tables()
     found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z].*)", text.strip())
     counts = [int(n) for n in found.groups()[:2] if n is not None] if found else []
     if found is None or 0 in counts:
         raise PlanError(
-            f"--cluster {text!r} is not of the form NODESxGPUSxNAME, e.g. 4x8xA800-80GB (8xNAME: "
+            f"{source}{text!r} is not of the form NODESxGPUSxNAME, e.g. 4x8xA800-80GB (8xNAME: "
             f"one node; NAME: one GPU). GPUs: {', '.join(tables.gpus)}"
         )
     nodes, each = [1, 1, *counts][-2:]

@@ -12,9 +12,10 @@ from typing import Any
 
 from burnish.config.jobs import InferenceJob, JobConfig
 from burnish.config.placement import places_of
-from burnish.memory.hardware import Hardware, this_machine, visible_gpus
+from burnish.memory.hardware import Hardware, parse_cluster, this_machine, visible_gpus
 from burnish.memory.plan import Plan
 from burnish.memory.predict import make_plan
+from burnish.messages import library_text
 
 log = logging.getLogger("burnish")
 
@@ -32,13 +33,14 @@ def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Pl
     """
     try:
         hardware = hardware_of(config)
+        if hardware is None and config.cluster.hardware is not None:
+            hardware = parse_cluster(config.cluster.hardware)
         if hardware is None:
             raise LookupError("which GPUs the workers will have cannot be seen from here")
         plan = make_plan(config, hardware)
         text = plan.to_text(details=True)
     except Exception as error:  # a plan is help, and no run fails for want of help
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        log.info("no memory plan: %s", reason[0])
+        log.info("no memory plan: %s", library_text(error))
         (run_dir / PLAN_FILE).write_text(f"no plan: {error}\n", encoding="utf-8")
         return None
     (run_dir / PLAN_FILE).write_text(text + "\n", encoding="utf-8")

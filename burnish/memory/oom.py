@@ -17,9 +17,9 @@ from burnish.memory.launch import hardware_of
 from burnish.memory.plan import Plan
 from burnish.memory.predict import make_plan
 from burnish.memory.watched import PLANNED_AS, Beside, beside_text
+from burnish.messages import library_text
 
 _TRAINING = ("log-probs", "forward/backward")
-_FIRST_LINE = 300
 
 
 class RunOutOfMemoryError(RuntimeError):
@@ -50,13 +50,13 @@ def oom_text(config: JobConfig, failure: Failure, lines: Sequence[Beside]) -> st
     """The report."""
     role, phase = PLANNED_AS.get(failure.phase, ("", failure.phase))
     of = f" of the {role}" if role else ""
-    said = (str(failure.error).strip().splitlines() or [type(failure.error).__name__])[0]
+    said = library_text(failure.error)
     notes = vars(failure.error).get("__notes__", [])
     parts = [
         "\n".join(
             [
                 f"out of memory in {phase}{of} (phase {failure.phase!r} of the metrics)",
-                f"  {said[:_FIRST_LINE]}",
+                f"  {said}",
                 *(f"  {note}" for note in notes),
             ]
         ),

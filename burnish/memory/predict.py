@@ -86,13 +86,14 @@ def check_room(config: JobConfig, hardware: Hardware, places: Sequence[Places]) 
             raise PlanError(
                 f"the recipe's workers need {need:g} GPUs ({total_text(places)}), and this machine "
                 "has none that torch sees: say which cluster the plan is for, e.g. --cluster "
-                f"{max(1, round(need / 8))}x8xA100-80GB"
+                f"{max(1, round(need / 8))}x8xA100-80GB, or cluster.hardware in the recipe"
             )
         return
     if not need:
         raise PlanError(
-            f"the recipe's workers compute on CPUs (cluster.gpus_per_worker=0), and --cluster "
-            f"{hardware} is about GPUs; set cluster.gpus_per_worker=1, or leave --cluster out"
+            "the recipe's workers compute on CPUs (cluster.gpus_per_worker=0), and the plan is for "
+            f"the GPUs of {hardware}; set cluster.gpus_per_worker=1, or leave --cluster and "
+            "cluster.hardware out"
         )
     if need > hardware.num_gpus:
         raise PlanError(

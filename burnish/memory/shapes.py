@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.messages import library_text
 from burnish.models.load import describe
 from burnish.models.scratch import scratch_tokenizer
 
@@ -245,8 +246,8 @@ def _from_table(path: str, error: Exception) -> tuple[PretrainedConfig, str]:
     known = known_models()
     entry = None if Path(path).exists() else known.get(_plain_name(path))
     if entry is None:
-        names = ", ".join(sorted({e["name"] for e in known.values()}))
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        names = ", ".join(sorted({e["name"] for e in known.values() if "source" in e}))
+        reason = library_text(error)
         raise PlanError(
             f"the sizes of the model {path} are not known: no config.json could be read ({reason}),"
             f" and it is not in the table of well-known models ({names}); put the model's "
@@ -254,7 +255,8 @@ def _from_table(path: str, error: Exception) -> tuple[PretrainedConfig, str]:
         ) from error
     fields = copy.deepcopy(entry["config"])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return config, f"built-in table, after huggingface.co/{entry['source']}"
+    source = entry.get("recipe") or f"huggingface.co/{entry['source']}"
+    return config, f"built-in table, after {source}"
 
 
 @functools.lru_cache(maxsize=1)

@@ -29,6 +29,7 @@ from transformers.utils.hub import cached_file
 import burnish.models.attention as attention
 from burnish.config.model import Dtype, ModelConfig
 from burnish.formats import FORMATS
+from burnish.messages import library_text
 from burnish.models.empty import empty_model
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.lora import inject_lora
@@ -369,15 +370,14 @@ def _check_path(config: ModelConfig) -> None:
 
 
 def _why(error: BaseException) -> str:
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else type(error).__name__
+    text = library_text(error)
     if "trust_remote_code" in text:
-        return f"{first} (model.trust_remote_code=true would run that code)"
+        return f"{text} (model.trust_remote_code=true would run that code)"
     if "offline" in text or "connect" in text.lower() or "not a local folder" in text:
         return (
-            f"{first} (it is no local folder, and the hub did not have it or could not be reached)"
+            f"{text} (it is no local folder, and the hub did not have it or could not be reached)"
         )
-    return first
+    return text
 
 
 def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -27,6 +27,7 @@ from burnish.memory.role_base import model_reward, positions
 from burnish.memory.shapes import find_config, shape_of
 from burnish.memory.tracking import LiveBytes
 from burnish.memory.train_role import largest_rows, model_of
+from burnish.messages import library_text
 from burnish.models.load import place, use_burnish_attention
 from burnish.models.lora import inject_lora
 from burnish.models.scratch import scratch_tokenizer
@@ -54,7 +55,7 @@ def main() -> None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        result = {"out_of_memory": str(error).strip().splitlines()[0]}
+        result = {"out_of_memory": library_text(error)}
     print(json.dumps(result), flush=True)
     os._exit(0)  # other ranks may wait in a collective of one that ran out of memory
 

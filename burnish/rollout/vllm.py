@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
 from burnish.config.rollout import VllmEngine
+from burnish.messages import library_text
 from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.gate import StepGate
@@ -468,11 +469,11 @@ def _start(folder: Path, arguments: dict[str, Any]) -> tuple[Any, bool]:
     except Exception as error:
         _end_groups(ours=ours)
         remove_traces(os.environ.get("VLLM_DIST_IDENT"))
-        said = str(error).strip().splitlines() or [type(error).__name__]
         name = importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0]
         raise ModelError(
             f"{name} {importlib.metadata.version(name)} could not be started with this model "
-            f"({arguments['dtype']}, max_model_len={arguments['max_model_len']}): {said[0]}"
+            f"({arguments['dtype']}, max_model_len={arguments['max_model_len']}): "
+            f"{library_text(error)}"
         ) from error
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish import shm
+from burnish.messages import library_text
 from burnish.rollout.weights import WeightList, fingerprint
 
 
@@ -140,7 +141,7 @@ class WorkerExtension:
             try:
                 model.load_weights(tensors)
             except Exception as error:  # becomes a finding, with vLLM's own words
-                said = str(error).splitlines()[0] if str(error) else ""
+                said = library_text(error)
                 findings.append(f"its loader failed: {type(error).__name__}: {said}")
             findings += _not_live(model)
             held = {name: fingerprint(p, dtype) for name, p in model.named_parameters()}

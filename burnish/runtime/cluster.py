@@ -15,6 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
+from burnish.messages import library_text
 from burnish.runtime.base import ClusterError
 
 PROBE_S = 60.0
@@ -106,7 +107,7 @@ def _check_ray_answers(address: str, *, version: str, timeout_s: float) -> None:
 
 
 def _cannot_join(address: str, why: str, *, version: str) -> ClusterError:
-    said = why.splitlines()[0] if why else "no reason given"
+    said = library_text(why) or "no reason given"
     if "ersion mismatch" in why:
         said = " ".join(why.split())
         what = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from burnish.messages import library_text
 from burnish.runtime.base import ClusterError, WorkerLostError
 
 
@@ -49,7 +50,7 @@ def why_lost(ray: Any, error: BaseException) -> str:
         cause = error.cause
         error = cause if isinstance(cause, BaseException) else error
     if isinstance(error, ray.exceptions.ObjectLostError):
-        raise WorkerLostError(f"weights in the object store are lost ({first_line(error)})")
+        raise WorkerLostError(f"weights in the object store are lost ({library_text(error)})")
     if not is_loss(ray, error):
         raise error
     return died(error)
@@ -57,9 +58,4 @@ def why_lost(ray: Any, error: BaseException) -> str:
 
 def died(error: BaseException) -> str:
     """Of a worker, for messages."""
-    return f"died: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for messages."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"died: {library_text(error)}"

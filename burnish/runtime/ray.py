@@ -26,12 +26,13 @@ from burnish.config.placement import Places
 from burnish.config.roles import free_name
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
+from burnish.messages import library_text
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, Sync, WorkerLostError
 from burnish.runtime.cluster import join_ray, start_ray
-from burnish.runtime.errors import failure, first_line, is_loss, never_made
+from burnish.runtime.errors import failure, is_loss, never_made
 from burnish.runtime.group import Group
 from burnish.runtime.handover import ray_sync
 from burnish.runtime.heartbeat import Beats, Watch
@@ -238,7 +239,7 @@ class RayRuntime:
             elif never := never_made(self.ray, failed, self.watch.name(worker)):
                 raise never from failed
             elif is_loss(self.ray, failed):
-                lost.append((worker, f"died while it started: {first_line(failed)}"))
+                lost.append((worker, f"died while it started: {library_text(failed)}"))
             else:
                 raise failed
         return lost

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
+from burnish.messages import library_text
 from burnish.observe.peaks import ProcessPeaks
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.runtime.errors import failure, first_line, why_lost
+from burnish.runtime.errors import failure, why_lost
 from burnish.runtime.group import Group
 from burnish.runtime.worker import (
     RolloutWorker,
@@ -233,7 +234,7 @@ class RemoteRolloutEngine:
         except StopIteration:
             return None
         except ray.exceptions.ObjectLostError as error:
-            lost[worker] = f"died, and what it had sampled is lost: {first_line(error)}"
+            lost[worker] = f"died, and what it had sampled is lost: {library_text(error)}"
             return []
         except ray.exceptions.RayError as error:
             lost[worker] = why_lost(ray, error)

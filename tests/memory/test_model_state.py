@@ -64,8 +64,9 @@ def test_a_well_known_model_has_the_number_of_parameters_of_its_model_card(name,
 
 
 def test_every_entry_of_the_table_of_models_can_be_made():
-    for name in known_models():
-        assert shape_of(ModelConfig(path=f"owner/{name}")).parameters > 1e8
+    for name, entry in known_models().items():
+        least = 1e8 if "source" in entry else 1e5  # models of the hub, and of shipped recipes
+        assert shape_of(ModelConfig(path=f"owner/{name}")).parameters > least
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 
 import burnish
 from burnish.cli import app
-from burnish.config import load_config
+from burnish.config import ConfigError, load_config
 from burnish.memory import launch, role_base
 from burnish.memory.activations import TraceError
+from burnish.memory.command import PlanOptions, plan_text
 from burnish.memory.fit import fit
 from burnish.memory.hardware import load_tables, parse_cluster, this_machine
 from burnish.memory.kv_cache import Demand, bytes_per_token, local_cache
@@ -108,24 +109,55 @@ def test_every_number_of_the_table_has_its_sum():
 # ---- other recipes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("recipe", "cluster", "overrides"),
-    [
-        ("llama3_8b_grpo_8gpu.yaml", "8xA100-80GB", ()),
-        ("llama3_8b_ppo_8gpu.yaml", "8xA100-80GB", ()),
-        ("qwen25_7b_grpo_lora_1gpu.yaml", "A100-80GB", ()),
-        ("tiny_1_sft.yaml", None, ()),
-        ("tiny_2_rm.yaml", None, ("model.path=null", "model.scratch={}")),
-        ("tiny_3_ppo.yaml", None, ("model.path=null", "model.scratch={}")),
-        ("smollm2_chain_sum_grpo.yaml", None, ()),
-        ("smollm2_chain_sum_grpo.yaml", "RTX4090-24GB", ()),
-    ],
-)
-def test_every_recipe_can_be_planned(recipe, cluster, overrides):
-    config = load_config(ROOT / "recipes" / recipe, overrides)
-    plan = make_plan(config, parse_cluster(cluster) if cluster else this_machine())
-    assert all(p.bytes > 0 for p in plan.peaks)
-    assert estimate(config, parse_cluster(cluster) if cluster else this_machine()).seconds > 0
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_planned_and_fits_without_options(recipe, monkeypatch, tmp_path):
+    """Where the recipe before it has not run, and on the cluster that the recipe names."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(recipe)
+    text, fits = plan_text(config, PlanOptions())
+    assert fits and "samples/s" in text
+    assert config.cluster.hardware is None or config.cluster.hardware.split("x")[-1] in text
+
+
+def test_a_recipe_that_fits_its_own_cluster_is_planned_for_another_by_the_option():
+    config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
+    text, _ = plan_text(config, PlanOptions(cluster="RTX4090-24GB"))
+    assert "1x1xRTX4090-24GB" in text
+    named = load_config(NINE)
+    assert named.cluster.hardware == "9x8xA800-80GB"
+    assert "10x8xH100-80GB" in plan_text(named, PlanOptions(cluster="10x8xH100-80GB"))[0]
+
+
+def test_the_table_has_the_model_that_the_first_recipe_makes():
+    made = shape_of(load_config(ROOT / "recipes" / "tiny_1_sft.yaml").model)
+    listed = shape_of(load_config(ROOT / "recipes" / "tiny_grpo.yaml").model)
+    assert listed.units == made.units and listed.parameters == made.parameters
+
+
+def test_a_cluster_that_the_recipe_names_must_be_of_the_form_and_known():
+    with pytest.raises(ConfigError, match="hardware='8 GPUs' is not of the form NODESxGPUSxNAME"):
+        load_config(NINE, ["cluster.hardware=8 GPUs"])
+    with pytest.raises(PlanError, match="the GPU 'Z9' is not known"):
+        plan_text(load_config(NINE, ["cluster.hardware=9x8xZ9"]), PlanOptions())
+
+
+def test_write_needs_fit_and_a_file_that_can_be_written(tmp_path):
+    config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
+    with pytest.raises(PlanError, match="--fit is not given; add --fit"):
+        plan_text(config, PlanOptions(write=tmp_path / "fits.yaml"))
+    with pytest.raises(PlanError, match="is in a folder that does not exist"):
+        plan_text(config, PlanOptions(fit=True, write=tmp_path / "no" / "fits.yaml"))
+    with pytest.raises(PlanError, match="is a folder"):
+        plan_text(config, PlanOptions(fit=True, write=tmp_path))
+
+
+def test_host_memory_and_network_that_are_given_are_this_machines_too():
+    config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
+    text, fits = plan_text(config, PlanOptions(host_gb=0.5))
+    assert not fits and "on this machine, 0.5 GB" in text
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
@@ -383,9 +415,12 @@ def test_the_command_prints_plan_and_time_and_exits_with_the_verdict(tmp_path):
 def test_fit_writes_the_first_proposal_as_a_recipe(tmp_path):
     recipe, out = tmp_path / "r.yaml", tmp_path / "fits.yaml"
     recipe.write_text(json.dumps(TINY))
-    result = CliRunner().invoke(app, ["plan", str(recipe), "--fit", "--write", str(out)])
+    options = ["--fit", "--write", str(out), "--cluster", "A100-80GB"]
+    result = CliRunner().invoke(app, ["plan", str(recipe), *options])
     assert result.exit_code == 0 and "settings tried" in result.stdout
-    assert make_plan(load_config(out), this_machine()).fits
+    written = load_config(out)
+    assert written.cluster.hardware == "A100-80GB", "where it fits"
+    assert plan_text(written, PlanOptions())[1]
 
 
 def huge():

@@ -192,13 +192,13 @@ def _random_model(config: Any, device: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     from burnish.memory.shapes import find_config
-    from burnish.models.load import place, use_burnish_attention
+    from burnish.models.load import choose_attention, describe, place
     from burnish.models.lora import inject_lora
 
     model: Any = AutoModelForCausalLM.from_config(find_config(config.model)[0])
     trained_whole = config.model.lora is None
     model = place(model, dtype="fp32" if trained_whole else config.precision.dtype, device=device)
-    use_burnish_attention(model)
+    choose_attention(model, describe(config.model))
     if not trained_whole:
         inject_lora(model, config.model.lora)
     return model

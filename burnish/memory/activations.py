@@ -31,7 +31,7 @@ from burnish.memory.shapes import ModelShape, blocks_of
 from burnish.memory.tracking import LiveBytes
 from burnish.messages import library_text
 from burnish.models.half_linear import use_fp32_products
-from burnish.models.load import DTYPES, use_burnish_attention
+from burnish.models.load import DTYPES, choose_attention
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.lora import ADAPTER, peft_config
 from burnish.models.value_head import ScalarModel
@@ -361,7 +361,7 @@ def _bare(config: Any, lora: LoraConfig | None, *, scalar: bool) -> Any:
     """The model on the meta device."""
     with unset_fake_temporarily(), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        use_burnish_attention(model)
+        choose_attention(model, config.model_type)
         if lora is not None:
             inject_adapter_in_model(peft_config(lora), model, adapter_name=ADAPTER)
             for name, parameter in model.named_parameters():

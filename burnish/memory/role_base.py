@@ -10,12 +10,14 @@ from burnish.config.jobs import EvaluateConfig, GenerateConfig, RLConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import ModelReward
 from burnish.config.roles import number_of
+from burnish.config.train import TrainConfig
 from burnish.memory import model_state
 from burnish.memory.activations import Peaks, TraceError, key_of, measure
 from burnish.memory.hardware import Hardware
 from burnish.memory.model_state import SIZES, EngineSetup, Item
 from burnish.memory.passes import Pass, Row
 from burnish.memory.shapes import ModelShape, PlanError, shape_of
+from burnish.models.support import model_support, row_limit
 
 Items = tuple[Item, ...]
 REWARD_ROWS = 8
@@ -101,8 +103,13 @@ def model_reward(config: Any, name: str) -> ModelReward:
 
 def positions(shape: ModelShape) -> int:
     """Longest row that the model has positions for."""
-    limit = getattr(shape.text, "max_position_embeddings", None)  # house: ok HuggingFace's config
-    return int(limit) if limit else 1 << 30
+    return row_limit(shape.text) or 1 << 30
+
+
+def with_layout(train: TrainConfig, shape: ModelShape) -> TrainConfig:
+    """``train`` with the layout that the model's passes have: padded if it cannot pack rows."""
+    packs = model_support(shape.text).packed
+    return train if packs else train.model_copy(update={"layout": "padded"})
 
 
 def lengths_of(config: Any, limit: int) -> tuple[int, int]:

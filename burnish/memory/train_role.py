@@ -29,6 +29,7 @@ from burnish.memory.role_base import (
     overhead,
     peaks_of,
     positions,
+    with_layout,
     with_loss,
 )
 from burnish.memory.shapes import shape_of
@@ -85,7 +86,7 @@ def setup_of(
     """The engine of a role, and the rows of its largest micro-batch."""
     model, scalar, trainable = model_of(config, role)
     shape = shape_of(model, scalar=scalar)
-    train = _train_of(config)
+    train = with_layout(_train_of(config), shape)
     parts = _tensor_parallel(train)
     part = part_of(shape, parts, model.lora)
     setup = EngineSetup(
@@ -100,7 +101,8 @@ def setup_of(
         and trainable
         and train.gradient_checkpointing,
     )
-    return setup, _stretches(largest_rows(config, role, ranks, positions(shape)), train)
+    rows = largest_rows(config, role, ranks, positions(shape), layout=train.layout)
+    return setup, _stretches(rows, train)
 
 
 def _precision_of(config: Any, role: str) -> PrecisionConfig:
@@ -160,7 +162,9 @@ def _train_of(config: Any) -> TrainConfig:
     return train
 
 
-def largest_rows(config: Any, role: str, ranks: int, limit: int) -> tuple[Row, ...]:
+def largest_rows(
+    config: Any, role: str, ranks: int, limit: int, *, layout: str = "shared_prefix"
+) -> tuple[Row, ...]:
     """The rows of the largest micro-batch that the recipe allows: all of full length, every second
     one token shorter (rows of one length would be computed without a mask)."""
     length, prompt = lengths_of(config, limit)
@@ -168,7 +172,7 @@ def largest_rows(config: Any, role: str, ranks: int, limit: int) -> tuple[Row, .
         return alike(REWARD_ROWS, length, prompt, group=1)
     if role_of(role) == "reward" and isinstance(config, RLConfig):
         return alike(model_reward(config, role).micro_batch_size, length, prompt, group=1)
-    rows = _update_rows(config, ranks, length, prompt)
+    rows = _update_rows(config, ranks, (length, prompt), layout)
     if role != "policy" or not isinstance(config, RLConfig) or config.ptx is None:
         return rows
     other = min(config.ptx.data.max_len, limit)
@@ -178,8 +182,9 @@ def largest_rows(config: Any, role: str, ranks: int, limit: int) -> tuple[Row, .
     return max(rows, mixed, key=lambda found: sum(row.length for row in found))
 
 
-def _update_rows(config: Any, ranks: int, length: int, prompt: int) -> tuple[Row, ...]:
-    """The largest micro-batch of the job's own rows."""
+def _update_rows(config: Any, ranks: int, lengths: tuple[int, int], layout: str) -> tuple[Row, ...]:
+    """The largest micro-batch of the job's own rows of ``lengths`` (row, prompt)."""
+    length, prompt = lengths
     unit = config.rows_per_unit
     plan = config.batch_plan()
     group = plan.n_samples_per_prompt if isinstance(config, RLConfig) else 1
@@ -191,7 +196,7 @@ def _update_rows(config: Any, ranks: int, length: int, prompt: int) -> tuple[Row
     rows: list[Row] = []
     used = 0
     while len(rows) < share:
-        shares = config.train.layout == "shared_prefix" and len(rows) % group > 0
+        shares = layout == "shared_prefix" and len(rows) % group > 0
         cost = length - prompt if shares else length
         if rows and len(rows) % unit == 0 and used + cost > budget:
             break

@@ -21,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -207,6 +208,94 @@ def decode_plan(cache: KVCache, positions: Tensor, length: int) -> DecodePlan:
     return DecodePlan(cache, slots, positions, length, mask)
 
 
+class UnsupportedAttention(NotImplementedError):
+    """A model asks its attention for something that packed and cached attention does not do."""
+
+
+_IGNORED = frozenset(
+    {"is_causal", "position_ids", "use_cache", "past_key_values", "position_embeddings"}
+)
+"""Keywords of HuggingFace models that change nothing here: positions are in the plan, and causality
+is checked on the module."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """One layer's call: its number, scale of the scores, window, dropout, and cap of the scores."""
+
+    layer: int
+    scale: float
+    window: int | None
+    dropout: float
+    softcap: float | None
+
+
+def _options(module: nn.Module, query: Tensor, mask: Tensor | None, given: Any) -> _Options:
+    """The options of one call under a plan.
+
+    Raises UnsupportedAttention for a mask that the model changed, a layer that is not causal, and
+    any keyword that would be ignored (attention sinks, indices of sparse attention, biases).
+    """
+    name = type(module).__name__
+    if mask is not None and mask.numel() != 1:
+        raise UnsupportedAttention(f"{name} brings its own attention mask {list(mask.shape)}")
+    if vars(module).get("is_causal", True) is False:
+        raise UnsupportedAttention(f"{name} is not causal")
+    _refuse_unknown(module, given)
+    layer = vars(module).get("layer_idx")
+    if layer is None:
+        raise UnsupportedAttention(f"{name} does not say which layer it is (layer_idx)")
+    scale = given.get("scaling")
+    return _Options(
+        layer=int(layer),
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=_window(module, given),
+        dropout=given.get("dropout") or 0.0,
+        softcap=given.get("softcap"),
+    )
+
+
+_MEANINGS = {"s_aux": "sinks (s_aux)", "indices": "a selection of keys (indices)"}
+
+
+def _refuse_unknown(module: nn.Module, given: Any) -> None:
+    known = {"scaling", "sliding_window", "dropout", "softcap"}
+    for key, value in given.items():
+        if key in known or key in _IGNORED or key.startswith("output_"):
+            continue
+        if value is not None and value is not False:
+            name, meaning = type(module).__name__, _MEANINGS.get(key, key)
+            raise UnsupportedAttention(f"{name} asks for attention with {meaning}")
+
+
+_WINDOWS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
+
+
+def _window(module: nn.Module, given: Any) -> int | None:
+    """The layer's sliding window in tokens.
+
+    Most models pass it as a keyword. Some put it only into the mask, which a plan replaces: then it
+    is read from the config (PhiMoE, Qwen2-MoE). The check of the model family
+    (``models/support.py``) finds models for which that is wrong.
+    """
+    if "sliding_window" in given:
+        return given["sliding_window"] or None
+    if module not in _WINDOWS:
+        _WINDOWS[module] = _window_in_config(module)
+    return _WINDOWS[module]
+
+
+def _window_in_config(module: nn.Module) -> int | None:
+    config = vars(module).get("config")
+    fields = {} if config is None else config.get_text_config().to_dict()
+    types, layer = fields.get("layer_types"), vars(module).get("layer_idx")
+    if types:
+        applies = types[layer] == "sliding_attention"
+    else:
+        applies = fields.get("use_sliding_window", True)
+    return (fields.get("sliding_window") or None) if applies else None
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -217,75 +306,107 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # house: ok the signature is HuggingFace's
     """HuggingFace attention interface: query [B, heads, T, dim] -> output [B, T, heads, dim]."""
-    for unsupported in ("softcap", "s_aux"):
-        if kwargs.get(unsupported) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} asks for attention with {unsupported}, which packed and "
-                "cached "
-                "attention here does not have; such models cannot be trained with this version"
-            )
     if plan is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    scale, window = kwargs["scaling"], kwargs.get("sliding_window")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+        return _unpacked(module, (query, key, value), attention_mask, **kwargs), None
+    options = _options(module, query, attention_mask, kwargs)
     if isinstance(plan, DecodePlan):
-        return _decode(plan, (query, key, value), layer=layer, scale=scale, window=window), None
-    options = (scale, window, kwargs.get("dropout", 0.0))
+        return _decode(plan, (query, key, value), options), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
     if not isinstance(plan, SpreadPlan):
-        return _packed(plan, (q, k, v), layer, options)[None], None
+        return _packed(plan, (q, k, v), options)[None], None
     whole = plan.whole
-    plan.layers.add(layer)
-    out = spread_attention(plan, (q, k, v), lambda x: _packed(whole, x, layer, options))
+    plan.layers.add(options.layer)
+    out = spread_attention(plan, (q, k, v), lambda x: _packed(whole, x, options))
     return out[None], None
 
 
-def _packed(
-    plan: PackedPlan,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    layer: int,
-    options: tuple[float, int | None, float],
+def _unpacked(
+    module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, **given: Any
 ) -> Tensor:
+    """[B, T, heads, dim] of a rectangle of rows, as the model itself would compute it."""
+    _refuse_unknown(module, given)
+    softcap = given.pop("softcap", None)
+    if softcap is None:
+        out, _ = sdpa_attention_forward(module, *qkv, mask, **given)
+        return out
+    query, key, _ = qkv
+    if mask is None and query.shape[2] > 1:
+        length = key.shape[2]
+        mask = torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device)
+        mask = mask.tril(length - query.shape[2])
+    scale = given.get("scaling")
+    options = _Options(
+        layer=0,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=None,
+        dropout=given.get("dropout") or 0.0,
+        softcap=softcap,
+    )
+    return _capped(qkv, mask, options).transpose(1, 2)
+
+
+def _capped(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: _Options) -> Tensor:
+    """[B, heads, Tq, dim] attention whose scores are ``softcap * tanh(score / softcap)`` (Gemma 2,
+    arXiv 2408.00118), softmax in fp32. ``mask`` [..., Tq, Tk]: True = may read."""
+    query, key, value = qkv
+    batch, heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    assert options.softcap is not None
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, length, dim)
+    scores = torch.matmul(grouped, key[:, :, None].transpose(-1, -2)) * options.scale
+    scores = torch.tanh(scores / options.softcap) * options.softcap
+    if mask is not None:
+        allowed = mask[:, :, None] if mask.dim() == 4 else mask
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = F.dropout(weights, options.dropout)
+    return torch.matmul(weights, value[:, :, None]).reshape(batch, heads, length, value.shape[-1])
+
+
+def _packed(plan: PackedPlan, qkv: tuple[Tensor, Tensor, Tensor], options: _Options) -> Tensor:
     """[M, heads, dim] of query, key and value [M, heads, dim] each."""
-    scale, window, dropout = options
     query, key, value = qkv
     if plan.cache is not None:
         assert plan.cache_source is not None
         assert plan.cache_slot is not None and plan.cache_position is not None
         kv = key[plan.cache_source], value[plan.cache_source]
-        plan.cache.write(layer, plan.cache_slot, plan.cache_position, kv)
+        plan.cache.write(options.layer, plan.cache_slot, plan.cache_position, kv)
     grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for bucket, mask in zip(plan.buckets, plan.masks(window), strict=True):
-        out = F.scaled_dot_product_attention(
-            query[bucket.q_index].transpose(1, 2),
-            key[bucket.k_index].transpose(1, 2),
-            value[bucket.k_index].transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=dropout,
-            scale=scale,
-            enable_gqa=grouped,
-        )  # [S, heads, Lq, dim]
+    for bucket, mask in zip(plan.buckets, plan.masks(options.window), strict=True):
+        q = query[bucket.q_index].transpose(1, 2)
+        k = key[bucket.k_index].transpose(1, 2)
+        v = value[bucket.k_index].transpose(1, 2)
+        if options.softcap is not None:
+            out = _capped((q, k, v), _causal(q) if mask is None else mask, options)
+        else:
+            out = F.scaled_dot_product_attention(
+                *(q, k, v),
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=options.dropout,
+                scale=options.scale,
+                enable_gqa=grouped,
+            )  # [S, heads, Lq, dim]
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat[plan.inverse]
 
 
-def _decode(
-    plan: DecodePlan,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    *,
-    layer: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def _causal(query: Tensor) -> Tensor:
+    """[T, T] True where query t may read key s, s <= t."""
+    length = query.shape[2]
+    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+
+
+def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: _Options) -> Tensor:
     query, key, value = qkv
     batch, heads, _, dim = query.shape
-    kv_heads = key.shape[1]
-    plan.cache.write(layer, plan.slots, plan.positions, (key[:, :, 0], value[:, :, 0]))
-    keys = plan.cache.keys[layer][:batch, :, : plan.length]
-    values = plan.cache.values[layer][:batch, :, : plan.length]
+    kv_heads, window = key.shape[1], options.window
+    kv = (key[:, :, 0], value[:, :, 0])
+    plan.cache.write(options.layer, plan.slots, plan.positions, kv)
+    keys = plan.cache.keys[options.layer][:batch, :, : plan.length]
+    values = plan.cache.values[options.layer][:batch, :, : plan.length]
     mask = plan.mask
     if window is not None and plan.length > window:
         reach = torch.arange(plan.length, device=mask.device)
@@ -293,19 +414,31 @@ def _decode(
     # The query heads of one key/value head are read together: they are the rows of one small
     # matmul.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    if query.device.type == "cpu" and query.dtype != torch.bfloat16:
+    on_cpu = query.device.type == "cpu" and query.dtype != torch.bfloat16
+    if options.softcap is not None or on_cpu:
         # For so few queries two batched matmuls beat torch's fused CPU kernel, and in fp16 by
         # more, conversion included (docs/lab-notebook.md).
-        scores = torch.matmul(grouped.float() * scale, keys.float().transpose(-1, -2))
+        scores = torch.matmul(grouped.float() * options.scale, keys.float().transpose(-1, -2))
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
         weights = scores.masked_fill_(~mask, -torch.inf).softmax(-1)
         out = torch.matmul(weights, values.float()).to(query.dtype)
     else:
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, scale=options.scale
+        )
     return out.reshape(batch, 1, heads, values.shape[-1])
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+def takes_plans(body: PreTrainedModel) -> bool:
+    """Whether the attention of ``body`` is the one of this module: then rows can be packed, and
+    otherwise they are padded."""
+    return str(body.config._attn_implementation) == ATTENTION_NAME
+
 
 # HuggingFace models build an attention mask unless they are given one of four dimensions; with a
 # plan the mask is in the plan, so this placeholder is passed and never read.

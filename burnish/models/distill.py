@@ -126,6 +126,7 @@ class _TaughtLogprobs(torch.autograd.Function):
         sums = HeadGradients(hidden, weight, bias, wanted=ctx.needs_input_grad[:3])
         for begin in reversed(range(0, hidden.shape[0], work.head.chunk_tokens)):
             (rows, logits, log_q), ctx.last = ctx.last or work.rows(hidden, begin), None
+            capped = logits if work.head.scaling.softcap is not None else None
             grad = torch.zeros_like(logits)
             if of_logprobs is not None:
                 log_p = logits - log_norm[rows, None]
@@ -138,8 +139,8 @@ class _TaughtLogprobs(torch.autograd.Function):
                 del log_p, log_q
                 grad[:, :size] += slope.mul_(of_divergence[rows, None] / lesson.temperature)
                 del slope
-            sums.add(rows, grad)
-            del grad
+            sums.add(rows, work.head.projection_grad_(grad, capped))
+            del grad, capped
         return (*sums.found(), None)
 
 

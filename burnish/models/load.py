@@ -26,14 +26,17 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-import burnish.models.attention as attention
 from burnish.config.model import Dtype, ModelConfig
 from burnish.formats import FORMATS
 from burnish.messages import library_text
+from burnish.models.attention import takes_plans
 from burnish.models.empty import empty_model
+from burnish.models.family_check import ModelSupport
 from burnish.models.half_linear import use_fp32_products
+from burnish.models.logit_scaling import logit_scaling
 from burnish.models.lora import inject_lora
 from burnish.models.scratch import scratch_model, scratch_tokenizer
+from burnish.models.support import model_support, row_limit
 
 log = logging.getLogger("burnish")
 
@@ -75,6 +78,7 @@ def load_causal_lm(
     if they can be read in parts (``empty.py`` says when); else the model comes whole. Raises
     ModelError where the folder, file or hub name cannot be loaded.
     """
+    check_support(config)
     model: Any = without_weights(AutoModelForCausalLM, config, dtype) if empty else None
     if model is None:
         if config.scratch is not None:
@@ -82,7 +86,7 @@ def load_causal_lm(
         else:
             model = _from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
         model = place(model, dtype=dtype, device=device)
-    use_burnish_attention(model)
+    choose_attention(model, describe(config))
     in_parts = any(p.is_meta or not p.numel() for p in model.parameters())
     if not in_parts:  # one in shards is looked at by its engine
         check_weights(model.named_parameters(), describe(config))
@@ -93,31 +97,76 @@ def load_causal_lm(
     return cast(PreTrainedModel, model)
 
 
+def check_support(config: ModelConfig) -> ModelSupport | None:
+    """Return how the model's family runs, from its config alone; None if that cannot be read
+    without the weights (GGUF files) or the model is made from scratch.
+
+    Raises ModelError if it cannot be trained or sampled here. Reads no weight and takes up to three
+    seconds the first time (``models/support.py``).
+    """
+    found = hf_config(config)
+    return None if found is None else _supported(found, describe(config))
+
+
+def _supported(config: PretrainedConfig, name: str) -> ModelSupport:
+    support = model_support(config)
+    if support.refusal:
+        raise ModelError(f"{name} cannot be used: {support.sentence()}")
+    return support
+
+
+def choose_attention(model: PreTrainedModel, name: str) -> None:
+    """Give a model the attention of its family: packed rows if they are exact, else transformers'
+    own on padded rows, said once. ``name``: of the model, for messages."""
+    support = _supported(model.config, name)
+    if support.model_type not in _SAID:
+        _SAID.add(support.model_type)
+        level = logging.INFO if support.packed else logging.WARNING
+        log.log(level, "%s: %s", name, support.sentence())
+    model.set_attn_implementation(support.attention)
+    model.config.use_cache = False
+
+
+_SAID: set[str] = set()
+
+
+def require_packing(body: PreTrainedModel, setting: str) -> None:
+    """Raise ModelError if ``body`` cannot compute packed rows, which ``setting`` needs."""
+    if takes_plans(body):
+        return
+    raise ModelError(
+        f"{setting}: {model_support(body.config).sentence()}, and ranks can share only attention "
+        "over packed rows; use 1"
+    )
+
+
 @torch.no_grad()
 def check_head(model: Any, name: str) -> None:
-    """Log-probs are computed from the last hidden state and the output projection alone.
+    """Raise ModelError if the logits are not those that log-probs are computed from: the output
+    projection of the last hidden state, scaled and capped as the config says.
 
-    ``name``: of the model, for messages. Raises ModelError for a model that does more to its logits
-    (scaling, capping): its log-probs would be wrong by several nats, in the trainer and in the
-    sampler alike, and nothing else would notice.
+    ``name``: of the model, for messages. The check of the family (``models/support.py``) is far
+    stricter; this one sees the real weights, in their format.
     """
     ids = torch.arange(1, 5, device=model.device)[None]
+    projection = model.get_output_embeddings()
+    scaling = logit_scaling(model.config)
     try:
         whole = model(ids).logits.float()
-        ours = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state).float()
+        hidden = model.get_decoder()(ids).last_hidden_state
+        ours = scaling.apply_(projection(hidden).float())
     except (NotImplementedError, RuntimeError) as error:
         raise_if_lacking(error, model, name)
         if isinstance(error, NotImplementedError):
             raise ModelError(f"{name}: {error}") from error
         raise
     if not (bool(whole.isfinite().all()) and bool(ours.isfinite().all())):
-        check_weights(model, name)
+        check_weights(model.named_parameters(), name)
         raise_overflow(model.dtype, name)
     if not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.abs().max())):
         raise ModelError(
-            f"{name} ({type(model).__name__}) changes its logits after the output projection "
-            "(scaling or soft "
-            "capping), which this version's log-probs do not; use another model"
+            f"{name} ({type(model).__name__}) changes its logits after the output projection in a "
+            "way that its config does not say, so log-probs would be wrong; use another model"
         )
 
 
@@ -222,13 +271,6 @@ def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
     return model.to(device)
 
 
-def use_burnish_attention(model: PreTrainedModel) -> None:
-    """Switch a loaded model to the attention of ``attention.py`` (plain SDPA where no plan is
-    given)."""
-    model.set_attn_implementation(attention.ATTENTION_NAME)
-    model.config.use_cache = False
-
-
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with its chat template replaced if the config names one.
 
@@ -282,15 +324,13 @@ def without_weights(auto_class: Any, config: ModelConfig, dtype: Dtype) -> Any |
 
 
 def num_positions(config: ModelConfig) -> int | None:
-    """Longest row in tokens, read from the model's config alone. None where that does not say."""
+    """Longest row in tokens, read from the model's config alone; None if that does not say."""
     if config.scratch is not None:
         return config.scratch.max_position_embeddings
     found = hf_config(config)
     if found is None:
         return None
-    text = found.get_text_config()  # of a model that reads images too, the part that reads text
-    limit = getattr(text, "max_position_embeddings", None)  # house: ok HuggingFace's config
-    return None if limit is None else int(limit)
+    return row_limit(found)
 
 
 def describe(config: ModelConfig) -> str:

@@ -16,22 +16,35 @@ import torch
 from torch import Tensor
 
 from burnish.models.half_linear import is_slow_half, linear, wide_matmul
+from burnish.models.logit_scaling import UNSCALED, LogitScaling
 
 
 @dataclass(frozen=True)
 class Head:
-    """The output projection of a language model: logits = (hidden @ weight.T + bias) /
-    temperature."""
+    """The output projection of a language model.
+
+    ``logits = cap(scale * (hidden @ weight.T + bias)) / temperature``, with
+    ``cap(x) = softcap * tanh(x / softcap)``.
+    """
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     temperature: float = 1.0
     chunk_tokens: int = 512
+    scaling: LogitScaling = UNSCALED
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[K, V] fp32 logits of hidden [K, H]."""
-        logits = linear(hidden, self.weight, self.bias).float()
+        logits = self.scaling.apply_(linear(hidden, self.weight, self.bias).float())
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def projection_grad_(self, grad: Tensor, logits: Tensor | None) -> Tensor:
+        """The gradient of the projection's output, from ``grad`` [K, V] of the ``logits`` [K, V]
+        that :meth:`logits` returned. Overwrites ``grad``. ``logits`` may be None without a
+        softcap."""
+        if self.temperature != 1.0:
+            grad = grad.div_(self.temperature)
+        return self.scaling.backward_(grad, logits, temperature=self.temperature)
 
 
 def token_logprobs(
@@ -94,8 +107,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 # dH/dz = -p (log p + H)
                 p = log_p.exp()
                 grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
-            grad /= head.temperature
-            sums.add(rows, grad)
+            capped = None
+            if head.scaling.softcap is not None:
+                capped = log_p.add_(log_norm[rows, None])  # the logits again
+            sums.add(rows, head.projection_grad_(grad, capped))
         return (*sums.found(), None, None, None)
 
 

@@ -27,6 +27,7 @@ from burnish.models.load import (
     load_tokenizer,
     without_weights,
 )
+from burnish.models.logit_scaling import logit_scaling
 from burnish.models.logprobs import Head
 from burnish.models.scratch import scratch_tokenizer
 
@@ -142,4 +143,5 @@ def load_head(
         found.append(values.to(device=device, dtype=DTYPES[dtype]))
     weight, bias = found
     assert weight is not None
-    return Head(weight, bias, chunk_tokens=chunk_tokens)
+    scaling = logit_scaling(model.config)
+    return Head(weight, bias, chunk_tokens=chunk_tokens, scaling=scaling)

@@ -22,7 +22,7 @@ from torch import Tensor, autograd, nn
 from torch.distributed import ProcessGroup, all_reduce
 from transformers import PreTrainedModel
 
-from burnish.models.load import ModelError
+from burnish.models.load import ModelError, require_packing
 
 COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """What can be done to a module. PARTIAL: its weights are whole on every rank, which computes its
@@ -47,7 +47,9 @@ def cut_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, Cut]:
     All ranks of ``group`` call it, with the same weights. Raises ModelError where the model has no
     plan, or cannot be cut into as many parts.
     """
-    styles, size = layer_styles(body), group.size()
+    size = group.size()
+    require_packing(body, f"train.engine.tensor_parallel_size={size}")
+    styles = layer_styles(body)
     check_sizes(body.config, size)
     cuts: dict[str, Cut] = {}
     for name, style in styles.items():

@@ -19,11 +19,12 @@ from burnish.models.load import (
     DTYPES,
     ModelError,
     _from_pretrained,
+    check_support,
+    choose_attention,
     describe,
     hf_config,
     load_causal_lm,
     place,
-    use_burnish_attention,
     without_weights,
 )
 from burnish.models.lora import inject_lora
@@ -59,6 +60,7 @@ def load_scalar_model(
     ModelError where the model has no head and ``new_head`` is None (scores would be noise), or has
     more than one output.
     """
+    check_support(config)
     if _is_classifier(config):
         auto_class = AutoModelForSequenceClassification
         model: Any = without_weights(auto_class, config, dtype) if empty else None
@@ -71,7 +73,7 @@ def load_scalar_model(
                 "has 1; "
                 "use a classifier trained with num_labels=1"
             )
-        use_burnish_attention(model)
+        choose_attention(model, describe(config))
         if config.lora is not None:
             with _drawn_from(seed):
                 inject_lora(model.base_model, config.lora)

@@ -28,7 +28,7 @@ from burnish.memory.shapes import find_config, shape_of
 from burnish.memory.tracking import LiveBytes
 from burnish.memory.train_role import largest_rows, model_of
 from burnish.messages import library_text
-from burnish.models.load import place, use_burnish_attention
+from burnish.models.load import choose_attention, describe, place
 from burnish.models.lora import inject_lora
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.value_head import ScalarModel
@@ -124,7 +124,7 @@ def _engine(config: Any, role: str, ranks: Ranks, device: torch.device) -> Torch
         model: Any = AutoModelForCausalLM.from_config(find_config(described)[0])
     whole = trainable and described.lora is None
     model = place(model, dtype="fp32" if whole else config.precision.dtype, device=device)
-    use_burnish_attention(model)
+    choose_attention(model, describe(described))
     if described.lora is not None:
         inject_lora(model, described.lora)
     if scalar:

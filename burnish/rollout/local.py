@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +22,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.rollout import LocalEngine
 from burnish.models.attention import NO_MASK, KVCache, Segment, decode_plan, plan_segments
+from burnish.models.logit_scaling import logit_scaling
+from burnish.models.support import row_limit
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.cpu_linear import fp32_copies, onednn_layers, onednn_linear
 from burnish.rollout.cuda_graphs import DecodeGraphs
 from burnish.rollout.requests import StopRule, check_requests, end_tokens
+from burnish.rollout.row_sampler import RowSampler
 from burnish.rollout.sampling import sample_tokens, uniforms_for
 from burnish.rollout.weights import WeightList
 from burnish.types import FinishReason
+
+Decoding = Literal["batched", "cached", "recomputed"]
+"""Many rows at a time from a cache of slots; one row at a time from the model's own cache, or
+without one."""
 
 
 @dataclass
@@ -49,12 +57,21 @@ class LocalRolloutEngine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: LocalEngine
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: LocalEngine,
+        *,
+        decoding: Decoding = "batched",
     ) -> None:
+        """``decoding``: how rows are sampled (``decoding.make_local_engine`` finds the fastest
+        exact way)."""
         self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.decoding = decoding
         self.version = 0
         self.device = next(model.parameters()).device
         self._body = model.get_decoder()
+        self._scaling = logit_scaling(model.config)
         self._no_mask = NO_MASK.to(self.device)  # here: a copy inside a recorded graph fails
         self._end_tokens = end_tokens(model.generation_config, tokenizer)
         self._graphs: DecodeGraphs | None = None
@@ -65,8 +82,16 @@ class LocalRolloutEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Completions as they finish. Raises ValueError, at the first one, for an empty prompt, one
         that cannot fit and a ``max_tokens`` below 1."""
-        check_requests(requests, sampling, limit=self.model.config.max_position_embeddings)
+        check_requests(requests, sampling, limit=row_limit(self.model.config))
         self.model.eval()
+        if self.decoding == "batched":
+            yield from self._batched(requests, sampling)
+        else:
+            yield from self._row_by_row(requests, sampling)
+        if self.config.sleep_between_rollouts:
+            self.sleep()
+
+    def _batched(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         run = _Run(self, sampling, deque(self._split(requests)))
         with fp32_copies(self._layers) as layers:
             while run.waiting or run.active:
@@ -74,8 +99,14 @@ class LocalRolloutEngine:
                 with torch.no_grad(), onednn_linear(layers):
                     run.admit() if run.can_admit() else run.decode()
                 yield from run.retire()
-        if self.config.sleep_between_rollouts:
-            self.sleep()
+
+    def _row_by_row(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        sampler = RowSampler(self.model, use_cache=self.decoding == "cached")
+        stop = StopRule(self.tokenizer, sampling, self._end_tokens)
+        try:
+            yield from sampler.sample(requests, sampling, stop, version=self.version)
+        except SamplingError as error:
+            raise SamplingError(self.what_is_broken()) from error
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights in by name (a LoRA model takes merged weights into its base only if it has
@@ -115,7 +146,7 @@ class LocalRolloutEngine:
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """[B, V] fp32 logits of last hidden states [B, H]."""
-        return self.model.get_output_embeddings()(hidden).float()
+        return self._scaling.apply_(self.model.get_output_embeddings()(hidden).float())
 
     def body(self, input_ids: Tensor, position_ids: Tensor, plan: object) -> Tensor:
         """[R, T, H] last hidden states under a plan."""

@@ -12,7 +12,11 @@ from burnish.types import FinishReason
 
 
 def check_requests(
-    requests: Sequence[Request], sampling: Sampling, *, limit: int, holder: str = "the model has"
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    limit: int | None,
+    holder: str = "the model has",
 ) -> None:
     """Raise ValueError for an empty prompt, one that cannot fit into ``limit`` positions with its
     response, and a ``max_tokens`` below 1. ``holder`` begins the words about the limit."""
@@ -28,7 +32,7 @@ def check_requests(
                 f"request {request.request_id} has an empty prompt; give at least one token"
             )
         need = len(request.prompt_ids) + room
-        if need > limit:
+        if limit is not None and need > limit:
             raise ValueError(
                 f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + "
                 f"generate_max_len {room} = {need}, and {holder} positions for {limit}; "

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.config.sync import LinkSync, SyncConfig
-from burnish.models.load import end_turn_token, load_causal_lm, resolve_device
+from burnish.models.load import describe, end_turn_token, load_causal_lm, resolve_device
 from burnish.models.lora import merged_weights
 from burnish.models.value_head import NewHead, load_scalar_model
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.decoding import make_local_engine
 from burnish.rollout.vllm import VllmRolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
@@ -103,7 +103,8 @@ class InlineRuntime:
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)
             self._add_end_token(model)
-        return LocalRolloutEngine(model, self.tokenizer, config)
+        name = describe(trainer.spec.model)
+        return make_local_engine(model, self.tokenizer, config, name=name)
 
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
@@ -113,7 +114,7 @@ class InlineRuntime:
         network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=device)
         self._add_end_token(network)
         if isinstance(config, LocalEngine):
-            return LocalRolloutEngine(network, self.tokenizer, config)
+            return make_local_engine(network, self.tokenizer, config, name=describe(model))
         engine = self._vllm(network, config, max_len)
         engine.load_weights(0, merged_weights(network))
         return engine

@@ -238,7 +238,7 @@ class DeepSpeedTrainEngine:
 
     def _split(self, batch: Batch) -> list[list[int]]:
         """Rows of this rank's micro-batches: as many on all ranks, some perhaps without rows."""
-        return parts_of(batch, self.spec, self.ranks)
+        return parts_of(batch, self.spec, self.ranks, self.forward.parts.layout)
 
     # ---- stepping --------------------------------------------------------------------------
 

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.config.train import TrainConfig
-from burnish.models.attention import NO_MASK, PackedPlan
+from burnish.models.attention import NO_MASK, PackedPlan, takes_plans
 from burnish.models.distill import Lesson, taught_logprobs
 from burnish.models.load import ModelError
+from burnish.models.logit_scaling import UNSCALED, logit_scaling
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.ulysses import SpreadPlan
 from burnish.train.base import Outputs, Role
-from burnish.train.batching import Arranged, arrange, read_and_target
+from burnish.train.batching import Arranged, Layout, arrange, read_and_target
 from burnish.types import Batch, rows_to_batch
 
 NO_ROWS = rows_to_batch([[0, 0]], [[False, True]], prompt_lens=[1])
@@ -58,13 +59,17 @@ class Forward:
     def __init__(
         self, model: nn.Module, role: Role, train: TrainConfig, *, temperature: float
     ) -> None:
-        self.role, self.layout = role, train.layout
+        self.role = role
         self.scalar = role in ("critic", "reward")
         self._temperature, self._chunk_tokens = temperature, train.logprob_chunk_tokens
         body = model.model if self.scalar else model.get_decoder()  # type: ignore[operator]
         head = model.score if self.scalar else model.get_output_embeddings()  # type: ignore[operator]
         self.body = cast(PreTrainedModel, body)
         """Everything before the head."""
+        self.packs = takes_plans(self.body)
+        """Whether the model can compute packed rows (``models/support.py``)."""
+        self.layout: Layout = train.layout if self.packs else "padded"
+        self.scaling = UNSCALED if self.scalar else logit_scaling(self.body.config)
         self.head = cast(nn.Linear, head)
         """The output projection, or the value head."""
         self.experts_per_token = experts_per_token(self.body) if train.moe_aux_loss_coef else 0
@@ -156,7 +161,13 @@ class Forward:
         if self.scalar:  # in fp32: advantages and margins are differences of these numbers
             wide = None if bias is None else bias.float()
             return (nn.functional.linear(hidden.float(), weight.float(), wide)[:, 0],)
-        head = Head(weight, bias, temperature=self._temperature, chunk_tokens=self._chunk_tokens)
+        head = Head(
+            weight,
+            bias,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+            scaling=self.scaling,
+        )
         if states is not None:
             assert self.lesson is not None, "teacher's states, and no lesson to use them in"
             found = taught_logprobs(hidden, targets, head, states=states, lesson=self.lesson)
@@ -178,11 +189,12 @@ class Forward:
         plan: PackedPlan | SpreadPlan | None,
         **more: bool,
     ) -> Any:
-        packed: dict[str, Any] = {}
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, **more}
+        if self.packs:  # other models count positions themselves, from the left of each row
+            inputs["position_ids"] = positions
         if plan is not None:
-            packed = {"plan": plan, "attention_mask": NO_MASK.to(ids.device)}
-        packed |= more
-        return self.body(input_ids=ids, position_ids=positions, use_cache=False, **packed)
+            inputs |= {"plan": plan, "attention_mask": NO_MASK.to(ids.device)}
+        return self.body(**inputs)
 
 
 class BatchForward(nn.Module):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from burnish.config.train import TrainConfig
-from burnish.train.batching import computed_tokens
+from burnish.train.batching import Layout, computed_tokens
 from burnish.types import Batch
 
 log = logging.getLogger("burnish")
@@ -32,9 +32,9 @@ class SmallerPasses:
     """``train.on_oom=retry_smaller``: micro-batches that do not fit are halved, and no larger one
     is tried again."""
 
-    def __init__(self, train: TrainConfig) -> None:
+    def __init__(self, train: TrainConfig, layout: Layout) -> None:
         self.on = train.on_oom == "retry_smaller"
-        self.layout = train.layout
+        self.layout = layout
         self.most_tokens: int | None = None
         """Computed tokens that a pass may have; None: as many as there are."""
         self._retries = 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.attention import Segment, plan_segments
-from burnish.models.load import ModelError
+from burnish.models.load import ModelError, require_packing
 from burnish.models.ulysses import SpreadPlan, sum_over
 from burnish.train.base import Role
 from burnish.train.batching import Arranged
@@ -91,6 +91,7 @@ class SpreadForward(Forward):
         super().__init__(model, role, train, temperature=temperature)
         self.team = team
         self._checked = False
+        require_packing(self.body, f"train.engine.sequence_parallel_size={team.size}")
         check_heads(self.body.config, team.size)
 
     def _compute(

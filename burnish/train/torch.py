@@ -32,7 +32,7 @@ from burnish.models.lora import adapters_off, merged_weights
 from burnish.models.teacher import LessonSpec
 from burnish.models.tensor_files import Pieces, tensor_sets, write_pieces
 from burnish.train.base import Loss, NonFiniteError, Outputs, Role, StepStats
-from burnish.train.batching import split_over_ranks
+from burnish.train.batching import Layout, split_over_ranks
 from burnish.train.cuts import Cuts, cut_model
 from burnish.train.diagnose import (
     STAGES,
@@ -101,14 +101,15 @@ class EngineSpec:
         return None if self.lesson is None else self.lesson.load(device, chunk_tokens=chunk)
 
 
-def parts_of(batch: Batch, spec: EngineSpec, ranks: Ranks) -> list[list[int]]:
-    """Rows of this rank's micro-batches, as many as every other rank has; some may be empty."""
+def parts_of(batch: Batch, spec: EngineSpec, ranks: Ranks, layout: Layout) -> list[list[int]]:
+    """Rows of this rank's micro-batches, as many as every other rank has; some may be empty.
+    ``layout``: of the passes."""
     parts = split_over_ranks(
         batch,
         ranks=ranks.size,
         micro_batch_size=spec.micro_batch_size,
         max_tokens=spec.train.max_tokens_per_micro_batch,
-        layout=spec.train.layout,
+        layout=layout,
     )
     return parts[ranks.rank]
 
@@ -139,7 +140,6 @@ class TorchTrainEngine:
         self._since_step: list[tuple[Batch, Loss]] = []
         """What the gradient is made of so far, to look for the first bad tensor in."""
         self._losses: list[Tensor] = []
-        self.smaller = SmallerPasses(spec.train)
         self._told: str | None = None
         """The first bad tensor, once it was looked for; until a step is taken again."""
         self.device = device or next(model.parameters()).device
@@ -148,6 +148,7 @@ class TorchTrainEngine:
             model, spec.role, spec.train, temperature=spec.temperature, team=self.team
         )
         self.scalar, self.body = self.forward.scalar, self.forward.body
+        self.smaller = SmallerPasses(spec.train, self.forward.layout)
         self.forward.lesson = spec.load_lesson(self.device)
         self.cuts: Cuts | None = None
         if cast(TorchEngine, spec.train.engine).tensor_parallel_size > 1:
@@ -303,7 +304,7 @@ class TorchTrainEngine:
 
     def _parts(self, batch: Batch) -> list[list[int]]:
         """As :func:`parts_of`, of this rank among those that compute other rows."""
-        return parts_of(batch, self.spec, self.peers)
+        return parts_of(batch, self.spec, self.peers, self.forward.layout)
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         return self.forward(batch, with_entropy=with_entropy)

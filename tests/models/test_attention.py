@@ -19,7 +19,7 @@ from burnish.models.attention import (
     decode_plan,
     plan_segments,
 )
-from burnish.models.load import load_causal_lm, use_burnish_attention
+from burnish.models.load import choose_attention, load_causal_lm
 
 # fp32 sums of at most a few hundred terms of size 1, in another order: a few ulps of 1.2e-7
 FP32 = 2e-6
@@ -134,7 +134,7 @@ def test_a_sliding_window_hides_what_is_behind_it_packed_and_cached() -> None:
     no_window = MistralForCausalLM(MistralConfig(**{**config.to_dict(), "sliding_window": None}))
     no_window.load_state_dict(model.state_dict())
     assert (alone(no_window, row) - expected).abs().max() > 1e-3, "the window must matter here"
-    use_burnish_attention(model)
+    choose_attention(model, "the model")
     plan = plan_segments([Segment(0, 12)], torch.arange(12))
     torch.testing.assert_close(packed(model, row, plan), expected, atol=FP32, rtol=0)
 
@@ -150,10 +150,13 @@ def test_without_a_plan_the_model_is_the_one_transformers_gives() -> None:
     assert torch.equal(ours[mask.bool()], theirs[mask.bool()])
 
 
-def test_attention_with_softcap_is_refused_by_name() -> None:
+def test_keywords_that_packed_attention_would_ignore_are_refused_by_name() -> None:
     from burnish.models.attention import _attention
 
     plan = plan_segments([Segment(0, 2)], torch.arange(2))
     q = torch.zeros(1, 2, 2, 8)
-    with pytest.raises(NotImplementedError, match="softcap"):
-        _attention(torch.nn.Identity(), q, q, q, None, plan=plan, scaling=1.0, softcap=50.0)
+    for name in ("s_aux", "indices", "position_bias"):
+        with pytest.raises(NotImplementedError, match=name):
+            _attention(torch.nn.Identity(), q, q, q, None, plan=plan, **{name: q})
+    with pytest.raises(NotImplementedError, match="its own attention mask"):
+        _attention(torch.nn.Identity(), q, q, q, q, plan=plan)

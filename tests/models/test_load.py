@@ -245,18 +245,6 @@ def test_adapters_of_a_scalar_model_train_beside_its_head(folder: Path, tmp_path
         assert all(".lora_" in name for name in trained - {"score.weight"})
 
 
-def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    hf = GraniteConfig(
-        vocab_size=53, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0,
-    )  # fmt: skip
-    GraniteForCausalLM(hf).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="changes its logits after the output projection"):
-        load_causal_lm(ModelConfig(path=str(tmp_path)))
-
-
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_an_adapter_on_the_head_or_the_embedding_is_refused(target: str) -> None:
     config = ModelConfig(

@@ -1,0 +1,337 @@
+"""The experiment behind ``support.py``: a small random model through every layout, against
+transformers' own forward of each row by itself.
+
+Two kinds of evidence, in fp32 on the CPU:
+
+* exact invariances, bit for bit, at unchanged shapes: changing a token of one row changes no output
+  of another row, and changing a token changes no output before it (mixtures of experts: within
+  1e-5, because routing changes the shapes of products);
+* log-probs of every layout against the reference.
+
+Half precision would hide the first: a state that flows between rows moves log-probs by less than
+the rounding of bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from burnish.models.attention import (
+    ATTENTION_NAME,
+    NO_MASK,
+    Segment,
+    UnsupportedAttention,
+    plan_segments,
+)
+from burnish.models.logit_scaling import logit_scaling
+from burnish.models.logprobs import Head
+from burnish.models.shrink import build
+
+PACKED = ATTENTION_NAME
+"""The implementation of attention in ``attention.py``."""
+LENGTHS = (13, 9, 11, 16)
+"""Rows of the experiment, in tokens: longer than the shrunk windows."""
+PROMPT = 6
+"""Tokens that the rows begin with in the shared-prefix layout."""
+TOLERANCE = 1e-4
+"""Nats. Correct layouts differ by rounding, up to 2e-5; a wrong one by 5e-3 and more."""
+MIXTURE_TOLERANCE = 1e-5
+LARGE = (1.0, 50.0)
+"""Factors of the last hidden state at which the head is compared: a cap shows at large logits."""
+
+
+@dataclass(frozen=True)
+class ModelSupport:
+    """The way a model family runs, and the evidence.
+
+    Example: ``ModelSupport("llama", "burnish", {"padded": 5e-07, "packed": 5e-07, ...})``.
+    """
+
+    model_type: str
+    attention: str
+    """``burnish``: packed rows; else the implementation of transformers for padded rows."""
+    differences: dict[str, float] = field(default_factory=dict)
+    """Layout -> largest difference of log-probs, in nats, from transformers' forward of each row
+    by itself, fp32."""
+    reason: str = ""
+    """Why packed rows are not used; empty if they are."""
+    refusal: str = ""
+    """Why the model cannot be used; empty if it can."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether packed and shared-prefix rows are exact."""
+        return self.attention == PACKED
+
+    def sentence(self) -> str:
+        """The result in one sentence, for logs."""
+        if self.refusal:
+            return f"{self.model_type}: {self.refusal}"
+        worst = max(self.differences.values(), default=0.0)
+        if self.packed:
+            return f"{self.model_type}: packed rows are exact (largest difference {worst:.1e} nats)"
+        return (
+            f"{self.model_type}: {self.reason}; rows are padded and computed by transformers' own "
+            f"{self.attention} attention (largest difference {worst:.1e} nats)"
+        )
+
+
+Rows = list[list[int]]
+LogProbs = Callable[[Rows], list[Tensor]]
+"""Rows -> log-probs [T, V] of each row, fp32."""
+
+
+@torch.no_grad()
+def check_family(tiny: PretrainedConfig) -> ModelSupport:
+    """Return how the family of the shrunk config ``tiny`` runs."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        return _check(tiny)
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def _check(tiny: PretrainedConfig) -> ModelSupport:
+    name = tiny.model_type
+    try:
+        family = _Family(build(tiny))
+        rows = _rows(family.vocabulary)
+        wanted = family.one_by_one(rows)
+    except Exception as error:  # any failure of a model is the answer of the experiment
+        return ModelSupport(name, "eager", refusal=_cannot("be computed at all", error))
+    if problem := family.problem_of_head():
+        return ModelSupport(name, "eager", refusal=problem)
+    differences, reason = _packed_layouts(family, rows, wanted)
+    if not reason:
+        return ModelSupport(name, PACKED, differences)
+    for implementation in family.native:
+        padded, problem = _native_layout(family, implementation, rows, wanted)
+        if not problem:
+            return ModelSupport(name, implementation, padded, reason=reason)
+    return ModelSupport(
+        name,
+        "eager",
+        refusal=f"{problem}, and {reason}; use another model",
+    )
+
+
+def _packed_layouts(
+    family: _Family, rows: Rows, wanted: list[Tensor]
+) -> tuple[dict[str, float], str]:
+    """(differences by layout, why packed rows are not exact or "")."""
+    differences: dict[str, float] = {}
+    try:
+        family.use(PACKED)
+    except Exception as error:  # see _check
+        return {}, _cannot("take attention over packed rows", error)
+    layouts: dict[str, LogProbs] = {
+        "padded": family.padded,
+        "packed": family.packed,
+        "shared_prefix": family.shared_prefix,
+    }
+    for layout, logprobs in layouts.items():
+        found, problem = _problem(layout, logprobs, rows, wanted, family.is_mixture)
+        if problem:
+            return {}, problem
+        differences[layout] = found
+    return differences, ""
+
+
+def _native_layout(
+    family: _Family, implementation: str, rows: Rows, wanted: list[Tensor]
+) -> tuple[dict[str, float], str]:
+    try:
+        family.use(implementation)
+    except Exception as error:  # see _check
+        return {}, _cannot(f"use transformers' {implementation} attention", error)
+    found, problem = _problem("padded", family.padded, rows, wanted, family.is_mixture)
+    return {"padded": found}, problem
+
+
+def _problem(  # house: ok the five parts of one comparison
+    layout: str, logprobs: LogProbs, rows: Rows, wanted: list[Tensor], is_mixture: bool
+) -> tuple[float, str]:
+    """(largest difference from the reference, what is wrong or "")."""
+    name = layout.replace("_", "-") + " rows"
+    try:
+        found = logprobs(rows)
+        leak, early = _leaks(logprobs, rows, found)
+    except Exception as error:  # see _check
+        return 0.0, _cannot(f"compute {name}", error)
+    allowed = MIXTURE_TOLERANCE if is_mixture else 0.0
+    difference = largest_difference(found, wanted)
+    if not early <= allowed:
+        return difference, f"in {name} a later token changes earlier outputs by {early:.1e} nats"
+    if not leak <= allowed:
+        return difference, f"in {name} one row changes another by {leak:.1e} nats"
+    if not difference <= TOLERANCE:
+        return difference, f"log-probs of {name} differ from single rows by {difference:.1e} nats"
+    return difference, ""
+
+
+def _leaks(logprobs: LogProbs, rows: Rows, found: list[Tensor]) -> tuple[float, float]:
+    """(largest change of other rows, of earlier tokens) if one token of the second row changes, and
+    if its last token changes."""
+    leak = early = 0.0
+    for place in (PROMPT + 1, LENGTHS[1] - 1):
+        changed = [list(row) for row in rows]
+        changed[1][place] = changed[1][place] % 7 + 1 + 7 * (changed[1][place] <= 7)
+        after = logprobs(changed)
+        others = [i for i in range(len(rows)) if i != 1]
+        leak = max(leak, largest_difference([after[i] for i in others], [found[i] for i in others]))
+        early = max(early, largest_difference([after[1][:place]], [found[1][:place]]))
+    return leak, early
+
+
+def largest_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Return the largest absolute difference; NaN if a number is not finite."""
+    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def _rows(vocabulary: int) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    top = min(vocabulary, 90)  # special tokens of the small copy are above
+    ids = torch.randint(1, top, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    ids[:, :PROMPT] = ids[0, :PROMPT]
+    return [row[:length].tolist() for row, length in zip(ids, LENGTHS, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Tokens of packed rows: ids, positions, segments, and the index of each row's tokens."""
+
+    ids: list[int]
+    positions: list[int]
+    segments: list[Segment]
+    index: list[list[int]]
+
+
+class _Family:
+    """A small model and the ways to compute log-probs with it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        own = str(model.config._attn_implementation)
+        self.native = list(dict.fromkeys([own, "eager"]))
+        """Implementations of transformers for padded rows, the preferred one first."""
+        fields = model.config.get_text_config().to_dict()
+        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        self.is_mixture = any((fields.get(name) or 0) > 1 for name in counts)
+
+    def use(self, implementation: str) -> None:
+        """Switch the attention of every layer."""
+        self.model.set_attn_implementation(implementation)
+
+    def one_by_one(self, rows: Rows) -> list[Tensor]:
+        """The reference: transformers' forward of each row by itself, in plain attention."""
+        self.use("eager")
+        return [self._logits(torch.tensor([row]))[0].log_softmax(-1) for row in rows]
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits.float()
+
+    def problem_of_head(self) -> str:
+        """Why the logits are not those of :class:`Head`; "" if they are."""
+        try:
+            worst = max(self._head_difference(factor) for factor in LARGE)
+        except Exception as error:  # see _check
+            return _cannot("be computed as a body and an output projection", error)
+        if not worst <= TOLERANCE:
+            return (
+                "its logits are not the output projection of its last hidden state, scaled and "
+                f"capped as its config says (they differ by {worst:.1e} of the largest); use "
+                "another model"
+            )
+        return ""
+
+    def _head_difference(self, factor: float) -> float:
+        """Relative difference of logits at the last hidden state times ``factor``."""
+        kept: list[Tensor] = []
+
+        def scale(_module: Any, _inputs: Any, output: Any) -> Any:
+            output.last_hidden_state = output.last_hidden_state * factor
+            kept.append(output.last_hidden_state)
+            return output
+
+        handle = self.model.get_decoder().register_forward_hook(scale)
+        try:
+            logits = self._logits(torch.arange(1, 9)[None])[0]
+        finally:
+            handle.remove()
+        own = self._head().logits(kept[-1][0])
+        return float((logits - own).abs().max() / logits.abs().max().clamp(min=1.0))
+
+    def _head(self) -> Head:
+        projection = self.model.get_output_embeddings()
+        scaling = logit_scaling(self.model.config)
+        return Head(projection.weight, projection.bias, scaling=scaling)
+
+    def padded(self, rows: Rows) -> list[Tensor]:
+        """One rectangle, padded on the right."""
+        width = max(len(row) for row in rows)
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        hidden = self._hidden(input_ids=ids)
+        logprobs = self._head().logits(hidden.flatten(0, 1)).log_softmax(-1).unflatten(0, ids.shape)
+        return [one[: len(row)] for one, row in zip(logprobs, rows, strict=True)]
+
+    def packed(self, rows: Rows) -> list[Tensor]:
+        """All rows one after another."""
+        ids: list[int] = []
+        positions: list[int] = []
+        segments, index = [], []
+        for row in rows:
+            segments.append(Segment(len(ids), len(row)))
+            index.append(list(range(len(ids), len(ids) + len(row))))
+            ids += row
+            positions += list(range(len(row)))
+        return self._in_one_row(_Place(ids, positions, segments, index))
+
+    def shared_prefix(self, rows: Rows) -> list[Tensor]:
+        """The prompt once, with the first row's response, then the other responses."""
+        prompt = list(range(PROMPT))
+        ids, positions = rows[0][:PROMPT], list(prompt)
+        segments, index = [], []
+        for number, row in enumerate(rows):
+            begin = 0 if number == 0 else len(ids)
+            count = len(row) - PROMPT
+            index.append(prompt + list(range(len(ids), len(ids) + count)))
+            ids = ids + row[PROMPT:]
+            positions += list(range(PROMPT, len(row)))
+            if number == 0:
+                segments.append(Segment(0, len(row)))
+            else:
+                segments.append(Segment(begin, count, 0, PROMPT))
+        return self._in_one_row(_Place(ids, positions, segments, index))
+
+    def _in_one_row(self, place: _Place) -> list[Tensor]:
+        positions = torch.tensor(place.positions)
+        hidden = self._hidden(
+            input_ids=torch.tensor([place.ids]),
+            position_ids=positions[None],
+            attention_mask=NO_MASK,
+            plan=plan_segments(place.segments, positions),
+        )[0]
+        logprobs = self._head().logits(hidden).log_softmax(-1)
+        return [logprobs[index] for index in place.index]
+
+    def _hidden(self, **inputs: Any) -> Tensor:
+        out = self.model.get_decoder()(use_cache=False, **inputs)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+
+def _cannot(what: str, error: BaseException) -> str:
+    text = " ".join(str(error).split())[:160]
+    if isinstance(error, UnsupportedAttention):
+        return text
+    return f"it cannot {what} ({type(error).__name__}: {text})"

@@ -1,0 +1,176 @@
+"""How each model family runs: on packed rows, on padded rows, or not at all.
+
+Packed and shared-prefix rows are right only if every layer mixes tokens through the attention
+interface of HuggingFace and leaves the mask to it. A config does not say so: layers with a state
+(linear attention, Mamba), convolutions, and attention outside the interface let one row read its
+neighbor. :func:`model_support` therefore runs an experiment (``family_check.py``) on a small random
+copy of the model, before any weight is loaded, and keeps the answer by the copy's config and the
+versions of the libraries.
+
+The answer picks the way: packed rows if they are exact; else padded rows through the model's own
+attention; else a refusal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PretrainedConfig
+
+from burnish.models.family_check import ModelSupport, check_family
+from burnish.models.shrink import shrink
+
+log = logging.getLogger("burnish")
+
+Result = TypeVar("Result")
+
+
+def model_support(config: PretrainedConfig, *, use_disk: bool = True) -> ModelSupport:
+    """Return how models with this HuggingFace ``config`` run.
+
+    The first call for a family takes up to three seconds; later ones read the answer from memory or
+    from the cache folder. ``use_disk=False``: neither read nor write the cache folder.
+    """
+    try:
+        tiny = below_rope_border(shrink(config))
+    except Exception as error:  # a config that nothing can be built from: the answer says so
+        return ModelSupport(
+            config.model_type,
+            "eager",
+            refusal=f"no small copy of the model can be made to check it ({_short(error)})",
+        )
+    return cached_result(ModelSupport, tiny, lambda: check_family(tiny), use_disk=use_disk)
+
+
+def cached_result(
+    kind: type[Result], tiny: PretrainedConfig, run: Callable[[], Result], *, use_disk: bool = True
+) -> Result:
+    """Return the result of ``run`` for a shrunk config, from the cache if it is there. ``kind``: a
+    dataclass that JSON can hold."""
+    key = f"{kind.__name__}-{tiny.model_type}-{_digest(tiny)}"
+    found = _IN_MEMORY.get(key)
+    if isinstance(found, kind):
+        return found
+    file = _folder() / f"{key}.json"
+    use_disk = use_disk and not _is_remote(tiny)
+    result = _read(file, kind) if use_disk else None
+    if result is None:
+        result = run()
+        if use_disk:
+            _write(file, result)
+    _IN_MEMORY[key] = result
+    return result
+
+
+_IN_MEMORY: dict[str, object] = {}
+
+
+def row_limit(config: PretrainedConfig) -> int | None:
+    """Return the longest row, in tokens, that the model can read; None if its config has no limit.
+
+    A rotary embedding that depends on the longest row of a batch (``longrope``, dynamic NTK) limits
+    rows to the length up to which it does not: beyond that, a row's log-probs would depend on its
+    neighbors in the micro-batch.
+    """
+    text = config.get_text_config()
+    fields = text.to_dict()
+    limits = [fields.get(name) for name in ("max_position_embeddings", "n_positions")]
+    found = [int(limit) for limit in limits if isinstance(limit, int) and limit > 0]
+    return min([*found[:1], *rope_borders(config)], default=None)
+
+
+def rope_borders(config: PretrainedConfig) -> list[int]:
+    """Return the row lengths beyond which rotary embeddings depend on the longest row of a
+    batch."""
+    fields = config.get_text_config().to_dict()
+    borders = []
+    for rope in _ropes(fields):
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind == "longrope":
+            named = rope.get("original_max_position_embeddings")
+            named = named or fields.get("original_max_position_embeddings")
+            borders.append(named or fields.get("max_position_embeddings"))
+        elif kind == "dynamic":
+            borders.append(fields.get("max_position_embeddings"))
+    return [int(border) for border in borders if border]
+
+
+def _ropes(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameters of each rotary embedding: one set, or one for each layer type."""
+    found = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in found.values()):
+        return [value for value in found.values() if isinstance(value, dict)]
+    return [found]
+
+
+def below_rope_border(tiny: PretrainedConfig) -> PretrainedConfig:
+    """Return the shrunk config with every border of :func:`rope_borders` beyond its positions: rows
+    that cross one are refused by :func:`row_limit`."""
+    if not rope_borders(tiny):
+        return tiny
+    fields = tiny.to_dict()
+    limit = fields.get("max_position_embeddings")
+    for rope in _ropes(fields):
+        if "original_max_position_embeddings" in rope:
+            rope["original_max_position_embeddings"] = limit
+    if "original_max_position_embeddings" in fields:
+        fields["original_max_position_embeddings"] = limit
+    return type(tiny).from_dict(fields)
+
+
+def _digest(tiny: PretrainedConfig) -> str:
+    fields = tiny.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+        fields.pop(name, None)
+    text = json.dumps([fields, _versions()], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _versions() -> list[str]:
+    """Whatever else the answer depends on: the libraries and the code that is checked."""
+    own = Path(__file__).parents[1]
+    files = [*sorted((own / "models").glob("*.py")), *sorted((own / "rollout").glob("*.py"))]
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return [*(importlib.metadata.version(name) for name in ("torch", "transformers")), code]
+
+
+def _is_remote(tiny: PretrainedConfig) -> bool:
+    """Whether the model's code comes with it: it may change under the same config."""
+    return bool(tiny.to_dict().get("auto_map"))
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "burnish" / "families"
+
+
+def _read(file: Path, kind: type[Result]) -> Result | None:
+    try:
+        return kind(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(file: Path, found: Any) -> None:
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:  # a read-only home: the check runs again next time
+        log.debug("the check of the model family is not kept: %s", error)
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

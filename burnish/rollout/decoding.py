@@ -1,0 +1,138 @@
+"""How the local engine samples from a model family, found by experiment like the layouts of
+``models/support.py``: the fastest way whose greedy tokens and log-probs are those of transformers'
+forward of the whole row.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from burnish.config.rollout import LocalEngine
+from burnish.models.family_check import PACKED, TOLERANCE, largest_difference
+from burnish.models.load import ModelError
+from burnish.models.shrink import build, shrink
+from burnish.models.support import below_rope_border, cached_result, model_support
+from burnish.rollout.base import Request, Sampling
+from burnish.rollout.local import Decoding, LocalRolloutEngine
+
+log = logging.getLogger("burnish")
+
+NEW_TOKENS = 12
+_PROMPTS = ((5, 17, 3, 60, 41, 8, 29), (9, 2, 71, 33, 12, 50, 6, 24, 80, 15, 37))
+_WORDS = {
+    "batched": "many rows at a time from a cache of slots",
+    "cached": "one row at a time from the model's own cache",
+    "recomputed": "one row at a time, without a cache",
+}
+
+
+@dataclass(frozen=True)
+class DecodingSupport:
+    """How the local engine samples from a model family, and the evidence."""
+
+    decoding: Decoding | None
+    """None: not at all."""
+    difference: float = 0.0
+    """Largest difference of the log-probs of greedy tokens from transformers' forward, in nats."""
+    reason: str = ""
+    """Why no faster way is used."""
+
+    def sentence(self) -> str:
+        """The result in one sentence, for logs."""
+        if self.decoding is None:
+            return f"the local engine cannot sample from it ({self.reason})"
+        text = f"the local engine samples {_WORDS[self.decoding]}"
+        return f"{text}, because {self.reason}" if self.reason else text
+
+
+def decoding_support(config: PretrainedConfig, *, use_disk: bool = True) -> DecodingSupport:
+    """Return how the local engine samples from models with this config. Costs up to three seconds
+    the first time; the answer is kept like that of ``model_support``."""
+    tiny = below_rope_border(shrink(config))
+    return cached_result(
+        DecodingSupport, tiny, lambda: _check(tiny, use_disk=use_disk), use_disk=use_disk
+    )
+
+
+def make_local_engine(
+    model: PreTrainedModel, tokenizer: Tokenizer, config: LocalEngine, *, name: str
+) -> LocalRolloutEngine:
+    """Return a local engine that samples from ``model`` in the fastest exact way. ``name``: of the
+    model, for messages.
+
+    Raises ModelError if there is none.
+    """
+    support = decoding_support(model.config)
+    if support.decoding is None:
+        raise ModelError(f"{name}: {support.sentence()}; use rollout.engine.kind=vllm")
+    if support.decoding != "batched":
+        log.warning("%s: %s; rollout.engine.kind=vllm may be faster", name, support.sentence())
+    return LocalRolloutEngine(model, tokenizer, config, decoding=support.decoding)
+
+
+@torch.no_grad()
+def _check(tiny: PretrainedConfig, *, use_disk: bool) -> DecodingSupport:
+    support = model_support(tiny, use_disk=use_disk)
+    if support.refusal:
+        return DecodingSupport(None, reason=support.refusal)
+    model = build(tiny)
+    model.generation_config = GenerationConfig()
+    model.set_attn_implementation("eager")
+    wanted = [_greedy(model, prompt) for prompt in _PROMPTS]
+    model.set_attn_implementation(support.attention)
+    ways: tuple[Decoding, ...] = ("batched", "cached", "recomputed")
+    reason = "" if support.attention == PACKED else support.reason
+    for decoding in ways if support.attention == PACKED else ways[1:]:
+        try:
+            found = _engine_greedy(model, decoding)
+        except Exception as error:  # any failure of a model is the answer of the experiment
+            text = " ".join(str(error).split())[:160]
+            reason = f"sampling {_WORDS[decoding]} failed ({type(error).__name__}: {text})"
+            continue
+        if [tokens for tokens, _ in found] != [tokens for tokens, _ in wanted]:
+            reason = f"greedy tokens sampled {_WORDS[decoding]} are not transformers'"
+            continue
+        difference = largest_difference([b for _, b in found], [b for _, b in wanted])
+        if difference <= TOLERANCE:
+            return DecodingSupport(decoding, difference, reason)
+        reason = f"log-probs sampled {_WORDS[decoding]} differ by {difference:.1e} nats"
+    return DecodingSupport(None, reason=reason)
+
+
+def _greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens and their log-probs, by a forward of the whole row for each."""
+    row, logprobs = list(prompt), []
+    for _ in range(NEW_TOKENS):
+        logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1].float()
+        row.append(int(logits.argmax()))
+        logprobs.append(float(logits.log_softmax(-1)[row[-1]]))
+    return row[len(prompt) :], torch.tensor(logprobs)
+
+
+def _engine_greedy(
+    model: PreTrainedModel, decoding: Decoding
+) -> list[tuple[list[int], torch.Tensor]]:
+    """The same by the local engine, both prompts at once."""
+    tokenizer: Any = _NoTokenizer()
+    engine = LocalRolloutEngine(model, tokenizer, LocalEngine(), decoding=decoding)
+    requests = [Request(str(i), prompt) for i, prompt in enumerate(_PROMPTS)]
+    sampling = Sampling(max_tokens=NEW_TOKENS, temperature=0.0)
+    found = {int(c.request_id): c for c in engine.generate(requests, sampling)}
+    return [
+        (list(found[i].token_ids), torch.tensor(found[i].logprobs)) for i in range(len(requests))
+    ]
+
+
+class _NoTokenizer:
+    """In the place of a tokenizer, for a vocabulary without texts and end tokens."""
+
+    eos_token_id = None
+
+    def decode(self, _ids: list[int], **_: Any) -> str:
+        return ""

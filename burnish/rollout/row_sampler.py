@@ -1,0 +1,110 @@
+"""Sampling one row at a time through transformers' own ``generate``.
+
+For models whose layers keep a state that the slots of :class:`~burnish.models.attention.KVCache` do
+not hold, or whose attention is not the shared interface. It is slow and right: the model builds its
+own cache, or computes every row again for each token (``use_cache=False``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from burnish.rollout.base import Completion, Request, Sampling, SamplingError
+from burnish.rollout.requests import StopRule
+from burnish.rollout.sampling import sample_tokens, uniforms_for
+
+
+@dataclass(frozen=True)
+class RowSampler:
+    """Samples from ``model``, one row at a time."""
+
+    model: PreTrainedModel
+    use_cache: bool
+    """False: compute the whole row for each token."""
+
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, stop: StopRule, *, version: int
+    ) -> Iterator[Completion]:
+        """Yield the completions of ``requests`` in order.
+
+        Raises SamplingError if a log-prob is not finite.
+        """
+        for request in requests:
+            for index in range(request.n):
+                limit = request.limit(sampling)
+                draw = _Draw(sampling, uniforms_for(request.seed, index, limit))
+                self._run(request, draw, lambda tokens, most=limit: stop.finished(tokens, most))
+                reason = stop.finished(draw.tokens, limit)
+                assert reason is not None
+                yield Completion(
+                    request_id=request.request_id,
+                    index=index,
+                    token_ids=tuple(draw.tokens),
+                    logprobs=tuple(draw.logprobs),
+                    finish_reason=reason,
+                    text=str(stop.tokenizer.decode(draw.tokens, skip_special_tokens=True)),
+                    version=version,
+                )
+
+    def _run(self, request: Request, draw: _Draw, finished: Any) -> None:
+        device = next(self.model.parameters()).device
+        ids = torch.tensor([request.prompt_ids], device=device)
+
+        def stop(_ids: Tensor, _scores: Tensor, **_: Any) -> Tensor:
+            done = finished(draw.tokens) is not None
+            return torch.tensor([done], device=device)
+
+        config = GenerationConfig(
+            max_new_tokens=len(draw.uniforms),
+            do_sample=False,
+            use_cache=self.use_cache,
+            pad_token_id=0,
+        )
+        model: Any = self.model
+        with torch.no_grad(), _own_settings(self.model):
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                logits_processor=[draw],
+                stopping_criteria=[stop],
+            )
+
+
+@dataclass
+class _Draw:
+    """A logits processor that draws the next token itself and leaves only it possible."""
+
+    sampling: Sampling
+    uniforms: Tensor  # [most new tokens]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
+        step = len(self.tokens)
+        uniform = self.uniforms[step : step + 1].to(scores.device)
+        token, logprob = sample_tokens(scores.float().clone(), uniform, self.sampling)
+        if not math.isfinite(float(logprob)):
+            raise SamplingError("a log-prob is not finite")
+        self.tokens.append(int(token))
+        self.logprobs.append(float(logprob))
+        return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
+
+
+@contextmanager
+def _own_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, none of the model's generation settings (temperature, penalties, end tokens) act."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept

@@ -55,7 +55,6 @@ _KINDS: dict[str, tuple[str, ...]] = {
         *_HEADS,
         *_names("encoder_attention_heads num_encoder_attention_heads swa_num_attention_heads"),
         *_names("num_decoder_attention_heads linear_num_heads num_attention_heads_per_layer"),
-        *_names("indexer_n_heads index_n_heads index_num_attention_heads"),
     ),
     "kv_heads": (*_KV_HEADS, *_names("swa_num_key_value_heads kv_n_heads indexer_kv_heads")),
     "head_dim": (
@@ -109,6 +108,8 @@ _KINDS: dict[str, tuple[str, ...]] = {
         "n_shared_experts num_shared_experts moe_num_shared_experts rescale_every "
         "n_layers_per_attn_res_block"
     ),
+    # Many: the ReLU scores of few heads are often all zero, and ties of keys have no order.
+    "index_heads": _names("indexer_n_heads index_n_heads index_num_attention_heads"),
     "at_most_4": _names("split_ngram_parts heads_per_ngram time_step_rank mamba_dt_rank"),
 }
 _LIMITS = {
@@ -121,6 +122,7 @@ _LIMITS = {
     "width_8": 8,
     "width_16": 16,
     "at_most_2": 2,
+    "index_heads": 16,
     "at_most_4": 4,
 }
 """Largest value of the kinds of size that do not depend on others."""

@@ -150,9 +150,7 @@ def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
     bare = [
         plain_name(name)
         for name, parameter in model.named_parameters()
-        if ".lora_" not in name
-        and len(_shape(parameter)) == 3
-        and plain_name(name) not in adapters
+        if ".lora_" not in name and len(_shape(parameter)) == 3 and plain_name(name) not in adapters
     ]
     if bare:
         log.warning(

@@ -115,11 +115,17 @@ def _write(file: Path, config: JobConfig, *, cluster: str | None) -> None:
 
 def _hardware(config: JobConfig, options: PlanOptions, tables: Tables) -> Hardware:
     """``--cluster``, else the recipe's ``cluster.hardware``, else this machine."""
-    known = {"tables": tables, "host_gb": options.host_gb, "network_gbs": options.network_gbs}
-    if options.cluster is not None:
-        return parse_cluster(options.cluster, **known)
-    if config.cluster.hardware is not None:
-        return parse_cluster(config.cluster.hardware, source="cluster.hardware=", **known)
+    text, source = options.cluster, "--cluster "
+    if text is None:
+        text, source = config.cluster.hardware, "cluster.hardware="
+    if text is not None:
+        return parse_cluster(
+            text,
+            tables=tables,
+            host_gb=options.host_gb,
+            network_gbs=options.network_gbs,
+            source=source,
+        )
     found = hardware_of(config) or this_machine(tables)
     if options.host_gb is not None:
         found = replace(found, host_bytes=options.host_gb * GB)

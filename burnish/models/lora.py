@@ -104,7 +104,7 @@ def merged_weights(
         with torch.no_grad():
             merged = parameter.float()
             for layer in adapters[plain]:
-                merged = merged + layer.get_delta_weight(ADAPTER).float()  # type: ignore[operator]
+                merged = merged + layer.get_delta_weight(ADAPTER).float()  # type: ignore[attr-defined]
             yield plain, merged.to(parameter.dtype)
 
 

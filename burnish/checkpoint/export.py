@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from peft.utils import get_peft_model_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -32,6 +32,7 @@ from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import FACTS, load_state
 from burnish.config.model import Dtype, ModelConfig
 from burnish.formats import FORMATS
+from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
 from burnish.models.lora import merged_weights, peft_config
 from burnish.models.tensor_files import tensor_sets
@@ -86,16 +87,19 @@ def export(  # house: ok options of one command
     if config.lora is not None:  # the checkpoint has the adapter only; its base comes from its path
         network = _adapted_model(config, scalar=scalar)
         _load_weights(network, weights, source)
+        load_buffers(network, source)
         weights = dict(merged_weights(network))
     _check_range(weights, wanted)
     target.mkdir(parents=True, exist_ok=True)
     if lora == "adapter":
         _save_adapter(network, config, target, wanted)
     else:
-        cast = {n: t.to(wanted) for n, t in weights.items()}
         shell = _shell(
             source, wanted, scalar=scalar, averaged=kind == "ema", trust=trust_remote_code
         )
+        if config.lora is None:
+            weights |= _buffers(shell, source, config, scalar=scalar)
+        cast = {n: _cast(t, wanted) for n, t in weights.items()}
         _save_merged(shell, cast, (source, target), shard=max_shard_size)
     _copy_tokenizer(source / "hf", target)
     if scalar:
@@ -191,6 +195,32 @@ def _weights(source: Path, kind: str) -> dict[str, Tensor]:
     return {name: files.read(name) for name in files}
 
 
+def _buffers(
+    shell: PreTrainedModel, source: Path, config: ModelConfig, *, scalar: bool
+) -> dict[str, Tensor]:
+    """Return the persistent buffers of a fully trained model like ``shell``; of a checkpoint that
+    an older version wrote without them, those of the model that the run began with."""
+    path = source / BUFFERS
+    if path.is_file():
+        return {name: torch.nn.Buffer(tensor) for name, tensor in load_file(path).items()}
+    if not any(persistent_buffers(shell)):
+        return {}
+    log.info("%s has no buffers (an older version wrote it); they come from its base", source)
+    try:
+        base = load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
+    except ModelError as error:
+        raise CheckpointError(
+            f"{source} has no buffers (it was written by an older version), and the model that the "
+            f"run began with, which has them, cannot be loaded: {error}"
+        ) from error
+    return dict(persistent_buffers(base))
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight in ``dtype``; buffers keep their format."""
+    return tensor if isinstance(tensor, torch.nn.Buffer) else tensor.to(dtype)
+
+
 def _check_range(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Raise CheckpointError where a finite weight would become infinite in ``dtype``."""
     if dtype != torch.float16:  # bf16 reaches as far as fp32 but for its very last numbers
@@ -252,6 +282,7 @@ def _save_merged(
     source, target = folders
     missing, unexpected = shell.load_state_dict(weights, strict=False)
     tied = set(shell.all_tied_weights_keys) if shell.config.tie_word_embeddings else set()
+    replace_buffers(shell, {n: t for n, t in weights.items() if isinstance(t, torch.nn.Buffer)})
     if unexpected or set(missing) - tied:
         odd = (list(unexpected) + sorted(set(missing) - tied))[0]
         raise CheckpointError(f"the weights of {source} do not fit {type(shell).__name__}: {odd}")

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from burnish.config.model import ModelConfig
-from burnish.models.lora import plain_name
+from burnish.models.buffers import persistent_buffers, plain_name, replace_buffers
 from burnish.models.tensor_files import Rows, TensorFiles
 
 log = logging.getLogger("burnish")
@@ -32,7 +32,7 @@ def empty_model(
     auto_class: Any, config: ModelConfig, found: PretrainedConfig, *, dtype: torch.dtype
 ) -> Any | None:
     """The model that ``found`` (the folder's config) describes, its parameters on the meta device
-    and its buffers as they should be. None where its weights cannot be read in parts."""
+    and its buffers loaded or computed. None where its weights cannot be read in parts."""
     files = _weight_files(config)
     if files is None or "quantization_config" in found.to_dict():
         return None
@@ -41,7 +41,9 @@ def empty_model(
             found, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
     model.tie_weights()  # (what was tied before is not, on the meta device)
-    odd = [n for n, p in model.named_parameters() if not _fits(files, n, p)]
+    buffers = dict(persistent_buffers(model))
+    state = {**dict(model.named_parameters()), **buffers}
+    odd = [name for name, tensor in state.items() if not _fits(files, name, tensor)]
     if odd:
         log.warning(
             "%s has no %s of the model's shape in its safetensors files, so every rank reads the "
@@ -50,6 +52,7 @@ def empty_model(
             odd[0],
         )
         return None
+    _read_buffers(model, buffers, files, dtype)
     try:
         model.generation_config = GenerationConfig.from_pretrained(
             str(config.path), revision=config.revision or "main"
@@ -57,6 +60,23 @@ def empty_model(
     except OSError:  # the folder has none: transformers made one from the config
         log.debug("%s has no generation config", config.path)
     return model
+
+
+def _read_buffers(
+    model: Any, buffers: Mapping[str, Tensor], files: TensorFiles, dtype: torch.dtype
+) -> None:
+    """Read the persistent buffers, in the formats in which transformers loads them: parameters in
+    parts are read later, buffers are small and every rank needs them.
+
+    transformers keeps some in fp32 (``_keep_in_fp32_modules``) and gives the others the format that
+    they have in a model made in ``dtype``.
+    """
+    in_fp32 = model._get_dtype_plan(dtype)
+    read = {}
+    for name, buffer in buffers.items():
+        keep = any(pattern in name for pattern in in_fp32)
+        read[name] = files.read(name).to(torch.float32 if keep else buffer.dtype)
+    replace_buffers(model, read)
 
 
 @torch.no_grad()
@@ -72,8 +92,8 @@ def fill_rows(
         tensor.copy_(read if columns is None else read[:, slice(*columns)])
 
 
-def _fits(files: TensorFiles, name: str, parameter: nn.Parameter) -> bool:
-    return name in files and files.shape(name) == tuple(parameter.shape)
+def _fits(files: TensorFiles, name: str, tensor: Tensor) -> bool:
+    return name in files and files.shape(name) == tuple(tensor.shape)
 
 
 def _weight_files(config: ModelConfig) -> TensorFiles | None:

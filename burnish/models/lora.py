@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.config.model import LoraConfig
+from burnish.models.buffers import persistent_buffers, plain_name
 
 log = logging.getLogger("burnish")
 
@@ -87,11 +88,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def merged_weights(
     model: nn.Module, only: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HuggingFace name, tensor) of every parameter, adapters added to their base weights in
-    fp32.
+    """Yield (HuggingFace name, tensor) of the model's state: every parameter, adapters added to
+    their base weights in fp32, then every persistent buffer.
 
     ``only``: these parameters, by their names in ``model`` (a layer's base weight and its adapters
-    belong together); None: all.
+    belong together), and no buffers; None: all.
     """
     adapters = _adapters_by_parameter(model)
     for name, parameter in model.named_parameters():
@@ -106,15 +107,8 @@ def merged_weights(
             for layer in adapters[plain]:
                 merged = merged + layer.get_delta_weight(ADAPTER).float()  # type: ignore[attr-defined]
             yield plain, merged.to(parameter.dtype)
-
-
-def plain_name(name: str) -> str:
-    """Return the name that a parameter or buffer has in the model without adapters.
-
-    An adapter wraps its module and adds ``base_layer`` to the names inside; wrappers around
-    parameters (fused experts) are nested and add it once each.
-    """
-    return ".".join(part for part in name.split(".") if part != "base_layer")
+    if only is None:
+        yield from persistent_buffers(model)
 
 
 def _adapters_by_parameter(model: nn.Module) -> dict[str, list[LoraLayer]]:

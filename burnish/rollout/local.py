@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.rollout import LocalEngine
 from burnish.models.attention import NO_MASK, KVCache, Segment, decode_plan, plan_segments
+from burnish.models.buffers import persistent_buffers, replace_buffers
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.support import row_limit
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
@@ -112,16 +113,27 @@ class LocalRolloutEngine:
         """Copy weights in by name (a LoRA model takes merged weights into its base only if it has
         no adapter).
 
-        Raises ValueError where a name is unknown, a shape differs, or a parameter was not given.
+        Raises ValueError where a name is unknown, a shape differs, or a parameter or persistent
+        buffer was not given.
         """
-        own = dict(self.model.named_parameters())
-        wanted = WeightList({name: parameter.shape for name, parameter in own.items()})
+        own: dict[str, Tensor] = dict(self.model.named_parameters())
+        own |= dict(persistent_buffers(self.model))
+        wanted = WeightList({name: tensor.shape for name, tensor in own.items()})
         with torch.no_grad():
             for name, tensor in tensors:
                 wanted.take(name, tensor)
-                own[name].copy_(tensor)
+                if isinstance(own[name], nn.Buffer) and own[name].dtype != tensor.dtype:
+                    self._take_format(name, tensor)
+                else:
+                    own[name].copy_(tensor)
         wanted.finish()
         self.version = version
+
+    def _take_format(self, name: str, tensor: Tensor) -> None:
+        """Replace a buffer by one in the format that the trainer has, which a model that is loaded
+        in half precision may have rounded."""
+        replace_buffers(self.model, {name: tensor.detach().to(self.device, copy=True)})
+        self._graphs = None  # they read the buffer that was there
 
     def sleep(self) -> None:
         """Free recorded graphs and the cache they hold until the next generate."""

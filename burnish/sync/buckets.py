@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from burnish.models.buffers import wanted_dtype
 from burnish.sync.base import (
     Abort,
     Bucket,
@@ -75,7 +76,7 @@ def pack(
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
     """(what is in it, uint8 payload) bucket by bucket; floating-point weights become ``dtype`` on
-    the way in (None: as they are).
+    the way in (None: as they are); buffers keep their format.
 
     ``take_buffer`` gives the next uint8 buffer to fill, at least 16 bytes and a multiple of 16. It
     is called when the first tensor of a bucket is there, so that making (gathering) it goes on
@@ -83,8 +84,8 @@ def pack(
     """
     bucket: _Open | None = None
     for name, tensor in weights:
+        wanted = wanted_dtype(tensor, dtype)
         tensor = tensor.detach().contiguous()
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         total, begin = tensor.numel() * wanted.itemsize, 0
         if bucket is not None and total > bucket.room:
             yield bucket.filled

@@ -33,6 +33,7 @@ from torch import Tensor
 from burnish.checkpoint import CheckpointError, CheckpointStore
 from burnish.checkpoint.manifest import verify
 from burnish.config.model import Dtype
+from burnish.models.buffers import wanted_dtype
 from burnish.models.load import DTYPES
 from burnish.sync.base import LinkError, Metrics, NameCheck, Shape, SyncError, sync_metrics
 from burnish.sync.engine import HasWeights
@@ -99,7 +100,7 @@ class DiskSender:
         names = NameCheck(None)
         for name, tensor in weights:
             names.add(name, tuple(tensor.shape), f"version {written.version}")
-            wanted = self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
+            wanted = wanted_dtype(tensor, self.dtype)
             # a copy always: what a sharded engine gives out lives until the next tensor only
             copy = tensor.detach().to("cpu", wanted, copy=True).contiguous()
             if part and size + copy.nbytes > self.bucket_bytes:

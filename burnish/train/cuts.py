@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from burnish.models.buffers import plain_name
 from burnish.models.load import ModelError
-from burnish.models.lora import plain_name
 from burnish.models.tensor_files import Piece, Rows
 from burnish.models.tensor_parallel import Cut, cut_layers
 from burnish.train.ranks import Ranks

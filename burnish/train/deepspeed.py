@@ -1,3 +1,4 @@
+# house: ok one engine, whose parts share its state
 """The train engine over DeepSpeed: ZeRO stages 0 to 3. The only file that imports deepspeed.
 
 What DeepSpeed does here: shards, gathering, reducing over ranks, the loss scale, clipping, offload.
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, engine_rules
+from burnish.models import buffers as state
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, check_compute_dtype, check_head, describe
 from burnish.models.lora import merged_weights
@@ -357,18 +359,20 @@ class DeepSpeedTrainEngine:
         for bucket in buckets(self.model, WEIGHT_BUCKET_BYTES):
             with self._library.zero.GatheredParameters(list(bucket.values())):
                 yield from merged_weights(self.model, only=bucket.keys())
+        yield from state.persistent_buffers(self.model)
 
     @property
     def state_bytes(self) -> int:
         """Size of what :meth:`save` writes."""
         assert self._state is not None
-        return self._state.num_bytes
+        return self._state.num_bytes + state.num_buffer_bytes(self.model)
 
     def save(self, folder: Path) -> None:
         """fp32 masters, moments, EMA, version, as the torch engine; all ranks take part."""
         assert self._state is not None, f"the {self.role} engine is frozen"
         text = description(self, self.spec, scaler_state(self._scaler))
-        self._state.save(folder, partial(write_description, folder, self, text))
+        now = state.buffers_now(self.model)
+        self._state.save(folder, partial(write_description, folder, self, text, now))
 
     def save_async(self, folder: Path) -> BeingWritten:
         """:meth:`save`, at once: rank 0 writes for all."""
@@ -380,11 +384,12 @@ class DeepSpeedTrainEngine:
         """Take back what an engine's :meth:`save` wrote, with any number of ranks. Every rank reads
         its own shards. Raises ValueError for a checkpoint of another model or role."""
         assert self._state is not None, f"the {self.role} engine is frozen"
-        state = read_description(folder, self.spec)
+        told = read_description(folder, self.spec)
         self._state.load(folder)
+        state.load_buffers(self.model, folder)
         publish(self.engine.optimizer, stage=self.config.zero_stage)
-        take_counts(self, state)
-        restore_scaler(self._scaler, state["loss_scaler"])
+        take_counts(self, told)
+        restore_scaler(self._scaler, told["loss_scaler"])
         self.ranks.any(False)  # no rank trains on while another still reads
 
 

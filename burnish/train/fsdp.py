@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.train import TorchEngine
+from burnish.models.buffers import buffers_now, persistent_buffers
 from burnish.models.empty import fill_rows
 from burnish.models.load import (
     DTYPES,
@@ -306,6 +307,7 @@ class ShardedTrainEngine(TorchTrainEngine):
                     yield name, tensor.clone() if self.cuts is None else self._whole(name, tensor)
             finally:
                 unit.reshard()
+        yield from persistent_buffers(self.model)
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         assert self.cuts is not None
@@ -337,7 +339,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         if self._pending is not None:
             self._pending.join()
         folder.mkdir(parents=True, exist_ok=True)
-        finish = partial(write_description, folder, self, self._description())
+        buffers = buffers_now(self.model)
+        finish = partial(write_description, folder, self, self._description(), buffers)
         pieces = self.optimizer.pieces(copy=copy)
         self._pending = PendingSave(folder, pieces, self._save_group, finish=finish)
         return self._pending

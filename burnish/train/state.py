@@ -3,10 +3,11 @@
 For every engine: ``engine.json`` and ``hf/`` (the second half of this file). For engines that hold
 their state in flat shards also the tensors; the files are those of
 :class:`burnish.train.torch.TorchTrainEngine`: ``master``, ``exp_avg``,
-``exp_avg_sq``, ``step`` and perhaps ``ema`` ``.safetensors`` by parameter name, ``engine.json`` and
-``hf/``. So a run may change its engine, its ZeRO stage and its number of ranks.
-:class:`Shards` says which entries of which parameter a rank holds, :class:`ShardedState` saves and
-loads them, one parameter at a time.
+``exp_avg_sq``, ``step`` and perhaps ``ema`` ``.safetensors`` by parameter name,
+``buffer.safetensors`` (persistent buffers, in their own formats), ``engine.json`` and ``hf/``.
+So a run may change its engine, its ZeRO stage and its number of ranks. :class:`Shards` says which
+entries of which parameter a rank holds, :class:`ShardedState` saves and loads them, one parameter
+at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
+from burnish.models.buffers import BUFFERS
 from burnish.train.base import Role
 from burnish.train.ranks import Ranks
 
@@ -287,9 +290,17 @@ def description(engine: Described, spec: Source, loss_scaler: Mapping[str, Any])
     return json.dumps(state, indent=1)
 
 
-def write_description(folder: Path, engine: Described, text: str) -> None:
-    """What exports need beside the weights (config, generation config, tokenizer); then, last,
-    ``engine.json`` with ``text``, which makes the checkpoint whole."""
+def write_description(
+    folder: Path, engine: Described, text: str, buffers: Mapping[str, Tensor]
+) -> None:
+    """Write persistent ``buffers`` (the same on all ranks, so one rank writes them), what exports
+    need beside the weights (config, generation config, tokenizer) and, last, ``engine.json`` with
+    ``text``, which makes the checkpoint whole."""
+    if buffers:
+        try:
+            save_file(dict(buffers), folder / BUFFERS)
+        except SafetensorError as error:  # what the library makes of a full disk
+            raise OSError(str(error)) from error
     hf = folder / "hf"
     engine.body.config.save_pretrained(hf)
     if not engine.scalar:  # the tokens that end a response, beside the tokenizer's

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.train import TorchEngine, TrainConfig
+from burnish.models.buffers import buffers_now, load_buffers, num_buffer_bytes
 from burnish.models.distill import Lesson
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import (
@@ -407,7 +408,7 @@ class TorchTrainEngine:
     def state_bytes(self) -> int:
         """Size of what :meth:`save` writes."""
         assert self.optimizer is not None
-        return self.optimizer.num_bytes
+        return self.optimizer.num_bytes + num_buffer_bytes(self.model)
 
     def save(self, folder: Path) -> None:
         """Weights (fp32 masters), moments, EMA and version; config and tokenizer for exports.
@@ -423,7 +424,8 @@ class TorchTrainEngine:
             pieces, part = self.optimizer.pieces(copy=False), (self.team.rank, self.team.size)
             parts = partial(self._write_parts, folder, pieces, part)
             write_together(self.ranks, parts if self.peers.rank == 0 else None)
-            write = partial(write_description, folder, self, self._description())
+            buffers = buffers_now(self.model)
+            write = partial(write_description, folder, self, self._description(), buffers)
         write_together(self.ranks, write if self.ranks.rank == 0 else None)
 
     def save_async(self, folder: Path) -> BeingWritten:
@@ -440,7 +442,7 @@ class TorchTrainEngine:
         for kind, tensors in optimizer.tensors().items():
             plain = {name: t.contiguous() for name, t in tensors.items()}
             save_file(plain, folder / f"{kind}.safetensors")
-        write_description(folder, self, self._description())
+        write_description(folder, self, self._description(), buffers_now(self.model))
 
     def _check_finite(self, broken: str | None) -> None:
         """Raise ValueError on all ranks where one has a weight that is not finite."""
@@ -462,6 +464,7 @@ class TorchTrainEngine:
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
         state = read_description(folder, self.spec)
         self.optimizer.load_tensors(tensor_sets(folder))
+        load_buffers(self.model, folder)
         take_counts(self, state)
         if state.get("loss_scaler"):  # empty for a constant scale, and a recipe may have changed
             self.optimizer.scaler.load_state_dict(state["loss_scaler"])

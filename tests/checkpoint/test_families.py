@@ -12,6 +12,8 @@ import torch
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma4TextConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -21,13 +23,22 @@ from transformers import (
 
 from burnish.checkpoint.export import export
 from burnish.checkpoint.manifest import write_manifest
-from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.model import Dtype, LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
-from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
+from burnish.models.buffers import BUFFERS, persistent_buffers
+from burnish.models.load import DTYPES, load_causal_lm, load_tokenizer
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.sync.base import encode
+from burnish.sync.buckets import LinkReceiver
+from burnish.sync.disk import DiskReceiver, DiskSender
+from burnish.sync.engine import messages
 from burnish.sync.inproc import InprocSync
+from burnish.sync.stored import StoredLink
 from burnish.train.base import Loss
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.engines import make_engine as engine_of
+from burnish.train.ranks import ALONE, Ranks
+from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch
 
 MakeEngine = Callable[..., TorchTrainEngine]
@@ -54,10 +65,37 @@ MIXTURES: dict[str, PreTrainedConfig] = {
 }
 
 
+BUFFERED: dict[str, PreTrainedConfig] = {
+    "deepseek_v3": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        **{"moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 1},
+        **{"kv_lora_rank": 8, "q_lora_rank": 16},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    ),
+    "gemma4": Gemma4TextConfig(
+        **{name: size for name, size in SIZES.items() if name != "num_experts_per_tok"},
+        **{"head_dim": 8, "global_head_dim": 8, "pad_token_id": 0},
+        **{"layer_types": ["sliding_attention", "full_attention"]},
+        **{"vocab_size_per_layer_input": len(TOKENIZER), "hidden_size_per_layer_input": 0},
+        **{"num_kv_shared_layers": 0, "final_logit_softcapping": None},
+    ),
+}
+"""Models with persistent buffers; those of DeepSeek-V3 are fp32 whatever the model's format."""
+ENGINES: dict[str, Any] = {
+    "torch": TorchEngine(),
+    "fsdp": TorchEngine(sharding="full"),
+    "zero1": DeepSpeedEngine(kind="deepspeed", zero_stage=1),
+    "zero3": DeepSpeedEngine(kind="deepspeed", zero_stage=3),
+}
+
+
 def folder_of(config: PreTrainedConfig, folder: Path) -> ModelConfig:
     """The random model of ``config`` in a folder, as a run would start from."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
+    for _, buffer in persistent_buffers(model):  # other than in a new model
+        buffer.add_(torch.rand(buffer.shape) / 3)
     model.save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return ModelConfig(path=str(folder))
@@ -137,3 +175,152 @@ def test_experts_without_adapters_are_mentioned_if_they_were_asked_for(
         load_causal_lm(base.model_copy(update={"lora": lora}))
     text = "gives no adapters to 4 fused expert weights"
     assert (text in caplog.text) is says
+
+
+# ---- persistent buffers ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Ranks:
+    """A process group of one rank (ended with the file: see conftest)."""
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return Ranks(torch.distributed.group.WORLD)
+
+
+def engine_for(base: ModelConfig, kind: str, dtype: Dtype, ranks: Ranks) -> Any:
+    """A train engine over the model in ``base``, as the runtime makes it."""
+    train = TrainConfig(lr=0.02, engine=ENGINES[kind])
+    spec = EngineSpec("policy", train, base, precision=PrecisionConfig(dtype=dtype))
+    model = load_causal_lm(base, empty=kind == "fsdp")
+    own = ranks if kind != "torch" else ALONE
+    return engine_of(model, spec, tokenizer=TOKENIZER, ranks=own)
+
+
+def drift(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Change the buffers as running statistics change in training passes; copies of them."""
+    for _, buffer in persistent_buffers(model):
+        buffer.add_(0.1 * torch.rand(buffer.shape))
+    return {name: buffer.clone() for name, buffer in persistent_buffers(model)}
+
+
+def same(found: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    own = dict(persistent_buffers(found))
+    assert own.keys() == expected.keys() and expected
+    for name, buffer in own.items():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, expected[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("family", BUFFERED)
+def test_buffers_are_in_checkpoints_exports_and_hand_overs(  # house: ok fixtures and parameters
+    family: str,
+    kind: str,
+    dtype: Dtype,
+    one_rank: Ranks,
+    ragged_batch: Batch,
+    nll: Loss,
+    tmp_path: Path,
+) -> None:
+    base = folder_of(BUFFERED[family], tmp_path / "base")
+    engine = engine_for(base, kind, dtype, one_rank)
+    engine.forward_backward(ragged_batch, nll)
+    engine.optim_step()
+    buffers = drift(engine.model)
+    source = checkpoint(tmp_path / "c", engine)
+
+    merged = export(source, tmp_path / "out", dtype=dtype)
+    assert (merged / "config.json").is_file()
+    trained = dict(engine.weights())
+    rollout = LocalRolloutEngine(load_causal_lm(base, dtype=dtype), TOKENIZER, LocalEngine())
+    rollout.load_weights(1, trained.items())
+    same(rollout.model, buffers)
+    plain = AutoModelForCausalLM.from_pretrained(merged, dtype=DTYPES[dtype])
+    if dtype == "fp32":
+        same(plain, buffers)
+        assert torch.equal(logprobs(plain), logprobs(rollout.model))
+
+    again = engine_for(base, kind, dtype, one_rank)
+    again.load(source / "policy")
+    same(again.model, buffers)
+
+
+def test_a_checkpoint_without_buffers_takes_them_from_its_base(
+    make_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As older versions wrote them: in resumes and in exports, with a log line."""
+    base = folder_of(BUFFERED["gemma4"], tmp_path / "base")
+    engine = make_engine(config=base)
+    own = {name: buffer.clone() for name, buffer in persistent_buffers(engine.model)}
+    drift(engine.model)
+    engine.save(tmp_path / "c" / "policy")
+    (tmp_path / "c" / "policy" / BUFFERS).unlink()
+    write_manifest(tmp_path / "c", step=1, extra={"metric": None})
+    again = make_engine(config=base)
+    with caplog.at_level(logging.INFO, "burnish"):
+        again.load(tmp_path / "c" / "policy")
+        merged = export(tmp_path / "c", tmp_path / "out")
+    same(again.model, own)
+    same(AutoModelForCausalLM.from_pretrained(merged), own)
+    assert caplog.text.count("has no buffers") == 2
+
+
+def test_buffers_of_another_model_are_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+    base = folder_of(BUFFERED["gemma4"], tmp_path / "base")
+    engine = make_engine(config=base)
+    engine.save(tmp_path / "policy")
+    layer = engine.model.model.layers[0]
+    layer.layer_scalar = torch.ones(2)
+    with pytest.raises(ValueError, match=r"layers.0.layer_scalar is \[1\] there and \[2\] here"):
+        engine.load(tmp_path / "policy")
+    with pytest.raises(ValueError, match=r"layer_scalar is \[1\], the rollout model has \[2\]"):
+        LocalRolloutEngine(engine.model, TOKENIZER, LocalEngine()).load_weights(
+            1, make_engine(config=base).weights()
+        )
+    with pytest.raises(ValueError, match=r"2 weights were not given, e.g. .*layer_scalar"):
+        rollout = LocalRolloutEngine(load_causal_lm(base), TOKENIZER, LocalEngine())
+        rollout.load_weights(1, load_causal_lm(base).named_parameters())
+
+
+@pytest.mark.parametrize("way", ["disk", "buckets"])
+def test_a_transport_casts_weights_and_leaves_buffers_alone(
+    way: str, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """``buckets`` is what collective, ipc and the object store send."""
+    base = folder_of(BUFFERED["deepseek_v3"], tmp_path / "base")
+    engine = make_engine(config=base)
+    drift(engine.model)
+    given = dict(engine.weights())
+    if way == "disk":
+        DiskSender(engine, tmp_path / "sync", bucket_bytes=1 << 14, dtype="bf16").push()
+        incoming: Any = DiskReceiver(tmp_path / "sync", timeout_s=1).open(0)
+    else:
+        link, sent = StoredLink(), []
+        for message, payload in messages(
+            engine.weights(),
+            lambda: torch.empty(1 << 14, dtype=torch.uint8),
+            push=0,
+            version=0,
+            dtype=torch.bfloat16,
+        ):
+            sent.append((encode(message), payload.numpy().copy()))
+        link.fill([header for header, _ in sent], [data for _, data in sent])
+        incoming = LinkReceiver(link, hold=True).open(0)
+    got = {name: tensor.clone() for name, tensor in incoming}
+    assert got.keys() == given.keys()
+    buffers = dict(persistent_buffers(engine.model))
+    assert all(torch.equal(got[name], buffer) for name, buffer in buffers.items())
+    assert {t.dtype for n, t in got.items() if n not in buffers} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_that_is_read_in_parts_has_its_buffers(dtype: Dtype, tmp_path: Path) -> None:
+    base = folder_of(BUFFERED["gemma4"], tmp_path / "base")
+    whole = dict(persistent_buffers(load_causal_lm(base, dtype=dtype)))
+    parts = load_causal_lm(base, dtype=dtype, empty=True)
+    assert all(parameter.is_meta for parameter in parts.parameters())
+    for name, buffer in persistent_buffers(parts):
+        assert buffer.dtype == whole[name].dtype and torch.equal(buffer, whole[name])

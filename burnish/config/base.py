@@ -40,6 +40,11 @@ class Node(BaseModel):
         found = {n: str(v).lower() for n, v in data.items() if n in numbers and isinstance(v, bool)}
         return {**data, **found}
 
+    def is_own(self, field: str) -> bool:
+        """Return whether a field has another value than its default. (Unlike ``model_fields_set``,
+        this survives a dump, which writes every field.)"""
+        return bool(vars(self)[field] != type(self).model_fields[field].default)
+
     def rules(self) -> Iterator[str]:
         """Yield one sentence for each broken rule between fields of this node (what, why, what to
         do)."""

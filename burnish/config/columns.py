@@ -17,16 +17,50 @@ from burnish.config.explain import nearest
 
 _LARGEST_JSON = 16 << 20
 """A .json file is parsed as a whole; a larger one says nothing here."""
+_MAX_DEPTH = 100
+"""Levels of nesting of a row. Deeper ones exhaust the stack of whatever reads them later."""
+
+
+def json_value(text: str) -> Any:
+    """Parse JSON. Raises ValueError for what is not JSON, is nested deeper than 100 levels, or has
+    an integer with more digits than Python converts."""
+    too_deep = f"it is nested deeper than {_MAX_DEPTH} levels"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    if text.count("[") + text.count("{") > _MAX_DEPTH and _deeper_than(value, _MAX_DEPTH):
+        raise ValueError(too_deep)
+    return value
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        inside = [v.values() if isinstance(v, dict) else v for v in level if _is_nested(v)]
+        if not inside:
+            return False
+        level = [item for items in inside for item in items]
+    return True
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, (dict, list))
 
 
 def columns_of(path: str) -> tuple[str, ...] | None:
     """Names of the columns of a data file's first row. None: it does not say."""
+    found = first_row(path)
+    return tuple(map(str, found)) if found else None
+
+
+def first_row(path: str) -> Mapping[str, Any] | None:
+    """The first row of a data file, column by column. None: it does not say."""
     file = Path(path)
     try:
-        found = _first_row(file, file.suffix.lower())
+        return _first_row(file, file.suffix.lower())
     except (OSError, ValueError, csv.Error):  # pyarrow's errors and json's are ValueErrors
         return None
-    return tuple(map(str, found)) if found else None
 
 
 def missing_columns(paths: Iterable[str], wanted: Mapping[str, str | None]) -> Iterator[str]:
@@ -42,22 +76,36 @@ def missing_columns(paths: Iterable[str], wanted: Mapping[str, str | None]) -> I
                 )
 
 
-def _first_row(file: Path, suffix: str) -> Iterable[Any] | None:
+def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
     if not file.is_file():
         return None
     if suffix == ".parquet":
-        import pyarrow.parquet
-
-        names: list[str] = pyarrow.parquet.read_schema(file).names
-        return names
+        return _first_of_parquet(file)
     if suffix == ".json":
         small = file.stat().st_size <= _LARGEST_JSON
-        rows = json.loads(file.read_text(encoding="utf-8-sig")) if small else None
+        rows = json_value(file.read_text(encoding="utf-8-sig")) if small else None
         row = rows[0] if isinstance(rows, list) and rows else None
         return row if isinstance(row, dict) else None
     with file.open(encoding="utf-8-sig", newline="") as text:
         if suffix == ".csv":
-            return next(csv.reader(text), None)
-        line = next((line for line in text if line.strip()), "null") if suffix == ".jsonl" else ""
-    row = json.loads(line or "null")
+            reader = csv.reader(text)
+            header = next(reader, [])
+            cells = next((cells for cells in reader if cells), [])
+            return {**dict.fromkeys(header), **dict(zip(header, cells, strict=False))} or None
+        line = next((line for line in text if line.strip()), "null") if suffix in _LINES else ""
+    row = json_value(line or "null")
     return row if isinstance(row, dict) else None
+
+
+_LINES = (".jsonl", ".ndjson")
+
+
+def _first_of_parquet(file: Path) -> Mapping[str, Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as table:
+        names: list[str] = table.schema_arrow.names
+        for batch in table.iter_batches(batch_size=1):
+            row: dict[str, Any] = batch.to_pylist()[0]
+            return row
+    return dict.fromkeys(names)

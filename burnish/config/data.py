@@ -8,7 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
-from burnish.config.columns import columns_of, missing_columns
+from burnish.config.columns import columns_of, first_row, missing_columns
+from burnish.config.templates import template_rules
+
+SHAREGPT_KEY = "conversations"
+"""The column that ShareGPT rows have in place of ``messages``."""
 
 
 class FileSource(Node):
@@ -83,6 +87,10 @@ class DataConfig(Node):
     """One or more sources; several are mixed by their weights."""
     system_prompt: str | None = None
     """System message put before every conversation. None: none."""
+    tools_key: str | None = "tools"
+    """Column with the tools of a conversation (a list of descriptions, or its JSON text), which the
+    chat template renders. May be absent; a default column that holds something else is left alone.
+    None: no tools."""
     shuffle: bool = True
     """Shuffle each source anew in every epoch (by ``seed``). Off: file order."""
     overlong: Overlong = "error"
@@ -93,6 +101,10 @@ class DataConfig(Node):
     def files(self) -> list[str]:
         """Paths of the sources that are files."""
         return [source.path for source in self.sources if isinstance(source, FileSource)]
+
+    def rules(self) -> Iterator[str]:
+        if self.is_own("tools_key"):
+            yield from missing_columns(self.files, {"tools_key": self.tools_key})
 
 
 class PromptDataConfig(DataConfig):
@@ -113,15 +125,18 @@ class PromptDataConfig(DataConfig):
     """Longest prompt in tokens; ``overlong`` says what happens beyond."""
 
     def rules(self) -> Iterator[str]:
+        yield from super().rules()
         wanted = {"prompt_key": self.prompt_key if self.prompt_template is None else None}
         yield from missing_columns(self.files, wanted)
+        yield from template_rules(self.prompt_template, self.files)
 
 
 class SFTDataConfig(DataConfig):
     """Demonstrations: ``messages`` (chat), or a prompt and a response, or plain text."""
 
     messages_key: str = "messages"
-    """Column with a list of chat messages; the loss is on every assistant turn."""
+    """Column with a list of chat messages; the loss is on every assistant turn. Unless it is set,
+    a column ``conversations`` (ShareGPT: ``from``, ``value``) is taken as well."""
     prompt_key: str = "prompt"
     """Column with the prompt where there are no messages."""
     response_key: str = "response"
@@ -135,8 +150,65 @@ class SFTDataConfig(DataConfig):
     """Wrap prompt and response as a user and an assistant message (``messages`` always are)."""
     train_on_prompt: bool = False
     """Take the loss on prompt tokens too."""
+    use_tokens: bool = True
+    """Learn the token ids that were sampled for a response, if the row has them (column
+    ``response_tokens``: rows of the job generate) and they decode to its text. Its end is then the
+    sampled one; a response that was cut off gets no end token."""
     max_len: int = Field(2048, ge=2)
-    """Longest row in tokens; ``overlong`` says what happens beyond."""
+    """Longest row in tokens; ``overlong`` says what happens beyond. An answer that loses its
+    beginning or all of its prompt is not trained on; a row without another answer is left out."""
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        yield from template_rules(self.prompt_template, self._files_with(self.response_key))
+        named = self._named_keys()
+        have = {path: columns_of(path) for path in self.files}
+        for field, key in named.items():
+            known = [columns for columns in have.values() if columns is not None]
+            if len(known) == len(have) and not any(key in columns for columns in known):
+                yield from list(missing_columns(self.files, {field: key}))[:1]
+        for path, columns in have.items():
+            if columns is not None and named and not set(named.values()) & set(columns):
+                yield from list(missing_columns([path], named))[:1]
+        yield from self._without_effect()
+
+    def _named_keys(self) -> dict[str, str]:
+        """The columns to learn from that the recipe names itself."""
+        keys = {
+            "messages_key": self.messages_key,
+            "response_key": self.response_key,
+            "text_key": self.text_key,
+        }
+        return {field: key for field, key in keys.items() if self.is_own(field)}
+
+    def _files_with(self, key: str) -> list[str]:
+        return [path for path in self.files if key in (columns_of(path) or ())]
+
+    def _without_effect(self) -> Iterator[str]:
+        """Settings that no row of the files reads, if their first rows are all of one kind."""
+        if not self.files or len(self.files) < len(self.sources):
+            return
+        kinds = {self._kind_of(path) for path in self.files}
+        if kinds == {"text"} and self.apply_chat_template:
+            yield (
+                f"apply_chat_template=true with plain text (column {self.text_key!r}), which is "
+                "learned as it is: the setting has no effect; remove it, or give a prompt and a "
+                "response, or messages"
+            )
+        if len(kinds) == 1 and kinds <= {"text", "messages"} and self.prompt_template is not None:
+            yield (
+                f"prompt_template makes the prompt of rows with a prompt and a response, and these "
+                f"rows are {' '.join(map(str, kinds))}: the setting has no effect; remove it"
+            )
+
+    def _kind_of(self, path: str) -> str | None:
+        """What the first row of a file is learned as."""
+        row = first_row(path) or {}
+        kinds = {self.messages_key: "messages", self.response_key: "response"}
+        if not self.is_own("messages_key"):
+            kinds[SHAREGPT_KEY] = "messages"
+        kinds[self.text_key] = "text"
+        return next((kind for key, kind in kinds.items() if row.get(key) is not None), None)
 
 
 class PreferenceDataConfig(DataConfig):
@@ -160,10 +232,19 @@ class PreferenceDataConfig(DataConfig):
     is."""
     apply_chat_template: bool = False
     """Wrap prompt and responses as user and assistant messages."""
+    repeated_prompt: Literal["auto", "strip", "keep"] = "auto"
+    """Responses (text) that begin with the whole prompt. strip: take it off. keep: it belongs to
+    the response. auto: strip, where all of a source's first 100 rows repeat it; the log says so."""
+    use_tokens: bool = True
+    """Learn the token ids that were sampled for a response, if the row has them (columns
+    ``chosen_tokens``, ``rejected_tokens``, ``response_tokens``: rows of the job generate) and they
+    decode to its text."""
     max_len: int = Field(2048, ge=2)
     """Longest prompt + response in tokens; ``overlong`` says what happens beyond."""
 
     def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        yield from template_rules(self.prompt_template, self.files)
         if self.chosen_key == self.rejected_key:
             yield (
                 f"chosen_key and rejected_key are both {self.chosen_key!r}; a pair needs two "

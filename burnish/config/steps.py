@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.columns import missing_columns
 from burnish.config.data import DataConfig, PreferenceDataConfig
+from burnish.config.templates import template_rules
 
 STEP_KEYS = ("completions", "steps")
 """Columns that are looked for where ``steps_key`` is not set."""
@@ -51,6 +52,7 @@ class StepsDataConfig(DataConfig):
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
+        yield from template_rules(self.prompt_template, self.files)
         if self.steps_key == self.labels_key:
             yield f"steps_key and labels_key are both {self.labels_key!r}; give two columns"
         wanted = {

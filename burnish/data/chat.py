@@ -9,15 +9,16 @@ the border, and then what is trained on is not what the model sees when it gener
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from burnish.data.messages import Message, as_messages
+from burnish.data.notices import note
 from burnish.data.sources import DataError
-
-Message = Mapping[str, Any]
-"""``{"role": "user", "content": "..."}``; other keys go to the template as they are."""
 
 _WORD_START = "\u2581"  # what SentencePiece-style tokenizers write in place of a space
 
@@ -41,13 +42,14 @@ def encode_prompt(
     *,
     system_prompt: str | None = None,
     apply_chat_template: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[str, list[int]]:
-    """What the model reads before it answers: (text, ids).
+    """Return the text and the ids that the model reads before it answers.
 
-    Messages, and strings with ``apply_chat_template``, go through the chat template and end where
-    the assistant begins. Other strings are tokenised with the special tokens that the tokenizer
-    puts in front. Raises DataError for anything else, and for a ``system_prompt`` that has no
-    conversation to stand in.
+    Messages, and strings with ``apply_chat_template``, are rendered by the chat template, which
+    also gets ``tools``, and end where the assistant begins. Other strings are tokenized with the
+    special tokens that the tokenizer puts in front. Raises DataError for anything else, and for a
+    ``system_prompt`` without a conversation.
     """
     if not isinstance(prompt, str) or apply_chat_template:
         messages = as_messages(prompt, system_prompt=system_prompt)
@@ -56,7 +58,8 @@ def encode_prompt(
                 "the prompt ends with an assistant message, so there is nothing left to answer; "
                 "leave the last assistant message out of the prompt column"
             )
-        text = _render(tokenizer, messages, add_generation_prompt=True)
+        check_rendering(tokenizer, messages, tools, system_prompt=system_prompt)
+        text = _render(tokenizer, messages, add_generation_prompt=True, tools=tools)
         return text, _encode_piece(tokenizer, text)
     if system_prompt is not None:
         raise DataError(
@@ -67,9 +70,13 @@ def encode_prompt(
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, trained_from: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    trained_from: int = 0,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[int], list[bool]]:
-    """A whole conversation: (ids, mask), the mask True where the assistant writes.
+    """Return (ids, mask) of a conversation, the mask True where the assistant writes.
 
     An assistant turn is trained on up to and including its end token; what the template writes
     after that (a newline, as a rule) is not. Turns before message ``trained_from`` count as prompt.
@@ -90,13 +97,16 @@ def encode_conversation(
             "the conversation begins with an assistant message, and there is nothing it answers; "
             "put a user message before it"
         )
-    full = _render(tokenizer, messages, add_generation_prompt=False)
+    check_rendering(tokenizer, messages, tools)
+    messages = _without_own_end(tokenizer, messages, turns, tools)
+    full = _render(tokenizer, messages, add_generation_prompt=False, tools=tools)
+    prefix = partial(_prefix_length, tokenizer, full=full, tools=tools)
     ids: list[int] = []
     mask: list[bool] = []
     done = 0  # characters of `full` that are tokenised
     for turn in turns:
-        begin = _prefix_length(tokenizer, messages[:turn], full, add_generation_prompt=True)
-        end = _prefix_length(tokenizer, messages[: turn + 1], full, add_generation_prompt=False)
+        begin = prefix(messages[:turn], add_generation_prompt=True)
+        end = prefix(messages[: turn + 1], add_generation_prompt=False)
         before = _encode_piece(tokenizer, full[done:begin], follows=bool(ids))
         answer = _encode_piece(tokenizer, full[begin:end], follows=True)
         trained = _trained_length(tokenizer, answer)
@@ -115,53 +125,143 @@ def encode_completion(
     add_eos: bool = True,
 ) -> tuple[list[int], list[bool]]:
     """Ids of prompt, response and end token: (ids, mask), the mask True from the response on."""
-    piece = _encode_piece(tokenizer, response, follows=bool(prompt_ids))
     if add_eos:
         check_tokenizer(tokenizer)
-        if piece[-1:] != [tokenizer.eos_token_id]:
-            piece.append(tokenizer.eos_token_id)
+        ended = response.rstrip()
+        response = ended if ended.endswith(str(tokenizer.eos_token)) else response
+    piece = _encode_piece(tokenizer, response, follows=bool(prompt_ids))
+    if add_eos and piece[-1:] != [tokenizer.eos_token_id]:
+        piece.append(tokenizer.eos_token_id)
     return [*prompt_ids, *piece], [False] * len(prompt_ids) + [True] * len(piece)
 
 
-def as_messages(
-    value: str | Sequence[Message], *, system_prompt: str | None = None
-) -> list[dict[str, Any]]:
-    """A checked list of messages, without keys whose value is None; a string is one user message.
+def response_text(
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]
+) -> str:
+    """Return the text that ``response_ids`` add behind ``prompt_ids``, without special tokens.
 
-    Raises DataError where it is no list of messages, and where there would be two system messages.
+    Decoded alone, a response can lose its first space (SentencePiece) or gain ``##`` (WordPiece).
     """
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(
-            "expected a string or a list of chat messages with at least one, and got "
-            f"{_short(value)}"
-        )
-    messages = [_as_message(message) for message in value]
-    if system_prompt is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise DataError(
-            "system_prompt is set, and the conversation already begins with a system message; "
-            "unset system_prompt, or remove the message from the data"
-        )
-    return [{"role": "system", "content": system_prompt}, *messages]
+    alone, head, whole = (
+        str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        for ids in (response_ids, prompt_ids, [*prompt_ids, *response_ids])
+    )
+    return whole[len(head) :] if whole.startswith(head) else alone
 
 
-def _as_message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(
-            'a chat message is an object {"role": ..., "content": ...}, and this one is '
-            f"{_short(message)}"
+_Checked = tuple[str, tuple[str, ...], bool]
+_checked: WeakKeyDictionary[PreTrainedTokenizerBase, dict[_Checked, str | None]] = (
+    WeakKeyDictionary()
+)
+_MOST_CHECKED = 4096  # forms of conversations remembered for one tokenizer
+
+
+def check_rendering(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    system_prompt: str | None = None,
+) -> None:
+    """Raise DataError if the chat template leaves out a message: one of a role that it does not
+    know, or the system prompt.
+
+    Renders markers in place of the contents, once for each sequence of roles. A template that
+    ignores ``tools`` is noted.
+    """
+    known = _checked.setdefault(tokenizer, {})
+    roles = tuple(f"{m['role']}{'!' * _has_prose(m)}" for m in messages)
+    key = (str(tokenizer.chat_template), roles, bool(tools))
+    if key not in known:
+        if len(known) >= _MOST_CHECKED:
+            known.clear()
+        known[key] = _left_out(tokenizer, messages, tools)
+    left_out = known[key]
+    if left_out is None:
+        return
+    if left_out == _TOOLS:
+        note(
+            "tools_ignored",
+            "the chat template does not render tools, so the model does not see those of the "
+            "column tools_key; set model.chat_template to one that does, or tools_key: null",
         )
-    kept = {key: value for key, value in message.items() if value is not None}
-    if "content" not in kept and "tool_calls" not in kept:
-        raise DataError(f"a chat message needs `content`, and this one has none: {_short(message)}")
+        return
+    what = f"messages of the role {left_out!r}"
+    if left_out == "system" and system_prompt is not None:
+        what = "the system prompt (system_prompt)"
+    raise DataError(
+        f"the chat template leaves out {what}: it has no place for that role, and the model would "
+        "never see the text. Set model.chat_template to one that has, or put the text into a user "
+        "message"
+    )
+
+
+def _special_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The special token that ``text`` ends with, or nothing."""
+    ids = _plain_ids(tokenizer, text[-64:])
+    if not ids or tokenizer.decode(ids[-1:], skip_special_tokens=True):
+        return ""
+    token = str(tokenizer.decode(ids[-1:]))
+    return token if text.endswith(token) else ""
+
+
+_TOOLS = "(tools)"
+
+
+def _has_prose(message: Message) -> bool:
+    """Whether the content is text that every template should render. (Some leave out what comes
+    with tool calls.)"""
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")
+
+
+def _left_out(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str | None:
+    """The role of the first message that the template does not render, or ``_TOOLS``."""
+    marked = [
+        {**m, "content": f"marker{i}end"} if _has_prose(m) else m for i, m in enumerate(messages)
+    ]
+    prompts = messages[-1]["role"] != "assistant"
+    try:
+        text = _render(tokenizer, marked, add_generation_prompt=prompts, tools=tools)
+        plain = text if not tools else _render(tokenizer, marked, add_generation_prompt=prompts)
+    except DataError:  # a template that looks into contents; rendering the row says what is wrong
+        return None
+    for i, message in enumerate(messages):
+        if _has_prose(message) and f"marker{i}end" not in text:
+            return str(message["role"])
+    return _TOOLS if tools and plain == text else None
+
+
+def _without_own_end(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    turns: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> list[dict[str, Any]]:
+    """``messages`` without the end token that an answer brings, if the template writes it too."""
+    kept = list(messages)
+    for turn in turns:
+        content = messages[turn].get("content")
+        text = content.rstrip() if isinstance(content, str) else ""
+        end = _special_end(tokenizer, text)
+        if not end:
+            continue
+        bare = {**messages[turn], "content": text.removesuffix(end)}
+        rendered = _render(
+            tokenizer, [*messages[:turn], bare], add_generation_prompt=False, tools=tools
+        )
+        if rendered.rstrip().endswith(end):
+            note(
+                "double_eos",
+                f"an answer ends with {end!r}, which the chat template writes as well; it is kept "
+                "once. Leave it out of the data",
+            )
+            kept[turn] = bare
     return kept
-
-
-def _short(value: Any) -> str:
-    return f"{type(value).__name__} {repr(value)[:80]}"
 
 
 def _render(
@@ -169,6 +269,7 @@ def _render(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
@@ -180,11 +281,12 @@ def _render(
         return str(
             tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(m["role"] for m in messages)
         raise DataError(
             f"the chat template refuses the conversation (roles: {roles}): {error}"
@@ -194,11 +296,12 @@ def _render(
 def _prefix_length(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    full: str,
     *,
+    full: str,
+    tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
 ) -> int:
-    prefix = _render(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    prefix = _render(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools)
     if full.startswith(prefix):
         return len(prefix)
     same = next(
@@ -235,12 +338,21 @@ def _encode_piece(
 
 
 def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids with the special tokens put in front by the tokenizer, but no end token put behind."""
+    """Ids with the special tokens put in front by the tokenizer, but no end token put behind. A
+    text that begins with these special tokens itself has them once."""
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     plain = _plain_ids(tokenizer, text)
     ends = len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id
     if ends and ids[len(ids) - 1 - len(plain) : -1] == plain:
         ids.pop()
+    prefix = ids[: len(ids) - len(plain)]
+    if prefix and ids[len(prefix) :] == plain and plain[: len(prefix)] == prefix:
+        note(
+            "double_bos",
+            f"the text begins with {tokenizer.decode(prefix)!r}, which the tokenizer puts in "
+            "front as well; it is kept once. Leave it out of the data",
+        )
+        return plain
     return ids
 
 
@@ -259,5 +371,11 @@ def _trained_length(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -
     end = len(answer)
     while end and not str(tokenizer.decode([answer[end - 1]])).strip():
         end -= 1
-    is_special = end and not tokenizer.decode([answer[end - 1]], skip_special_tokens=True)
-    return end if is_special else len(answer)
+    if end and not tokenizer.decode([answer[end - 1]], skip_special_tokens=True):
+        return end
+    note(
+        "no_end_token",
+        "the chat template writes no end token behind the assistant's turn, so the model does not "
+        "learn to stop; set model.chat_template to one that does",
+    )
+    return len(answer)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from burnish.config.data import DataConfig, Overlong
+from burnish.data.notices import Notices, collecting
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.stream import IndexStream, RowRef
 
@@ -54,8 +55,17 @@ class EncodedStream(Generic[T]):
     next row.
     """
 
-    def __init__(self, config: DataConfig, encoder: Encoder[T], *, seed: int) -> None:
-        self.sources = {source.name: source for source in open_sources(config.sources)}
+    def __init__(
+        self,
+        config: DataConfig,
+        encoder: Encoder[T],
+        *,
+        seed: int,
+        sources: Sequence[Source] | None = None,
+    ) -> None:
+        """``sources``: those of ``config``, if they are open already."""
+        opened = open_sources(config.sources) if sources is None else sources
+        self.sources = {source.name: source for source in opened}
         self._encoder = encoder
         self._overlong = config.overlong
         self._index = IndexStream(
@@ -66,6 +76,7 @@ class EncodedStream(Generic[T]):
         )
         self._counts = {"seen": 0, "dropped": 0, "truncated": 0}
         self._dropped_in_a_row = dict.fromkeys(self.sources, 0)
+        self._notices = Notices()
 
     def __len__(self) -> int:
         """Rows in all sources, those over the limit included."""
@@ -74,10 +85,11 @@ class EncodedStream(Generic[T]):
     @property
     def counts(self) -> dict[str, int]:
         """Since the start of the run: ``prompts_seen`` (handed out), ``prompts_dropped``,
-        ``prompts_truncated`` (rows_, pairs_ for the others), and ``epoch``: whole passes over the
-        source furthest behind."""
-        unit = self._encoder.unit
-        return {f"{unit}s_{what}": count for what, count in self._counts.items()} | {
+        ``prompts_truncated`` (rows_, pairs_ for the others), ``prompts_<kind>`` for each kind of
+        notice that there was (``rows_no_end_token``), and ``epoch``: whole passes over the source
+        furthest behind."""
+        unit, counts = self._encoder.unit, {**self._counts, **self._notices.counts}
+        return {f"{unit}s_{what}": count for what, count in counts.items()} | {
             "epoch": self._index.epoch
         }
 
@@ -87,7 +99,7 @@ class EncodedStream(Generic[T]):
         while len(items) < num:
             ref = self._index.next()
             source = self.sources[ref.source]
-            fitted: _Fitted[T] = _fit(source, ref, self._encoder, self._overlong)
+            fitted: _Fitted[T] = _fit(source, ref, self._encoder, self._overlong, self._notices)
             if fitted.item is None:
                 self._count_dropped(ref.source)
                 continue
@@ -99,12 +111,18 @@ class EncodedStream(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {"index": self._index.state_dict(), "counts": dict(self._counts)}
+        return {
+            "index": self._index.state_dict(),
+            "counts": dict(self._counts),
+            "notices": dict(self._notices.counts),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken. Raises DataError where it is of other sources."""
         self._index.load_state_dict(state["index"])
         self._counts = {what: int(state["counts"][what]) for what in self._counts}
+        self._notices.counts.clear()  # older states have none
+        self._notices.counts.update({k: int(n) for k, n in state.get("notices", {}).items()})
         self._dropped_in_a_row = dict.fromkeys(self.sources, 0)
 
     def _count_dropped(self, source: str) -> None:
@@ -126,15 +144,17 @@ def load_all(
     dropped = truncated = 0
     refs = (RowRef(s.name, i, 0) for s in sources for i in range(len(s)))
     by_name = {source.name: source for source in sources}
+    notices = Notices()
     for ref in refs:
         if limit is not None and len(items) >= limit:
             break
-        fitted: _Fitted[T] = _fit(by_name[ref.source], ref, encoder, config.overlong)
+        fitted: _Fitted[T] = _fit(by_name[ref.source], ref, encoder, config.overlong, notices)
         truncated += fitted.cut
         if fitted.item is None:
             dropped += 1
         else:
             items.append(fitted.item)
+    notices.log_totals(encoder.unit)
     if not items and dropped:
         raise _all_dropped("the data", encoder, config.overlong)
     if dropped or truncated:
@@ -166,11 +186,13 @@ class EncodedTable(Generic[T]):
         """Rows over the length limit, left out."""
         self._bad: list[str] = []
         self._num_bad = 0
+        self._notices = Notices()
         for number, source in enumerate(self.sources):
             for row in range(len(source)):
                 if limit is not None and len(self) >= limit:
                     break
                 self._scan(number, row)
+        self._notices.log_totals(encoder.unit)
         if self._num_bad:
             raise DataError(self._what_is_bad())
         if not len(self):
@@ -188,7 +210,7 @@ class EncodedTable(Generic[T]):
         source = self.sources[number]
         try:
             ref = RowRef(source.name, row, 0)
-            fitted: _Fitted[T] = _fit(source, ref, self._encoder, self._overlong)
+            fitted: _Fitted[T] = _fit(source, ref, self._encoder, self._overlong, self._notices)
         except DataError as error:
             self._num_bad += 1
             if len(self._bad) < _SHOWN:
@@ -217,13 +239,17 @@ class _Fitted(NamedTuple, Generic[T]):
     cut: bool  # tokens were cut off
 
 
-def _fit(source: Source, ref: RowRef, encoder: Encoder[T], overlong: Overlong) -> _Fitted[T]:
+def _fit(
+    source: Source, ref: RowRef, encoder: Encoder[T], overlong: Overlong, notices: Notices
+) -> _Fitted[T]:
     """Row ``ref`` encoded and held to the limit."""
     row = source[ref.row]
     try:
-        item = encoder.encode(row, ref)
+        with collecting() as found:
+            item = encoder.encode(row, ref)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
+    notices.add(found, row.where)
     length = encoder.length(item)
     if length <= encoder.limit:
         return _Fitted(item, False)

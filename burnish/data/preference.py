@@ -12,8 +12,16 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import check_tokenizer
 from burnish.data.encoded import EncodedStream, load_all
-from burnish.data.rows import TokenRow, column, encode_exchange, prompt_column
-from burnish.data.sources import DataError, Row, open_sources
+from burnish.data.repeated import RepeatedPrompts
+from burnish.data.rows import (
+    TokenRow,
+    column,
+    encode_exchange,
+    exchange,
+    is_text,
+    prompt_column,
+)
+from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
@@ -35,7 +43,9 @@ class PreferenceStream(EncodedStream[Pair]):
         self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
         """Raises DataError where a source or the tokenizer cannot be used."""
-        super().__init__(config, _PairEncoder(config, tokenizer), seed=seed)
+        sources = open_sources(config.sources)
+        encoder = _PairEncoder(config, tokenizer, sources)
+        super().__init__(config, encoder, seed=seed, sources=sources)
 
     def next(self, num_pairs: int) -> Batch:
         """The next ``num_pairs`` pairs as 2 * num_pairs rows; each pair is a group of the run."""
@@ -48,35 +58,46 @@ def load_pairs(
 ) -> Batch:
     """All pairs once, in file order; at most ``limit``. Raises DataError as the stream does."""
     sources = open_sources(config.sources)
-    return _batch(load_all(sources, config, _PairEncoder(config, tokenizer), limit=limit))
+    encoder = _PairEncoder(config, tokenizer, sources)
+    return _batch(load_all(sources, config, encoder, limit=limit))
 
 
 class _PairEncoder:
     unit = "pair"
     limit_name = "max_len"
 
-    def __init__(self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: PreferenceDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        sources: Sequence[Source],
+    ) -> None:
         check_tokenizer(tokenizer)
         self.limit = config.max_len
         self._config, self._tokenizer = config, tokenizer
+        keys = (config.chosen_key, config.rejected_key)
+        self._repeated = RepeatedPrompts(config, keys, sources)
 
     def encode(self, row: Row, ref: RowRef) -> Pair:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-        chosen, rejected = (
-            to_last_trained(
-                encode_exchange(self._tokenizer, prompt, column(row, key, field), config)
-            )
-            for key, field in (
-                (config.chosen_key, "chosen_key"),
-                (config.rejected_key, "rejected_key"),
-            )
-        )
         if prompt in ("", []):
             raise DataError(
                 "the prompt is empty, and a pair is compared on what both responses follow; give "
                 "a prompt"
             )
+        better = exchange(row, prompt, config, key=config.chosen_key, field="chosen_key")
+        worse = exchange(row, prompt, config, key=config.rejected_key, field="rejected_key")
+        as_chat = not is_text(prompt, better.response, worse.response)
+        chosen, rejected = (
+            to_last_trained(
+                encode_exchange(
+                    self._tokenizer, self._repeated.strip(ref.source, one), config, as_chat=as_chat
+                )
+            )
+            for one in (better, worse)
+        )
+        _check_shared_prompt(chosen, rejected)
         return Pair(chosen, rejected, self._margin(row))
 
     def length(self, item: Pair) -> int:
@@ -115,6 +136,17 @@ def to_last_trained(row: TokenRow) -> TokenRow:
     no sampled response, and a reward model reads the last token."""
     end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else len(row.mask)
     return replace(row, ids=row.ids[:end], mask=row.mask[:end])
+
+
+def _check_shared_prompt(chosen: TokenRow, rejected: TokenRow) -> None:
+    """Raise DataError unless both rows begin with the same tokens, up to the first trained one."""
+    begins = [row.ids[: row.prompt_len] for row in (chosen, rejected)]
+    if begins[0] != begins[1]:
+        raise DataError(
+            f"the two responses follow different prompts ({len(begins[0])} and {len(begins[1])} "
+            "tokens, not the same), and a pair is compared on one; give both as text, or as "
+            "messages that follow the same conversation"
+        )
 
 
 def _batch(pairs: Sequence[Pair], *, first_group: int = 0) -> Batch:

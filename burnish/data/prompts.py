@@ -12,7 +12,7 @@ from burnish.config.data import PromptDataConfig
 from burnish.config.explain import nearest
 from burnish.data.chat import check_tokenizer, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
-from burnish.data.rows import prompt_column
+from burnish.data.rows import prompt_column, tools_column
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.stream import RowRef
 from burnish.types import Prompt
@@ -66,6 +66,7 @@ class PromptEncoder:
             content,
             system_prompt=config.system_prompt,
             apply_chat_template=config.apply_chat_template,
+            tools=tools_column(row, config),
         )
         if not ids:
             raise DataError("the prompt has no tokens, so there is nothing to go on from")
@@ -95,8 +96,8 @@ class PromptEncoder:
 
 
 def check_label_key(config: PromptDataConfig, sources: Iterable[Source]) -> None:
-    """A label column that was asked for by name has to be in one of the sources."""
-    if "label_key" not in config.model_fields_set:
+    """Raise DataError if a label column other than the default is in none of the sources."""
+    if not config.is_own("label_key"):
         return
     firsts = [source[0] for source in sources]
     if not any(config.label_key in row.values for row in firsts):

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import PromptDataConfig
 from burnish.config.generate import ConditionConfig
-from burnish.data.chat import as_messages
 from burnish.data.encoded import EncodedTable
+from burnish.data.messages import as_messages
 from burnish.data.prompts import PromptEncoder, check_label_key
 from burnish.data.rows import prompt_column
 from burnish.data.sources import DataError, Row

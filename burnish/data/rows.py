@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.data import PreferenceDataConfig, SFTDataConfig
+from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.explain import nearest
+from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
-    as_messages,
+    check_rendering,
     encode_completion,
     encode_conversation,
     encode_prompt,
+    response_text,
 )
+from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
+from burnish.data.notices import note
 from burnish.data.sources import DataError, Row
 
 
@@ -25,6 +30,9 @@ class TokenRow:
 
     ids: Sequence[int]
     mask: Sequence[bool]
+    answers: Sequence[bool] | None = None
+    """The tokens [T] that answer what stands before them, for demonstrations. None: plain text, or
+    a single response."""
 
     @property
     def prompt_len(self) -> int:
@@ -32,9 +40,20 @@ class TokenRow:
         return list(self.mask).index(True)
 
     def without_left(self, count: int) -> TokenRow | None:
-        """The row without its first ``count`` tokens; None where nothing to train on is left."""
+        """Return the row without its first ``count`` tokens; None if nothing to train on is left.
+
+        An answer that loses its beginning, or all that it answers, is not trained on: without
+        ``answers`` every row is one text, which may begin anywhere."""
         mask = _trainable(self.mask[count:])
-        return TokenRow(self.ids[count:], mask) if any(mask) else None
+        if self.answers is None:
+            return TokenRow(self.ids[count:], mask) if any(mask) else None
+        answers = list(self.answers[count:])
+        lost = answers.index(False) if False in answers else len(answers)
+        answers[:lost] = [False] * lost
+        mask[:lost] = [False] * lost
+        if not any(answers):
+            return None
+        return TokenRow(self.ids[count:], mask, answers)
 
 
 def token_row(ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
@@ -66,18 +85,23 @@ def column(row: Row, key: str, field: str) -> Any:
     return value
 
 
+def content_column(row: Row, key: str, field: str) -> Any:
+    """Return the text or the messages in column ``key``; JSON text of messages as messages, and
+    without the nulls that the file format fills in. Raises DataError as :func:`column` does."""
+    value = parsed(column(row, key, field))
+    return without_nulls(value) if row.fills_nulls else value
+
+
 def prompt_column(row: Row, key: str, template: str | None) -> Any:
-    """The prompt of a row: ``template`` filled with its columns, or column ``key`` as it is."""
+    """Return the prompt of a row: ``template`` filled with its columns, or column ``key``."""
     if template is None:
-        return column(row, key, "prompt_key")
+        return content_column(row, key, "prompt_key")
     try:
+        for name in fields_of(template):
+            _check_fills(row, name)
         return template.format_map(row.values)
-    except KeyError as error:
-        wanted = str(error.args[0])
-        raise DataError(
-            f"prompt_template wants {wanted!r}, and there is no such column; the columns are "
-            f"{', '.join(row.values)}{nearest(wanted, row.values)}"
-        ) from error
+    except (DataError, TemplateError) as error:
+        raise DataError(str(error)) from error
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise DataError(
             f"prompt_template {template!r} cannot be filled: {error}. It is a Python format "
@@ -86,26 +110,140 @@ def prompt_column(row: Row, key: str, template: str | None) -> Any:
         ) from error
 
 
+def _check_fills(row: Row, name: str) -> None:
+    """Raise DataError unless column ``name`` has a text or a number to fill a template with."""
+    if name not in row.values:
+        raise DataError(
+            f"prompt_template wants {name!r}, and there is no such column; the columns are "
+            f"{', '.join(row.values)}{nearest(name, row.values)}"
+        )
+    value = row.values[name]
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        raise DataError(
+            f"column {name!r} is empty here, and prompt_template would write {value} in its place; "
+            "fill it, or drop the row"
+        )
+    if isinstance(value, (list, tuple, dict, bytes)):
+        raise DataError(
+            f"column {name!r} holds a {type(value).__name__}, and prompt_template makes text of "
+            "texts and numbers; name a column of text, or leave prompt_template out for chat "
+            "messages"
+        )
+
+
+def tools_column(row: Row, config: DataConfig) -> list[dict[str, Any]] | None:
+    """Return the tools that the row's conversation is rendered with; None if there are none.
+
+    Raises DataError if ``tools_key`` names another column than the default and it holds
+    something else. The default column is left alone then.
+    """
+    key = config.tools_key
+    value = None if key is None else row.values.get(key)
+    if value is None or value in ([], ""):
+        return None
+    tools = as_tools(without_nulls(value) if row.fills_nulls else value)
+    if tools is None and config.is_own("tools_key"):
+        raise DataError(
+            f"column {key!r} (tools_key) holds no list of tool descriptions (objects with a name "
+            f"or a function, or their JSON text), but {repr(value)[:60]}; set tools_key: null to "
+            "leave it alone"
+        )
+    return tools
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A prompt and a response to it as data holds them, each a string or messages."""
+
+    prompt: Any
+    response: Any
+    tools: list[dict[str, Any]] | None = None
+    response_ids: Sequence[int] | None = None
+    """The ids that were sampled for ``response`` (rows of the job generate). None: not known."""
+
+
+def exchange(
+    row: Row, prompt: Any, config: SFTDataConfig | PreferenceDataConfig, *, key: str, field: str
+) -> Exchange:
+    """Return the exchange of ``prompt`` and column ``key``, which the config calls ``field``."""
+    ids = row.values.get(f"{key}_tokens") if config.use_tokens else None
+    is_list = isinstance(ids, (list, tuple)) and bool(ids)
+    usable = is_list and all(isinstance(i, int) and not isinstance(i, bool) for i in ids or ())
+    return Exchange(
+        prompt,
+        content_column(row, key, field),
+        tools_column(row, config),
+        list(ids or ()) if usable else None,
+    )
+
+
 def encode_exchange(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: Any,
-    response: Any,
+    given: Exchange,
     config: SFTDataConfig | PreferenceDataConfig,
+    *,
+    as_chat: bool = False,
 ) -> TokenRow:
-    """A prompt and the response to it, each a string or messages, with the response trained on.
+    """Encode a prompt and the response to it, with the response trained on.
 
-    Strings are put one after the other, with the end token behind; as soon as one of the two is
-    messages (or by ``config.apply_chat_template``) both go through the chat template. The prompt's
-    tokens are exactly those of :func:`burnish.data.chat.encode_prompt`. Raises DataError.
+    Strings are put one after the other, with the end token behind; if one of the two is messages,
+    or by ``config.apply_chat_template`` or ``as_chat``, both are rendered by the chat template. The
+    prompt's tokens are exactly those of :func:`burnish.data.chat.encode_prompt`, and the response's
+    those that were sampled, if the row has them. Raises DataError.
     """
-    plain = isinstance(prompt, str) and isinstance(response, str)
-    if plain and not config.apply_chat_template:
+    prompt, response = given.prompt, given.response
+    as_chat = as_chat or config.apply_chat_template or not is_text(prompt, response)
+    sampled = _sampled(tokenizer, given, config, as_chat=as_chat)
+    if sampled is not None:
+        return sampled
+    if not as_chat:
         _, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=config.system_prompt)
         return token_row(*encode_completion(tokenizer, prompt_ids, response))
     own = as_messages(prompt)
     answer = _answer(response, own)
     before = as_messages(own, system_prompt=config.system_prompt)
-    return token_row(*encode_conversation(tokenizer, [*before, *answer], trained_from=len(before)))
+    check_rendering(tokenizer, before, given.tools, system_prompt=config.system_prompt)
+    return token_row(
+        *encode_conversation(
+            tokenizer, [*before, *answer], trained_from=len(before), tools=given.tools
+        )
+    )
+
+
+def is_text(*values: Any) -> bool:
+    """Whether all are strings."""
+    return all(isinstance(value, str) for value in values)
+
+
+def _sampled(
+    tokenizer: PreTrainedTokenizerBase,
+    given: Exchange,
+    config: SFTDataConfig | PreferenceDataConfig,
+    *,
+    as_chat: bool,
+) -> TokenRow | None:
+    """The prompt's ids with the sampled ids behind; None if there are none, or they do not say
+    ``given.response`` (another tokenizer's, or the text was changed)."""
+    ids = given.response_ids
+    if ids is None or not isinstance(given.response, str):
+        return None
+    _, prompt_ids = encode_prompt(
+        tokenizer,
+        given.prompt,
+        system_prompt=config.system_prompt,
+        apply_chat_template=as_chat,
+        tools=given.tools,
+    )
+    if min(ids) >= 0 and max(ids) < len(tokenizer):
+        alone = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        if given.response in (alone, response_text(tokenizer, prompt_ids, ids)):
+            return token_row([*prompt_ids, *ids], [False] * len(prompt_ids) + [True] * len(ids))
+    note(
+        "other_tokens",
+        "the row's token ids do not decode to its text with this tokenizer (another model's, or "
+        "the text was changed), so the text is tokenized anew; use_tokens: false does so silently",
+    )
+    return None
 
 
 def _answer(response: Any, prompt: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.data import SFTDataConfig
+from burnish.config.data import SHAREGPT_KEY, SFTDataConfig
 from burnish.config.explain import nearest
 from burnish.data.chat import (
-    as_messages,
+    check_rendering,
     check_tokenizer,
     encode_completion,
     encode_conversation,
     encode_prompt,
 )
 from burnish.data.encoded import EncodedStream, load_all
-from burnish.data.rows import TokenRow, column, encode_exchange, prompt_column, token_row
+from burnish.data.messages import as_messages
+from burnish.data.notices import note
+from burnish.data.rows import (
+    TokenRow,
+    column,
+    content_column,
+    encode_exchange,
+    exchange,
+    prompt_column,
+    token_row,
+    tools_column,
+)
 from burnish.data.sources import DataError, Row, open_sources
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
@@ -59,39 +71,58 @@ class _SFTEncoder:
         if not self._config.train_on_prompt:
             return encoded
         end = len(encoded.mask) - list(reversed(encoded.mask)).index(True)
-        return token_row(encoded.ids, [i < end for i in range(len(encoded.ids))])
+        widened = token_row(encoded.ids, [i < end for i in range(len(encoded.ids))])
+        return replace(widened, answers=encoded.answers)
 
     def length(self, item: TokenRow) -> int:
         return len(item.ids)
 
     def cut(self, item: TokenRow) -> TokenRow | None:
+        """Without the left end; None if that takes all of the prompt of every answer left. An
+        answer that loses its own beginning is not trained on."""
         return item.without_left(len(item.ids) - self.limit)
 
     def _encode(self, row: Row) -> TokenRow:
         config, tokenizer = self._config, self._tokenizer
-        if row.values.get(config.messages_key) is not None:
-            given = column(row, config.messages_key, "messages_key")
-            if isinstance(given, str):
-                raise DataError(
-                    f"column {config.messages_key!r} (messages_key) holds a string, not a list of "
-                    "messages"
-                )
-            messages = as_messages(given, system_prompt=config.system_prompt)
-            return token_row(*encode_conversation(tokenizer, messages))
-        if row.values.get(config.response_key) is not None:
+        kind = self._kind(row)
+        if kind == config.text_key:
+            return self._encode_text(row.values[kind])
+        if kind == config.response_key:
             prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-            return encode_exchange(tokenizer, prompt, row.values[config.response_key], config)
-        if row.values.get(config.text_key) is not None:
-            return self._encode_text(row.values[config.text_key])
-        wanted = {
+            given = exchange(row, prompt, config, key=kind, field="response_key")
+            encoded = encode_exchange(tokenizer, given, config)
+            return replace(encoded, answers=encoded.mask)
+        given = content_column(row, kind, "messages_key")
+        if isinstance(given, str):
+            raise DataError(
+                f"column {kind!r} (messages_key) holds a string, not a list of messages"
+            )
+        messages = as_messages(given, system_prompt=config.system_prompt)
+        tools = tools_column(row, config)
+        check_rendering(tokenizer, messages, tools, system_prompt=config.system_prompt)
+        encoded = token_row(*encode_conversation(tokenizer, messages, tools=tools))
+        return replace(encoded, answers=encoded.mask)
+
+    def _kind(self, row: Row) -> str:
+        """The column that says what is learned."""
+        config = self._config
+        keys = {
             "messages_key": config.messages_key,
             "response_key": config.response_key,
             "text_key": config.text_key,
         }
-        hints = [nearest(key, row.values) for key in wanted.values()]
+        named = {field: key for field, key in keys.items() if config.is_own(field)}
+        if named and not set(named.values()) & set(row.values):
+            field, key = next(iter(named.items()))
+            column(row, key, field)
+        others = [SHAREGPT_KEY] if "messages_key" not in named else []
+        for key in [*list(keys.values())[:2], *others, config.text_key]:
+            if row.values.get(key) is not None:
+                return key
+        hints = [nearest(key, row.values) for key in keys.values()]
         raise DataError(
             "nothing to learn from: none of the columns "
-            f"{', '.join(f'{v!r} ({k})' for k, v in wanted.items())} has a value; the columns are "
+            f"{', '.join(f'{v!r} ({k})' for k, v in keys.items())} has a value; the columns are "
             f"{', '.join(row.values)}{next(filter(None, hints), '')}"
         )
 
@@ -102,7 +133,10 @@ class _SFTEncoder:
                 "a string"
             )
         _, ids = encode_prompt(self._tokenizer, text, system_prompt=self._config.system_prompt)
-        ids, _ = encode_completion(self._tokenizer, ids, "")
+        if ids[-1:] == [self._tokenizer.eos_token_id]:
+            note("double_eos", "the text ends with the end token already; it is kept once")
+        else:
+            ids, _ = encode_completion(self._tokenizer, ids, "")
         return token_row(ids, [True] * len(ids))
 
 

@@ -6,13 +6,13 @@ Not for: what the columns mean (prompts, sft, preference) or in which order rows
 from __future__ import annotations
 
 import csv
-import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from burnish.config.columns import json_value
 from burnish.config.data import EnvironmentSource, FileSource, HubSource, SourceConfig
 from burnish.config.explain import nearest
 
@@ -37,6 +37,9 @@ class Row:
     environment: Mapping[str, Any] | None = None
     """What makes the item again: name, options, size, seed, index. None: not from an
     environment."""
+    fills_nulls: bool = False
+    """Whether the format gives nested objects the keys of all other rows, with null as their value
+    (Parquet, Arrow)."""
 
 
 class Source(Protocol):
@@ -103,11 +106,11 @@ class _JsonLines:
             file.seek(self._offsets[i])
             line = file.readline()
         try:
-            values = json.loads(line.decode("utf-8-sig"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            values = json_value(line.decode("utf-8-sig"))
+        except ValueError as error:  # of text that is not UTF-8, too
             raise DataError(
-                f"{where}: the line is not JSON ({error}); it begins {line[:60]!r}. Mend or "
-                "remove the line"
+                f"{where}: the line is not JSON that can be read ({error}); it begins "
+                f"{line[:60]!r}. Correct or remove the line"
             ) from error
         return Row(_as_object(values, where), where)
 
@@ -154,10 +157,10 @@ def _missing_file(path: Path) -> str:
 
 def _read_json(path: Path, name: str) -> Source:
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        values = json_value(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:  # of text that is not UTF-8, too
         hint = " (one object per line? Then call it .jsonl)" if "Extra data" in str(error) else ""
-        raise DataError(f"{path}: the file is not JSON: {error}{hint}") from error
+        raise DataError(f"{path}: the file is not JSON that can be read: {error}{hint}") from error
     if not isinstance(values, list):
         raise DataError(
             f"{path} holds one {type(values).__name__}; a .json data set is a list of objects, "
@@ -211,7 +214,11 @@ def _read_parquet(path: Path, name: str) -> Source:
         raise DataError(f"{path}: the file is not readable as parquet: {error}") from error
 
     def read(i: int) -> Row:
-        return Row(table.slice(i, 1).to_pylist()[0], f"{path} row {i}")
+        where = f"{path} row {i}"
+        try:
+            return Row(table.slice(i, 1).to_pylist()[0], where, fills_nulls=True)
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            raise DataError(f"{where}: the row cannot be read: {error}") from error
 
     return _Rows(name, table.num_rows, read)
 
@@ -259,7 +266,7 @@ def _open_dataset(config: HubSource) -> Source:
         ) from error
 
     def read(i: int) -> Row:
-        return Row(dataset[i], f"{config.path}[{config.split}] row {i}")
+        return Row(dataset[i], f"{config.path}[{config.split}] row {i}", fills_nulls=True)
 
     return _Rows(config.name or folder.name, len(dataset), read)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.steps import STEP_KEYS, StepsDataConfig
 from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
-from burnish.data.rows import column, prompt_column
+from burnish.data.rows import column, prompt_column, tools_column
 from burnish.data.sources import DataError, Row, open_sources
 from burnish.data.stream import RowRef
 from burnish.types import Batch, steps_to_batch
@@ -85,6 +85,7 @@ class _StepsEncoder:
             prompt,
             system_prompt=config.system_prompt,
             apply_chat_template=config.apply_chat_template,
+            tools=tools_column(row, config),
         )
         prompt_len, ends = len(ids), []
         for k, step in enumerate(steps):

@@ -14,8 +14,9 @@ from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import check_tokenizer
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.preference import PreferenceStream, load_pairs, to_last_trained
-from burnish.data.rows import TokenRow, column, encode_exchange, prompt_column
-from burnish.data.sources import DataError, Row, open_sources
+from burnish.data.repeated import RepeatedPrompts
+from burnish.data.rows import TokenRow, column, encode_exchange, exchange, prompt_column
+from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
@@ -38,7 +39,9 @@ class UnpairedStream(EncodedStream[Judged]):
     ) -> None:
         """``config`` has a ``label_key``. Raises DataError where a source or the tokenizer cannot
         be used."""
-        super().__init__(config, _JudgedEncoder(config, tokenizer), seed=seed)
+        sources = open_sources(config.sources)
+        encoder = _JudgedEncoder(config, tokenizer, sources)
+        super().__init__(config, encoder, seed=seed, sources=sources)
 
     def next(self, num_rows: int) -> Batch:
         """The next ``num_rows`` responses."""
@@ -60,8 +63,9 @@ def load_judged(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase
     """All responses once, in file order. Raises DataError as the streams do."""
     if config.label_key is None:
         return halves(load_pairs(config, tokenizer))
-    encoder = _JudgedEncoder(config, tokenizer)
-    return _batch(load_all(open_sources(config.sources), config, encoder), first_group=0)
+    sources = open_sources(config.sources)
+    encoder = _JudgedEncoder(config, tokenizer, sources)
+    return _batch(load_all(sources, config, encoder), first_group=0)
 
 
 def halves(pairs: Batch) -> Batch:
@@ -112,18 +116,25 @@ class _JudgedEncoder:
     unit = "row"
     limit_name = "max_len"
 
-    def __init__(self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: PreferenceDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        sources: Sequence[Source],
+    ) -> None:
         check_tokenizer(tokenizer)
         self.limit = config.max_len
         self._config, self._tokenizer = config, tokenizer
+        self._repeated = RepeatedPrompts(config, [config.response_key], sources)
 
     def encode(self, row: Row, ref: RowRef) -> Judged:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
         if prompt in ("", []):
             raise DataError("the prompt is empty; give what the response answers")
-        response = column(row, config.response_key, "response_key")
-        encoded = to_last_trained(encode_exchange(self._tokenizer, prompt, response, config))
+        given = exchange(row, prompt, config, key=config.response_key, field="response_key")
+        given = self._repeated.strip(ref.source, given)
+        encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
         assert config.label_key is not None
         return Judged(encoded, _verdict(column(row, config.label_key, "label_key"), config))
 

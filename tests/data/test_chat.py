@@ -9,12 +9,12 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from burnish.data.chat import (
-    as_messages,
     check_tokenizer,
     encode_completion,
     encode_conversation,
     encode_prompt,
 )
+from burnish.data.messages import as_messages
 from burnish.data.sources import DataError
 
 Tok = PreTrainedTokenizerFast

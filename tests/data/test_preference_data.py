@@ -16,6 +16,7 @@ from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import encode_prompt
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.sources import DataError
+from burnish.data.unpaired import load_judged
 from burnish.types import Batch
 
 Tok = PreTrainedTokenizerFast
@@ -158,3 +159,81 @@ def test_a_pair_of_no_use_is_named_with_its_place(
 def test_a_mistyped_column_is_named_with_the_nearest(chars: Tok, jsonl: Jsonl) -> None:
     with pytest.raises(DataError, match=r"no column 'choosen' \(chosen_key\).*nearest: chosen"):
         load_pairs(config(jsonl(PAIRS), chosen_key="choosen"), chars)
+
+
+def test_a_pair_of_text_and_messages_has_one_prompt(chars: Tok, jsonl: Jsonl) -> None:
+    """The chosen row went through the chat template, the rejected one did not."""
+    answer = [{"role": "assistant", "content": "2"}]
+    mixed = load_pairs(config(jsonl([{"prompt": "1+1", "chosen": answer, "rejected": "3"}])), chars)
+    chat = [{"role": "assistant", "content": text} for text in "23"]
+    both = {"prompt": "1+1", "chosen": chat[:1], "rejected": chat[1:]}
+    assert mixed.tokens.tolist() == load_pairs(config(jsonl([both])), chars).tokens.tolist()
+    first, second = mixed.prompt_lens.tolist()
+    assert first == second and texts(chars, mixed)[1].endswith("assistant\n3<|im_end|>")
+
+
+def test_rows_that_follow_other_conversations_are_refused(chars: Tok, jsonl: Jsonl) -> None:
+    """``chosen`` goes on from another question than ``rejected``."""
+    chars.chat_template = chars.chat_template.replace(
+        "{% for", "{% if messages | length > 3 %}long\n{% endif %}{% for", 1
+    )
+    turns = [{"role": r, "content": "1"} for r in ("assistant", "user", "assistant")]
+    row = {"prompt": "1+1", "chosen": turns, "rejected": turns[:1]}
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*(different prompts|only appends)"):
+        load_pairs(config(jsonl([row])), chars)
+
+
+DIALOGUES = [
+    {"prompt": "Human: hi\nAssistant:", "chosen": " hello", "rejected": " no"},
+    {"prompt": "Human: what is 1+1\nAssistant:", "chosen": " 2", "rejected": " 3"},
+]
+
+
+def repeated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As hh-rlhf has them: each response is the whole dialogue."""
+    return [
+        {"prompt": row["prompt"]} | {k: row["prompt"] + row[k] for k in ("chosen", "rejected")}
+        for row in rows
+    ]
+
+
+def test_responses_that_repeat_their_prompt_have_it_once(
+    chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare = load_pairs(config(jsonl(DIALOGUES)), chars)
+    assert not caplog.records
+    path = jsonl(repeated(DIALOGUES), "twice.jsonl")
+    with caplog.at_level("WARNING", logger="burnish"):
+        assert load_pairs(config(path), chars).tokens.tolist() == bare.tokens.tolist()
+    assert caplog.text.count("begins with its prompt") == 1
+    kept = load_pairs(config(path, repeated_prompt="keep"), chars)
+    assert texts(chars, kept)[0].count("Human: hi") == 2
+    judged = [{"prompt": r["prompt"], "response": r["chosen"], "ok": 1} for r in DIALOGUES]
+    twice = [{**r, "response": r["prompt"] + r["response"]} for r in judged]
+    options = {"label_key": "ok"}
+    assert (
+        load_judged(config(jsonl(twice), **options), chars).tokens.tolist()
+        == load_judged(config(jsonl(judged), **options), chars).tokens.tolist()
+    )
+
+
+def test_an_answer_that_happens_to_begin_with_its_prompt_stays(chars: Tok, jsonl: Jsonl) -> None:
+    rows = [{"prompt": "hi", "chosen": "hi there", "rejected": "hi no"}, *DIALOGUES]
+    assert texts(chars, load_pairs(config(jsonl(rows)), chars))[0] == "<s>hihi there<|im_end|>"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>\n", "<|eot|>"])
+def test_an_end_token_of_the_data_is_not_written_again(
+    chars: Tok, jsonl: Jsonl, chat: bool, end: str
+) -> None:
+    if end == "<|eot|>":
+        if not chat:
+            return
+        chars.chat_template = chars.chat_template.replace("<|im_end|>", "<|eot|>")
+    bare = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
+    ended = {"prompt": "1+1", "chosen": f"2{end}", "rejected": f"3{end}"}
+    ours, theirs = (
+        load_pairs(config(jsonl([row]), apply_chat_template=chat), chars) for row in (ended, bare)
+    )
+    assert texts(chars, ours) == texts(chars, theirs)

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from burnish.config import ConfigError, dump_yaml, load_config
 from burnish.config.data import FileSource, PromptDataConfig
 from burnish.data import sources
 from burnish.data.prompts import PromptStream, load_prompts
@@ -263,3 +265,61 @@ def test_weights_of_the_sources_decide_the_mix(chars: Tok, jsonl: Jsonl) -> None
     drawn = [p.source for p in PromptStream(data, chars, seed=0).next(400)]
     assert set(drawn) == {"a", "other"}
     assert abs(drawn.count("a") - 300) < 5 * 8.7
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (
+            "Q: {{prompt}}",
+            r"has no field \(\{\{ and \}\} are braces.*every prompt would be the same",
+        ),
+        ("Say something.", r"has no field, so every prompt would be the same text"),
+        ("{prompt.upper}", r"the field \{prompt\.upper\} is no column"),
+        ("{prompt[0]}", r"the field \{prompt\[0\]\} is no column"),
+        ("{}", r"the field \{\} is no column"),
+        ("{prompt:{label}}", r"a field inside of a field"),
+        ("{promt}", r"prompt_template wants \{promt\}.*no such column.*nearest: prompt"),
+    ],
+)
+def test_a_template_of_no_use_is_refused_when_the_recipe_is_read(
+    jsonl: Jsonl, template: str, says: str
+) -> None:
+    data = {"sources": [jsonl(sums(1))], "prompt_template": template}
+    recipe = {"job": "generate", "model": {"scratch": {}}, "data": data}
+    with pytest.raises(ConfigError, match=says):
+        load_config(recipe)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (None, r"'x' is empty here, and prompt_template would write None"),
+        (float("nan"), r"'x' is empty here"),
+        ([{"role": "user", "content": "hi"}], r"'x' holds a list.*texts and numbers"),
+        ({"a": 1}, r"'x' holds a dict"),
+    ],
+)
+def test_a_template_is_not_filled_with_what_is_no_text(
+    chars: Tok, jsonl: Jsonl, value: Any, says: str
+) -> None:
+    path = jsonl([{"x": "1"}, {"x": value}])
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: column {says}"):
+        load_prompts(config(path, prompt_template="Q: {x}"), chars)
+    filled = load_prompts(
+        config(jsonl([{"x": 3, "y": True}]), prompt_template="{x:02d} {y}"), chars
+    )
+    assert filled[0].text == "03 True"
+
+
+def test_a_prompt_that_brings_its_own_bos_has_one(chars: Tok, jsonl: Jsonl) -> None:
+    ours, theirs = load_prompts(config(jsonl([{"prompt": "<s>1+1"}, {"prompt": "1+1"}])), chars)
+    assert ours.token_ids == theirs.token_ids
+
+
+def test_a_dumped_recipe_asks_for_no_label_column(jsonl: Jsonl, chars: Tok) -> None:
+    """A dump writes every key; ``label_key: label`` is the default and may be absent."""
+    data = {"sources": [jsonl([{"prompt": "1"}])]}
+    first = load_config({"job": "generate", "model": {"scratch": {}}, "data": data})
+    again = load_config(yaml.safe_load(dump_yaml(first)))
+    assert len(load_prompts(again.data, chars)) == 1

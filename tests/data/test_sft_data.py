@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from burnish.config import ConfigError, load_config
 from burnish.config.data import SFTDataConfig
 from burnish.data.chat import encode_prompt
 from burnish.data.sft import SFTStream, load_rows
@@ -162,14 +163,98 @@ def test_the_three_ways_with_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None:
     assert rest.counts["rows_dropped"] == 1
 
 
-def test_the_first_token_is_not_trained_on_after_a_cut_into_the_response(
-    chars: Tok, jsonl: Jsonl
-) -> None:
-    path = jsonl([{"prompt": "1", "response": "23456"}])
-    batch = one_row(chars, path, max_len=3, overlong="truncate_left")
+def test_the_first_token_of_a_text_is_not_trained_on_after_a_cut(chars: Tok, jsonl: Jsonl) -> None:
+    batch = one_row(chars, jsonl([{"text": "123456"}]), max_len=3, overlong="truncate_left")
     assert chars.decode(batch.tokens.tolist()) == "56<|im_end|>"
     assert batch.action_mask.tolist() == [False, True, True]
     assert batch.prompt_lens.tolist() == [1]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_row_whose_cut_takes_the_whole_prompt_is_left_out_and_counted(
+    chars: Tok, jsonl: Jsonl, wide: bool
+) -> None:
+    """``<s> 1 | 2 3 4 5 6 <end>``: a cut to 6 leaves ``2 .. <end>``, an answer to nothing."""
+    path = jsonl([{"prompt": "1", "response": "23456"}, {"prompt": "1", "response": "2"}])
+    options = {"overlong": "truncate_left", "shuffle": False, "train_on_prompt": wide}
+    rows = stream(chars, path, max_len=6, **options)
+    assert chars.decode(rows.next(1).tokens.tolist()) == "<s>12<|im_end|>"
+    assert rows.counts["rows_dropped"] == 1 and rows.counts["rows_truncated"] == 0
+    kept = stream(chars, path, max_len=7, **options).next(1)
+    assert chars.decode(kept.tokens.tolist()) == "123456<|im_end|>"
+
+
+def test_a_cut_into_an_earlier_answer_leaves_the_later_ones(chars: Tok, jsonl: Jsonl) -> None:
+    """The rendered end of the conversation is 47 tokens from the second question on; two tokens
+    more are the end of the first answer, which is not trained on without its beginning."""
+    rest = "\n<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    size = len(chars(rest, add_special_tokens=False)["input_ids"])
+    path = jsonl([{"messages": CHAT}])
+    batch = one_row(chars, path, max_len=size + 2, overlong="truncate_left")
+    assert chars.decode(batch.tokens.tolist()) == f"2<|im_end|>{rest}"
+    assert trained(chars, batch) == "4<|im_end|>"
+    wide = one_row(chars, path, max_len=size + 2, overlong="truncate_left", train_on_prompt=True)
+    assert trained(chars, wide).startswith("\n<|im_start|>user")
+
+
+@pytest.mark.parametrize("key", ["messages_key", "response_key", "text_key"])
+def test_a_misspelt_column_to_learn_from_is_refused(chars: Tok, jsonl: Jsonl, key: str) -> None:
+    """It fell back to ``text``, with the loss on everything."""
+    row = {"messages": CHAT, "prompt": "1+1", "response": "2", "text": "no"}
+    path = jsonl([row])
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: there is no column 'x' \({key}\)"):
+        one_row(chars, path, **{key: "x"})
+    recipe = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 1}}
+    with pytest.raises(ConfigError, match=rf"{key}=x: .*rows\.jsonl has no such column"):
+        load_config(recipe | {"data": {"sources": [path], key: "x"}})
+
+
+def test_two_sources_may_name_a_column_each(jsonl: Jsonl) -> None:
+    sources = [jsonl([{"chat": CHAT}], "a.jsonl"), jsonl([{"prompt": "1", "out": "2"}], "b.jsonl")]
+    recipe = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 1}}
+    data = {"sources": sources, "messages_key": "chat", "response_key": "out"}
+    assert load_config(recipe | {"data": data}).data.response_key == "out"
+
+
+@pytest.mark.parametrize(
+    ("row", "option", "says"),
+    [
+        ({"text": "x"}, {"apply_chat_template": True}, "apply_chat_template=true with plain text"),
+        ({"text": "x"}, {"prompt_template": "{text}"}, "these rows are text"),
+        ({"messages": CHAT}, {"prompt_template": "{messages}"}, "these rows are messages"),
+    ],
+)
+def test_a_setting_that_no_row_reads_is_refused(
+    jsonl: Jsonl, row: dict[str, Any], option: dict[str, Any], says: str
+) -> None:
+    recipe = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 1}}
+    with pytest.raises(ConfigError, match=rf"{says}[\s\S]*no effect"):
+        load_config(recipe | {"data": {"sources": [jsonl([row])], **option}})
+
+
+def test_an_end_token_at_the_end_of_a_text_stays_one(
+    chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl([{"text": "<s>1+1=2<|im_end|>"}, {"text": "<s>2<|im_end|>"}])
+    rows = stream(chars, path, shuffle=False)
+    with caplog.at_level("WARNING", logger="burnish"):
+        assert chars.decode(rows.next(2).tokens.tolist()) == "<s>1+1=2<|im_end|><s>2<|im_end|>"
+    assert caplog.text.count("it is kept once") == 2  # one of each kind
+    assert (rows.counts["rows_double_bos"], rows.counts["rows_double_eos"]) == (2, 2)
+
+
+def test_a_template_without_end_token_is_said_once_and_counted(
+    chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
+) -> None:
+    chars.chat_template = chars.chat_template.replace("<|im_end|>", "")
+    rows = stream(chars, jsonl([{"messages": CHAT[:2]}] * 3))
+    with caplog.at_level("WARNING", logger="burnish"):
+        rows.next(3)
+    assert caplog.text.count("writes no end token behind the assistant's turn") == 1
+    assert rows.counts["rows_no_end_token"] == 3
+    with caplog.at_level("WARNING", logger="burnish"):
+        one_row(chars, jsonl([{"messages": CHAT[:2]}] * 3))
+    assert "3 rows in all: no end token" in caplog.text
 
 
 def test_a_limit_stops_the_loading_of_rows(chars: Tok, jsonl: Jsonl) -> None:

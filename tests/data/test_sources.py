@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from burnish.config.columns import columns_of
 from burnish.config.data import EnvironmentSource, FileSource, HubSource
 from burnish.data.sources import DataError, Source, open_source, open_sources
 
@@ -202,6 +203,35 @@ def test_a_broken_line_is_named_when_it_is_read(tmp_path: Path) -> None:
         source[1]
     with pytest.raises(DataError, match=r"broken\.jsonl:4: a row is an object .* is a list"):
         source[2]
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LONG = "1" * 5000
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (DEEP, "nested deeper than 100 levels"),
+        ("[" * 101 + "]" * 101, "nested deeper than 100 levels"),
+        (LONG, "4300 digits"),
+    ],
+    ids=["deep", "a little deep", "long"],
+)
+def test_deep_and_long_json_is_a_data_error_with_its_place(
+    tmp_path: Path, name: str, value: str, says: str
+) -> None:
+    path = tmp_path / name
+    row = f'{{"a": {value}}}'
+    path.write_text(f"{row}\n" if name.endswith("l") else f"[{row}]")
+    place = "rows.jsonl:1" if name.endswith("l") else "rows.json"
+    with pytest.raises(DataError, match=rf"{place}: the (line|file) is not JSON .*{says}"):
+        open_file(path)[0]
+    assert columns_of(str(path)) is None  # loading a recipe looks at the first row, too
+    flat = json.dumps({"a": [{"b": i} for i in range(200)]})
+    path.write_text(flat if name.endswith("l") else f"[{flat}]")
+    assert len(open_file(path)[0].values["a"]) == 200
 
 
 @pytest.mark.parametrize(

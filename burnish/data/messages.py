@@ -1,0 +1,128 @@
+"""Chat messages as data holds them: lists of objects, their JSON text, ShareGPT turns."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from burnish.data.sources import DataError
+
+Message = Mapping[str, Any]
+"""``{"role": "user", "content": "..."}``; other keys are passed to the chat template as they
+are."""
+
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+"""Values of ``from`` in ShareGPT rows, and the role that each one is."""
+
+_LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+
+
+def as_messages(
+    value: str | Sequence[Message], *, system_prompt: str | None = None
+) -> list[dict[str, Any]]:
+    """Return a checked list of messages, without keys whose value is None; a string is one user
+    message. ShareGPT turns (``from``, ``value``) become messages.
+
+    Raises DataError if it is no list of messages, or if there would be two system messages.
+    """
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, (list, tuple)) or not value:
+        raise DataError(
+            "expected a string or a list of chat messages with at least one, and got "
+            f"{_short(value)}"
+        )
+    messages = [_as_message(message) for message in value]
+    if system_prompt is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise DataError(
+            "system_prompt is set, and the conversation already begins with a system message; "
+            "unset system_prompt, or remove the message from the data"
+        )
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def parsed(value: Any) -> Any:
+    """Return the messages that JSON text holds, and any other value as it is.
+
+    CSV files and some Parquet files keep conversations as text. Raises DataError for text that
+    begins as messages do and is not JSON.
+    """
+    if not isinstance(value, str) or not _LOOKS_LIKE_MESSAGES.match(value):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"the text {value[:60]!r} begins as a list of chat messages does, and is not JSON "
+            f"({error}); write the messages as a list, or as JSON text (json.dumps, not str)"
+        ) from error
+    turns = isinstance(found, list) and all(
+        isinstance(turn, dict) and ("role" in turn or {"from", "value"} <= set(turn))
+        for turn in found
+    )
+    return found if turns else value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return ``value`` without the keys of inner mappings that are None.
+
+    A Parquet column has one type, so each message and each tool call has the keys of all others.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def as_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Return tool descriptions (objects with ``name`` or ``function``), given as a list or as JSON
+    text; None if it is none of these."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(value, list) or not value:
+        return None
+    named = all(isinstance(tool, dict) and {"name", "function"} & set(tool) for tool in value)
+    return value if named else None
+
+
+def _as_message(message: Any) -> dict[str, Any]:
+    if isinstance(message, Mapping) and "role" not in message and "from" in message:
+        message = _from_sharegpt(message)
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(
+            'a chat message is an object {"role": ..., "content": ...}, and this one is '
+            f"{_short(message)}"
+        )
+    kept = {key: value for key, value in message.items() if value is not None}
+    if "content" not in kept and "tool_calls" not in kept:
+        raise DataError(f"a chat message needs `content`, and this one has none: {_short(message)}")
+    return kept
+
+
+def _from_sharegpt(turn: Message) -> dict[str, Any]:
+    role = SHAREGPT_ROLES.get(str(turn["from"]))
+    if role is None:
+        known = ", ".join(SHAREGPT_ROLES)
+        raise DataError(
+            f"a ShareGPT turn is from {turn['from']!r}, and known are {known}; rename it, or "
+            'write the turn as {"role": ..., "content": ...}'
+        )
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {"role": role, "content": turn.get("value"), **rest}
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:80]}"

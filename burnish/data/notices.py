@@ -1,0 +1,54 @@
+"""What encoding a row changes or finds odd: said once with the row's place, and counted.
+
+``chat`` and ``rows`` call :func:`note`; ``encoded`` collects around the encoding of each row.
+Without a collector a note is dropped."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_log = logging.getLogger("burnish")
+
+_found: ContextVar[dict[str, str] | None] = ContextVar("found", default=None)
+
+
+def note(kind: str, text: str) -> None:
+    """Record ``text`` for the row that is being encoded. ``kind`` is its name in counts."""
+    found = _found.get()
+    if found is not None:
+        found.setdefault(kind, text)
+
+
+@contextmanager
+def collecting() -> Iterator[dict[str, str]]:
+    """Collect the notes of one row: kind -> text."""
+    found: dict[str, str] = {}
+    token = _found.set(found)
+    try:
+        yield found
+    finally:
+        _found.reset(token)
+
+
+class Notices:
+    """Rows by kind of note; the first of each kind is logged."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def add(self, found: Mapping[str, str], where: str) -> None:
+        """Count the notes of the row at ``where``."""
+        for kind, text in found.items():
+            if not self.counts[kind]:
+                _log.warning("%s: %s (said once; such rows are counted)", where, text)
+            self.counts[kind] += 1
+
+    def log_totals(self, unit: str) -> None:
+        """Log how many rows each note is about."""
+        for kind, count in self.counts.items():
+            if count > 1:
+                _log.warning("%d %ss in all: %s", count, unit, kind.replace("_", " "))

@@ -1,0 +1,71 @@
+"""Responses that repeat their prompt, as some preference sets keep them (hh-rlhf): text in which
+the prompt would otherwise occur twice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from burnish.config.data import PreferenceDataConfig
+from burnish.data.rows import Exchange, content_column, is_text, prompt_column
+from burnish.data.sources import DataError, Row, Source
+
+_log = logging.getLogger("burnish")
+
+_LOOKED_AT = 100
+"""Rows of a source that decide."""
+
+
+class RepeatedPrompts:
+    """Which sources repeat the prompt at the beginning of every response.
+
+    A single row does not say: an answer may begin with the words of a short prompt. So the first
+    100 rows of a source decide, all of them or none."""
+
+    def __init__(
+        self, config: PreferenceDataConfig, keys: Sequence[str], sources: Sequence[Source]
+    ) -> None:
+        """``keys``: columns with responses."""
+        self._config, self._keys = config, keys
+        choice = config.repeated_prompt
+        self._sources = {
+            source.name
+            for source in sources
+            if choice == "strip" or (choice == "auto" and self._all_repeat(source))
+        }
+
+    def strip(self, source: str, given: Exchange) -> Exchange:
+        """Take the prompt off the beginning of the response, if its source repeats prompts."""
+        prompt, response = given.prompt, given.response
+        if source not in self._sources or given.response_ids or not is_text(prompt, response):
+            return given
+        return replace(given, response=response.removeprefix(prompt))
+
+    def _all_repeat(self, source: Source) -> bool:
+        num = min(_LOOKED_AT, len(source))
+        repeats = sum(self._repeats(source[i]) for i in range(num))
+        if repeats == num:
+            _log.warning(
+                "data source %r: every response of the first %d rows begins with its prompt, which "
+                "is taken off them; set repeated_prompt: keep if it belongs to the response",
+                *(source.name, num),
+            )
+        elif 2 * repeats > num:
+            _log.warning(
+                "data source %r: the responses of %d of the first %d rows begin with their prompt, "
+                "which stays; set repeated_prompt: strip if it is the data that repeats it",
+                *(source.name, repeats, num),
+            )
+        return repeats == num
+
+    def _repeats(self, row: Row) -> bool:
+        config = self._config
+        try:
+            prompt = prompt_column(row, config.prompt_key, config.prompt_template)
+            responses = [content_column(row, key, "") for key in self._keys]
+        except DataError:  # encoding the row says what is wrong
+            return False
+        if not prompt or not is_text(prompt, *responses):
+            return False
+        return all(text.startswith(prompt) and text != prompt for text in responses)

@@ -1,0 +1,187 @@
+"""Conversations in the forms that data has them: JSON text, ShareGPT, with tools, with the nulls
+of Parquet; and roles that a chat template has no place for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.data.preference import load_pairs
+from burnish.data.prompts import load_prompts
+from burnish.data.sft import SFTStream, load_rows
+from burnish.data.sources import DataError
+from burnish.types import Batch
+
+Tok = PreTrainedTokenizerFast
+Jsonl = Callable[..., str]
+USER, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+RENDERED = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}
+
+WITH_TOOLS = (
+    "{% if tools %}tools: {% for t in tools %}{{ t | tojson }}{% endfor %};{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}Q:{{ m['content'] }}\n"
+    "{% elif m['role'] == 'assistant' %}A:{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def prompt_text(tokenizer: Tok, path: str, **options: Any) -> str:
+    (prompt,) = load_prompts(PromptDataConfig(sources=(path,), **options), tokenizer)
+    return prompt.text
+
+
+def rows(tokenizer: Tok, path: str, **options: Any) -> Batch:
+    return load_rows(SFTDataConfig(sources=(path,), **options), tokenizer)
+
+
+def text_of(tokenizer: Tok, batch: Batch) -> str:
+    return tokenizer.decode(batch.tokens.tolist())
+
+
+def test_messages_as_json_text_are_messages_and_not_the_users_words(
+    chars: Tok, jsonl: Jsonl, tmp_path: Path
+) -> None:
+    assert prompt_text(chars, jsonl([{"prompt": json.dumps([USER])}])) == RENDERED
+    path = tmp_path / "rows.csv"
+    path.write_text('messages\n"' + json.dumps([USER, ANSWER]).replace('"', '""') + '"\n')
+    assert text_of(chars, rows(chars, str(path))) == f"{RENDERED}2<|im_end|>\n"
+
+
+def test_text_that_begins_as_messages_and_is_no_json_is_refused(chars: Tok, jsonl: Jsonl) -> None:
+    path = jsonl([{"prompt": str([USER])}])  # Python's repr
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the text .* is not JSON.*json\.dumps"):
+        prompt_text(chars, path)
+    other = '[{"role": 3}, 4] is a list'
+    with pytest.raises(DataError, match="not JSON"):
+        prompt_text(chars, jsonl([{"prompt": other}]))
+    assert prompt_text(chars, jsonl([{"prompt": "[1, 2] reversed"}])) == "[1, 2] reversed"
+
+
+def test_sharegpt_rows_are_learned_as_messages(chars: Tok, jsonl: Jsonl) -> None:
+    turns = [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]
+    expected = text_of(chars, rows(chars, jsonl([{"messages": [USER, ANSWER]}])))
+    assert text_of(chars, rows(chars, jsonl([{"conversations": turns}]))) == expected
+    assert text_of(chars, rows(chars, jsonl([{"chat": turns}]), messages_key="chat")) == expected
+    assert prompt_text(chars, jsonl([{"prompt": turns[:1]}])) == RENDERED
+    odd = [{"from": "narrator", "value": "x"}, *turns]
+    with pytest.raises(DataError, match=r"from 'narrator', and known are human"):
+        rows(chars, jsonl([{"conversations": odd}]))
+
+
+def test_tools_reach_the_chat_template(chars: Tok, jsonl: Jsonl) -> None:
+    chars.chat_template = WITH_TOOLS
+    head = f"tools: {json.dumps(ADD)};"
+    row = {"messages": [USER, ANSWER], "tools": [ADD], "prompt": [USER]}
+    for tools in ([ADD], json.dumps([ADD])):
+        row["tools"] = tools
+        expected = chars.decode(chars(head, add_special_tokens=False)["input_ids"])
+        assert text_of(chars, rows(chars, jsonl([row]))).startswith(expected)
+        assert prompt_text(chars, jsonl([row])) == head + RENDERED
+        assert prompt_text(chars, jsonl([row]), tools_key=None) == RENDERED
+    pair = {"prompt": [USER], "chosen": "2", "rejected": "3", "functions": [ADD]}
+    data = PreferenceDataConfig(sources=(jsonl([pair]),), tools_key="functions")
+    assert text_of(chars, load_pairs(data, chars)).count(expected) == 2
+
+
+def test_a_default_tools_column_of_something_else_is_left_alone(chars: Tok, jsonl: Jsonl) -> None:
+    chars.chat_template = WITH_TOOLS
+    row = {"prompt": [USER], "tools": ["calculator"], "mine": ["calculator"]}
+    assert prompt_text(chars, jsonl([row])) == RENDERED
+    with pytest.raises(DataError, match=r"'mine' \(tools_key\) holds no list of tool descriptions"):
+        prompt_text(chars, jsonl([row]), tools_key="mine")
+
+
+def test_a_template_that_ignores_tools_is_said_once_and_counted(
+    chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl([{"messages": [USER, ANSWER], "tools": [ADD]}] * 3)
+    stream = SFTStream(SFTDataConfig(sources=(path,)), chars, seed=0)
+    with caplog.at_level(logging.WARNING, logger="burnish"):
+        stream.next(3)
+    assert caplog.text.count("does not render tools") == 1
+    assert stream.counts["rows_tools_ignored"] == 3
+    again = SFTStream(SFTDataConfig(sources=(path,)), chars, seed=0)
+    again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert again.counts == stream.counts
+
+
+def test_nulls_that_parquet_fills_into_tool_arguments_are_left_out(
+    chars: Tok, tmp_path: Path
+) -> None:
+    """A column has one type: the call of ``add`` gets ``b`` with null, that of ``neg`` ``a``."""
+    chars.chat_template = WITH_TOOLS
+
+    def call(**arguments: int) -> dict[str, Any]:
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        return {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": calls}]}
+
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([call(a=1), call(b=2)]), path)
+    text = text_of(chars, rows(chars, str(path)))
+    assert '{"a": 1}' in text.replace("<unk>", '"') or "null" not in text
+    unfilled = tmp_path / "rows.jsonl"
+    unfilled.write_text("\n".join(json.dumps(call(**a)) for a in ({"a": 1}, {"b": 2})))
+    assert rows(chars, str(path)).tokens.tolist() == rows(chars, str(unfilled)).tokens.tolist()
+
+
+def test_a_null_of_json_lines_is_an_argument(chars: Tok, jsonl: Jsonl) -> None:
+    chars.chat_template = WITH_TOOLS
+    calls = [{"function": {"name": "f", "arguments": {"a": None}}}]
+    answer = {"role": "assistant", "content": "x", "tool_calls": calls}
+    assert "null" in text_of(chars, rows(chars, jsonl([{"messages": [USER, answer]}])))
+
+
+@pytest.mark.parametrize("job", ["prompts", "sft", "pairs"])
+def test_a_system_prompt_that_the_template_drops_is_refused(
+    chars: Tok, jsonl: Jsonl, job: str
+) -> None:
+    chars.chat_template = NO_SYSTEM
+    row = {"prompt": "1+1", "response": "2", "chosen": "2", "rejected": "3"}
+    path, options = jsonl([row]), {"apply_chat_template": True}
+
+    def load(**more: Any) -> None:
+        if job == "prompts":
+            prompt_text(chars, path, **options, **more)
+        elif job == "sft":
+            rows(chars, path, **options, **more)
+        else:
+            data = PreferenceDataConfig(sources=(path,), **options, **more)
+            load_pairs(data, chars)
+
+    load()
+    with pytest.raises(DataError, match=r"leaves out the system prompt \(system_prompt\)"):
+        load(system_prompt="be brief")
+
+
+def test_a_message_of_a_role_that_the_template_drops_is_refused(chars: Tok, jsonl: Jsonl) -> None:
+    chars.chat_template = NO_SYSTEM
+    messages = [USER, {"role": "expert", "content": "carry the one"}, ANSWER]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*leaves out messages of the role 'exp"):
+        rows(chars, jsonl([{"messages": messages}]))
+
+
+def test_a_template_that_drops_earlier_reasoning_renders_every_role(
+    chars: Tok, jsonl: Jsonl
+) -> None:
+    """What is left out of a content is no message that is left out."""
+    chars.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{{ m['content'].split('=')[-1] }}<|im_end|>\n{% endfor %}"
+    )
+    messages = [USER, {"role": "assistant", "content": "think=2"}]
+    assert "think" not in text_of(chars, rows(chars, jsonl([{"messages": messages}])))

@@ -25,7 +25,13 @@ from burnish.config.base import Node, PathText
 from burnish.config.cluster import ClusterConfig
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.generate import GenerateFields
-from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig, ReferenceConfig
+from burnish.config.model import (
+    CriticConfig,
+    ModelConfig,
+    PrecisionConfig,
+    ReferenceConfig,
+    lora_advice,
+)
 from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import (
     FailurePolicy,
@@ -248,6 +254,7 @@ class PreferenceConfig(SupervisedJob):
         own = self.reference is not None and self.reference.model is not None
         if self.needs_reference and not own and self.model.scratch is not None:
             yield _random_reference(f"loss={self.loss.kind}")
+        yield from lora_advice(self.model)
 
     def _kto_rules(self) -> Iterator[str]:
         if self.reference is not None and self.reference.precompute:
@@ -361,6 +368,7 @@ class RLConfig(TrainingJob):
 
     def advice(self) -> Iterator[str]:
         yield from rl_advice(self)
+        yield from lora_advice(self.model)
         trainer, sampler = self.precision.dtype, self.precision.sampler_dtype
         if sampler != trainer:
             yield (

@@ -47,7 +47,8 @@ class LoraConfig(Node):
     lora_alpha: float = Field(32.0, gt=0)
     """Scale: the adapter's output is multiplied by alpha / rank."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapter's input. 0 keeps the policy ratio exactly 1 at the first update."""
+    """Dropout on the adapter's input, in training passes. 0 keeps the policy ratio exactly 1 at the
+    first update. (Dropout of the model's own config is off in the jobs rl and preference.)"""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Module names that get an adapter, or ``all-linear`` for every linear layer but the output
     head."""
@@ -89,6 +90,16 @@ class ModelConfig(Node):
             )
         if self.gguf_file and not self.path:
             yield "gguf_file names a file inside path, and path is not set"
+
+
+def lora_advice(model: ModelConfig) -> Iterator[str]:
+    """What dropout of adapters does to a loss that compares two policies."""
+    if model.lora is not None and model.lora.lora_dropout:
+        yield (
+            f"model.lora.lora_dropout={model.lora.lora_dropout:g} is active in training passes and "
+            "not where old and reference log-probs are computed, so ratios are not 1 before the "
+            "first update and clip fractions are above 0; use lora_dropout=0, unless you want this"
+        )
 
 
 class CriticConfig(Node):

@@ -47,7 +47,8 @@ from burnish.loops.reward_model import measure_pairs, measure_steps
 from burnish.loops.rl import RL
 from burnish.loops.sft import measure_sft
 from burnish.loops.supervised import Supervised
-from burnish.models.load import ModelError, describe, num_positions
+from burnish.models.dropout import noise_of
+from burnish.models.load import ModelError, describe, hf_config, num_positions
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoRewards, Reward, RewardSet
@@ -81,6 +82,7 @@ def build_rl(
     held_out = _held_out(config.eval, config, runtime.tokenizer, new_tokens)
     ptx = _ptx(config, runtime)
     scores = _rewards(config, runtime, functions)
+    tell_noise(config.model, "policy")
     policy = runtime.language_model(_rl_spec(config, "policy"))
     longest = max(data.prompt_max_len + new_tokens, _longest(config.eval, new_tokens))
     rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
@@ -130,6 +132,8 @@ def _critic(config: RLConfig, runtime: Runtime) -> tuple[TrainEngine | None, Los
         return None, None
     own = config.critic or CriticConfig()
     spec = replace(_rl_spec(config, "critic"), model=own.model or config.model, lr=own.lr)
+    if own.model is not None:
+        tell_noise(own.model, "critic")
     critic = runtime.scalar_model(spec, seed=config.seed)
     return critic, value_objective(value_clip=own.value_clip)
 
@@ -249,6 +253,18 @@ def _supervised_steps(config: SupervisedJob, num_rows: int) -> int:
     return min(by_epochs, config.max_steps or by_epochs)
 
 
+def tell_noise(model: ModelConfig, role: Role) -> None:
+    """Log that the dropout and router noise of the model's own config are off, if there is any."""
+    found = hf_config(model)
+    noise = {} if found is None else noise_of(found)
+    if noise:
+        log.info(
+            "the %s %s: %s of its config off in training passes, so that ratios and distances "
+            "compare log-probs of the same function",
+            *(role, describe(model), ", ".join(f"{k}={v:g}" for k, v in noise.items())),
+        )
+
+
 def _supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> EngineSpec:
     return EngineSpec(
         role=role,
@@ -302,6 +318,7 @@ def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
         with_entropy=role == "policy",
         trainable=role != "reference",
         seed=config.seed,
+        dropout=False,
     )
 
 

@@ -17,6 +17,7 @@ from burnish.loops.build import (
     _supervised_spec,
     _supervised_steps,
     _within_positions,
+    tell_noise,
 )
 from burnish.loops.objectives import with_expert_balance
 from burnish.loops.preference import (
@@ -52,7 +53,8 @@ def build_preference(
     kind = PreferenceStream if not kto else UnpairedStream if data.label_key else HalvesStream
     stream = kind(data, runtime.tokenizer, seed=config.seed)
     total = _supervised_steps(config, len(stream))
-    spec = _supervised_spec(config, "policy", total)
+    spec = replace(_supervised_spec(config, "policy", total), dropout=False)
+    tell_noise(config.model, "policy")
     rows: list[Batch] = []
     if config.reference is not None and config.reference.precompute:
         rows = [load_pairs(data, runtime.tokenizer)] + ([] if held_out is None else [held_out])

@@ -142,6 +142,7 @@ def _engine(config: Any, role: str, ranks: Ranks, device: torch.device) -> Torch
         with_entropy=config.job == "rl",
         trainable=trainable,
         precision=config.precision,
+        dropout=config.job not in ("rl", "preference"),
     )
     return make_engine(model, spec, ranks=ranks)
 

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, engine_rules
 from burnish.models import buffers as state
+from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, check_compute_dtype, check_head, describe
 from burnish.models.lora import merged_weights
@@ -196,7 +197,7 @@ class DeepSpeedTrainEngine:
         assert self._adamw is not None, f"the {self.role} engine is frozen"
         stats = Stats()
         self._since_step.append((batch, loss))
-        self.model.train()
+        start_training(self.model, dropout=self.spec.dropout)
         for rows in self._split(batch):
             scalar, micro_stats = self._micro_loss(self.engine, batch, rows, loss)
             self.engine.backward(scalar * self.ranks.size, scale_wrt_gas=False)
@@ -214,12 +215,11 @@ class DeepSpeedTrainEngine:
         ranks wait for each other in every module of a sharded model."""
         micro = (batch.select(rows) if rows else no_rows(batch)).to(self.device)
         tensors = forward(micro, with_entropy=self.spec.with_entropy and not self.scalar)
-        nothing = zero_of(tensors)
         if not rows:
-            return nothing, Stats()
+            return zero_of(tensors), Stats()
         scalar, stats = loss(self.forward.parts.named(tensors), micro)
-        whole = self.config.zero_stage == 3 or not scalar.requires_grad
-        return (scalar + nothing if whole else scalar), stats
+        alike = self.config.zero_stage < 3 and scalar.requires_grad
+        return (scalar if alike else scalar + zero_of(tensors)), stats
 
     @torch.no_grad()
     def _no_grad_pass(self, batch: Batch, *, states: bool = False) -> Tensor:
@@ -328,7 +328,7 @@ class DeepSpeedTrainEngine:
         """Where the gradient of the step stops being finite, on the first rank where it does. All
         ranks compute all their micro-batches once more."""
         found: list[str] = []
-        self.model.train()
+        start_training(self.model, dropout=self.spec.dropout)
         for batch, loss in self._since_step:
             for rows in self._split(batch):
                 compute = partial(self._scaled_loss, batch, rows, loss)

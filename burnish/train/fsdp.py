@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.train import TorchEngine
 from burnish.models.buffers import buffers_now, persistent_buffers
+from burnish.models.dropout import start_training
 from burnish.models.empty import fill_rows
 from burnish.models.load import (
     DTYPES,
@@ -281,7 +282,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         units = cast(list[nn.Module], self.units)
         found: list[tuple[int, int, str]] = []
         micros = [(b, rows, loss) for b, loss in self._since_step for rows in self._split(b)]
-        self.model.train()
+        start_training(self.model, dropout=self.spec.dropout)
         for number, (batch, rows, loss) in enumerate(micros):
             compute = partial(self._scaled_loss, batch, rows, loss)
             bad = first_bad_tensor(self.model, compute, units=units)

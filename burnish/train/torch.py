@@ -21,6 +21,7 @@ from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.buffers import buffers_now, load_buffers, num_buffer_bytes
 from burnish.models.distill import Lesson
+from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import (
     DTYPES,
@@ -90,6 +91,8 @@ class EngineSpec:
     as_written: ModelConfig | None = None
     """The model as the recipe names it, where ``model`` has full paths instead. Checkpoints hold
     this, so that they may move with the folder that holds the recipe and the base of a LoRA."""
+    dropout: bool = True
+    """Whether training passes have the dropout and router noise of the model's own config."""
 
     def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
         """The spec with the job's number formats, or its own."""
@@ -229,7 +232,7 @@ class TorchTrainEngine:
         stats over all ranks. (Gradients are summed over ranks in :meth:`optim_step`, once.)"""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
         self._since_step.append((batch, loss))
-        self.model.train()
+        start_training(self.model, dropout=self.spec.dropout)
         stats = self._add(batch, loss)
         while stats is None:
             stats = self._add_all_again()
@@ -371,7 +374,7 @@ class TorchTrainEngine:
         """This rank's micro-batches once more, watched."""
         since = self._since_step
         micros = ((b, rows, loss) for b, loss in since for rows in self._backward_passes(b))
-        self.model.train()
+        start_training(self.model, dropout=self.spec.dropout)
         try:
             for batch, rows, loss in micros:
                 compute = partial(self._scaled_loss, batch, rows, loss)

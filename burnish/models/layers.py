@@ -52,6 +52,8 @@ _NUMBERS = (
     "local_layer_ids",
     "mtp_local_layer_ids",
 )
+_FROM_ONE = ("ple_layer_ids",)
+"""Fields that count layers from 1."""
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "num_hash_layers", "max_window_layers")
 _LAST = ("num_kv_shared_layers",)
 _PERIODS = (
@@ -164,10 +166,12 @@ def _list(name: str, value: list[Any]) -> _Pattern:
 
 
 def _numbers(name: str, value: list[int], count: int) -> _Pattern:
-    def write(new: Fields, kept: list[int]) -> None:
-        new[name] = [j for j, i in enumerate(kept) if i in value]
+    first = 1 if name in _FROM_ONE else 0
 
-    return _Pattern([i in value for i in range(count)], write)
+    def write(new: Fields, kept: list[int]) -> None:
+        new[name] = [j for j, i in enumerate(kept, first) if i + first in value]
+
+    return _Pattern([i + first in value for i in range(count)], write)
 
 
 def _first(name: str, value: int, count: int) -> _Pattern:

@@ -369,7 +369,15 @@ def _hrm(new: Fields, old: Fields) -> None:
     new["num_hidden_layers"] = new["H_cycles"] * (new["L_cycles"] + 1)
 
 
+def _blt(new: Fields, old: Fields) -> None:
+    """The parts of the model know the width of each other."""
+    if "hidden_size_global" in new:
+        new["hidden_size_global"] = HIDDEN
+
+
 _EXCEPTIONS: dict[str, Callable[[Fields, Fields], None]] = {
+    "blt_local_decoder": _blt,
+    "blt_local_encoder": _blt,
     "hrm_text": _hrm,
     "zamba": _zamba,
     "zamba2": _zamba,
@@ -405,7 +413,7 @@ def _widen_logits(model: PreTrainedModel) -> None:
     if not isinstance(head, nn.Linear):
         return
     tokens = torch.randint(4, min(SPECIAL, head.weight.shape[0]), (1, 12))
-    spread = float(model.eval()(input_ids=tokens).logits.std())
+    spread = float(model.eval()(input_ids=tokens, use_cache=False).logits.std())
     if 0 < spread < 0.5:
         head.weight.mul_(min(1 / spread, 100.0))
 

@@ -1,0 +1,70 @@
+"""Configs of the models that ``make models`` runs.
+
+There is one row for each type of causal language model that transformers maps, with its default
+config, and variants that differ in behavior. ``families.yaml`` has the configs of types whose
+defaults cannot be built or leave a mechanism out (a scale of 1, no window, one kind of layer).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+Fields = dict[str, Any]
+
+_LISTS = ("_types", "short_factor", "long_factor", "_sparsity_pattern")
+"""Endings of the fields that ``families.yaml`` writes in a short form."""
+
+
+def names() -> list[str]:
+    """All rows: every mapped type, each followed by its variants."""
+    variants = [name for name in _written() if " (" in name]
+    rows = []
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        rows += [model_type, *(v for v in variants if model_type_of(v) == model_type)]
+    return rows
+
+
+def model_type_of(name: str) -> str:
+    """The model type of a row."""
+    return name.split(" (")[0]
+
+
+def config_of(name: str) -> PretrainedConfig:
+    """The config of a row, full-size. Raises whatever transformers raises for a type whose default
+    is not valid."""
+    model_type = model_type_of(name)
+    fields = _written().get(name, {})
+    if not fields:
+        return CONFIG_MAPPING[model_type]()
+    return CONFIG_MAPPING[model_type].from_dict({**fields, "model_type": model_type})
+
+
+@cache
+def _written() -> dict[str, Fields]:
+    text = Path(__file__).with_name("families.yaml").read_text(encoding="utf-8")
+    return {name: _expanded(fields) for name, fields in yaml.safe_load(text).items()}
+
+
+def _expanded(fields: Fields) -> Fields:
+    """``fields`` with lists in place of their short form, such as ``mamba*5 attention``."""
+    found = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found[name] = _expanded(value)
+        elif isinstance(value, str) and name.endswith(_LISTS):
+            items = _items(value)
+            count = fields.get("num_hidden_layers", 0) if name.endswith("_types") else 0
+            found[name] = [items[i % len(items)] for i in range(max(count, len(items)))]
+    return found
+
+
+def _items(text: str) -> list[Any]:
+    """``a*3 b`` -> [a, a, a, b]; numbers are numbers."""
+    runs = [part.partition("*") for part in text.split()]
+    return [yaml.safe_load(value) for value, _, count in runs for _ in range(int(count or 1))]

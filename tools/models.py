@@ -1,0 +1,256 @@
+"""Run every causal language model that transformers maps through the project: ``make models``.
+
+``python tools/models.py [--types llama,gpt2] [--jobs 2]`` measures each row of ``families.py`` with
+``family_cells.py``, in a process of its own with a time limit, and writes docs/models.json after
+every row and docs/models.md at the end. A run that was interrupted continues: rows that this code
+measured with these versions are kept (``--fresh``: none is). The exit code is 1 if a cell is wrong
+or failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import config_of, names
+from family_cells import CELLS, Cell, as_json, measure
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+PACKAGES = ("torch", "transformers", "peft")
+TIME_LIMIT_S = 120
+Row = dict[str, Any]
+"""``{"cells": {name: cell}, "seconds": s}``"""
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and write; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--types", help="rows to measure, with commas between them (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS.parent, help="folder of the results")
+    options = parser.parse_args(arguments)
+    wanted = options.types.split(",") if options.types else names()
+    if unknown := sorted(set(wanted) - set(names())):
+        print(
+            f"no such row: {unknown[0]}; rows are model types, and variants of tools/families.yaml"
+        )
+        return 2
+    store = Store(options.out / RESULTS.name, fresh=options.fresh)
+    missing = [name for name in wanted if options.types or name not in store.rows]
+    for number, (name, row) in enumerate(run_all(missing, options.jobs), 1):
+        store.add(name, row)
+        print(f"[{number}/{len(missing)}] {name}: {summary_of(row)}", flush=True)
+    (options.out / PAGE.name).write_text(page(store.rows, store.versions), encoding="utf-8")
+    bad = [name for name in wanted if defects(store.rows[name])]
+    print(f"{len(wanted)} rows, {len(bad)} with a wrong or failed cell{': ' * bool(bad)}", end="")
+    print(", ".join(bad))
+    return 1 if bad else 0
+
+
+class Store:
+    """The results in a file, of one state of the code and one set of versions."""
+
+    def __init__(self, file: Path, *, fresh: bool = False) -> None:
+        self.file, self.versions = file, {name: version(name) for name in PACKAGES}
+        self.rows: dict[str, Row] = {}
+        stamp = {"versions": self.versions, "code": code_digest()}
+        self._stamp = stamp
+        if file.is_file() and not fresh:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if {name: found[name] for name in stamp} == stamp:
+                self.rows = found["rows"]
+
+    def add(self, name: str, row: Row) -> None:
+        """Keep a row and write the file."""
+        self.rows[name] = row
+        order = {known: i for i, known in enumerate(names())}
+        rows = dict(sorted(self.rows.items(), key=lambda item: order.get(item[0], len(order))))
+        text = json.dumps({**self._stamp, "rows": rows}, indent=1)
+        self.file.write_text(text + "\n", encoding="utf-8")
+
+
+def code_digest() -> str:
+    """Digest of everything a result depends on in this repository."""
+    files = [*ROOT.glob("burnish/**/*.py"), *ROOT.glob("tools/famil*"), Path(__file__)]
+    content = [file.read_bytes() for file in sorted(files) if file.is_file()]
+    return hashlib.sha256(b"".join(content)).hexdigest()[:16]
+
+
+# ---- running -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Job:
+    name: str
+    process: BaseProcess
+    folder: tempfile.TemporaryDirectory[str]
+    started: float
+
+    def result(self) -> Row | None:
+        """The row once the process has ended, or has run for too long; None before."""
+        seconds = time.monotonic() - self.started
+        if self.process.is_alive() and seconds < TIME_LIMIT_S:
+            return None
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        file = Path(self.folder.name) / "row.json"
+        if file.is_file():
+            row: Row = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            code = self.process.exitcode
+            why = "no result in time" if seconds >= TIME_LIMIT_S else f"exit code {code}"
+            row = {"cells": as_json({"load": Cell("failed", text=f"the process ended: {why}")})}
+        self.folder.cleanup()
+        return {**row, "seconds": round(seconds, 1)}
+
+
+def run_all(wanted: Iterable[str], jobs: int) -> Iterator[tuple[str, Row]]:
+    """Yield (name, row) as rows are finished, ``jobs`` at a time."""
+    context, waiting = multiprocessing.get_context("fork"), list(wanted)
+    running: list[_Job] = []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name, folder = waiting.pop(0), tempfile.TemporaryDirectory()
+            process = context.Process(target=_child, args=(name, folder.name))
+            process.start()
+            running.append(_Job(name, process, folder, time.monotonic()))
+        multiprocessing.connection.wait([job.process.sentinel for job in running], timeout=1)
+        finished = [(job, row) for job in running if (row := job.result()) is not None]
+        running = [job for job in running if job not in [done for done, _ in finished]]
+        for job, row in finished:
+            yield job.name, row
+
+
+def _child(name: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
+    work = Path(folder) / "work"
+    work.mkdir()
+    os.environ["XDG_CACHE_HOME"] = folder  # earlier answers about a family are not read
+    try:
+        cells = measure(config_of(name), work)
+    except Exception as error:  # of a default config that transformers itself does not accept
+        text = f"transformers refuses its default config: {' '.join(str(error).split())[:200]}"
+        cells = {"load": Cell("refused", text=text)}
+    (Path(folder) / "row.json").write_text(json.dumps({"cells": as_json(cells)}), encoding="utf-8")
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+
+def defects(row: Row) -> list[str]:
+    """Names of the cells that are wrong or failed."""
+    return [name for name, cell in row["cells"].items() if cell["state"] in ("WRONG", "failed")]
+
+
+def summary_of(row: Row) -> str:
+    """One line for the terminal."""
+    states = Counter(cell["state"] for cell in row["cells"].values())
+    return ", ".join(f"{count} {state}" for state, count in states.items())
+
+
+_TITLES = {
+    "load": "load",
+    "padded": "padded",
+    "packed": "packed",
+    "shared_prefix": "shared prefix",
+    "greedy": "greedy",
+    "sampled": "sampled",
+    "lora": "LoRA",
+    "checkpoint": "checkpoint",
+    "export": "export",
+    "tensor_parallel": "tensor parallel",
+}
+_INTRODUCTION = """# Model families
+
+Generated by `make models`; do not edit. Versions: {versions}.
+
+One small random fp32 model of each causal-LM type that transformers maps is run on the CPU through
+every path of the project. The type's config is shrunk to one layer of each layer type
+(`burnish/models/shrink.py`). The reference is transformers' own forward of each row by itself.
+
+{summary}
+
+| column | compared |
+| --- | --- |
+| load | logits of the model and of its files after loading |
+| padded, packed, shared prefix | log-probs and gradients of each `train.layout`; "as padded": the \
+project chooses padded rows for this model |
+| greedy | each token of the local engine is the arg max of the reference |
+| sampled | log-probs that the local engine reports |
+| LoRA | log-probs with adapters and with merged weights |
+| checkpoint | log-probs after save and load, bit for bit |
+| export | every key, tensor and log-prob of the exported folder |
+| tensor parallel | `plan`: the layers can be divided over ranks |
+
+A number is the largest difference: nats for log-probs, for gradients a fraction of the largest
+entry. `0` means equal bits. A number in a note is the reason below the table.
+"""
+
+
+def page(rows: dict[str, Row], versions: dict[str, str]) -> str:
+    """docs/models.md."""
+    notes: dict[str, int] = {}
+    lines = ["| model | " + " | ".join(_TITLES[name] for name in CELLS) + " |"]
+    lines.append("| --- |" + " --- |" * len(CELLS))
+    for name in (name for name in names() if name in rows):
+        cells = rows[name]["cells"]
+        shown = [_shown(cells.get(cell), cell, notes) for cell in CELLS]
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    named = ", ".join(f"{name} {release}" for name, release in versions.items())
+    text = _INTRODUCTION.format(versions=named, summary=_summary(rows))
+    reasons = [f"{number}. {note}" for note, number in notes.items()]
+    return "\n".join([text, *lines, "", "## Notes", "", *reasons, ""])
+
+
+def _summary(rows: dict[str, Row]) -> str:
+    loads = Counter(row["cells"]["load"]["state"] for row in rows.values())
+    bad = [name for name, row in rows.items() if defects(row)]
+    packed = padded = 0
+    for row in rows.values():
+        cell = row["cells"].get("shared_prefix", {"state": "not run", "text": ""})
+        if cell["state"] == "exact":
+            packed, padded = packed + (not cell["text"]), padded + bool(cell["text"])
+    return (
+        f"{len(rows)} rows: {loads['exact']} load and {loads['refused']} are refused before their "
+        f"weights are loaded. Packed rows are exact for {packed}; {padded} run as padded rows. "
+        + (f"Rows with a wrong or failed cell: {', '.join(bad)}." if bad else "No cell is wrong.")
+    )
+
+
+def _shown(cell: Row | None, name: str, notes: dict[str, int]) -> str:
+    if cell is None or cell["state"] == "not run":
+        return ""
+    state, found, text = cell["state"], cell["difference"], cell["text"].replace("|", "\\|")
+    if state == "exact":
+        shown = f"{found:.0e}" if found else "0"
+        return f"{shown} as {text.split()[-1]}" if text.startswith("computed as") else shown
+    if state == "plan":
+        return "plan"
+    if state == "WRONG" and found is not None:
+        text = f"largest difference {found:.1e}. {text}".strip()
+    number = notes.setdefault(f"{text}", len(notes) + 1)
+    return f"{state} ({number})"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -395,6 +395,10 @@ def serve_reward(  # house: ok typer makes the options from the signature
         str, typer.Option(help="Address to listen on; others than this machine's need a token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 5000,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Another name of this server. May be repeated."),
+    ] = None,
     token_env: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Environment variable with the token to ask for."),
@@ -410,6 +414,10 @@ def serve_reward(  # house: ok typer makes the options from the signature
     max_len: Annotated[
         int | None,
         typer.Option(min=1, help="Longest text in tokens. Default: what the model can read."),
+    ] = None,
+    max_chars: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest text in characters. Default: 32 per token of max-len."),
     ] = None,
     overlong: Annotated[
         ServedOverlong, typer.Option(help="A longer text: refuse it, or cut its left end off.")
@@ -429,12 +437,14 @@ def serve_reward(  # house: ok typer makes the options from the signature
     options = ServeOptions(
         host=host,
         port=port,
+        allowed_hosts=tuple(allowed_host or ()),
         token_env=token_env,
         dtype=dtype.value,
         device=device,
         max_batch_tokens=max_batch_tokens,
         max_wait_ms=max_wait_ms,
         max_len=max_len,
+        max_chars=max_chars,
         overlong=overlong.value,
         append_eos=append_eos,
         max_items=max_items,

@@ -1,5 +1,5 @@
 """Models behind HTTP.
 
-Reading order: base (options), scorer (texts to numbers), batcher (many requests, one pass), app
-(the protocol and its limits), reward (all of it as a process).
+Reading order: base (options), scorer (texts to numbers), batcher (many requests, one pass),
+guard (who may ask, how much, how long), app (the protocol), reward (all of it as a process).
 """

@@ -21,6 +21,8 @@ class ServeOptions:
     """Address to listen on. Any but this machine's own needs a token."""
     port: int = 5000
     """0: a free one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, beside this machine's own, under which clients may address the server."""
     token_env: str | None = None
     """Environment variable with the token that requests must bring. None: no token."""
     dtype: Dtype = "fp32"
@@ -33,6 +35,9 @@ class ServeOptions:
     """Longest time that a text waits for others to fill its pass."""
     max_len: int | None = None
     """Longest text in tokens. None: the model's positions, at most ``max_batch_tokens``."""
+    max_chars: int | None = None
+    """Longest text in characters, checked before it is tokenised. None: 32 per token of the longest
+    text."""
     overlong: Literal["error", "truncate_left"] = "error"
     """What happens to a longer text: its request is refused, or tokens are cut off its left end
     (and counted in ``extra_logs``)."""
@@ -67,6 +72,8 @@ class ServeOptions:
                 f"max_items={self.max_items} is more than max_queue={self.max_queue}, so such a "
                 "request would never fit; lower the first or raise the second"
             )
+        if self.max_chars is not None and self.max_chars < 1:
+            yield f"max_chars={self.max_chars} must be at least 1"
         if not 0 <= self.port <= 65535:
             yield f"port={self.port} must be between 0 and 65535"
         if not 0 <= self.max_wait_ms <= 10_000:

@@ -37,12 +37,27 @@ class TextScorer:
     max_len: int
     """Longest row in tokens."""
 
+    @property
+    def max_chars(self) -> int:
+        """Longest text in characters. Vocabularies have few tokens of more than 32."""
+        return self.options.max_chars or 32 * self.max_len
+
     def encode(self, query: str, prompt: str | None) -> Row:
         """Token ids of ``query``. Where it begins with ``prompt``, no token reaches across that
         border, as none does where the policy writes.
 
         Raises TextError: no token at all, or more than ``max_len`` and ``overlong`` is ``error``.
         """
+        excess = len(query) - self.max_chars
+        if excess > 0 and self.options.overlong == "error":
+            raise TextError(
+                f"has {len(query)} characters, and the limit is {self.max_chars}; send shorter "
+                "texts, or start the server with a larger --max-chars"
+            )
+        if excess > 0:  # the tokenizer would need minutes, for tokens that are cut off
+            starts = prompt is not None and query.startswith(prompt)
+            prompt = prompt[excess:] if prompt is not None and starts else None
+            query = query[excess:]
         query = query.encode("utf-8", errors="replace").decode("utf-8")  # half surrogate pairs
         cut = len(prompt) if prompt and query.startswith(prompt) else len(query)
         ids = encode_text(self.tokenizer, query[:cut], query[cut:])
@@ -52,7 +67,7 @@ class TextScorer:
         if not ids:
             raise TextError("has no tokens; there is nothing to score")
         if len(ids) <= self.max_len:
-            return Row(tuple(ids))
+            return Row(tuple(ids), truncated=excess > 0)
         if self.options.overlong == "error":
             raise TextError(
                 f"has {len(ids)} tokens, and the limit is {self.max_len}; send shorter texts, or "

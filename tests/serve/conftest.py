@@ -19,7 +19,7 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.serve.app import RewardApp
 from burnish.serve.base import ServeOptions
-from burnish.serve.reward import make_server
+from burnish.serve.guard import make_server
 from burnish.serve.scorer import Row, TextScorer, load_text_scorer
 
 SCRATCH = ModelConfig(
@@ -104,7 +104,7 @@ def running(folder: Path, *, token: str | None = None, **options: Any) -> Iterat
     gate = Gate(scorer)
     app = RewardApp(scorer, chosen, token=token, model="tiny", version="1.2.3")
     app.batcher._score = gate
-    server = make_server(app, chosen)
+    server = make_server(app.asgi, app.guard, shutdown_s=chosen.shutdown_s)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         thread = threading.Thread(target=server.run, args=([listener],))

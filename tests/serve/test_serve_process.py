@@ -160,6 +160,7 @@ def test_the_options_reach_the_server(reward_model: Path, monkeypatch: pytest.Mo
     assert call(reward_model).exit_code == 0
     flags = ["--host", "::1", "--port", 7, "--dtype", "bf16", "--device", "cpu", "--append-eos"]
     flags += ["--max-wait-ms", 1, "--overlong", "truncate_left", "--max-request-bytes", 9]
+    flags += ["--allowed-host", "a", "--allowed-host", "b", "--max-chars", 8]
     assert call(reward_model, *flags, "--max-len", 3, "--token-env", "T").exit_code == 0
     default, chosen = (vars(options) for options in seen)
     assert default == vars(type(seen[0])())
@@ -167,5 +168,5 @@ def test_the_options_reach_the_server(reward_model: Path, monkeypatch: pytest.Mo
     assert changed == {
         "host": "::1", "port": 7, "dtype": "bf16", "device": "cpu", "append_eos": True,
         "max_wait_ms": 1.0, "overlong": "truncate_left", "max_request_bytes": 9, "max_len": 3,
-        "token_env": "T",
+        "token_env": "T", "allowed_hosts": ("a", "b"), "max_chars": 8,
     }  # fmt: skip

@@ -24,7 +24,7 @@ from burnish.rewards.base import RewardInput
 from burnish.rewards.model import load_model_reward
 from burnish.rewards.remote import RemoteReward as Remote
 from burnish.serve.base import ServeError, ServeOptions
-from burnish.serve.reward import _listener
+from burnish.serve.guard import listener as listen
 from burnish.serve.scorer import TextScorer, load_text_scorer
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Prompt, Sample
@@ -57,7 +57,7 @@ def asking(server: Any, query: list[str]) -> Iterator[None]:
     """A request is sent; at the end of the block its client hangs up, answered or not."""
     body = json.dumps({"query": query}).encode()
     head = (
-        "POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
@@ -308,7 +308,7 @@ def test_what_is_refused_is_told_why(kind: str, server: Any) -> None:
     headers = {"Content-Type": "application/json; charset=utf-8"}
     response = server.client.post(f"{server.url}/get_reward", content=data, headers=headers)
     assert response.status_code == status and words in response.json()["error"]
-    assert len(server.gate.passes) == passes and server.app._held_bytes == 0
+    assert len(server.gate.passes) == passes and server.app.guard.held_bytes == 0
 
 
 def test_other_requests_are_refused(server: Any) -> None:
@@ -340,11 +340,11 @@ def test_a_full_queue_says_when_to_come_back(serving: Serving) -> None:
 def test_large_requests_that_arrive_at_once_are_bounded_together(serving: Serving) -> None:
     """16 requests of the largest size may be on their way."""
     with serving(max_request_bytes=1000) as server:
-        server.app._held_bytes = 16_000
+        server.app.guard.held_bytes = 16_000
         assert server.post(["1"]).status_code == 429
-        server.app._held_bytes = 15_900
+        server.app.guard.held_bytes = 15_900
         assert server.post(["1"]).status_code == 200
-        assert server.app._held_bytes == 15_900
+        assert server.app.guard.held_bytes == 15_900
 
 
 @pytest.mark.parametrize(
@@ -354,6 +354,7 @@ def test_large_requests_that_arrive_at_once_are_bounded_together(serving: Servin
         ({"max_items": 5000}, "max_items=5000 is more than max_queue=4096"),
         ({"max_batch_tokens": 0}, "max_batch_tokens=0 must be at least 1"),
         ({"port": 70_000}, "port=70000"),
+        ({"max_chars": 0}, "max_chars=0 must be at least 1"),
         ({"max_wait_ms": math.inf}, "max_wait_ms=inf"),
         ({"max_wait_ms": math.nan}, "max_wait_ms=nan"),
     ],
@@ -398,38 +399,37 @@ def test_a_server_with_a_token_answers_only_to_it(serving: Serving) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_an_address_that_others_can_reach_needs_a_token(host: str) -> None:
-    options = ServeOptions(host=host, port=0)
     with pytest.raises(ServeError, match="there is no token, so anyone could use the model"):
-        _listener(options, None)
+        listen(host, 0, token=None)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
 def test_loopback_needs_none(host: str) -> None:
-    with _listener(ServeOptions(host=host, port=0), None) as listener:
+    with listen(host, 0, token=None) as listener:
         assert listener.getsockname()[0].startswith("127.")
 
 
 def test_with_a_token_any_address_is_fine() -> None:
-    with _listener(ServeOptions(host="0.0.0.0", port=0), "s3cret") as listener:
+    with listen("0.0.0.0", 0, token="s3cret") as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
 
 
 def test_an_address_that_is_taken_or_unknown_is_said(server: Any) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{port}"):
-        _listener(ServeOptions(port=port), None)
+        listen("127.0.0.1", port, token=None)
     with pytest.raises(ServeError, match="is no address of this machine"):
-        _listener(ServeOptions(host="no such host"), None)
+        listen("no such host", 5000, token=None)
     with pytest.raises(ServeError, match="is no address of this machine"):
-        _listener(ServeOptions(host=""), None)
+        listen("", 5000, token=None)
 
 
 def test_a_port_is_taken_while_the_model_of_its_server_loads() -> None:
     """Two servers that are both loading: the second ends at once, in words."""
-    with _listener(ServeOptions(port=0), None) as first:
+    with listen("127.0.0.1", 0, token=None) as first:
         port = first.getsockname()[1]
         with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
-            _listener(ServeOptions(port=port), None)
+            listen("127.0.0.1", port, token=None)
         socket.create_connection(("127.0.0.1", port)).close()
 
 

@@ -1,0 +1,244 @@
+"""Attacks on a server: each meets its limit, and others are answered meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from burnish.serve.guard import GuardedProtocol
+from burnish.serve.scorer import TextError, TextScorer
+
+Serving = Callable[..., Any]
+HEAD = "POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def connect(server: Any) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen in 30 seconds")
+
+
+def limited(server: Any, **limits: Any) -> None:
+    """Change limits of connections that are made from now on."""
+    changed = replace(server.app.guard.limits, **limits)
+    server.server.config.http_protocol_class = functools.partial(GuardedProtocol, limits=changed)
+
+
+def everything(client: socket.socket) -> bytes:
+    """What the server sends until it ends the connection."""
+    found = b""
+    try:
+        while data := client.recv(65536):
+            found += data
+    except ConnectionError:
+        pass
+    return found
+
+
+# ---- before a request is complete --------------------------------------------------------------
+
+
+def test_an_endless_header_is_cut_off(server: Any) -> None:
+    """The limit is 16 KiB; the client sends until it is cut off, and never more than 8 MiB."""
+    with connect(server) as client:
+        sent = 0
+        try:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
+            while sent < 8 << 20:
+                client.sendall(b"a" * 65536)
+                sent += 65536
+        except ConnectionError:
+            pass
+        assert b" 200 " not in everything(client)
+    assert sent < 8 << 20 and server.health()["ready"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "",
+        "POST /get",
+        HEAD + "X-Half: ",
+        HEAD.replace("json", "text") + "Content-Length: 9\r\n\r\n",
+        HEAD.replace("POST", "GET").replace("get_reward", "health") + "\r\nGET /he",
+    ],
+    ids=["nothing", "half a line", "half a header", "a refused body", "half a second request"],
+)
+def test_a_request_that_does_not_go_on_ends(start: str, serving: Serving) -> None:
+    """The server ends the connection: `everything` returns before the socket's 30 seconds."""
+    with serving() as server:
+        limited(server, header_timeout_s=0.05)
+        with connect(server) as client:
+            client.sendall(start.encode())
+            everything(client)
+
+
+def test_half_requests_make_room_for_whole_ones(serving: Serving) -> None:
+    """30 half headers where 10 connections may be open, and a request after them is answered."""
+    with serving() as server, ExitStack() as opened:
+        limited(server, max_per_address=10)
+        for _ in range(30):
+            client = opened.enter_context(connect(server))
+            client.sendall(HEAD.encode())
+        assert len(server.rewards(["1"])) == 1
+        assert len(server.server.server_state.connections) <= 10
+
+
+def test_requests_under_way_are_not_displaced(serving: Serving) -> None:
+    """Both connections of an address that may have two are busy: a third is refused at once."""
+    with serving() as server, ThreadPoolExecutor(2) as pool:
+        limited(server, max_per_address=2)
+        server.gate.open.clear()
+        busy = [pool.submit(server.rewards, [text]) for text in ("1", "2")]
+        assert server.gate.entered.acquire(timeout=30)
+        until(lambda: server.app.batcher.queue_length + len(server.gate.passes[0]) == 2)
+        with connect(server) as third:
+            third.sendall((HEAD.replace("POST /get_reward", "GET /health") + "\r\n").encode())
+            assert everything(third).startswith(b"HTTP/1.1 503 ")
+        server.gate.open.set()
+        assert [len(future.result()) for future in busy] == [1, 1]
+
+
+def test_a_refused_body_is_not_read_for_ever(serving: Serving) -> None:
+    with serving(token="s3cret-token") as server:
+        limited(server, header_timeout_s=0.05)
+        with connect(server) as client, pytest.raises(ConnectionError):
+            client.sendall(HEAD.encode() + b"Content-Length: 999999999999\r\n\r\n")
+            for _ in range(1_000_000):  # 61 GiB
+                client.sendall(b"a" * 65536)
+
+
+# ---- the Host header ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:5000", "", "localhost.evil.example"]
+)
+def test_another_name_is_refused(host: str, server: Any) -> None:
+    """DNS rebinding: a page at evil.example asks 127.0.0.1 under its own name."""
+    headers = {"Host": host, "Content-Type": "application/json"}
+    for call in (
+        lambda: server.client.get(f"{server.url}/health", headers=headers),
+        lambda: server.client.post(
+            f"{server.url}/get_reward", json={"query": ["1"]}, headers=headers
+        ),
+    ):
+        response = call()
+        assert response.status_code == 421
+        assert "is not a name of this server" in response.json()["error"]
+
+
+def test_two_names_are_refused(server: Any) -> None:
+    with connect(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert client.recv(65536).split()[1] in (b"400", b"421")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:5000", "10.1.2.3:80", "rewards.internal"],
+)
+def test_own_names_and_addresses_pass(host: str, serving: Serving) -> None:
+    with serving(allowed_hosts=("Rewards.internal",)) as server:
+        response = server.client.get(f"{server.url}/health", headers={"Host": host})
+        assert response.status_code == 200
+        name = {"Host": socket.gethostname()}
+        assert server.client.get(f"{server.url}/health", headers=name).status_code == 200
+
+
+# ---- after authentication ----------------------------------------------------------------------
+
+
+class Characters:
+    """A tokenizer of one token per character that keeps what it was given."""
+
+    bos_token, eos_token_id = None, 0
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        self.given.append(text)
+        return {"input_ids": [1] * len(text)}
+
+
+@pytest.mark.parametrize("overlong", ["error", "truncate_left"])
+def test_a_text_is_measured_before_it_is_tokenised(overlong: Any, server: Any) -> None:
+    """10 tokens of up to 32 characters: the tokenizer never sees more than 320 of 15 million."""
+    options = replace(server.app._options, overlong=overlong)
+    tokenizer: Any = Characters()
+    scorer = TextScorer(server.app._scorer.engine, tokenizer, options, max_len=10)
+    text = "x" * 14_999_995 + "abcde"
+    if overlong == "error":
+        with pytest.raises(TextError, match="has 15000000 characters, and the limit is 320"):
+            scorer.encode(text, None)
+    else:
+        row = scorer.encode(text, text[:-3])
+        assert row.truncated and len(row.ids) == 10
+        assert tokenizer.given[-2:] == ["x" * 315 + "ab", "cde"], "the prompt still ends there"
+    assert max(map(len, tokenizer.given), default=0) <= 320
+
+
+def test_texts_of_a_client_that_left_are_not_tokenised(serving: Serving) -> None:
+    """It leaves while the tokenizer is at the first of 20 texts; the others are never seen."""
+    with serving(max_items=20) as server:
+        scorer, seen = server.app._scorer, []
+        entered, go_on = threading.Event(), threading.Event()
+
+        class Slow:
+            def encode(self, query: str, prompt: str | None) -> Any:
+                seen.append(query)
+                entered.set()
+                assert go_on.wait(30)
+                return scorer.encode(query, prompt)
+
+        server.app._scorer = Slow()
+        body = json.dumps({"query": ["1"] * 20}).encode()
+        with connect(server) as client:
+            client.sendall(HEAD.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert entered.wait(30)
+        until(lambda: not server.app.guard.held_bytes)  # the handler has ended
+        go_on.set()
+        server.app._scorer = scorer
+        assert len(server.rewards(["2"])) == 1
+        assert len(seen) == 1 and server.app.guard.held_bytes == 0
+
+
+def test_requests_take_turns_in_the_tokenizer(serving: Serving) -> None:
+    """A request of one text that comes second is tokenised before the end of one of 20."""
+    with serving(max_items=20) as server, ThreadPoolExecutor(2) as pool:
+        scorer, order = server.app._scorer, []
+        entered, go_on = threading.Event(), threading.Event()
+
+        class Slow:
+            def encode(self, query: str, prompt: str | None) -> Any:
+                order.append(query)
+                entered.set()
+                assert go_on.wait(30)
+                return scorer.encode(query, prompt)
+
+        server.app._scorer = Slow()
+        large = pool.submit(server.rewards, ["1"] * 20)
+        assert entered.wait(30)
+        small = pool.submit(server.rewards, ["2"])
+        until(lambda: server.app._reader._work_queue.qsize() > 0)
+        go_on.set()
+        assert [len(large.result()), len(small.result())] == [20, 1]
+        assert order.index("2") < 5

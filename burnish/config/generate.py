@@ -45,8 +45,9 @@ class AllSamples(Node):
 
 class _Chosen(Node):
     keep_truncated: bool = False
-    """Also take responses that were cut at ``generate_max_len``. A job that learns from the rows
-    puts an end token behind each, so a response that was cut teaches to stop in mid-sentence."""
+    """Also take responses that were cut at ``generate_max_len``. A job that learns from the text of
+    the rows (``with_tokens: false``) puts an end token behind each, so a response that was cut
+    teaches to stop in mid-sentence."""
 
 
 class BestOfN(_Chosen):
@@ -134,8 +135,9 @@ class GenerateFields(Node):
     """File that is written at the end, ``.jsonl`` or ``.parquet``; must not exist. ``{run_dir}`` is
     filled in. Its ``prompt`` is what the model read: text, or messages (system prompt and templates
     included), so it is data for the next job as it stands."""
-    with_tokens: bool = False
-    """Also write the token ids of every prompt and response."""
+    with_tokens: bool = True
+    """Also write the token ids of every prompt and response. The jobs sft, preference and rm learn
+    them as they were sampled; text does not say how it was split into tokens."""
     observe: ObserveConfig = ObserveConfig()
     """What is written and printed beside the rows."""
 

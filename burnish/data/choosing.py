@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from burnish.config.generate import AllSamples, BestOfN, BestWorstPairs, Conditioned, GenerateMode
+from burnish.data.chat import response_text
 from burnish.data.questions import Content, Question, with_reward
 from burnish.types import ROUNDING, Group, Sample, all_equal
 
@@ -50,14 +53,16 @@ def select(
     *,
     template: str = "",
     with_tokens: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Selection:
-    """The rows of ``groups`` in their order. ``questions`` by prompt id; ``template`` states the
-    reward (mode conditioned).
+    """Return the rows of ``groups`` in their order. ``questions`` by prompt id; ``template`` states
+    the reward (mode conditioned). With ``tokenizer`` the text of a response is what its ids add
+    behind the prompt; decoded alone (``Sample.text``) it can lack its first space.
 
     Example: one prompt, rewards 0, 1, 1, 0.5: ``all`` gives 4 rows, ``best_of_n`` the second
     response, ``pairs`` the second over the first with margin 1.
     """
-    writer = _Writer(questions, template, with_tokens)
+    writer = _Writer(questions, template, with_tokens, tokenizer)
     rows: list[DataRow] = []
     dropped: Counter[str] = Counter()
     for group in groups:
@@ -128,6 +133,7 @@ class _Writer:
     questions: Mapping[str, Question]
     template: str
     with_tokens: bool
+    tokenizer: PreTrainedTokenizerBase | None
 
     def response(self, sample: Sample) -> DataRow:
         """One response to its prompt."""
@@ -144,8 +150,8 @@ class _Writer:
         row: DataRow = {
             "prompt_id": chosen.prompt_id,
             "prompt": question.content,
-            "chosen": chosen.text,
-            "rejected": rejected.text,
+            "chosen": self._text(chosen),
+            "rejected": self._text(rejected),
             "margin": chosen.reward - rejected.reward,
         }
         for side, sample in (("chosen", chosen), ("rejected", rejected)):
@@ -158,13 +164,18 @@ class _Writer:
             row["rejected_tokens"] = list(rejected.response_ids)
         return row | _of_the_data(question)
 
+    def _text(self, sample: Sample) -> str:
+        if self.tokenizer is None:
+            return sample.text
+        return response_text(self.tokenizer, sample.prompt_ids, sample.response_ids)
+
     def _row(self, sample: Sample, prompt: Content, *, tokens: bool = True) -> DataRow:
         """``tokens``: whether the sample's prompt tokens are those of ``prompt``."""
         row: DataRow = {
             "prompt_id": sample.prompt_id,
             "sample": int(sample.sample_id.rpartition("/")[2]),
             "prompt": prompt,
-            "response": sample.text,
+            "response": self._text(sample),
             "finish_reason": sample.finish_reason,
         }
         if sample.reward_parts:

@@ -194,7 +194,7 @@ def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functi
         num_samples=config.rollout.n_samples_per_prompt,
         seed=config.seed,
     )
-    return Generation(config, questions, runner)
+    return Generation(config, questions, runner, runtime.tokenizer)
 
 
 def build_supervised(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from burnish.config import GenerateConfig, dump_yaml
 from burnish.config.changes import changed_settings
@@ -71,6 +72,7 @@ class Generation:
     config: GenerateConfig
     questions: Questions
     runner: Runner
+    tokenizer: PreTrainedTokenizerBase
 
     @property
     def total_steps(self) -> int:
@@ -115,6 +117,7 @@ def generate_step(parts: Generation, step: int) -> Answered:
         questions,
         template=config.condition.template if config.condition is not None else "",
         with_tokens=config.with_tokens,
+        tokenizer=parts.tokenizer,
     )
     return Answered(rollout, chosen, len(questions) - len(rollout.groups))
 

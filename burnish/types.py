@@ -52,6 +52,8 @@ class Prompt:
     """Every other column of the data row, for rewards and environments."""
     source: str = ""
     """Name of the data source the row came from."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The conversation that ``text`` was rendered from. None: the prompt is plain text."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": BASE | {"models"},
     "data": BASE | {"environments"},
     "checkpoint": BASE | {"models"},
-    "rewards": BASE | {"environments", "models", "train", "algorithms"},
+    "rewards": BASE | {"environments", "models", "train", "algorithms", "data"},
     "rollout": BASE | {"models", "rewards", "environments"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
     "serve": BASE | {"models", "train", "rewards"},

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import PromptDataConfig
 from burnish.config.explain import nearest
-from burnish.data.chat import check_tokenizer, encode_prompt
+from burnish.data.chat import as_messages, check_tokenizer, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.rows import prompt_column, tools_column
 from burnish.data.sources import DataError, Row, Source, open_sources
@@ -68,6 +68,9 @@ class PromptEncoder:
             apply_chat_template=config.apply_chat_template,
             tools=tools_column(row, config),
         )
+        messages = None
+        if not isinstance(content, str) or config.apply_chat_template:
+            messages = tuple(as_messages(content, system_prompt=config.system_prompt))
         if not ids:
             raise DataError("the prompt has no tokens, so there is nothing to go on from")
         return Prompt(
@@ -77,6 +80,7 @@ class PromptEncoder:
             label=row.values.get(config.label_key),
             metadata=self._metadata(row),
             source=ref.source,
+            messages=messages,
         )
 
     def length(self, item: Prompt) -> int:

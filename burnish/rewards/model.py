@@ -24,13 +24,11 @@ from burnish.models.load import (
 )
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import RewardInput
+from burnish.rewards.rows import Encode, RowEncoder, sampled_ids
 from burnish.rewards.steps import step_ends
 from burnish.train.base import TrainEngine
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import rows_to_batch, steps_to_batch
-
-Encode = Callable[[RewardInput], tuple[Sequence[int], Sequence[int]]]
-"""Token ids of the prompt, and of the response."""
 
 
 class ModelReward:
@@ -118,9 +116,10 @@ def load_model_reward(
 ) -> ModelReward | ProcessReward:
     """The reward model of a recipe entry, in an engine that ``make_engine`` makes.
 
-    Where it has the policy's vocabulary the sampled token ids are scored as they are; otherwise
-    prompt and response are tokenised for it. A model that says that it is a process reward model is
-    asked for every step. Raises ModelError where it has no trained head.
+    If it has the policy's vocabulary, the sampled token ids are scored as they are; otherwise
+    prompt and response are encoded as its training rows were (``rows.py``). A model that says that
+    it is a process reward model is asked for every step. Raises ModelError if it has no trained
+    head.
     """
     told = facts_of(config.model)
     _check_steps(config, told)
@@ -129,8 +128,9 @@ def load_model_reward(
     same = own.get_vocab() == policy_tokenizer.get_vocab()
     how = (config.step_aggregation or "min") if told.get("process_reward") else None
     scale = _scale(config.model, told, how) if config.normalize else (0.0, 1.0)
-    encode = _ids if same else _encoder(own)
-    reward = ModelReward(config.name or "model", make_engine(spec), encode, scale)
+    name = config.name or "model"
+    encode = sampled_ids if same else RowEncoder(own, name)
+    reward = ModelReward(name, make_engine(spec), encode, scale)
     if how is None:
         return reward
     separator = str(config.step_separator or told["step_separator"])
@@ -204,27 +204,3 @@ def _spec(
         micro_batch_size=micro_batch_size,
         trainable=False,
     )
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str = "") -> list[int]:
-    """Prompt + response as token ids, with the special tokens that the tokenizer puts in front
-    (unless a chat template wrote them already). Tokens do not reach across the border."""
-    begin = str(tokenizer.bos_token or "")
-    rendered = bool(begin) and prompt.startswith(begin)  # by a chat template
-    head = tokenizer(prompt, add_special_tokens=not rendered)["input_ids"]
-    return [*head, *tokenizer(response, add_special_tokens=False)["input_ids"]]
-
-
-def _ids(item: RewardInput) -> tuple[Sequence[int], Sequence[int]]:
-    return item.sample.prompt_ids, item.sample.response_ids
-
-
-def _encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
-    def encode(item: RewardInput) -> tuple[Sequence[int], Sequence[int]]:
-        ids = encode_text(tokenizer, item.prompt.text, item.sample.text)
-        prompt = len(encode_text(tokenizer, item.prompt.text))
-        ended = item.sample.finish_reason == "stop"
-        response = [*ids[prompt:], *([int(tokenizer.eos_token_id)] if ended else [])]
-        return ids[:prompt], response
-
-    return encode

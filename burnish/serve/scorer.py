@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
 from burnish.models.load import describe, load_tokenizer, num_positions
-from burnish.rewards.model import encode_text, facts_of, load_reward_engine, score_rows
+from burnish.rewards.model import facts_of, load_reward_engine, score_rows
+from burnish.rewards.rows import encode_text
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.train.base import TrainEngine
 
@@ -60,7 +61,8 @@ class TextScorer:
             query = query[excess:]
         query = query.encode("utf-8", errors="replace").decode("utf-8")  # half surrogate pairs
         cut = len(prompt) if prompt and query.startswith(prompt) else len(query)
-        ids = encode_text(self.tokenizer, query[:cut], query[cut:])
+        head, tail = encode_text(self.tokenizer, query[:cut], query[cut:])
+        ids = [*head, *tail]
         eos = int(self.tokenizer.eos_token_id)
         if self.options.append_eos and ids[-1:] != [eos]:
             ids.append(eos)

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import ModelReward, RemoteReward
@@ -147,24 +148,23 @@ def test_truncate_left_keeps_the_end_and_counts_it(serving: Serving) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "pieces"),
-    [(None, ["abcd"]), ("", ["abcd"]), ("a", ["a", "bcd"]), ("x", ["abcd"]), ("abcde", ["abcd"])],
+    [
+        (None, ["ab", "cd"]),
+        ("", ["ab", "cd"]),
+        ("a", ["a", "b", "cd"]),
+        ("x", ["ab", "cd"]),
+        ("abcde", ["ab", "cd"]),
+    ],
 )
 def test_no_token_reaches_across_the_end_of_the_prompt(
     prompt: str | None, pieces: list[str]
 ) -> None:
-    """The tokenizer sees the query cut there, where it really begins with the prompt."""
-    seen: list[str] = []
-
-    class Tokenizer:
-        bos_token, eos_token_id = None, 0
-
-        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            seen.append(text)
-            return {"input_ids": [1] * len(text)}
-
-    scorer = TextScorer(None, Tokenizer(), ServeOptions(), max_len=9)  # type: ignore[arg-type]
-    assert len(scorer.encode("abcd", prompt).ids) == 4
-    assert [text for text in seen if text] == pieces
+    """``ab`` and ``cd`` merge, unless the query begins with a prompt that ends inside."""
+    vocab = {token: i for i, token in enumerate(["</s>", "a", "b", "c", "d", "ab", "cd"])}
+    backend = Tokenizer(models.BPE(vocab, [("a", "b"), ("c", "d")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    scorer = TextScorer(None, tokenizer, ServeOptions(), max_len=9)  # type: ignore[arg-type]
+    assert tokenizer.convert_ids_to_tokens(list(scorer.encode("abcd", prompt).ids)) == pieces
 
 
 def test_a_score_that_is_not_finite_is_null_and_spoils_no_other(serving: Serving) -> None:

@@ -1,0 +1,113 @@
+"""Reward models with another tokenizer than the policy's: rows as ``burnish rm`` trains on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from burnish.config.data import PreferenceDataConfig
+from burnish.data.preference import load_pairs
+from burnish.rewards.base import RewardInput
+from burnish.rewards.rows import RowEncoder, encode_text
+from burnish.serve.base import ServeOptions
+from burnish.serve.scorer import TextScorer
+from burnish.types import Group
+
+MakeGroup = Callable[..., Group]
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789?:.<|>/\n"
+
+
+@pytest.fixture
+def own() -> PreTrainedTokenizerFast:
+    """SentencePiece-style: a space before whatever it is given, ``<s>`` in front and ``</s>``
+    behind. ``_a`` and ``ab`` merge."""
+    vocab = ["<unk>", "<s>", "</s>", "\u2581", *LETTERS, "\u2581a", "ab"]
+    ids = {token: i for i, token in enumerate(vocab)}
+    merges = [("\u2581", "a"), ("a", "b")]
+    backend = Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def _training_row(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, prompt: Any, response: str
+) -> tuple[list[int], list[int]]:
+    """(prompt, response) of the row that ``burnish rm`` trains on."""
+    path = folder / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": prompt, "chosen": response, "rejected": "no"}))
+    config = PreferenceDataConfig(sources=(str(path),))  # type: ignore[arg-type]
+    batch = load_pairs(config, tokenizer)
+    ids = batch.tokens[: int(batch.offsets[1])].tolist()
+    begin = int(batch.prompt_lens[0])
+    return ids[:begin], ids[begin:]
+
+
+def _item(make_group: MakeGroup, prompt: Any, text: str, finish: str = "stop") -> RewardInput:
+    """The policy's markup is ``[user]...`` where the prompt is made of messages."""
+    group = make_group(0, [text], finish=finish)
+    chat = not isinstance(prompt, str)
+    policy_text = "".join(f"[{m['role']}]{m['content']}" for m in prompt) if chat else prompt
+    own_prompt = replace(group.prompt, text=policy_text, messages=tuple(prompt) if chat else None)
+    return RewardInput(own_prompt, group.samples[0])
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["what is a?", [{"role": "system", "content": "be b"}, {"role": "user", "content": "a?"}]],
+    ids=["text", "messages"],
+)
+def test_a_row_is_scored_as_it_was_trained_on(
+    prompt: Any, own: PreTrainedTokenizerFast, make_group: MakeGroup, tmp_path: Path
+) -> None:
+    encode = RowEncoder(own, "rm")
+    expected = _training_row(tmp_path, own, prompt, "about ab")
+    found = encode(_item(make_group, prompt, "about ab"))
+    assert (list(found[0]), list(found[1])) == expected
+    assert own.eos_token_id not in expected[0][-1:] and expected[1][-1] == own.eos_token_id
+    cut_off = encode(_item(make_group, prompt, "about ab", finish="length"))
+    assert (list(cut_off[0]), list(cut_off[1])) == (expected[0], expected[1][:-1])
+
+
+def test_a_conversation_without_a_template_is_the_policys_text_and_that_is_said_once(
+    own: PreTrainedTokenizerFast, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    own.chat_template = None
+    encode = RowEncoder(own, "rm")
+    item = _item(make_group, [{"role": "user", "content": "a?"}], "b")
+    assert encode(item) == encode(item) == encode_text(own, "[user]a?", "b", ended=True)
+    assert [r.getMessage()[:43] for r in caplog.records] == [
+        "reward 'rm': prompts are conversations and "
+    ]
+
+
+def test_a_server_encodes_a_query_as_its_model_was_trained(
+    own: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The response's end token is text in the query; a begin token that a template wrote is kept
+    once."""
+    scorer = TextScorer(None, own, ServeOptions(), max_len=99)  # type: ignore[arg-type]
+    prompt, response = _training_row(tmp_path, own, "what is a?", "about ab")
+    row = scorer.encode("what is a?about ab</s>", "what is a?")
+    assert list(row.ids) == [*prompt, *response]
+    templated = scorer.encode("<s>what is a?about ab", "<s>what is a?").ids
+    assert templated.count(own.bos_token_id) == 1 and own.eos_token_id not in templated

@@ -107,6 +107,21 @@ class DataConfig(Node):
             yield from missing_columns(self.files, {"tools_key": self.tools_key})
 
 
+def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) -> Iterator[str]:
+    """One sentence if prompts are made in another way for evaluation than for training, and the
+    recipe does not say so. ``name``: of the held-out data in the recipe."""
+    if held_out is None:
+        return
+    now, then = data.model_dump(), held_out.model_dump()
+    for key in ("system_prompt", "prompt_template", "apply_chat_template"):
+        set_here = key in data.model_fields_set and key in then
+        if set_here and key not in held_out.model_fields_set and now[key] != then[key]:
+            yield (
+                f"data.{key} is set and {name}.{key} is not, so evaluation measures another prompt "
+                f"than training uses; set {name}.{key} to the same (or to null, if it is meant)"
+            )
+
+
 class PromptDataConfig(DataConfig):
     """Prompts for rollouts and for evaluation."""
 

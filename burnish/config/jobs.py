@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,7 +23,12 @@ from burnish.config.arithmetic import (
 )
 from burnish.config.base import Node, PathText
 from burnish.config.cluster import ClusterConfig
-from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.data import (
+    PreferenceDataConfig,
+    PromptDataConfig,
+    SFTDataConfig,
+    held_out_advice,
+)
 from burnish.config.generate import GenerateFields
 from burnish.config.model import (
     CriticConfig,
@@ -147,6 +152,9 @@ class SFTConfig(SupervisedJob):
     eval_data: SFTDataConfig | None = None
     """Held-out demonstrations. None: no evaluation."""
 
+    def advice(self) -> Iterator[str]:
+        yield from held_out_advice(self.data, self.eval_data, "eval_data")
+
 
 class RewardModelConfig(SupervisedJob):
     """``burnish rm``: a reward model from preference pairs (Bradley-Terry), or a process reward
@@ -182,6 +190,9 @@ class RewardModelConfig(SupervisedJob):
         yield from reward_data_rules(
             self.data, self.eval_data, loss=self.loss, centered=bool(self.center_coef)
         )
+
+    def advice(self) -> Iterator[str]:
+        yield from held_out_advice(self.data, self.eval_data, "eval_data")
 
 
 class PreferenceReferenceConfig(ReferenceConfig):
@@ -251,6 +262,7 @@ class PreferenceConfig(SupervisedJob):
             yield from self._kto_rules()
 
     def advice(self) -> Iterator[str]:
+        yield from held_out_advice(self.data, self.eval_data, "eval_data")
         own = self.reference is not None and self.reference.model is not None
         if self.needs_reference and not own and self.model.scratch is not None:
             yield _random_reference(f"loss={self.loss.kind}")
@@ -369,6 +381,9 @@ class RLConfig(TrainingJob):
     def advice(self) -> Iterator[str]:
         yield from rl_advice(self)
         yield from lora_advice(self.model)
+        if self.eval is not None:
+            yield from held_out_advice(self.data, self.eval.data, "eval.data")
+            yield from pass_advice(self.eval, self.rewards)
         trainer, sampler = self.precision.dtype, self.precision.sampler_dtype
         if sampler != trainer:
             yield (
@@ -418,6 +433,7 @@ class EvaluateConfig(InferenceJob):
             yield "eval.generate_max_len is not set, and this job has no rollout to take it from"
 
     def advice(self) -> Iterator[str]:
+        yield from pass_advice(self.eval, self.rewards)
         if weigh_nothing(self.rewards):
             yield (
                 "every entry of rewards has weight 0, so every response has the score 0; give one "
@@ -431,6 +447,19 @@ class GenerateConfig(GenerateFields, InferenceJob):
 
     job: Literal["generate"] = "generate"
     """Which job the recipe is for."""
+
+
+def pass_advice(config: EvalConfig, rewards: Sequence[RewardConfig]) -> Iterator[str]:
+    """One sentence if no response can pass, unless a score is above 1: the weighted sum of several
+    rewards of 1 each stays below the threshold."""
+    weights = [entry.weight for entry in rewards if entry.weight]
+    most = sum(weight for weight in weights if weight > 0)
+    if len(weights) > 1 and most < config.pass_threshold - 1e-9:
+        yield (
+            f"eval.pass_threshold={config.pass_threshold:g} is above the sum of the positive "
+            f"weights ({most:g}): with scores of at most 1 no response passes, and eval/pass@1 "
+            f"stays 0; set eval.pass_threshold={most:g} or less"
+        )
 
 
 def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:

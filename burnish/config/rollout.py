@@ -92,7 +92,9 @@ RolloutEngineConfig = Annotated[
 class DynamicSampling(Node):
     """Groups that teach nothing are left out and replaced by those of fresh prompts within the same
     step (DAPO, arXiv 2503.14476): those whose scores are all equal, up to rounding, once
-    ``shaping.reward_clip`` has clipped them and before penalties, or outside of the band."""
+    ``shaping.reward_clip`` has clipped them and before penalties, or outside of the band. The
+    metrics ``reward/mean``, ``reward/<name>`` and ``reward/equal_groups_frac`` are over all groups
+    that were sampled, ``reward/trained_mean`` and ``reward/std`` over those that are trained on."""
 
     above: float | None = None
     """Leave groups out whose mean score (the plain weighted sum of rewards) is not above this.
@@ -150,7 +152,8 @@ class EvalConfig(Node):
     """For which k pass@k is reported (unbiased estimator of arXiv 2107.03374); each at most
     n_samples_per_prompt."""
     pass_threshold: float = 1.0
-    """A response passes if its reward is at least this."""
+    """A response passes if its reward is at least this: the plain score if one reward counts,
+    whatever its weight; of several, their weighted sum."""
     temperature: float = Field(0.0, ge=0)
     """0: greedy."""
     generate_max_len: int | None = Field(None, ge=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -321,8 +322,43 @@ class CheckpointConfig(Node):
     """Also keep the checkpoint that is best by this metric, e.g. ``eval/pass@1``. None: the job's
     default."""
     best_mode: Literal["max", "min"] | None = None
-    """Whether more or less of ``best_metric`` is better. None: less for losses, more for all
-    else."""
+    """Whether more or less of ``best_metric`` is better. None: by its name, which the log says
+    (less: losses, kl, nll, lengths, truncated and skipped shares, mismatches, times; more: rewards,
+    pass@k, accuracies, margins). Required for any other metric."""
+
+    def rules(self) -> Iterator[str]:
+        name = self.best_metric
+        if name is not None and self.best_mode is None and better(name) is None:
+            yield (
+                f"best_metric={name}: its name does not say whether more or less of it is better; "
+                "set best_mode=max or best_mode=min"
+            )
+
+
+_LESS = re.compile(
+    r"(.*_)?(loss|kl|nll|ppl|perplexity|len|len_max|truncated_frac|equal_groups_frac|no_signal_frac"
+    r"|clip_frac|mismatch_\w+|approx_kl|skipped\w*|overflows|oom_retries|loss_spike|grad_norm"
+    r"|groups_dropped|timeouts|errors|retries|peak_bytes|s)"
+)
+_MORE = re.compile(
+    r"(.*_)?(pass@\d+|reward|accuracy|margin|agreement|explained_variance|row_exact|tokens_per_s"
+    r"|kept_reward|reward_margin|reward_chosen)"
+)
+
+
+def better(metric: str) -> Literal["max", "min"] | None:
+    """Whether more or less of a metric is better, by its name; None if that does not say.
+
+    >>> [better(n) for n in ("eval/pass@1", "eval/nll", "reward/exact", "train/ratio")]
+    ['max', 'min', 'max', None]
+    """
+    group, _, last = metric.rpartition("/")
+    if group in ("reward", "eval/reward") and last not in ("std", "shaping"):
+        own = ("truncated_frac", "equal_groups_frac", "groups_dropped")
+        return "min" if last in own else "max"  # other names are those of rewards
+    if _MORE.fullmatch(last):
+        return "max"
+    return "min" if _LESS.fullmatch(last) else None
 
 
 def checkpoint_rules(

@@ -49,9 +49,9 @@ class Evaluator:
         each of them, as it came) and ``eval/response_len``."""
         groups = self.runner.run(self.prompts).groups
         self.keep_samples(step, groups)
-        n = self.config.n_samples_per_prompt
+        n, to_pass = self.config.n_samples_per_prompt, self.runner.rewards.to_pass
         passed = [
-            sum(s.reward >= self.config.pass_threshold - ROUNDING for s in group.samples)
+            sum(to_pass(s) >= self.config.pass_threshold - ROUNDING for s in group.samples)
             for group in groups
         ]
         samples = [s for group in groups for s in group.samples]

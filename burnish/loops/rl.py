@@ -203,12 +203,16 @@ def step_metrics(steps: Sequence[StepStats]) -> Metrics:
 
 
 def batch_metrics(batch: Batch) -> Metrics:
-    """Spread of the rewards of one rollout (their mean comes with the scores). Nothing where there
-    are none."""
+    """Mean and spread of the rewards that are trained on: ``reward/trained_mean``, ``reward/std``.
+    (``reward/mean``, which comes with the scores, is over all that were sampled: dynamic sampling
+    leaves groups out.) Nothing if there are none."""
     assert batch.rewards is not None
     if bool(batch.rewards.isnan().any()):
         return {}
-    return {"reward/std": float(batch.rewards.std()) if batch.num_rows > 1 else 0.0}
+    return {
+        "reward/trained_mean": float(batch.rewards.double().mean()),
+        "reward/std": float(batch.rewards.std()) if batch.num_rows > 1 else 0.0,
+    }
 
 
 def kl_of_rollout(batch: Batch, algorithm: AlgorithmConfig) -> Metrics:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_
 from burnish.config import dump_yaml
 from burnish.config.changes import changed_settings
 from burnish.config.jobs import TrainingJob
+from burnish.config.train import better
 from burnish.data.sources import DataError
 from burnish.loops.signals import StopSignals
 from burnish.loops.watch import OOM_FILE, MemoryWatch
@@ -135,14 +136,14 @@ class Session:
     ) -> None:
         self.config, self.run_dir, self.watch = config, run_dir, watch
         self.best_metric = config.checkpoint.best_metric or best_metric
-        default_mode: Literal["min", "max"] = "min" if self.best_metric.endswith("loss") else "max"
+        self.best_mode = config.checkpoint.best_mode or better(self.best_metric) or "max"
         self.step = self.total_steps = 0
         """Steps done, and steps in the whole run."""
         self.timeline = Timeline(peaks=watch.peaks)
         self.store = CheckpointStore(
             run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last,
-            best_mode=config.checkpoint.best_mode or default_mode,
+            best_mode=self.best_mode,
         )
         self._opened = False
         self._signals = StopSignals(self._say_stopping)
@@ -204,6 +205,12 @@ class Session:
         for warning in self.config.warnings():  # told when the recipe was loaded
             log.warning(warning, extra=FILE_ONLY)
         self._survives(state, lambda: self._restore(state))
+        if self.config.checkpoint.best_metric and self.config.checkpoint.best_mode is None:
+            which = "smallest" if self.best_mode == "min" else "largest"
+            self.progress.message(
+                f"the checkpoint with the {which} {self.best_metric} is kept as the best "
+                "(checkpoint.best_mode changes that)"
+            )
         # Only now is it sure that this recipe and the run in the folder belong together.
         self._tell_changes()
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))

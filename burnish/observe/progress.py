@@ -232,5 +232,6 @@ def _power_of_two(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Three significant digits: 0.312, 12.3, 1e-05; whole numbers from a thousand on."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    """Three significant digits: 0.312, 12.3, 1e-05, 1e+38; whole numbers from a thousand to a
+    billion."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"

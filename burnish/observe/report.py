@@ -255,9 +255,11 @@ def _change(label: str, curve: Curve, percent: bool) -> Tile:
     """The last value, and where it came from."""
 
     def show(value: float) -> str:
-        return (
-            f"{value:.1%}" if percent else f"{value:,.3f}" if abs(value) < 1000 else f"{value:,.0f}"
-        )
+        if percent:
+            return f"{value:.1%}"
+        if abs(value) >= 1e9:
+            return f"{value:.3g}"
+        return f"{value:,.3f}" if abs(value) < 1000 else f"{value:,.0f}"
 
     if len(curve.values) == 1:
         return Tile(label, show(curve.last), f"at step {curve.steps[0]:,}")

@@ -23,7 +23,10 @@ from burnish.rewards.shaping import clip, shaped
 from burnish.train.base import EngineLostError
 from burnish.types import Group, Number, Prompt, Sample, Stats
 
-RESERVED_NAMES = ("mean", "std", "shaping", "truncated_frac", "groups_dropped")
+RESERVED_NAMES = (
+    *("mean", "std", "trained_mean", "shaping", "truncated_frac", "groups_dropped"),
+    *("equal_groups_frac",),
+)
 """Names that metrics and samples use beside those of the rewards."""
 
 _LARGEST = FORMATS["fp32"].largest  # what losses and advantages are computed in
@@ -109,9 +112,9 @@ class Scored:
     dropped: tuple[str, ...]
     """Prompt ids of the groups left out, in order."""
     stats: Stats
-    """Means ``reward/<name>`` (before weights), ``reward/mean`` (after shaping),
-    ``reward/truncated_frac``, where shaping is on ``reward/shaping``, and what a reward measures
-    besides as ``reward/<name>/<measurement>``, and of a reward with running_norm
+    """Over all samples that were scored: means ``reward/<name>`` (before weights), ``reward/mean``
+    (after shaping), ``reward/truncated_frac``, with shaping ``reward/shaping``, what a reward
+    measures besides as ``reward/<name>/<measurement>``, and of a reward with running_norm
     ``reward/<name>/running_mean`` and ``running_std``; sums ``reward/groups_dropped`` and
     ``reward/<name>/<event>``.
     """
@@ -205,6 +208,14 @@ class RewardSet:
     def total(self, parts: Mapping[str, float]) -> float:
         """The weighted sum of a sample's ``reward_parts``, before shaping."""
         return sum(weight * parts[reward.name] for reward, weight in self._rewards)
+
+    def to_pass(self, sample: Sample) -> float:
+        """The number that a sample passes by: the plain score of a single reward, whose positive
+        weight has no bearing on it; of several, their weighted sum."""
+        counted = [(reward.name, weight) for reward, weight in self._rewards if weight]
+        if len(counted) == 1 and counted[0][1] > 0:
+            return sample.reward_parts[counted[0][0]]
+        return sample.reward
 
     def before_penalties(self, sample: Sample) -> float:
         """What a sample that was scored here is trained on, but for the penalties: the weighted sum

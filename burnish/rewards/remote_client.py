@@ -15,7 +15,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -50,6 +50,10 @@ class _TemporaryError(RemoteError):
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class _PartialError(RemoteError):
+    """Some entries of an otherwise good reply are no finite numbers: another server may know."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,16 @@ class _Asked:
     tried: set[str] = field(default_factory=set)
     refused: dict[str, RemoteError] = field(default_factory=dict)
     """Those that would say the same again."""
+    partial: Reply | None = None
+    """The first reply with bad entries, those filled in that other servers knew."""
+
+    def add(self, reply: Reply) -> Reply:
+        """Fill bad entries of the replies before with those of ``reply``; return the whole."""
+        before = self.partial or reply
+        pairs = zip(before.rewards, reply.rewards, strict=True)
+        rewards = tuple(new if isinstance(old, str) else old for old, new in pairs)
+        self.partial = replace(before, rewards=rewards)
+        return self.partial
 
 
 class RewardClient:
@@ -136,6 +150,8 @@ class RewardClient:
         try:
             return await retrying(self._try, body, count, asked)
         except RemoteError as error:
+            if asked.partial is not None:
+                return asked.partial
             tries = int(retrying.statistics.get("attempt_number", 1))
             before = [str(other) for other in asked.refused.values() if other is not error]
             said = "; before that ".join([f"tried {tries} times", *before[:1]])
@@ -149,9 +165,13 @@ class RewardClient:
             self.counts["requests"] += 1
             try:
                 data, kind = await self._send(server, body)
-                return self._reply(server, data, kind, count=count)
+                reply = asked.add(self._reply(server, data, kind, count=count))
+                if self._another_may_know(reply, asked):
+                    raise _PartialError(f"{server.shown} knows no reward of some responses")
+                return reply
             except RemoteError as error:
-                self._rest(server, error)
+                if not isinstance(error, _PartialError):
+                    self._rest(server, error)
                 if not isinstance(error, _TemporaryError):
                     asked.refused[server.url] = error
                 if len(asked.refused) == len(self._servers):
@@ -159,6 +179,12 @@ class RewardClient:
                 raise
             finally:
                 server.busy -= 1
+
+    def _another_may_know(self, reply: Reply, asked: _Asked) -> bool:
+        """Whether an entry is bad and there is a server that works and has not had the request."""
+        now = time.monotonic()
+        left = any(s.rests_until <= now and s.url not in asked.tried for s in self._servers)
+        return left and any(isinstance(value, str) for value in reply.rewards)
 
     def _pick(self, asked: _Asked) -> _Server:
         """Of the servers that have not refused the request: the least busy one that does not rest,
@@ -194,6 +220,8 @@ class RewardClient:
         error = state.outcome.exception() if state.outcome is not None else None
         asked: _Asked = state.args[2]
         left = len(asked.refused) < len(self._servers)
+        if asked.partial is not None:  # a second opinion is asked for once, and not waited for
+            return isinstance(error, _PartialError)
         return isinstance(error, _TemporaryError) or (isinstance(error, RemoteError) and left)
 
     def _wait_s(self, state: RetryCallState) -> float:

@@ -16,6 +16,7 @@ import yaml
 
 from burnish.config import ConfigError, dump_yaml, load_config
 from burnish.config.columns import columns_of
+from burnish.config.train import better
 
 Recipes = dict[str, dict[str, Any]]
 
@@ -362,7 +363,56 @@ ODD = {
         ["rewards=[{kind: math, running_norm: mean_std}]"],
         "recipe: checkpoint.best_metric is reward/mean",
     ),
+    "a system prompt for training only": (
+        "rl",
+        [
+            *("data.system_prompt=Be brief.", "data.apply_chat_template=true"),
+            "eval.data={sources: [x.jsonl], apply_chat_template: true}",
+        ],
+        "recipe: data.system_prompt is set and eval.data.system_prompt is not",
+    ),
+    "a threshold that no sum of scores reaches": (
+        "rl",
+        [
+            "rewards=[{kind: math, weight: 0.5}, {kind: math, weight: 0.3}]",
+            "eval.data={sources: [x.jsonl]}",
+        ],
+        "recipe: eval.pass_threshold=1 is above the sum of the positive weights (0.8)",
+    ),
 }
+
+
+def test_an_evaluation_with_another_prompt_that_says_so_needs_no_warning(
+    every_job: Recipes, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = "data.prompt_template=Q: {prompt}"
+    for own in ("eval.data.prompt_template=null", "eval.data.prompt_template=Q: {prompt}"):
+        load_config(every_job["rl"], [prompt, "eval.data={sources: [x.jsonl]}", own])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction"),
+    [
+        *((name, "min") for name in ("train/loss", "eval/loss", "eval/nll", "train/kl")),
+        *((name, "min") for name in ("rollout/kl", "eval/response_len", "reward/truncated_frac")),
+        *((name, "min") for name in ("train/mismatch_abs", "reward/equal_groups_frac")),
+        *((name, "max") for name in ("eval/pass@1", "eval/pass@16", "reward/mean", "eval/reward")),
+        *((name, "max") for name in ("reward/len", "eval/accuracy", "train/reward_margin")),
+        *((name, None) for name in ("reward/std", "train/entropy", "train/ratio", "eval/x")),
+    ],
+)
+def test_the_best_checkpoint_is_the_one_with_less_of_what_is_minimized(
+    metric: str, direction: str | None, every_job: Recipes
+) -> None:
+    """A reward may be called len; a metric whose name says nothing needs best_mode."""
+    assert better(metric) == direction
+    named = [f"checkpoint.best_metric={metric}", "eval.data={sources: [x.jsonl]}"]
+    if direction is None:
+        with pytest.raises(ConfigError, match="set best_mode=max or best_mode=min"):
+            load_config(every_job["rl"], named)
+        named.append("checkpoint.best_mode=min")
+    load_config(every_job["rl"], named)
 
 
 @pytest.mark.parametrize("case", ODD)

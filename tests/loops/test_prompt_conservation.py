@@ -235,6 +235,12 @@ def test_dynamic_sampling_trains_every_other_prompt_once_and_accounts_for_the_re
     )
     filtered = sum(line["rollout/groups_filtered"] for line in lines)
     assert lines[-1]["data/prompts_seen"] == len(whole) + filtered
+    assert all(  # filtered groups score 1, all others far more
+        line["reward/mean"] < line["reward/trained_mean"]
+        if line["rollout/groups_filtered"]
+        else line["reward/mean"] == pytest.approx(line["reward/trained_mean"])
+        for line in lines
+    )
     epochs = [int(p.split("@")[1]) for p in whole]
     assert max(epochs) >= 2 and filtered >= 12, "the stream was neither ended nor begun again"
     for epoch in range(max(epochs) - 1):  # whole epochs: each row that teaches, unless by chance

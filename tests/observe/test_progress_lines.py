@@ -159,3 +159,11 @@ def test_logging_moves_to_the_next_run_appends_on_resume_and_closes(tmp_path: Pa
     read = {run: (tmp_path / run / "run.log").read_text() for run in "ab"}
     assert [line.split()[-1] for line in read["a"].splitlines()] == ["one", "three"]
     assert [line.split()[-1] for line in read["b"].splitlines()] == ["two"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "shown"),
+    [(1e38, "1e+38"), (-2.5e9, "-2.5e+09"), (999_999_999.0, "999,999,999"), (1000.0, "1,000")],
+)
+def test_a_number_of_many_digits_is_shown_by_its_exponent(reward: float, shown: str) -> None:
+    assert describe_step({"reward/mean": reward}, eta_s=None) == [f"reward {shown}"]

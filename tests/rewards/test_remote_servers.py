@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -265,3 +266,59 @@ def test_a_server_that_refused_a_request_is_not_asked_again_while_another_is_ill
     reward = remote(refuses.url, ill.url, retries=2, rest_s=0)
     assert reward.score(items("a")) == [11.0]
     assert [len(refuses.requests), len(ill.requests)] == [1, 3]
+
+
+@pytest.mark.parametrize("entry", [b"null", b"NaN", b'"1.0"'], ids=["null", "nan", "text"])
+def test_entries_that_are_no_number_are_asked_of_the_other_server_once(
+    entry: bytes, serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    """The first server knows two of three, the second the first and the last: what one of them
+    knows counts, the first one's before the second's."""
+    first_one = serve(says(b'{"rewards": [0.5, 1.5, ' + entry + b"]}"))
+    second = serve(says(b'{"rewards": [7, ' + entry + b", 2.5]}"))
+    reward = remote(first_one.url, second.url)
+    for _ in range(2):  # whichever is asked first
+        scores = reward.score(items("a", "b", "c"))
+        assert scores in ([0.5, 1.5, 2.5], [7.0, 1.5, 2.5])
+    assert [len(first_one.requests), len(second.requests)] == [2, 2]
+    assert reward.take_counts() == {"requests": 4, "retries": 2, "bad_logs": 0}
+
+
+def test_an_entry_that_no_server_knows_fails_alone_and_rests_none(
+    serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    servers = [serve(says(b'{"rewards": [0.5, null]}')) for _ in range(2)]
+    reward = remote(*(server.url for server in servers))
+    for done in (1, 2):
+        known, unknown = reward.score(items("a", "b"))
+        assert known == 0.5 and isinstance(unknown, SampleError)
+        assert [len(server.requests) for server in servers] == [done, done]
+
+
+def test_a_second_opinion_on_entries_is_not_waited_for(
+    dead_url: str, serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    server = serve(says(b'{"rewards": [0.5, null]}'))
+    known, unknown = remote(server.url, dead_url, retries=5).score(items("a", "b"))
+    assert known == 0.5 and isinstance(unknown, SampleError)
+    assert len(server.requests) <= 2  # the dead one may have been asked first
+
+
+def test_replies_in_another_order_than_requests_are_put_where_they_belong(
+    serve: Serve, remote: MakeRemote, items: Items
+) -> None:
+    """A server that answers the last of four concurrent requests first, and so on: each reply waits
+    until the one for the next longer query is sent."""
+    sent = [threading.Event() for _ in range(5)]
+    sent[4].set()
+
+    def backwards(handler: Any, request: dict[str, Any], number: int) -> None:
+        place = len(request["query"][0]) - len("question 0") - 1
+        assert sent[place + 1].wait(20)
+        handler.lengths(request)
+        sent[place].set()
+
+    server = serve(backwards)
+    reward = remote(server.url, batch_size=1, max_concurrency=4)
+    assert reward.score(items("a", "bb", "ccc", "dddd")) == [11.0, 12.0, 13.0, 14.0]
+    assert len(server.requests) == 4

@@ -49,6 +49,23 @@ def test_each_of_several_rewards_is_reported_as_it_came(
         assert line["eval/reward/b"] >= 7.0
 
 
+def test_a_single_reward_passes_by_its_plain_score_whatever_its_weight(
+    rl: MakeConfig, evaluation: list[str]
+) -> None:
+    """Weight 0.2 used to keep pass@1 at 0: 0.2 is below the threshold of 0.5. A second reward
+    that counts nothing changes nothing; two that count are a weighted sum."""
+    one, none = "{kind: function, name: a, weight: 0.2}", "{kind: function, name: b, weight: 0}"
+    two = "{kind: function, name: b, weight: 0.1}"
+    functions = {"a": lambda response: 1.0, "b": lambda response: 1.0}
+    for i, (entries, passed) in enumerate([((one,), 1.0), ((one, none), 1.0), ((one, two), 0.0)]):
+        given = {name: functions[name] for name in ("a", "b")[: len(entries)]}
+        config = rl(*evaluation, f"rewards=[{', '.join(entries)}]", "max_steps=1")
+        config = config.model_copy(update={"run_dir": f"{config.run_dir}-{i}"})
+        metrics = burnish.run(config, rewards=given).metrics
+        assert metrics["eval/pass@1"] == passed
+        assert metrics["eval/reward"] == pytest.approx(0.3 if two in entries else 0.2)
+
+
 def test_an_evaluation_job_reports_pass_at_k_of_its_own_samples(
     tmp_path: Path, sums: str, reward: Callable[[str], float]
 ) -> None:

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.data import PromptDataConfig
 from burnish.config.explain import nearest
-from burnish.data.chat import as_messages, check_tokenizer, encode_prompt
+from burnish.data.chat import check_tokenizer, encode_prompt
 from burnish.data.encoded import EncodedStream, load_all
+from burnish.data.messages import as_messages
 from burnish.data.rows import prompt_column, tools_column
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.stream import RowRef

@@ -24,6 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PretrainedConfig
 
 from burnish.models.family_check import ModelSupport, check_family
@@ -64,7 +66,9 @@ def cached_result(
     use_disk = use_disk and not _is_remote(tiny)
     result = _read(file, kind) if use_disk else None
     if result is None:
-        result = run()
+        # The caller may be building a model on the meta device, or of fake tensors.
+        with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+            result = run()
         if use_disk:
             _write(file, result)
     _IN_MEMORY[key] = result

@@ -21,6 +21,7 @@ from burnish.config.explain import nearest
 from burnish.config.jobs import TrainingJob
 from burnish.config.placement import placement_text
 from burnish.config.splits import splits_of
+from burnish.loops.families import check_families
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -151,7 +152,8 @@ def _job(
     config = load_config(recipe, overrides, job=job)
     if dry_run:
         _check_splits(config)
-        typer.echo(_dry_run_text(config))
+        notes = check_families(config, download=False)
+        typer.echo("\n".join([*(f"# {note}" for note in notes), _dry_run_text(config)]))
         return
     import burnish
 
@@ -201,6 +203,13 @@ def _dry_run_text(config: JobConfig) -> str:
 
 @app.command()
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A folder or hub name: check only how this model runs here, from its config.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
     self_test: Annotated[
         bool, typer.Option(help="Run every installed engine on a tiny model.")
@@ -214,8 +223,10 @@ def doctor(
 ) -> None:
     """Versions, devices, links, known-bad combinations, and a self-test of every installed
     engine."""
-    from burnish.doctor.command import Wanted, doctor_command
+    from burnish.doctor.command import Wanted, doctor_command, model_command
 
+    if model is not None:
+        raise typer.Exit(model_command(model, as_json=as_json, say=typer.echo))
     wanted = Wanted(as_json=as_json, self_test=self_test, calibrate=calibrate)
     raise typer.Exit(doctor_command(__version__, wanted, say=typer.echo))
 
@@ -375,7 +386,8 @@ def plan(  # house: ok typer makes the options from the signature
         if not probe_recipe(load_config(recipe, overrides), typer.echo).whole:
             raise typer.Exit(4)
         return
-    text, fits = plan_text(load_config(recipe, overrides), options)
+    config = load_config(recipe, overrides)
+    text, fits = plan_text(config, options, check_families(config, download=False))
     typer.echo(text)
     if not fits:
         raise typer.Exit(4)

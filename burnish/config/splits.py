@@ -37,14 +37,14 @@ def splits_of(config: JobConfig) -> list[Split]:
     if isinstance(config, (SupervisedJob, RLConfig)):
         engine = config.train.engine
         if isinstance(engine, TorchEngine):
-            for model in _models_of(config):
+            for model in models_of(config):
                 found.append(Split(model, "tensor", engine.tensor_parallel_size))
                 found.append(Split(model, "sequence", engine.sequence_parallel_size))
     return [split for split in found if split.size > 1]
 
 
-def _models_of(config: SupervisedJob | RLConfig) -> list[ModelConfig]:
-    """All that the train engine holds, each once."""
+def models_of(config: JobConfig) -> list[ModelConfig]:
+    """All models of a job, each once."""
     models: list[ModelConfig | None] = [config.model]
     if isinstance(config, (RLConfig, PreferenceConfig)) and config.reference is not None:
         models.append(config.reference.model)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from burnish.config.model import ModelConfig
 from burnish.doctor.calibrate import calibrate, remember
 from burnish.doctor.facts import EXTRAS, Facts, gather_facts, requirements
 from burnish.doctor.known import Finding, findings
 from burnish.doctor.selftest import Outcome, names, run
+from burnish.loops.families import find_support
 from burnish.memory.hardware import USER_FILE, load_tables
 
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy")
@@ -71,6 +73,27 @@ def doctor_command(version: str, wanted: Wanted, *, say: Callable[[str], None]) 
     else:
         found = as_text(version, self_test=wanted.self_test, say=say)
     return found.exit_code
+
+
+def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> int:
+    """What ``burnish doctor MODEL`` prints: how the model runs here, from its config alone.
+
+    Returns 1 if it cannot be trained, or its config cannot be read.
+    """
+    found = find_support(ModelConfig(path=path), sampled=True, download=True)
+    if found is None:
+        say(f"{path}: no config.json could be read; give a model folder or a hub name")
+        return UNWELL
+    support, decoding = found
+    if as_json:
+        tree = {"support": asdict(support), "decoding": decoding and asdict(decoding)}
+        say(json.dumps(tree, indent=1, sort_keys=True))
+    else:
+        say(support.sentence())
+        for layout, difference in support.differences.items():
+            say(f"  {layout} rows: log-probs within {difference:.1e} nats of single rows (fp32)")
+        say(decoding.sentence() if decoding is not None else "")
+    return UNWELL if support.refusal else OK
 
 
 def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Diagnosis:

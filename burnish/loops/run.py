@@ -32,6 +32,7 @@ from burnish.loops.build import (
 from burnish.loops.build_distill import build_distill
 from burnish.loops.build_preference import build_preference
 from burnish.loops.evaluate import EvaluateRun
+from burnish.loops.families import check_families
 from burnish.loops.generate import GenerateRun, check_output, check_same_recipe, finished
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.run_dir import prepare_run_dir
@@ -87,6 +88,7 @@ def run(
     if functions and not isinstance(config, (RLConfig, EvaluateConfig, GenerateConfig)):
         raise RunError(f"the job {config.job} takes no rewards; leave rewards out")
     check_splits(config, download=True)
+    check_families(config, download=True)
     seed_everything(config.seed)
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
     if isinstance(config, GenerateConfig):

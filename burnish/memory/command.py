@@ -52,7 +52,9 @@ def check_probe_options(options: PlanOptions) -> None:
         )
 
 
-def plan_text(config: JobConfig, options: PlanOptions) -> tuple[str, bool]:
+def plan_text(
+    config: JobConfig, options: PlanOptions, notes: Sequence[str] = ()
+) -> tuple[str, bool]:
     """What is printed, and whether the recipe fits. Raises PlanError."""
     _check(options)
     tables = load_tables(options.gpus)
@@ -71,8 +73,10 @@ def plan_text(config: JobConfig, options: PlanOptions) -> tuple[str, bool]:
                 for p in found.proposals
             ]
             tree["smallest_cluster"] = found.smallest
+        tree["models"] = list(notes)
         return json.dumps(tree, indent=1), plan.fits
     parts = [plan.to_text(details=options.details), time.to_text()]
+    parts += ["\n".join(["models", *(f"  {note}" for note in notes)])] if notes else []
     if found is not None:
         parts.append(_fit_text(found, options.write))
     elif not plan.fits:

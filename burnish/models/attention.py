@@ -30,9 +30,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from burnish.models.family import PACKED
 from burnish.models.ulysses import SpreadPlan, spread_attention
 
-ATTENTION_NAME = "burnish"
+ATTENTION_NAME = PACKED
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ the rounding of bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,18 +24,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from burnish.models.attention import (
-    ATTENTION_NAME,
     NO_MASK,
     Segment,
     UnsupportedAttention,
     plan_segments,
 )
+from burnish.models.family import PACKED, ModelSupport
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.logprobs import Head
 from burnish.models.shrink import build
 
-PACKED = ATTENTION_NAME
-"""The implementation of attention in ``attention.py``."""
 LENGTHS = (13, 9, 11, 16)
 """Rows of the experiment, in tokens: longer than the shrunk windows."""
 PROMPT = 6
@@ -45,42 +43,6 @@ TOLERANCE = 1e-4
 MIXTURE_TOLERANCE = 1e-5
 LARGE = (1.0, 50.0)
 """Factors of the last hidden state at which the head is compared: a cap shows at large logits."""
-
-
-@dataclass(frozen=True)
-class ModelSupport:
-    """The way a model family runs, and the evidence.
-
-    Example: ``ModelSupport("llama", "burnish", {"padded": 5e-07, "packed": 5e-07, ...})``.
-    """
-
-    model_type: str
-    attention: str
-    """``burnish``: packed rows; else the implementation of transformers for padded rows."""
-    differences: dict[str, float] = field(default_factory=dict)
-    """Layout -> largest difference of log-probs, in nats, from transformers' forward of each row
-    by itself, fp32."""
-    reason: str = ""
-    """Why packed rows are not used; empty if they are."""
-    refusal: str = ""
-    """Why the model cannot be used; empty if it can."""
-
-    @property
-    def packed(self) -> bool:
-        """Whether packed and shared-prefix rows are exact."""
-        return self.attention == PACKED
-
-    def sentence(self) -> str:
-        """The result in one sentence, for logs."""
-        if self.refusal:
-            return f"{self.model_type}: {self.refusal}"
-        worst = max(self.differences.values(), default=0.0)
-        if self.packed:
-            return f"{self.model_type}: packed rows are exact (largest difference {worst:.1e} nats)"
-        return (
-            f"{self.model_type}: {self.reason}; rows are padded and computed by transformers' own "
-            f"{self.attention} attention (largest difference {worst:.1e} nats)"
-        )
 
 
 Rows = list[list[int]]

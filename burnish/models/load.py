@@ -29,9 +29,8 @@ from transformers.utils.hub import cached_file
 from burnish.config.model import Dtype, ModelConfig
 from burnish.formats import FORMATS
 from burnish.messages import library_text
-from burnish.models.attention import takes_plans
 from burnish.models.empty import empty_model
-from burnish.models.family_check import ModelSupport
+from burnish.models.family import ModelSupport
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.lora import inject_lora
@@ -130,14 +129,15 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
 _SAID: set[str] = set()
 
 
-def require_packing(body: PreTrainedModel, setting: str) -> None:
-    """Raise ModelError if ``body`` cannot compute packed rows, which ``setting`` needs."""
-    if takes_plans(body):
-        return
-    raise ModelError(
-        f"{setting}: {model_support(body.config).sentence()}, and ranks can share only attention "
-        "over packed rows; use 1"
-    )
+def require_packing(config: PretrainedConfig, setting: str) -> None:
+    """Raise ModelError if models with this ``config`` cannot compute packed rows, which ``setting``
+    needs."""
+    support = model_support(config)
+    if not support.packed:
+        raise ModelError(
+            f"{setting}: {support.sentence()}, and ranks can share only attention over packed "
+            "rows; use 1"
+        )
 
 
 @torch.no_grad()

@@ -13,27 +13,17 @@ attention; else a refusal.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import importlib.metadata
 import json
-import logging
-import os
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PretrainedConfig
 
-from burnish.models.family_check import ModelSupport, check_family
+from burnish.models.family import ModelSupport, Result, keep, key_of, recall
+from burnish.models.family_check import check_family
 from burnish.models.shrink import shrink
-
-log = logging.getLogger("burnish")
-
-Result = TypeVar("Result")
 
 
 def model_support(config: PretrainedConfig, *, use_disk: bool = True) -> ModelSupport:
@@ -58,19 +48,18 @@ def cached_result(
 ) -> Result:
     """Return the result of ``run`` for a shrunk config, from the cache if it is there. ``kind``: a
     dataclass that JSON can hold."""
-    key = f"{kind.__name__}-{tiny.model_type}-{_digest(tiny)}"
+    key = key_of(kind, tiny.model_type, [_content(tiny)])
     found = _IN_MEMORY.get(key)
     if isinstance(found, kind):
         return found
-    file = _folder() / f"{key}.json"
     use_disk = use_disk and not _is_remote(tiny)
-    result = _read(file, kind) if use_disk else None
+    result = recall(kind, key) if use_disk else None
     if result is None:
         # The caller may be building a model on the meta device, or of fake tensors.
         with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
             result = run()
         if use_disk:
-            _write(file, result)
+            keep(key, result)
     _IN_MEMORY[key] = result
     return result
 
@@ -131,48 +120,16 @@ def below_rope_border(tiny: PretrainedConfig) -> PretrainedConfig:
     return type(tiny).from_dict(fields)
 
 
-def _digest(tiny: PretrainedConfig) -> str:
+def _content(tiny: PretrainedConfig) -> bytes:
     fields = tiny.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         fields.pop(name, None)
-    text = json.dumps([fields, _versions()], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@cache
-def _versions() -> list[str]:
-    """Whatever else the answer depends on: the libraries and the code that is checked."""
-    own = Path(__file__).parents[1]
-    files = [*sorted((own / "models").glob("*.py")), *sorted((own / "rollout").glob("*.py"))]
-    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return [*(importlib.metadata.version(name) for name in ("torch", "transformers")), code]
+    return json.dumps(fields, sort_keys=True, default=str).encode()
 
 
 def _is_remote(tiny: PretrainedConfig) -> bool:
     """Whether the model's code comes with it: it may change under the same config."""
     return bool(tiny.to_dict().get("auto_map"))
-
-
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "burnish" / "families"
-
-
-def _read(file: Path, kind: type[Result]) -> Result | None:
-    try:
-        return kind(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _write(file: Path, found: Any) -> None:
-    partial = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
-        partial.replace(file)
-    except OSError as error:  # a read-only home: the check runs again next time
-        log.debug("the check of the model family is not kept: %s", error)
 
 
 def _short(error: BaseException) -> str:

@@ -48,7 +48,7 @@ def cut_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, Cut]:
     plan, or cannot be cut into as many parts.
     """
     size = group.size()
-    require_packing(body, f"train.engine.tensor_parallel_size={size}")
+    require_packing(body.config, f"train.engine.tensor_parallel_size={size}")
     styles = layer_styles(body)
     check_sizes(body.config, size)
     cuts: dict[str, Cut] = {}

@@ -6,7 +6,6 @@ forward of the whole row.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,41 +13,18 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from burnish.config.rollout import LocalEngine
-from burnish.models.family_check import PACKED, TOLERANCE, largest_difference
+from burnish.models.family import PACKED, Decoding, DecodingSupport, words
+from burnish.models.family_check import TOLERANCE, largest_difference
 from burnish.models.load import ModelError
 from burnish.models.shrink import build, shrink
 from burnish.models.support import below_rope_border, cached_result, model_support
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.local import Decoding, LocalRolloutEngine
+from burnish.rollout.local import LocalRolloutEngine
 
 log = logging.getLogger("burnish")
 
 NEW_TOKENS = 12
 _PROMPTS = ((5, 17, 3, 60, 41, 8, 29), (9, 2, 71, 33, 12, 50, 6, 24, 80, 15, 37))
-_WORDS = {
-    "batched": "many rows at a time from a cache of slots",
-    "cached": "one row at a time from the model's own cache",
-    "recomputed": "one row at a time, without a cache",
-}
-
-
-@dataclass(frozen=True)
-class DecodingSupport:
-    """How the local engine samples from a model family, and the evidence."""
-
-    decoding: Decoding | None
-    """None: not at all."""
-    difference: float = 0.0
-    """Largest difference of the log-probs of greedy tokens from transformers' forward, in nats."""
-    reason: str = ""
-    """Why no faster way is used."""
-
-    def sentence(self) -> str:
-        """The result in one sentence, for logs."""
-        if self.decoding is None:
-            return f"the local engine cannot sample from it ({self.reason})"
-        text = f"the local engine samples {_WORDS[self.decoding]}"
-        return f"{text}, because {self.reason}" if self.reason else text
 
 
 def decoding_support(config: PretrainedConfig, *, use_disk: bool = True) -> DecodingSupport:
@@ -93,15 +69,15 @@ def _check(tiny: PretrainedConfig, *, use_disk: bool) -> DecodingSupport:
             found = _engine_greedy(model, decoding)
         except Exception as error:  # any failure of a model is the answer of the experiment
             text = " ".join(str(error).split())[:160]
-            reason = f"sampling {_WORDS[decoding]} failed ({type(error).__name__}: {text})"
+            reason = f"sampling {words(decoding)} failed ({type(error).__name__}: {text})"
             continue
         if [tokens for tokens, _ in found] != [tokens for tokens, _ in wanted]:
-            reason = f"greedy tokens sampled {_WORDS[decoding]} are not transformers'"
+            reason = f"greedy tokens sampled {words(decoding)} are not transformers'"
             continue
         difference = largest_difference([b for _, b in found], [b for _, b in wanted])
         if difference <= TOLERANCE:
             return DecodingSupport(decoding, difference, reason)
-        reason = f"log-probs sampled {_WORDS[decoding]} differ by {difference:.1e} nats"
+        reason = f"log-probs sampled {words(decoding)} differ by {difference:.1e} nats"
     return DecodingSupport(None, reason=reason)
 
 

@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.rollout import LocalEngine
 from burnish.models.attention import NO_MASK, KVCache, Segment, decode_plan, plan_segments
 from burnish.models.buffers import persistent_buffers, replace_buffers
+from burnish.models.family import Decoding
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.support import row_limit
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
@@ -33,10 +33,6 @@ from burnish.rollout.row_sampler import RowSampler
 from burnish.rollout.sampling import sample_tokens, uniforms_for
 from burnish.rollout.weights import WeightList
 from burnish.types import FinishReason
-
-Decoding = Literal["batched", "cached", "recomputed"]
-"""Many rows at a time from a cache of slots; one row at a time from the model's own cache, or
-without one."""
 
 
 @dataclass

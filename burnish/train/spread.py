@@ -91,7 +91,7 @@ class SpreadForward(Forward):
         super().__init__(model, role, train, temperature=temperature)
         self.team = team
         self._checked = False
-        require_packing(self.body, f"train.engine.sequence_parallel_size={team.size}")
+        require_packing(self.body.config, f"train.engine.sequence_parallel_size={team.size}")
         check_heads(self.body.config, team.size)
 
     def _compute(

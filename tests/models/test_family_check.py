@@ -11,7 +11,8 @@ from transformers import AutoConfig, LlamaConfig, Phi3Config, PretrainedConfig, 
 import burnish.models.attention as attention
 import burnish.models.family_check as family_check
 import burnish.models.support as support_module
-from burnish.models.family_check import ModelSupport, check_family
+from burnish.models.family import ModelSupport, keep
+from burnish.models.family_check import check_family
 from burnish.models.load import ModelError, choose_attention
 from burnish.models.logit_scaling import LogitScaling, logit_scaling
 from burnish.models.logprobs import Head, token_logprobs
@@ -145,7 +146,7 @@ def test_decoding_that_forgets_its_cache_is_found(monkeypatch: pytest.MonkeyPatc
 def test_the_answer_does_not_depend_on_the_size_of_the_model() -> None:
     small = Qwen3Config(hidden_size=64, num_hidden_layers=30, vocab_size=300)
     large = Qwen3Config(hidden_size=8192, num_hidden_layers=80, intermediate_size=28672)
-    assert support_module._digest(shrink(small)) == support_module._digest(shrink(large))
+    assert support_module._content(shrink(small)) == support_module._content(shrink(large))
 
 
 def test_the_answer_is_kept_on_disk_and_made_again_if_the_file_is_broken(
@@ -156,7 +157,7 @@ def test_the_answer_is_kept_on_disk_and_made_again_if_the_file_is_broken(
     first = model_support(LlamaConfig())
     (file,) = (tmp_path / "burnish" / "families").iterdir()
     marked = dataclasses.replace(first, reason="read from the file")
-    support_module._write(file, marked)
+    keep(file.stem, marked)
     monkeypatch.setattr(support_module, "_IN_MEMORY", {})
     assert model_support(LlamaConfig()) == marked
     file.write_text("{")

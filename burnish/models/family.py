@@ -1,0 +1,139 @@
+"""How model families run: the results of the checks, and the folder that keeps them.
+
+The checks themselves are ``family_check.py`` (layouts) and ``rollout/decoding.py`` (sampling). This
+module imports neither torch nor transformers, so that a kept result costs no more than reading a
+file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+log = logging.getLogger("burnish")
+
+PACKED = "burnish"
+"""Name of the attention of ``attention.py`` among transformers' implementations."""
+
+Decoding = Literal["batched", "cached", "recomputed"]
+"""Many rows at a time from a cache of slots; one row at a time from the model's own cache, or
+without one."""
+_WORDS = {
+    "batched": "many rows at a time from a cache of slots",
+    "cached": "one row at a time from the model's own cache",
+    "recomputed": "one row at a time, without a cache",
+}
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ModelSupport:
+    """The way a model family runs, and the evidence.
+
+    Example: ``ModelSupport("llama", "burnish", {"padded": 5e-07, "packed": 5e-07, ...})``.
+    """
+
+    model_type: str
+    attention: str
+    """``burnish``: packed rows; else the implementation of transformers for padded rows."""
+    differences: dict[str, float] = field(default_factory=dict)
+    """Layout -> largest difference of log-probs, in nats, from transformers' forward of each row
+    by itself, fp32."""
+    reason: str = ""
+    """Why packed rows are not used; empty if they are."""
+    refusal: str = ""
+    """Why the model cannot be used; empty if it can."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether packed and shared-prefix rows are exact."""
+        return self.attention == PACKED
+
+    def sentence(self) -> str:
+        """The result in one sentence, for logs."""
+        if self.refusal:
+            return f"{self.model_type}: {self.refusal}"
+        worst = max(self.differences.values(), default=0.0)
+        if self.packed:
+            return f"{self.model_type}: packed rows are exact (largest difference {worst:.1e} nats)"
+        return (
+            f"{self.model_type}: {self.reason}; rows are padded and computed by transformers' own "
+            f"{self.attention} attention (largest difference {worst:.1e} nats)"
+        )
+
+
+@dataclass(frozen=True)
+class DecodingSupport:
+    """How the local engine samples from a model family, and the evidence."""
+
+    decoding: Decoding | None
+    """None: not at all."""
+    difference: float = 0.0
+    """Largest difference of the log-probs of greedy tokens from transformers' forward, in nats."""
+    reason: str = ""
+    """Why no faster way is used."""
+
+    def sentence(self) -> str:
+        """The result in one sentence, for logs."""
+        if self.decoding is None:
+            return f"the local engine cannot sample from it ({self.reason})"
+        text = f"the local engine samples {_WORDS[self.decoding]}"
+        return f"{text}, because {self.reason}" if self.reason else text
+
+
+def words(decoding: Decoding) -> str:
+    """Return a way of decoding in words."""
+    return _WORDS[decoding]
+
+
+def key_of(kind: type[object], name: str, content: Iterable[bytes]) -> str:
+    """Return the key of a result of ``kind``: a digest of what it was made from, of the libraries'
+    versions, and of the code that makes it. ``name`` makes the file readable."""
+    digest = hashlib.sha256()
+    for part in (*content, *_versions()):
+        digest.update(hashlib.sha256(part).digest())
+    return f"{kind.__name__}-{name}-{digest.hexdigest()[:16]}"
+
+
+def recall(kind: type[Result], key: str) -> Result | None:
+    """Return the result kept under ``key``; None if there is none, or its file is broken."""
+    try:
+        return kind(**json.loads(_file(key).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def keep(key: str, result: Any) -> None:
+    """Write ``result``, a dataclass that JSON can hold, under ``key``."""
+    file = _file(key)
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(dataclasses.asdict(result)), encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:  # a read-only home: the check runs again next time
+        log.debug("the check of the model family is not kept: %s", error)
+
+
+@cache
+def _versions() -> tuple[bytes, ...]:
+    """The libraries and the code that the answer depends on."""
+    own = Path(__file__).parents[1]
+    files = [*sorted((own / "models").glob("*.py")), *sorted((own / "rollout").glob("*.py"))]
+    versions = [importlib.metadata.version(name).encode() for name in ("torch", "transformers")]
+    return (*versions, *(file.read_bytes() for file in files))
+
+
+def _file(key: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "burnish" / "families" / f"{key}.json"

@@ -197,7 +197,7 @@ class Subject:
     def engine(self, layout: Layout = "shared_prefix", **options: Any) -> TorchTrainEngine:
         """A train engine over the model in the folder."""
         config = self.model.model_copy(update=options)
-        spec = EngineSpec("policy", TrainConfig(layout=layout, lr=1e-3), config, total_steps=4)
+        spec = EngineSpec("policy", TrainConfig(layout=layout, lr=1e-3), config, dropout=False)
         return make_engine(load_causal_lm(config), spec, tokenizer=self.tokenizer)
 
     def layout(self, layout: Layout) -> Cell:

@@ -375,7 +375,16 @@ def _blt(new: Fields, old: Fields) -> None:
         new["hidden_size_global"] = HIDDEN
 
 
+def _deepseek_v4(new: Fields, old: Fields) -> None:
+    """Short rows have compressed blocks of both kinds."""
+    rates = sorted(set(old["compress_rates"].values()))
+    new["compress_rates"] = {
+        kind: min(rate, 2 * (1 + rates.index(rate))) for kind, rate in old["compress_rates"].items()
+    }
+
+
 _EXCEPTIONS: dict[str, Callable[[Fields, Fields], None]] = {
+    "deepseek_v4": _deepseek_v4,
     "blt_local_decoder": _blt,
     "blt_local_encoder": _blt,
     "hrm_text": _hrm,

@@ -302,7 +302,8 @@ def write_description(
         except SafetensorError as error:  # what the library makes of a full disk
             raise OSError(str(error)) from error
     hf = folder / "hf"
-    engine.body.config.save_pretrained(hf)
+    whole = engine.body if engine.scalar else engine.model  # (of a composite model, all its parts)
+    whole.config.save_pretrained(hf)  # type: ignore[union-attr, operator]
     if not engine.scalar:  # the tokens that end a response, beside the tokenizer's
         settings = engine.model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
         (hf / "generation_config.json").write_text(settings)

@@ -6,6 +6,7 @@ forward of the whole row.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,13 +61,15 @@ def _check(tiny: PretrainedConfig, *, use_disk: bool) -> DecodingSupport:
     model = build(tiny)
     model.generation_config = GenerationConfig()
     model.set_attn_implementation("eager")
-    wanted = [_greedy(model, prompt) for prompt in _PROMPTS]
+    size = int(tiny.get_text_config().vocab_size)
+    prompts = [tuple(token % size for token in prompt) for prompt in _PROMPTS]
+    wanted = [_greedy(model, prompt) for prompt in prompts]
     model.set_attn_implementation(support.attention)
     ways: tuple[Decoding, ...] = ("batched", "cached", "recomputed")
     reason = "" if support.attention == PACKED else support.reason
     for decoding in ways if support.attention == PACKED else ways[1:]:
         try:
-            found = _engine_greedy(model, decoding)
+            found = _engine_greedy(model, decoding, prompts)
         except Exception as error:  # any failure of a model is the answer of the experiment
             text = " ".join(str(error).split())[:160]
             reason = f"sampling {words(decoding)} failed ({type(error).__name__}: {text})"
@@ -92,12 +95,12 @@ def _greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int],
 
 
 def _engine_greedy(
-    model: PreTrainedModel, decoding: Decoding
+    model: PreTrainedModel, decoding: Decoding, prompts: Sequence[tuple[int, ...]]
 ) -> list[tuple[list[int], torch.Tensor]]:
     """The same by the local engine, both prompts at once."""
     tokenizer: Any = _NoTokenizer()
     engine = LocalRolloutEngine(model, tokenizer, LocalEngine(), decoding=decoding)
-    requests = [Request(str(i), prompt) for i, prompt in enumerate(_PROMPTS)]
+    requests = [Request(str(i), prompt) for i, prompt in enumerate(prompts)]
     sampling = Sampling(max_tokens=NEW_TOKENS, temperature=0.0)
     found = {int(c.request_id): c for c in engine.generate(requests, sampling)}
     return [

@@ -214,7 +214,14 @@ class UnsupportedAttention(NotImplementedError):
 
 
 _IGNORED = frozenset(
-    {"is_causal", "position_ids", "use_cache", "past_key_values", "position_embeddings"}
+    {
+        "is_causal",
+        "position_ids",
+        "use_cache",
+        "past_key_values",
+        "position_embeddings",
+        "logits_to_keep",
+    }
 )
 """Keywords of HuggingFace models that change nothing here: positions are in the plan, and causality
 is checked on the module."""

@@ -81,7 +81,7 @@ def _check(tiny: PretrainedConfig) -> ModelSupport:
     return ModelSupport(
         name,
         "eager",
-        refusal=f"{problem}, and {reason}; use another model",
+        refusal=f"{problem}; use another model",
     )
 
 
@@ -185,9 +185,8 @@ class _Family:
         own = str(model.config._attn_implementation)
         self.native = list(dict.fromkeys([own, "eager"]))
         """Implementations of transformers for padded rows, the preferred one first."""
-        fields = model.config.get_text_config().to_dict()
-        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        self.is_mixture = any((fields.get(name) or 0) > 1 for name in counts)
+        names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
+        self.is_mixture = any("expert" in name or "moe" in name for name in names)
 
     def use(self, implementation: str) -> None:
         """Switch the attention of every layer."""
@@ -220,7 +219,9 @@ class _Family:
         """Relative difference of logits at the last hidden state times ``factor``."""
         kept: list[Tensor] = []
 
-        def scale(_module: Any, _inputs: Any, output: Any) -> Any:
+        def scale(module: Any, _inputs: Any, output: Any) -> Any:
+            if "last_hidden_state" not in output:
+                raise ValueError(f"{type(module).__name__} returns no hidden states")
             output.last_hidden_state = output.last_hidden_state * factor
             kept.append(output.last_hidden_state)
             return output

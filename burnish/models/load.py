@@ -110,7 +110,7 @@ def check_support(config: ModelConfig) -> ModelSupport | None:
 def _supported(config: PretrainedConfig, name: str) -> ModelSupport:
     support = model_support(config)
     if support.refusal:
-        raise ModelError(f"{name} cannot be used: {support.sentence()}")
+        raise ModelError(f"{name} cannot be used: {support.refusal}")
     return support
 
 

@@ -60,7 +60,7 @@ def test_a_dry_run_says_how_the_model_runs_and_stays_quick_the_second_time(folde
 def test_a_refused_model_ends_every_job_before_its_weights_are_looked_for(folder: Path) -> None:
     """The folder has a config and nothing else."""
     config = recipe(folder, "bert")
-    with pytest.raises(ModelError, match="bert cannot be used: bert: its logits"):
+    with pytest.raises(ModelError, match="bert cannot be used: its logits"):
         check_families(config, download=False)
     with pytest.raises(ModelError, match="bert cannot be used"):
         burnish.run(config)

@@ -55,7 +55,7 @@ def test_families_that_cannot_be_packed_are_padded_and_say_why(
 def test_families_that_are_wrong_in_every_layout_are_refused(model_type: str) -> None:
     config = AutoConfig.for_model(model_type)
     model = build(shrink(config))
-    with pytest.raises(ModelError, match=f"cannot be used: {model_type}"):
+    with pytest.raises(ModelError, match="some-model cannot be used: "):
         choose_attention(model, "some-model")
 
 

@@ -93,6 +93,10 @@ class DataConfig(Node):
     None: no tools."""
     shuffle: bool = True
     """Shuffle each source anew in every epoch (by ``seed``). Off: file order."""
+    mix: Literal["weight", "size"] = "weight"
+    """Several sources. weight: each draw chooses a source by its ``weight``, so rows of a small
+    source come more often. size: the rows of all sources are shuffled together, and each comes once
+    per epoch."""
     overlong: Overlong = "error"
     """What happens to a row over the length limit: stop, cut tokens off its left end, or leave it
     out (both counted and reported)."""
@@ -103,6 +107,12 @@ class DataConfig(Node):
         return [source.path for source in self.sources if isinstance(source, FileSource)]
 
     def rules(self) -> Iterator[str]:
+        weighted = [source.weight for source in self.sources if source.weight != 1.0]
+        if self.mix == "size" and weighted:
+            yield (
+                f"mix=size draws all rows equally often, and a source has weight={weighted[0]:g}; "
+                "remove the weights, or use mix=weight"
+            )
         if self.is_own("tools_key"):
             yield from missing_columns(self.files, {"tools_key": self.tools_key})
 

@@ -35,6 +35,11 @@ class DistillConfig(SupervisedJob):
     """Share w of the ordinary loss on the data's own tokens: (1 - w) x divergence + w x negative
     log-likelihood."""
 
+    @property
+    def rows(self) -> SFTDataConfig:
+        """The training data."""
+        return self.data
+
     def advice(self) -> Iterator[str]:
         if self.teacher.model == self.model:
             yield "teacher.model is the student's own model: there is nothing to learn from it"

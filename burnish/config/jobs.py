@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -17,12 +16,9 @@ from burnish.config.algorithm import (
 from burnish.config.arithmetic import (
     BatchError,
     BatchPlan,
-    batch_table,
     check_rollout,
-    derive_batch,
 )
-from burnish.config.base import Node, PathText
-from burnish.config.cluster import ClusterConfig
+from burnish.config.base import PathText
 from burnish.config.data import (
     PreferenceDataConfig,
     PromptDataConfig,
@@ -30,13 +26,22 @@ from burnish.config.data import (
     held_out_advice,
 )
 from burnish.config.generate import GenerateFields
+from burnish.config.job import (
+    JobConfig as JobConfig,
+)
+from burnish.config.job import (
+    SupervisedJob as SupervisedJob,
+)
+from burnish.config.job import (
+    TrainingJob as TrainingJob,
+)
+from burnish.config.job import batch_rules, derived_batch
 from burnish.config.model import (
     CriticConfig,
-    ModelConfig,
-    PrecisionConfig,
     ReferenceConfig,
     lora_advice,
 )
+from burnish.config.passes import passes_lines, total_rows
 from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import (
     FailurePolicy,
@@ -46,100 +51,27 @@ from burnish.config.rewards import (
     weigh_nothing,
 )
 from burnish.config.rl_rules import cut_sampling, rl_advice, rl_rules
-from burnish.config.roles import place_rules
 from burnish.config.rollout import (
     EvalConfig,
     LocalEngine,
     RolloutConfig,
     RolloutEngineConfig,
 )
-from burnish.config.steps import RewardDataConfig, StepsDataConfig, reward_data_rules
+from burnish.config.steps import (
+    PairsDataConfig,
+    RewardDataConfig,
+    StepsDataConfig,
+    reward_data_rules,
+)
 from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, teacher_rules, without_rewards
 from burnish.config.train import (
-    CheckpointConfig,
-    ObserveConfig,
     RLTrainConfig,
-    TrainConfig,
     checkpoint_rules,
     engine_rules,
     expert_rules,
-    ranks_per_row,
     team_rules,
 )
-
-
-class JobConfig(Node):
-    """Fields that every job has."""
-
-    job: str
-    """Which job the recipe is for."""
-    run_dir: PathText = "runs/{job}"
-    """Run folder; ``{job}`` and ``{time}`` are filled in. Must be new or empty unless a run is
-    resumed."""
-    seed: int = 0
-    """Seed of everything random: data order, sampling, initial heads, dropout."""
-    model: ModelConfig
-    """The model that is trained (for rl: the policy)."""
-    precision: PrecisionConfig = PrecisionConfig()
-    """Number formats."""
-    cluster: ClusterConfig = ClusterConfig()
-    """Where the parts of the job run."""
-
-    @model_validator(mode="after")
-    def _report_all_broken_rules(self) -> JobConfig:
-        problems = [*self.broken_rules(), *place_rules(self)]
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-
-class TrainingJob(JobConfig):
-    """Fields that every job with gradient steps has."""
-
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is kept."""
-    observe: ObserveConfig = ObserveConfig()
-    """What is written and printed."""
-
-    @property
-    def rows_per_unit(self) -> int:
-        """Rows that are one unit of a batch: 2 for pairs."""
-        return 1
-
-    @abstractmethod
-    def batch_plan(self) -> BatchPlan:
-        """The batch sizes after derivation. Raises BatchError."""
-
-    def launch_table(self) -> list[tuple[str, str, str]]:
-        """Rows (name, value, how it comes about) of what is printed at start."""
-        return batch_table(self.batch_plan())
-
-
-class SupervisedJob(TrainingJob):
-    """Fields of the jobs that learn from given rows."""
-
-    train: TrainConfig
-    """Batches, optimizer, schedule."""
-    max_epochs: int = Field(1, ge=1)
-    """Passes over the data. (Rows that ``overlong: drop`` leaves out are counted as if they were
-    there.)"""
-    max_steps: int | None = Field(None, ge=1)
-    """Stop after this many optimizer steps even if epochs are left. None: by epochs."""
-    eval_every_n_steps: int = Field(0, ge=0)
-    """Measure on ``eval_data`` every this many steps, beside step 0 and the end. 0: only those
-    two."""
-
-    def batch_plan(self) -> BatchPlan:
-        """The batch sizes after derivation. Raises BatchError."""
-        return _derive(self.train, self.cluster)
-
-    def rules(self) -> Iterator[str]:
-        yield from _batch_rules(self)
-        yield from engine_rules(self.train, self.precision)
-        yield from checkpoint_rules(self.checkpoint, self.train, ranks=self.cluster.policy_ranks)
-        yield from expert_rules(self.train, self.model)
-        yield from team_rules(self.train, self.cluster)
 
 
 class SFTConfig(SupervisedJob):
@@ -151,6 +83,11 @@ class SFTConfig(SupervisedJob):
     """Demonstrations."""
     eval_data: SFTDataConfig | None = None
     """Held-out demonstrations. None: no evaluation."""
+
+    @property
+    def rows(self) -> SFTDataConfig:
+        """The training data."""
+        return self.data
 
     def advice(self) -> Iterator[str]:
         yield from held_out_advice(self.data, self.eval_data, "eval_data")
@@ -174,6 +111,11 @@ class RewardModelConfig(SupervisedJob):
     center_coef: float = Field(0.0, ge=0)
     """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv
     2312.09244). 0: none."""
+
+    @property
+    def rows(self) -> PairsDataConfig | StepsDataConfig:
+        """The training data."""
+        return self.data
 
     @property
     def process(self) -> bool:
@@ -220,6 +162,16 @@ class PreferenceConfig(SupervisedJob):
     (arXiv 2404.19733)."""
     reference: PreferenceReferenceConfig | None = None
     """Reference model. None: the policy as it is at the start (with LoRA: its base)."""
+
+    @property
+    def rows(self) -> PreferenceDataConfig:
+        """The training data."""
+        return self.data
+
+    @property
+    def rows_per_item(self) -> int:
+        """KTO takes pairs apart."""
+        return 2 if self.loss.kind == "kto" and self.data.label_key is None else 1
 
     @property
     def rows_per_unit(self) -> int:
@@ -269,6 +221,11 @@ class PreferenceConfig(SupervisedJob):
         yield from lora_advice(self.model)
 
     def _kto_rules(self) -> Iterator[str]:
+        if not self.drop_last:
+            yield (
+                "drop_last=false with loss=kto: its reference point needs other prompts in every "
+                "batch, and the last may hold a single one; use drop_last=true"
+            )
         if self.reference is not None and self.reference.precompute:
             yield (
                 "reference.precompute with loss=kto: its reference point needs the reference model "
@@ -337,7 +294,7 @@ class RLConfig(TrainingJob):
     def batch_plan(self) -> BatchPlan:
         """The batch sizes after derivation. Raises BatchError."""
         plan = replace(
-            _derive(self.train, self.cluster),
+            derived_batch(self.train, self.cluster),
             rollout_batch_size=self.rollout.rollout_batch_size,
             n_samples_per_prompt=self.rollout.n_samples_per_prompt,
             epochs_per_rollout=self.train.epochs_per_rollout,
@@ -348,11 +305,17 @@ class RLConfig(TrainingJob):
         return check_rollout(plan, unit=part * plan.data_parallel_size)
 
     def launch_table(self) -> list[tuple[str, str, str]]:
-        """The batch, and how losses per token become one number."""
-        return [*super().launch_table(), self.algorithm.table_row()]
+        """The batch, how often each prompt is drawn, and how losses per token become one
+        number."""
+        table, num = super().launch_table(), total_rows(self.data)
+        if num is not None:
+            drawn = self.max_steps * self.rollout.rollout_batch_size
+            more = " or more" if self.rollout.dynamic_sampling is not None else ""
+            table += passes_lines(self.data, num, drawn, f"{self.max_steps} steps{more}")
+        return [*table, self.algorithm.table_row()]
 
     def rules(self) -> Iterator[str]:
-        yield from _batch_rules(self)
+        yield from batch_rules(self)
         yield from engine_rules(self.train, self.precision)
         yield from checkpoint_rules(self.checkpoint, self.train, ranks=self.cluster.policy_ranks)
         yield from expert_rules(self.train, self.model)
@@ -462,16 +425,6 @@ def pass_advice(config: EvalConfig, rewards: Sequence[RewardConfig]) -> Iterator
         )
 
 
-def _derive(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
-    return derive_batch(
-        train_batch_size=train.train_batch_size,
-        micro_train_batch_size=train.micro_train_batch_size,
-        gradient_accumulation_steps=train.gradient_accumulation_steps,
-        data_parallel_size=max(1, cluster.policy_ranks // ranks_per_row(train)),
-        token_budget=train.max_tokens_per_micro_batch is not None,
-    )
-
-
 def _random_reference(what: str) -> str:
     """A reference that is needed and that nobody gave is the policy as it starts."""
     return (
@@ -479,13 +432,6 @@ def _random_reference(what: str) -> str:
         "(model.scratch) has random weights; set reference.model.path, or begin from a trained "
         "model"
     )
-
-
-def _batch_rules(config: Any) -> Iterator[str]:
-    try:
-        config.batch_plan()
-    except BatchError as error:
-        yield str(error)
 
 
 def _several_updates(config: RLConfig) -> bool:

@@ -68,9 +68,10 @@ class EncodedStream(Generic[T]):
         self.sources = {source.name: source for source in opened}
         self._encoder = encoder
         self._overlong = config.overlong
+        weights = [source.weight for source in config.sources]
         self._index = IndexStream(
             {name: len(source) for name, source in self.sources.items()},
-            weights=[source.weight for source in config.sources],
+            weights=weights if config.mix == "weight" else None,
             seed=seed,
             shuffle=config.shuffle,
         )

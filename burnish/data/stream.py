@@ -3,7 +3,8 @@
 Nothing is drawn from a generator that lives on: every choice is a function of the seed and of
 counters, so the whole state is a few integers. Row order of epoch e of source s is
 ``default_rng([seed, s, e]).permutation(n)``; the source of draw k is a draw by weight from
-``default_rng([seed, _DRAW, k])``.
+``default_rng([seed, _DRAW, k])``. Without weights, the sources are one: the order of epoch e is
+``default_rng([seed, _JOINT, e]).permutation(sum of all n)``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 
 from burnish.data.sources import DataError
 
-_DRAW = 2**32 - 1  # stands where a source's number stands, and no source has this number
+_DRAW = 2**32 - 1  # in the place of a source's number, which no source has
+_JOINT = 2**32 - 2  # the same, for the order over all sources
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,22 @@ class IndexStream:
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], *, weights: Sequence[float], seed: int, shuffle: bool
+        self,
+        sizes: Mapping[str, int],
+        *,
+        weights: Sequence[float] | None,
+        seed: int,
+        shuffle: bool,
     ) -> None:
-        """``sizes``: rows by source, above 0; ``weights``: relative, one per source."""
-        if len(weights) != len(sizes):
+        """``sizes``: rows by source, above 0; ``weights``: relative, one per source. None: the rows
+        of all sources are shuffled together, and each comes once per epoch."""
+        if weights is not None and len(weights) != len(sizes):
             raise ValueError(f"{len(weights)} weights for {len(sizes)} sources")
         self._names, self._sizes = list(sizes), list(sizes.values())
-        self._edges = np.cumsum(np.asarray(weights, dtype=np.float64) / float(sum(weights)))
+        self._joint = weights is None
+        shares = np.ones(len(sizes)) if weights is None else np.asarray(weights, dtype=np.float64)
+        self._edges = np.cumsum(shares / shares.sum())
+        self._begins = np.cumsum([0, *self._sizes])
         self._seed = seed % 2**64  # numpy takes no negative seeds
         self._shuffle = shuffle
         self._draws = 0
@@ -63,7 +74,9 @@ class IndexStream:
         return min(self._epochs)
 
     def next(self) -> RowRef:
-        """The next row."""
+        """Return the next row."""
+        if self._joint:
+            return self._next_of_all()
         source = self._source_of(self._draws)
         epoch, position = self._epochs[source], self._positions[source]
         row = int(self._order(source, epoch)[position]) if self._shuffle else position
@@ -73,12 +86,21 @@ class IndexStream:
             self._epochs[source], self._positions[source] = epoch + 1, 0
         return RowRef(self._names[source], row, epoch)
 
+    def _next_of_all(self) -> RowRef:
+        epoch, position = divmod(self._draws, len(self))
+        place = int(self._order(_JOINT, epoch)[position]) if self._shuffle else position
+        source = int(np.searchsorted(self._begins, place, side="right")) - 1
+        self._draws += 1
+        self._epochs = [self._draws // len(self)] * len(self._sizes)
+        return RowRef(self._names[source], place - int(self._begins[source]), epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; gives the rest of the stream to :meth:`load_state_dict` of one made alike."""
         per_source = zip(self._sizes, self._epochs, self._positions, strict=True)
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "mix": "size" if self._joint else "weight",
             "draws": self._draws,
             "sources": {
                 name: {"size": size, "epoch": epoch, "position": position}
@@ -106,15 +128,16 @@ class IndexStream:
         known = self._orders.get(source)
         if known is not None and known[0] == epoch:
             return known[1]
-        order = np.random.default_rng([self._seed, source, epoch]).permutation(self._sizes[source])
+        size = len(self) if source == _JOINT else self._sizes[source]
+        order = np.random.default_rng([self._seed, source, epoch]).permutation(size)
         self._orders[source] = (epoch, order)
         return order
 
     def _check_same_data(self, state: Mapping[str, Any]) -> None:
-        then, now = list(state["sources"]), self._names
-        if then != now:
+        names, now = list(state["sources"]), self._names
+        if names != now:
             raise DataError(
-                f"the saved data position is of the sources {', '.join(then)}, and this run has "
+                f"the saved data position is of the sources {', '.join(names)}, and this run has "
                 f"{', '.join(now)}; resume with the same sources in the same order, or start a "
                 "new run"
             )
@@ -126,10 +149,12 @@ class IndexStream:
                     "now; the saved position would point at other rows. Restore the data, or "
                     "start a new run"
                 )
-        for key, value in (("seed", self._seed), ("shuffle", self._shuffle)):
-            if state[key] != value:
+        mix = "size" if self._joint else "weight"
+        then = {"mix": "weight", **state}  # older states have no mix
+        for key, value in (("seed", self._seed), ("shuffle", self._shuffle), ("mix", mix)):
+            if then[key] != value:
                 raise DataError(
-                    f"the data position was saved with {key}={state[key]}, and this run has "
+                    f"the data position was saved with {key}={then[key]}, and this run has "
                     f"{key}={value}; rows would come twice or never. Resume with "
-                    f"{key}={state[key]}"
+                    f"{key}={then[key]}"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -203,8 +204,7 @@ def build_supervised(
     """The parts of an SFT or reward-model run, and its number of optimizer steps."""
     sft = isinstance(config, SFTConfig)
     stream, eval_batch = _supervised_data(config, runtime.tokenizer)
-    plan = config.batch_plan()
-    total = _supervised_steps(config, len(stream))
+    total = config.steps_for(len(stream))
     spec = _supervised_spec(config, "policy" if sft else "reward", total)
     spans = {"forward_backward": "train", "optim_step": "optim"}
     if sft:
@@ -215,7 +215,7 @@ def build_supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=engine,
         loss=with_expert_balance(_supervised_loss(config), config.train.moe_aux_loss_coef),
-        batch_size=plan.train_batch_size,
+        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
         measure=_measure(config),
         eval_batch=eval_batch,
         facts=_facts(config),
@@ -245,12 +245,6 @@ def _facts(config: SFTConfig | RewardModelConfig) -> dict[str, Any] | None:
     if not isinstance(data, StepsDataConfig):
         return None
     return {"process_reward": True, "step_separator": data.step_separator}
-
-
-def _supervised_steps(config: SupervisedJob, num_rows: int) -> int:
-    size = config.batch_plan().train_batch_size
-    by_epochs = max(1, num_rows * config.max_epochs // size)
-    return min(by_epochs, config.max_steps or by_epochs)
 
 
 def tell_noise(model: ModelConfig, role: Role) -> None:

@@ -15,7 +15,6 @@ from burnish.data.sft import SFTStream, load_rows
 from burnish.loops.build import (
     _held_out_data,
     _supervised_spec,
-    _supervised_steps,
     _within_positions,
 )
 from burnish.loops.distill import distill_objective, make_teacher, measure_distill
@@ -33,7 +32,7 @@ def build_distill(config: DistillConfig, runtime: Runtime) -> tuple[Supervised, 
     other = _held_out_data(config.eval_data, config.model, config.teacher.model)
     held_out = load_rows(other, runtime.tokenizer) if other is not None else None
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
-    total = _supervised_steps(config, len(stream))
+    total = config.steps_for(len(stream))
     spec = _supervised_spec(config, "policy", total)
     teacher = make_teacher(config.teacher, config.model, spec, runtime)
     lesson = lesson_spec(config, teacher.vocabulary)
@@ -44,7 +43,7 @@ def build_distill(config: DistillConfig, runtime: Runtime) -> tuple[Supervised, 
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=runtime.language_model(replace(spec, lesson=lesson), spans),
         loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
-        batch_size=size,
+        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
         measure=measure_distill(loss, teacher, rows_at_once=size),
         eval_batch=held_out,
         prepare=teacher.prepare,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from burnish.config import PreferenceConfig
@@ -15,7 +16,6 @@ from burnish.data.unpaired import HalvesStream, UnpairedStream, load_judged
 from burnish.loops.build import (
     _held_out_data,
     _supervised_spec,
-    _supervised_steps,
     _within_positions,
     tell_noise,
 )
@@ -52,7 +52,7 @@ def build_preference(
         held_out = (load_judged if kto else load_pairs)(other, runtime.tokenizer)
     kind = PreferenceStream if not kto else UnpairedStream if data.label_key else HalvesStream
     stream = kind(data, runtime.tokenizer, seed=config.seed)
-    total = _supervised_steps(config, len(stream))
+    total = config.steps_for(len(stream))
     spec = replace(_supervised_spec(config, "policy", total), dropout=False)
     tell_noise(config.model, "policy")
     rows: list[Batch] = []
@@ -68,7 +68,7 @@ def build_preference(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=policy,
         loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
-        batch_size=config.batch_plan().train_batch_size,
+        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
         measure=measure_preferences(loss, prepare_within(other or data)),
         eval_batch=held_out,
         prepare=prepare_within(data),

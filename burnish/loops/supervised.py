@@ -26,8 +26,8 @@ class Supervised:
     stream: SFTStream | PreferenceStream | UnpairedStream | StepsStream
     engine: TrainEngine
     loss: Loss
-    batch_size: int
-    """Rows (or pairs) per optimizer step."""
+    batch_size_at: Callable[[int], int]
+    """Rows (or pairs) of an optimizer step; the first is 1."""
     measure: Callable[[TrainEngine, Batch], Stats]
     """What evaluation measures on held-out rows, without gradient."""
     eval_batch: Batch | None = None
@@ -39,7 +39,7 @@ class Supervised:
 
 def supervised_step(run: Supervised, step: int) -> Metrics:
     """One batch, one update."""
-    batch = run.prepare(run.stream.next(run.batch_size).with_global_counts())
+    batch = run.prepare(run.stream.next(run.batch_size_at(step)).with_global_counts())
     updates = Updates()
     updates.add("train", run.engine.forward_backward(batch, run.loss))
     updates.step("train", run.engine)

@@ -98,3 +98,39 @@ def test_the_epoch_is_that_of_the_source_furthest_behind() -> None:
 def test_a_state_of_other_data_is_refused(other: IndexStream, says: str) -> None:
     with pytest.raises(DataError, match=says):
         other.load_state_dict(make().state_dict())
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    seed=st.integers(0, 9),
+    stop=st.integers(0, 40),
+    shuffle=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_sources_mixed_by_size_give_every_row_once_per_epoch(
+    sizes: list[int], seed: int, stop: int, shuffle: bool
+) -> None:
+    named = {str(i): size for i, size in enumerate(sizes)}
+    stream = IndexStream(named, weights=None, seed=seed, shuffle=shuffle)
+    total = sum(sizes)
+    refs = [stream.next() for _ in range(3 * total)]
+    every = {(name, row) for name, size in named.items() for row in range(size)}
+    for epoch in range(3):
+        part = refs[epoch * total : (epoch + 1) * total]
+        assert {(ref.source, ref.row) for ref in part} == every
+        assert {ref.epoch for ref in part} == {epoch}
+    assert stream.epoch == 3
+    stop = min(stop, 2 * total)
+    first, second = (IndexStream(named, weights=None, seed=seed, shuffle=shuffle) for _ in range(2))
+    for _ in range(stop):
+        first.next()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [second.next() for _ in range(total)] == refs[stop : stop + total]
+
+
+def test_a_position_of_another_mix_is_refused_and_an_old_one_is_by_weight() -> None:
+    state = make().state_dict()
+    with pytest.raises(DataError, match=r"saved with mix=weight, and this run has mix=size"):
+        IndexStream(SIZES, weights=None, seed=0, shuffle=True).load_state_dict(state)
+    del state["mix"]
+    make().load_state_dict(state)

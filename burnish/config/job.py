@@ -1,0 +1,161 @@
+"""Fields and rules that several jobs share: those of every job, of training, of given rows."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
+from burnish.config.base import Node, PathText
+from burnish.config.cluster import ClusterConfig
+from burnish.config.data import DataConfig
+from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.passes import passes_lines, total_rows
+from burnish.config.roles import place_rules
+from burnish.config.train import (
+    CheckpointConfig,
+    ObserveConfig,
+    TrainConfig,
+    checkpoint_rules,
+    engine_rules,
+    expert_rules,
+    ranks_per_row,
+    team_rules,
+)
+
+
+class JobConfig(Node):
+    """Fields that every job has."""
+
+    job: str
+    """Which job the recipe is for."""
+    run_dir: PathText = "runs/{job}"
+    """Run folder; ``{job}`` and ``{time}`` are filled in. Must be new or empty unless a run is
+    resumed."""
+    seed: int = 0
+    """Seed of everything random: data order, sampling, initial heads, dropout."""
+    model: ModelConfig
+    """The model that is trained (for rl: the policy)."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where the parts of the job run."""
+
+    @model_validator(mode="after")
+    def _report_all_broken_rules(self) -> JobConfig:
+        problems = [*self.broken_rules(), *place_rules(self)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class TrainingJob(JobConfig):
+    """Fields that every job with gradient steps has."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept."""
+    observe: ObserveConfig = ObserveConfig()
+    """What is written and printed."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Rows that are one unit of a batch: 2 for pairs."""
+        return 1
+
+    @abstractmethod
+    def batch_plan(self) -> BatchPlan:
+        """The batch sizes after derivation. Raises BatchError."""
+
+    def launch_table(self) -> list[tuple[str, str, str]]:
+        """Rows (name, value, how it comes about) of what is printed at start."""
+        return batch_table(self.batch_plan())
+
+
+class SupervisedJob(TrainingJob):
+    """Fields of the jobs that learn from given rows."""
+
+    train: TrainConfig
+    """Batches, optimizer, schedule."""
+    max_epochs: int = Field(1, ge=1)
+    """Passes over the data. (Rows that ``overlong: drop`` leaves out are counted as if they were
+    there.)"""
+    drop_last: bool = True
+    """Leave out the rows at the end of the last epoch that do not fill a batch. False: the last
+    step learns them as a smaller batch (its mean is over its own tokens or rows), so that each row
+    is seen exactly ``max_epochs`` times; several sources need ``data.mix: size``."""
+    max_steps: int | None = Field(None, ge=1)
+    """Stop after this many optimizer steps even if epochs are left. None: by epochs."""
+    eval_every_n_steps: int = Field(0, ge=0)
+    """Measure on ``eval_data`` every this many steps, beside step 0 and the end. 0: only those
+    two."""
+
+    def batch_plan(self) -> BatchPlan:
+        """The batch sizes after derivation. Raises BatchError."""
+        return derived_batch(self.train, self.cluster)
+
+    @property
+    @abstractmethod
+    def rows(self) -> DataConfig:
+        """The training data."""
+
+    @property
+    def rows_per_item(self) -> int:
+        """Rows of a batch that one row of the data makes."""
+        return 1
+
+    def steps_for(self, num_rows: int) -> int:
+        """Optimizer steps over ``num_rows`` rows."""
+        size = self.batch_plan().train_batch_size
+        rows = num_rows * self.max_epochs
+        by_epochs = max(1, rows // size if self.drop_last else -(-rows // size))
+        return min(by_epochs, self.max_steps or by_epochs)
+
+    def batch_size_at(self, step: int, num_rows: int) -> int:
+        """Rows that optimizer step ``step`` (from 1) takes of data with ``num_rows`` rows."""
+        size = self.batch_plan().train_batch_size
+        left = num_rows * self.max_epochs - (step - 1) * size
+        return min(size, left) if not self.drop_last and left > 0 else size
+
+    def launch_table(self) -> list[tuple[str, str, str]]:
+        """The batch, and how often each row is seen."""
+        table, num = super().launch_table(), total_rows(self.rows, self.rows_per_item)
+        if num is None:
+            return table
+        steps = self.steps_for(num)
+        drawn = sum(self.batch_size_at(step, num) for step in (1, steps)[: min(2, steps)])
+        drawn += max(0, steps - 2) * self.batch_plan().train_batch_size
+        return table + passes_lines(self.rows, num, drawn, f"{steps} steps")
+
+    def rules(self) -> Iterator[str]:
+        yield from batch_rules(self)
+        yield from engine_rules(self.train, self.precision)
+        yield from checkpoint_rules(self.checkpoint, self.train, ranks=self.cluster.policy_ranks)
+        yield from expert_rules(self.train, self.model)
+        yield from team_rules(self.train, self.cluster)
+        if not self.drop_last and len(self.rows.sources) > 1 and self.rows.mix == "weight":
+            yield (
+                "drop_last=false with several sources that are drawn by weight: an epoch has no "
+                "last row; set data.mix=size, or drop_last=true"
+            )
+
+
+def derived_batch(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
+    """Return the batch sizes of a train engine. Raises BatchError."""
+    return derive_batch(
+        train_batch_size=train.train_batch_size,
+        micro_train_batch_size=train.micro_train_batch_size,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        data_parallel_size=max(1, cluster.policy_ranks // ranks_per_row(train)),
+        token_budget=train.max_tokens_per_micro_batch is not None,
+    )
+
+
+def batch_rules(config: Any) -> Iterator[str]:
+    """Yield one sentence if the batch sizes of a job contradict each other."""
+    try:
+        config.batch_plan()
+    except BatchError as error:
+        yield str(error)

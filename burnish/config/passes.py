@@ -1,0 +1,98 @@
+"""How often a job sees each row of its data, as lines of the batch table."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from burnish.config.columns import json_value
+from burnish.config.data import DataConfig, EnvironmentSource, FileSource, SourceConfig
+
+_LARGEST = 2 << 30
+"""Text files beyond this many bytes are not counted before a run."""
+
+Line = tuple[str, str, str]
+
+
+def num_rows(source: SourceConfig) -> int | None:
+    """Rows of a source. None: not known before it is opened (data sets of a hub, missing, large or
+    unreadable files)."""
+    if isinstance(source, EnvironmentSource):
+        return source.size
+    if not isinstance(source, FileSource):
+        return None
+    try:
+        return _rows_of_file(Path(source.path))
+    except (OSError, ValueError, csv.Error):  # pyarrow's errors are ValueErrors
+        return None
+
+
+def total_rows(data: DataConfig, rows_per_item: int = 1) -> int | None:
+    """Rows of all sources, each counted as ``rows_per_item``. None: not known."""
+    sizes = [num_rows(source) for source in data.sources]
+    return None if not all(sizes) else rows_per_item * sum(size or 0 for size in sizes)
+
+
+def passes_lines(data: DataConfig, total: int, drawn: int, over: str) -> list[Line]:
+    """Lines (name, value, how) that say how often each row is seen, if a run draws ``drawn`` rows
+    of ``total``. ``over``: the steps in words."""
+    sizes = [num_rows(source) or 0 for source in data.sources]
+    items = [size * total // sum(sizes) for size in sizes]
+    how = ""
+    if len(items) > 1:
+        each = zip(data.sources, items, strict=True)
+        how = "; ".join(f"{_name(source)} {size}" for source, size in each)
+    even = len(items) == 1 or data.mix == "size"
+    seen = _evenly(drawn, total) if even else _by_weight(data, items, drawn)
+    return [("rows of data (N)", str(total), how), ("rows drawn", str(drawn), f"{over}: {seen}")]
+
+
+def _evenly(drawn: int, total: int) -> str:
+    rounds, rest = divmod(drawn, total)
+    if drawn < total:
+        return f"{drawn / total:.2f} passes; {total - drawn} rows are never drawn"
+    if not rest:
+        return f"each row {_times(rounds)}"
+    return (
+        f"{drawn / total:.2f} passes; {rest} rows {_times(rounds + 1)}, the others {_times(rounds)}"
+    )
+
+
+def _by_weight(data: DataConfig, sizes: Sequence[int], drawn: int) -> str:
+    """Expected passes over each source."""
+    weights = [source.weight for source in data.sources]
+    shares = [drawn * weight / sum(weights) for weight in weights]
+    each = zip(data.sources, sizes, shares, strict=True)
+    passes = ", ".join(f"{_name(source)} {share / size:.2f}" for source, size, share in each)
+    return f"about {passes} passes by weight (data.mix=size: all rows equally often)"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _name(source: SourceConfig) -> str:
+    if source.name is not None:
+        return source.name
+    return source.environment if isinstance(source, EnvironmentSource) else Path(source.path).stem
+
+
+def _rows_of_file(path: Path) -> int | None:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    if path.stat().st_size > _LARGEST:
+        return None
+    if suffix in (".jsonl", ".ndjson"):
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    if suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as text:
+            return max(0, sum(1 for cells in csv.reader(text) if cells) - 1)
+    if suffix == ".json":
+        rows = json_value(path.read_text(encoding="utf-8-sig"))
+        return len(rows) if isinstance(rows, list) else None
+    return None

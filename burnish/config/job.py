@@ -127,7 +127,7 @@ class SupervisedJob(TrainingJob):
         steps = self.steps_for(num)
         drawn = sum(self.batch_size_at(step, num) for step in (1, steps)[: min(2, steps)])
         drawn += max(0, steps - 2) * self.batch_plan().train_batch_size
-        return table + passes_lines(self.rows, num, drawn, f"{steps} steps")
+        return table + passes_lines(self.rows, num, drawn=drawn, steps=steps)
 
     def rules(self) -> Iterator[str]:
         yield from batch_rules(self)

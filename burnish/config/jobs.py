@@ -311,7 +311,7 @@ class RLConfig(TrainingJob):
         if num is not None:
             drawn = self.max_steps * self.rollout.rollout_batch_size
             more = " or more" if self.rollout.dynamic_sampling is not None else ""
-            table += passes_lines(self.data, num, drawn, f"{self.max_steps} steps{more}")
+            table += passes_lines(self.data, num, drawn=drawn, steps=self.max_steps, more=more)
         return [*table, self.algorithm.table_row()]
 
     def rules(self) -> Iterator[str]:

@@ -34,9 +34,12 @@ def total_rows(data: DataConfig, rows_per_item: int = 1) -> int | None:
     return None if not all(sizes) else rows_per_item * sum(size or 0 for size in sizes)
 
 
-def passes_lines(data: DataConfig, total: int, drawn: int, over: str) -> list[Line]:
-    """Lines (name, value, how) that say how often each row is seen, if a run draws ``drawn`` rows
-    of ``total``. ``over``: the steps in words."""
+def passes_lines(
+    data: DataConfig, total: int, *, drawn: int, steps: int, more: str = ""
+) -> list[Line]:
+    """Lines (name, value, how) that say how often each row is seen, if ``steps`` steps draw
+    ``drawn`` rows of ``total``. ``more``: is written behind the number of steps."""
+    over = f"{steps} step{'s' * (steps > 1)}{more}"
     sizes = [num_rows(source) or 0 for source in data.sources]
     items = [size * total // sum(sizes) for size in sizes]
     how = ""

@@ -43,23 +43,22 @@ def lines(config: JobConfig) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
 @pytest.mark.parametrize(
-    ("size", "batch", "options", "drawn", "says"),
+    ("size", "batch", "options", "says"),
     [
-        (10, 4, {}, 8, "2 steps: 0.80 passes; 2 rows are never drawn"),
-        (10, 4, {"drop_last": False}, 10, "3 steps: each row once"),
-        (3, 8, {}, 8, "1 steps: 2.67 passes; 2 rows 3 times, the others twice"),
-        (3, 8, {"drop_last": False}, 3, "1 steps: each row once"),
-        (10, 4, {"max_epochs": 2}, 20, "5 steps: each row twice"),
-        (10, 4, {"max_epochs": 2, "max_steps": 1}, 4, "1 steps: 0.40 passes; 6 rows are never"),
+        (10, 4, {}, "2 steps: 0.80 passes; 2 rows are never drawn"),
+        (10, 4, {"drop_last": False}, "3 steps: each row once"),
+        (3, 8, {}, "1 step: 2.67 passes; 2 rows 3 times, the others twice"),
+        (3, 8, {"drop_last": False}, "1 step: each row once"),
+        (10, 4, {"max_epochs": 2}, "5 steps: each row twice"),
+        (10, 4, {"max_epochs": 2, "max_steps": 1}, "1 step: 0.40 passes; 6 rows are never"),
     ],
 )
 def test_rows_unseen_and_repeats_are_said(
-    tmp_path: Path, name: str, size: int, batch: int, options: dict[str, Any], drawn: int, says: str
+    tmp_path: Path, name: str, size: int, batch: int, options: dict[str, Any], says: str
 ) -> None:
     table = lines(sft([data_file(tmp_path, name, size)], batch, **options))
     assert table["rows of data (N)"][0] == str(size)
-    value, how = table["rows drawn"]
-    assert value == str(drawn) and how.startswith(says)
+    assert table["rows drawn"][1].startswith(says)
 
 
 def test_sources_of_unlike_sizes_are_said_with_their_passes(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ GOLDEN = """\
 Batch arithmetic
 
   name                          value        how
- ───────────────────────────────────────────────────────────────────────────────
+ ─────────────────────────────────────────────────────────────────────────────────────────
   train_batch_size (B)          8            samples per optimizer step
   data-parallel ranks (D)       1
   micro_train_batch_size (b)    4            samples per backward pass and rank
@@ -98,6 +98,8 @@ Batch arithmetic
   samples per rollout           16           P x n
   epochs_per_rollout            1            passes over the buffer
   optimizer steps per rollout   2            epochs x P x n / B
+  rows of data (N)              16
+  rows drawn                    4            1 step: 0.25 passes; 12 rows are never drawn
   loss_aggregation              token_mean   the default
 """
 

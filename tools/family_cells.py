@@ -256,20 +256,26 @@ class Subject:
             worst = _worst(worst, _difference(torch.tensor(completion.logprobs), wanted))
         return Cell("exact", worst)
 
-    @torch.no_grad()
     def lora(self) -> Cell:
         """Log-probs with adapters, against the reference with the merged weights."""
         engine = self.engine(lora=LoraConfig(lora_rank=4, lora_alpha=8))
-        generator = torch.Generator().manual_seed(3)
-        adapters = [p for n, p in engine.model.named_parameters() if ".lora_" in n]
-        for parameter in adapters:
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        engine.forward_backward(self.batch, _mean_nll)
+        generator, used, idle = torch.Generator().manual_seed(3), 0, 0
+        for name, parameter in engine.model.named_parameters():
+            if ".lora_B" not in name:
+                continue
+            if parameter.grad is None or not bool(parameter.grad.any()):
+                idle += 1  # training leaves it at 0, which adds nothing
+                continue
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+            used += 1
         found = engine.logprobs(self.batch)
-        with self._weights(dict(merged_weights(engine.model))):
+        with torch.no_grad(), self._weights(dict(merged_weights(engine.model))):
             wanted = self.row_logprobs(self.batch)
         if _difference(wanted, self.logprobs) < TOLERANCE:
             return Cell("WRONG", 0.0, "the merged weights are those of the base")
-        return Cell("exact", _difference(found, wanted), f"{len(adapters) // 2} adapters")
+        text = f"{used} adapters" + (f", {idle} without effect" if idle else "")
+        return Cell("exact", _difference(found, wanted), text)
 
     def checkpoint(self) -> Cell:
         """Log-probs of a new engine that loaded the checkpoint of a trained one, bit for bit."""

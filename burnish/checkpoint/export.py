@@ -281,7 +281,7 @@ def _save_merged(
 ) -> None:
     source, target = folders
     missing, unexpected = shell.load_state_dict(weights, strict=False)
-    tied = set(shell.all_tied_weights_keys) if shell.config.tie_word_embeddings else set()
+    tied = set(shell.all_tied_weights_keys)
     replace_buffers(shell, {n: t for n, t in weights.items() if isinstance(t, torch.nn.Buffer)})
     if unexpected or set(missing) - tied:
         odd = (list(unexpected) + sorted(set(missing) - tied))[0]

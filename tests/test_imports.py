@@ -13,7 +13,7 @@ import burnish
 PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "formats"}
-BASE = MATHS | {"config", "messages", "shm"}
+BASE = MATHS | {"config", "messages", "secret", "shm"}
 LOOPS = BASE | {
     *(
         "memory",
@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "formats": set(),
     "messages": set(),
+    "secret": set(),
     "shm": set(),
     "tensors": {"types"},
     "algorithms": MATHS,

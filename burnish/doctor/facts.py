@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from burnish.doctor.links import Links, find_links
+from burnish.secret import is_secret
 
 EXTRAS = {
     "ray": "groups of workers, on this machine or a cluster (cluster.runtime=ray)",
@@ -99,7 +100,7 @@ def gather_facts() -> Facts:
         driver_present=shutil.which("nvidia-smi") is not None,
         links=find_links(),
         environment={
-            k: v for k, v in os.environ.items() if k.startswith(watched) and "TOKEN" not in k
+            k: v for k, v in os.environ.items() if k.startswith(watched) and not is_secret(k)
         },
     )
 

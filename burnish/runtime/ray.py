@@ -14,7 +14,7 @@ import functools
 import logging
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -43,6 +43,7 @@ from burnish.runtime.remote import (
     worker_peaks,
 )
 from burnish.runtime.worker import Place
+from burnish.secret import is_secret
 from burnish.train.base import HasLogprobs, TrainEngine
 from burnish.train.torch import EngineSpec
 
@@ -87,6 +88,7 @@ class RayRuntime:
         self.restarts = 0
         self._first_beats: dict[int, Any] = {}
         self._connected_here = False
+        self._restore: Callable[[], None] = lambda: None
         self._board: Any = None
         self._places: dict[str, tuple[Any, Places]] = {}
         self._connect(places)
@@ -112,7 +114,7 @@ class RayRuntime:
             # Ray's own count of CPUs is what it hands out, not what it uses; a local run may have
             # more workers than cores (tests, laptops), which is slow and works.
             most = max(os.cpu_count() or 1, int(cpus + 0.999))
-            start_ray(self.ray, num_cpus=most, environment=environment)
+            self._restore = start_ray(self.ray, num_cpus=most, environment=environment)
         self._connected_here = True
 
     def _threads(self) -> int:
@@ -373,6 +375,7 @@ class RayRuntime:
         if self._connected_here:  # a Ray that was started here ends; one that was joined goes on
             self.ray.shutdown()
             self._connected_here = False
+            self._restore()
 
 
 def with_absolute_paths(spec: EngineSpec) -> EngineSpec:
@@ -388,6 +391,11 @@ _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHIND
 
 
 def worker_environment(*, on_gpu: bool) -> dict[str, str]:
-    """Variables of this process that workers need too: a cluster that runs already has others."""
-    own = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
+    """Variables of this process that workers need too: a cluster that runs already has others.
+
+    Without secrets: Ray writes these variables into a log that every user of the machine can read.
+    Workers of a local cluster inherit secrets; nodes of another one need their own.
+    """
+    names = [name for name in os.environ if name.startswith(_PASSED_ON) and not is_secret(name)]
+    own = {name: os.environ[name] for name in names}
     return own if on_gpu else {"DS_ACCELERATOR": "cpu", **own}

@@ -109,7 +109,10 @@ class Sending:
 
 
 def own_address() -> str:
-    """An address at which other machines reach this one; its host name may mean the loopback."""
+    """An address at which the other ranks reach this one. (The machine's host name may mean the
+    loopback.)"""
+    if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":  # all of them are on this machine
+        return "127.0.0.1"
     with suppress(OSError):
         host = socket.gethostbyname(socket.gethostname())
         if not host.startswith("127."):
@@ -217,15 +220,18 @@ class TrainWorker(_Worker):
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host = own_address()
+        listener = socket.create_server((host, 0))  # the store would listen on every address
+        port = int(listener.getsockname()[1])
         self.store = TCPStore(
             host,
-            0,
+            port,
             self.place.size,
             is_master=True,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
-        return host, int(self.store.port)
+        return host, port
 
     def join(self, host: str, port: int, *, timeout_s: float, limits: Limits) -> None:
         """Meet the other ranks. Raises after ``timeout_s`` where rank 0 is not to be found; who

@@ -7,6 +7,7 @@ a time limit that leaves everything as it was, and because it says who has not s
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,19 +18,34 @@ from burnish.sync.base import LinkError, SyncError
 
 
 def serve_store(host: str, port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
-    """A store served by this process; port 0: any free one, then ``.port`` says which."""
-    return _tcp_store(host, port, serve=True, timeout_s=timeout_s)
+    """A store served by this process, on the address ``host`` alone (a store that opens its own
+    port listens on every address); port 0: any free one, then ``.port`` says which."""
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise LinkError(f"could not serve the store at {host}:{port}: {error}") from error
+    port = int(listener.getsockname()[1])
+    return _tcp_store(host, port, listener=listener.detach(), timeout_s=timeout_s)
 
 
 def connect_store(host: str, port: int, *, timeout_s: float = 300.0) -> TCPStore:
     """The store that another process serves. Raises LinkError where there is none in time."""
-    return _tcp_store(host, port, serve=False, timeout_s=timeout_s)
+    return _tcp_store(host, port, listener=None, timeout_s=timeout_s)
 
 
-def _tcp_store(host: str, port: int, *, serve: bool, timeout_s: float) -> TCPStore:
-    limit = timedelta(seconds=timeout_s)
+def _tcp_store(host: str, port: int, *, listener: int | None, timeout_s: float) -> TCPStore:
+    """``listener``: file descriptor of the socket to serve on; None: connect."""
+    limit, serve = timedelta(seconds=timeout_s), listener is not None
     try:
-        return TCPStore(host, port, None, serve, timeout=limit, wait_for_workers=False)
+        return TCPStore(
+            host,
+            port,
+            None,
+            serve,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
     except (DistError, RuntimeError) as error:
         doing = "serve" if serve else "reach"
         raise LinkError(

@@ -3,14 +3,19 @@ no node has, paths that workers would look for elsewhere, workers that cannot be
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+import burnish
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.placement import Places
@@ -22,6 +27,7 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime import ray as ray_runtime
 from burnish.runtime.base import ClusterError, WorkerLostError
+from burnish.runtime.cluster import start_ray
 from burnish.runtime.errors import never_made
 from burnish.runtime.group import Group
 from burnish.runtime.ray import RayRuntime, worker_environment
@@ -31,6 +37,7 @@ from burnish.train.torch import EngineSpec
 
 ray = pytest.importorskip("ray")
 MODEL = ModelConfig(scratch=ScratchConfig())
+ROOT = Path(burnish.__file__).parents[1]
 
 # ---- a parcel that nobody had read when its machine died -----------------------------------------
 
@@ -195,6 +202,43 @@ def test_what_tells_workers_where_models_are_is_passed_on(monkeypatch: pytest.Mo
         "HF_HOME": "/models",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "VLLM_API_KEY", "NCCL_my_secret", "DS_PASSWORD", "HF_HUB_TOKEN_2"]
+)
+def test_secrets_are_not_handed_to_ray(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray writes what it is handed into a log that every user of the machine can read."""
+    monkeypatch.setenv(name, "hidden")
+    assert "hidden" not in worker_environment(on_gpu=False).values()
+
+
+@pytest.mark.slow
+def test_a_local_ray_listens_on_the_loopback_and_asks_for_a_token_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """In a process of its own, whose environment has a secret: a worker inherits it, and no file
+    that Ray writes contains it. Two ranks meet there, too."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment |= {"HF_TOKEN": "hf_hidden_value", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    script = Path(__file__).with_name("local_ray.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["mode"] == "token" and found["inherited"] == "hf_hidden_value"
+    assert len(found["token"]) == 64
+    assert not (tmp_path / ".ray" / "auth_token").exists(), "a token that other users may read"
+    assert found["listening"] and all(ip_address(a).is_loopback for a in found["listening"])
+    assert found["written"] == [], "files with a secret"
+    assert found["after"] == {}, "the environment is as it was"
+
+
+def test_a_ray_without_tokens_is_refused() -> None:
+    old: Any = SimpleNamespace(__version__="2.51.9")
+    with pytest.raises(ClusterError, match=r"Ray 2\.51\.9 cannot ask for a token.*ray>=2\.52"):
+        start_ray(old, num_cpus=1, environment={})
 
 
 # ---- workers that cannot be made -------------------------------------------------------------

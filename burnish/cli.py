@@ -19,6 +19,7 @@ from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
 from burnish.config.explain import nearest
 from burnish.config.jobs import TrainingJob
+from burnish.config.paths import folder_problem, model_problems
 from burnish.config.placement import placement_text
 from burnish.config.splits import splits_of
 from burnish.loops.families import check_families
@@ -141,6 +142,8 @@ def evaluate(
 
 def _on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
     """The arguments with the overrides that ``--ray-address`` stands for."""
+    if address is not None and not address.strip():
+        raise ConfigError("--ray-address is empty; give auto, or host:port of the cluster's head")
     more = [] if address is None else ["cluster.runtime=ray", f"cluster.ray_address={address}"]
     return [*(arguments or []), *more]
 
@@ -155,6 +158,8 @@ def _job(
         notes = check_families(config, download=False)
         typer.echo("\n".join([*(f"# {note}" for note in notes), _dry_run_text(config)]))
         return
+    if problems := model_problems(config):  # before anything heavy is imported
+        raise ConfigError("\n".join(problems))
     import burnish
 
     result = burnish.run(config, resume=resume, force=force)
@@ -312,6 +317,7 @@ def export(  # house: ok typer makes the options from the signature
     ] = False,
 ) -> None:
     """Write one model of a checkpoint as a HuggingFace folder."""
+    _check_export(checkpoint, out)
     import burnish
 
     options: dict[str, Any] = {"base": base, "trust_remote_code": trust_remote_code}
@@ -319,6 +325,18 @@ def export(  # house: ok typer makes the options from the signature
         checkpoint, out, model=model, dtype=dtype.value, lora=lora.value, **options
     )
     typer.echo(f"wrote {written}")
+
+
+def _check_export(checkpoint: Path, out: Path) -> None:
+    """Raise ConfigError for folders that cannot be right, before anything heavy is imported."""
+    if not checkpoint.is_dir():
+        what = "is a file, not a folder" if checkpoint.exists() else "does not exist"
+        raise ConfigError(
+            f"the checkpoint {checkpoint} {what}; give a run folder, or one of its "
+            "checkpoints/step_* folders"
+        )
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a new folder")
 
 
 @app.command()
@@ -442,6 +460,8 @@ def serve_reward(  # house: ok typer makes the options from the signature
     max_queue: Annotated[int, typer.Option(min=1, help="Texts that may wait.")] = 4096,
 ) -> None:
     """Answer HTTP requests with the scores of a reward model, in the form of OpenRLHF's servers."""
+    if problem := folder_problem(model):
+        raise ConfigError(problem.replace("--out DIR", "--model reward --out DIR"))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from burnish.serve.base import ServeOptions
     from burnish.serve.reward import serve_reward

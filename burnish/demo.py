@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from burnish.config import RLConfig, load_config
+from burnish.config.paths import folder_problem
 from burnish.loops.run import run
 from burnish.models.load import ModelError
 from burnish.observe.metrics import read_metrics
@@ -50,7 +51,7 @@ def demo_config(
         folder, file = find_bundled_model()
         source = [f"model.path={folder}", f"model.gguf_file={file}"]
     else:
-        source = [f"model.path={model}"]
+        source = _model_overrides(model)
     overrides = [*source, f"seed={seed}"]
     if steps is not None:
         overrides.append(f"max_steps={steps}")
@@ -60,6 +61,24 @@ def demo_config(
         config = load_config(recipe, overrides, job="rl")
     assert isinstance(config, RLConfig)
     return config
+
+
+def _model_overrides(model: str) -> list[str]:
+    """The keys of a recipe for ``--model``: a folder, a GGUF file, a folder with one, or a hub
+    name. Raises ModelError if there is no model, or several GGUF files to choose from."""
+    path = Path(model)
+    if path.is_file() and path.suffix == ".gguf":
+        return [f"model.path={path.parent}", f"model.gguf_file={path.name}"]
+    if problem := folder_problem(model):
+        raise ModelError(f"--model: {problem}")
+    found = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ModelError(
+            f"--model {model} has several GGUF files and no config.json; give one of them, such "
+            f"as --model {found[0]} (there are {names})"
+        )
+    return [f"model.path={model}", *(f"model.gguf_file={file.name}" for file in found)]
 
 
 def run_demo(model: str | None, steps: int | None, seed: int, out: Path | None) -> Path:

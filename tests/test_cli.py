@@ -126,6 +126,10 @@ def test_resume_takes_the_runs_own_recipe_and_the_overrides_on_top(tmp_path, rec
         (["config"], "say which job"),
         (["config", "rl", "--all"], "give a job (rl) or --all, not both"),
         (["report", "nowhere"], "nowhere"),
+        (["export", "nowhere", "--out", "o"], "the checkpoint nowhere does not exist; give a run"),
+        (["serve-reward", "./nowhere"], "the model folder ./nowhere does not exist"),
+        (["demo", "--model", "./nowhere"], "--model: the model folder ./nowhere does not exist"),
+        (["evaluate", "r.yaml", "--ray-address", ""], "--ray-address is empty"),
     ],
 )
 def test_a_mistake_in_the_arguments_is_one_plain_line_and_exit_code_2(arguments, said):
@@ -133,6 +137,59 @@ def test_a_mistake_in_the_arguments_is_one_plain_line_and_exit_code_2(arguments,
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and said in result.stderr
     assert "Traceback" not in result.stderr
+
+
+JOB_COMMANDS = ["sft", "rm", "preference", "distill", "rl", "generate", "evaluate", "plan"]
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """A folder with files that are no recipes, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("folder.yaml").mkdir()
+    Path("binary.yaml").write_bytes(bytes(range(256)))
+    for name, text in (
+        ("empty", ""),
+        ("text", "abc"),
+        ("list", "[1]"),
+        ("torn", "a: [b"),
+        ("job", "job: 3"),
+    ):
+        Path(f"{name}.yaml").write_text(text)
+
+
+@pytest.mark.parametrize("command", JOB_COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("missing", "recipe missing.yaml does not exist"),
+        ("folder", "recipe folder.yaml is a folder, not a file\n"),
+        ("binary", "recipe binary.yaml cannot be read as YAML"),
+        ("empty", "must be a mapping of keys to values, and it is empty"),
+        ("text", "must be a mapping of keys to values, and it is a str"),
+        ("list", "must be a mapping of keys to values, and it is a list"),
+        ("torn", "recipe torn.yaml cannot be read as YAML"),
+        ("job", "job '3' is not known; jobs: sft"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_by_name(command, name, said, hostile):
+    result = call(command, f"{name}.yaml")
+    assert result.exit_code == 2 and said in result.stderr
+    assert result.stderr.startswith("error: ") and result.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["sft", "rm", "preference", "distill", "generate", "evaluate"])
+def test_every_job_refuses_the_recipe_of_another(command, recipe):
+    result = call(command, recipe)
+    assert result.exit_code == 2 and f"run 'burnish rl {recipe}'" in result.stderr
+
+
+def test_a_model_that_is_not_there_is_said_before_anything_is_imported(recipe, calls):
+    result = call("rl", recipe, "model.scratch=null", "model.path=./no", "model.tokenizer_path=/no")
+    assert result.exit_code == 2 and calls == []
+    assert "model.path: the model folder ./no does not exist" in result.stderr
+    assert "model.tokenizer_path: the model folder /no does not exist" in result.stderr
+    assert call("rl", recipe, "model.scratch=null", "model.path=./no", "--dry-run").exit_code == 0
 
 
 def test_a_mistake_in_the_recipe_is_said_without_a_traceback(recipe, calls):
@@ -201,20 +258,23 @@ def test_export_and_demo_hand_their_options_over(monkeypatch, tmp_path):
     made = []
     monkeypatch.setitem(vars(burnish), "export", lambda *a, **k: made.append((a, k)) or a[1])
     monkeypatch.setattr(burnish.demo, "run_demo", lambda *a: made.append(a))
-    assert call("export", "ck", "--out", "o", "--dtype", "bf16", "--lora", "adapter").exit_code == 0
+    assert (
+        call("export", tmp_path, "--out", "o", "--dtype", "bf16", "--lora", "adapter").exit_code
+        == 0
+    )
     assert call("demo", "--model", "m", "--steps", 3, "--seed", 1, "--out", "d").exit_code == 0
     trust = {"base": None, "trust_remote_code": False}
     assert made == [
-        ((Path("ck"), Path("o")), {"model": "policy", "dtype": "bf16", "lora": "adapter", **trust}),
+        ((tmp_path, Path("o")), {"model": "policy", "dtype": "bf16", "lora": "adapter", **trust}),
         ("m", 3, 1, Path("d")),
     ]
 
 
-def test_what_export_writes_without_options_is_what_its_help_says(monkeypatch):
+def test_what_export_writes_without_options_is_what_its_help_says(monkeypatch, tmp_path):
     """fp32 whatever the run computed in, since that is the format of the masters."""
     made = []
     monkeypatch.setitem(vars(burnish), "export", lambda *a, **k: made.append(k) or a[1])
-    assert call("export", "ck", "--out", "o").exit_code == 0
+    assert call("export", tmp_path, "--out", "o").exit_code == 0
     assert made[0]["dtype"] == "fp32"
     assert "[default: fp32]" in call("export", "--help").stdout
 

@@ -78,7 +78,8 @@ def _read(
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        raise ConfigError(f"recipe {path} {what}{nearest(str(path), siblings)}")
+        hint = "" if path.is_dir() else nearest(str(path), siblings)
+        raise ConfigError(f"recipe {path} {what}{hint}")
     try:
         text = path.read_text(encoding="utf-8")
         loader, node = compose(text, name=str(path))

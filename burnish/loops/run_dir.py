@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 import time
 from pathlib import Path
 
@@ -38,18 +40,38 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
                 f"with it by 'burnish {job} --resume {resume}', or leave --resume out to start a "
                 "new run"
             )
+        _check_writable(resume)
         return resume
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = Path(config.run_dir.replace("{job}", config.job).replace("{time}", stamp))
-    if run_dir.exists() and (not run_dir.is_dir() or _holds_something(run_dir)):
+    if not config.run_dir.strip():
+        raise RunError("run_dir is empty; give the name of a new folder, such as run_dir=runs/one")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RunError(f"the run folder {run_dir} is a file; choose another name with run_dir=...")
+    if run_dir.exists() and _holds_something(run_dir):
         resumable = config.job != "evaluate"
         go_on = f"go on with that run by --resume {run_dir}, or " if resumable else ""
         raise RunError(
             f"the run folder {run_dir} is not empty; {go_on}choose another folder with run_dir=... "
             "({time} in it is filled in)"
         )
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"the run folder {run_dir} cannot be made: {error.strerror}; choose another one with "
+            "run_dir=..."
+        ) from error
+    _check_writable(run_dir)
     return run_dir
+
+
+def _check_writable(run_dir: Path) -> None:
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise RunError(
+            f"the run folder {run_dir} cannot be written to (user {getpass.getuser()}); change its "
+            "permissions, or choose another one with run_dir=..."
+        )
 
 
 def _holds_something(folder: Path) -> bool:

@@ -101,7 +101,8 @@ def load_tables(extra: Path | None = None) -> Tables:
     text = (importlib.resources.files("burnish.memory") / "hardware.yaml").read_text("utf-8")
     tree = yaml.safe_load(text)
     if extra is not None and not extra.is_file():
-        raise PlanError(f"--gpus {extra}: there is no such file")
+        what = "is a folder, not a file" if extra.is_dir() else "does not exist"
+        raise PlanError(f"--gpus {extra} {what}")
     for path in (USER_FILE.expanduser(), extra):
         if path is not None and path.is_file():
             _merge(tree, path)

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.paths import folder_problem
 from burnish.messages import library_text
 from burnish.models.load import describe
 from burnish.models.scratch import scratch_tokenizer
@@ -245,6 +246,8 @@ def _scratch_config(scratch: ScratchConfig) -> PretrainedConfig:
 def _from_table(path: str, error: Exception) -> tuple[PretrainedConfig, str]:
     known = known_models()
     entry = None if Path(path).exists() else known.get(_plain_name(path))
+    if entry is None and (problem := folder_problem(path)):
+        raise PlanError(f"model.path: {problem}")
     if entry is None:
         names = ", ".join(sorted({e["name"] for e in known.values() if "source" in e}))
         reason = library_text(error)

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from burnish.config.model import Dtype, ModelConfig
+from burnish.config.paths import folder_problem
 from burnish.formats import FORMATS
 from burnish.messages import library_text
 from burnish.models.empty import empty_model
@@ -54,12 +55,17 @@ def resolve_device(name: str) -> torch.device:
     """``auto`` is CUDA where there is one, else the CPU. Raises ModelError for an absent device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(
+            f"device={name!r} is no device of PyTorch; use auto, cpu, cuda, or cuda:1 and so on"
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(
-            f"train.engine.device={name!r} asks for CUDA, and this PyTorch ({torch.__version__}) "
-            "sees no CUDA device; "
-            "use train.engine.device=cpu, or install a CUDA build of torch"
+            f"device={name!r} asks for CUDA, and this PyTorch ({torch.__version__}) "
+            "sees no CUDA device; use device=cpu (for training, train.engine.device=cpu), or "
+            "install a CUDA build of torch"
         )
     return device
 
@@ -380,14 +386,8 @@ def _forget_quantization(model: Any) -> None:
 def _check_path(config: ModelConfig) -> None:
     assert config.path is not None
     path = Path(config.path)
-    local = path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1
-    if local and not path.is_dir():
-        hint = (
-            " (it is a file; give the folder, and model.gguf_file for a GGUF)"
-            if path.is_file()
-            else ""
-        )
-        raise ModelError(f"the model folder {config.path} does not exist{hint}; check model.path")
+    if problem := folder_problem(config.path):
+        raise ModelError(f"{problem}; check model.path")
     if path.parts[:-1] and path.parent.is_dir() and not path.exists():
         log.warning(
             "%s is not here, though the folder %s is: it is taken for a model of the hub",

@@ -130,6 +130,8 @@ def _read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
         if (run_dir / METRICS_FILE).is_file():
             return "", {}
         what = "has neither config.yaml nor metrics.jsonl" if run_dir.is_dir() else "does not exist"
+        if run_dir.is_file():
+            what = "is a file"
         raise ReportError(
             f"{run_dir} is not a run folder: it {what}; give the folder that a job wrote (run_dir "
             "in its recipe, printed when the job starts)"

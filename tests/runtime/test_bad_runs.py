@@ -286,3 +286,20 @@ def test_held_out_rows_that_the_model_has_no_positions_for_are_over_the_limit(
     assert math.isfinite(metrics["eval/loss"])
     assert f"eval_data.max_len lowered to {32 if job == 'distill' else 64}" in caplog.text
     assert "1 rows left out" in caplog.text or "1 pairs left out" in caplog.text
+
+
+def test_a_run_folder_that_cannot_be_made_or_written_is_refused_before_anything_is_loaded(
+    rl: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for run_dir, said in (
+        (file, "is a file; choose another name"),
+        (file / "run", "cannot be made: Not a directory"),
+        ("", "run_dir is empty"),
+    ):
+        with pytest.raises(RunError, match=said):
+            burnish.run(rl(f"run_dir={run_dir}"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # the tests may be run by root
+    with pytest.raises(RunError, match=r"read-only cannot be written to \(user .*permissions"):
+        burnish.run(rl(f"run_dir={tmp_path / 'read-only'}"))

@@ -1,0 +1,84 @@
+"""Paths of models: checks that need neither a library nor the network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from burnish.config.base import Node
+from burnish.config.explain import nearest
+from burnish.config.model import ModelConfig
+
+_HUB_NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_LOCAL_ROOTS = {"runs"}
+"""First parts of paths that are folders of this project, and no owner of a hub model."""
+
+
+def looks_local(path: str) -> bool:
+    """Whether ``path`` can only mean a folder of this machine, whether it exists or not.
+
+    >>> [looks_local(p) for p in ("./m", "/data/m", "runs/m", "m.gguf", "owner/m", "m")]
+    [True, True, True, True, False, False]
+    """
+    first = Path(path).parts[:1]
+    return (
+        not _HUB_NAME.fullmatch(path)
+        or path.endswith((".gguf", ".safetensors", ".bin", ".pt"))
+        or bool(len(Path(path).parts) > 1 and _LOCAL_ROOTS.intersection(first))
+    )
+
+
+def folder_problem(path: str) -> str | None:
+    """Return why ``path`` is no folder with a model, and what to give instead; None if it may be
+    one, or the name of a hub model."""
+    folder = Path(path)
+    if folder.is_file():
+        gguf = f", and model.gguf_file={folder.name}" if folder.suffix == ".gguf" else ""
+        return f"the model {path} is a file; give the folder that it is in, {folder.parent}{gguf}"
+    if folder.is_dir():
+        return _content_problem(folder)
+    if not looks_local(path):
+        return None
+    hint = ""
+    if path.startswith("~"):
+        hint = f"; ~ is not expanded here, write {Path(path).expanduser()}"
+    elif folder.parent.is_dir():
+        siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()]
+        hint = nearest(str(folder), siblings)
+    return f"the model folder {path} does not exist (working directory: {Path.cwd()}){hint}"
+
+
+def _content_problem(folder: Path) -> str | None:
+    if (folder / "checkpoints").is_dir() or (folder / "manifest.json").is_file():
+        what = "a run folder" if (folder / "checkpoints").is_dir() else "a checkpoint"
+        return (
+            f"{folder} is {what}, not a model; write its model to a folder first: "
+            f"burnish export {folder} --out DIR"
+        )
+    if not any(folder.iterdir()):
+        return f"the model folder {folder} is empty"
+    return None
+
+
+def models_of(node: Node, path: str = "") -> Iterator[tuple[str, ModelConfig]]:
+    """Every model that a recipe names, with its key."""
+    if isinstance(node, ModelConfig):
+        yield path, node
+    for name, value in vars(node).items():
+        key = f"{path}.{name}" if path else name
+        items = enumerate(value) if isinstance(value, tuple) else [(None, value)]
+        for number, item in items:
+            if isinstance(item, Node):
+                yield from models_of(item, key if number is None else f"{key}.{number}")
+
+
+def model_problems(node: Node) -> list[str]:
+    """Every folder of a model in a recipe that does not exist or cannot hold one."""
+    found = []
+    for key, model in models_of(node):
+        for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
+            problem = None if path is None else folder_problem(path)
+            if problem is not None:
+                found.append(f"{key}.{name}: {problem}")
+    return found

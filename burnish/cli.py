@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from burnish import __version__
+from burnish.cli_arguments import (
+    Arguments,
+    DryRun,
+    Dtype,
+    Force,
+    LoraForm,
+    RayAddress,
+    Recipe,
+    Resume,
+    ServedOverlong,
+    check_export,
+    on_ray,
+    split,
+)
 from burnish.cli_errors import CommandGroup
 from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
@@ -58,49 +71,6 @@ def _options(
     """Options before the command."""
 
 
-Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="RECIPE [KEY=VALUE]...",
-        help="A recipe (YAML), and keys to change in it, such as train.lr=1e-6. "
-        "'burnish config JOB' lists the keys. With --resume the recipe may be left out.",
-        show_default=False,
-    ),
-]
-Recipe = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="RECIPE [KEY=VALUE]...",
-        help="A recipe (YAML), and keys to change in it, such as model.path=my-model. "
-        "'burnish config JOB' lists the keys.",
-        show_default=False,
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Print the resolved recipe and the batch table; load nothing."),
-]
-Resume = Annotated[
-    Path | None,
-    typer.Option(
-        "--resume", metavar="RUN", help="Go on with the run in this folder.", show_default=False
-    ),
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="Run on this Ray cluster (auto, or host:port): cluster.runtime=ray with that address.",
-        show_default=False,
-    ),
-]
-
-Force = Annotated[
-    bool, typer.Option("--force", help="Run even where 'burnish plan' says that it cannot fit.")
-]
-
-
 _RESUMABLE = {
     "sft": "Supervised fine-tuning on demonstrations.",
     "rm": "A reward model from preference pairs.",
@@ -122,7 +92,7 @@ def _add_job(job: str, text: str) -> None:
         ray_address: RayAddress = None,
         force: Force = False,
     ) -> None:
-        _job(job, _on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
+        _job(job, on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
 
 for _name, _text in _RESUMABLE.items():
@@ -137,21 +107,13 @@ def evaluate(
     force: Force = False,
 ) -> None:
     """pass@1 and pass@k of a model on held-out prompts."""
-    _job("evaluate", _on_ray(arguments, ray_address), dry_run, resume=None, force=force)
-
-
-def _on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
-    """The arguments with the overrides that ``--ray-address`` stands for."""
-    if address is not None and not address.strip():
-        raise ConfigError("--ray-address is empty; give auto, or host:port of the cluster's head")
-    more = [] if address is None else ["cluster.runtime=ray", f"cluster.ray_address={address}"]
-    return [*(arguments or []), *more]
+    _job("evaluate", on_ray(arguments, ray_address), dry_run, resume=None, force=force)
 
 
 def _job(
     job: str, arguments: list[str], dry_run: bool, *, resume: Path | None, force: bool
 ) -> None:
-    recipe, overrides = _split(job, arguments, resume=resume)
+    recipe, overrides = split(job, arguments, resume=resume)
     config = load_config(recipe, overrides, job=job)
     if dry_run:
         _check_splits(config)
@@ -172,26 +134,6 @@ def _check_splits(config: JobConfig) -> None:
         from burnish.loops.splits import check_splits
 
         check_splits(config, download=False)
-
-
-def _split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path, list[str]]:
-    """The recipe and the overrides. Raises ConfigError where it is not clear which is which."""
-    recipe = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
-    overrides = arguments[1:] if recipe is not None else arguments
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(
-                f"{override!r} is neither the recipe (the first argument) nor of the form key=value"
-            )
-    if recipe is not None:
-        return recipe, overrides
-    if resume is None:
-        raise ConfigError(f"no recipe is given; run 'burnish {job} RECIPE.yaml [key=value ...]'")
-    if not (resume / "config.yaml").is_file():
-        raise ConfigError(
-            f"--resume {resume}: there is no config.yaml, so this is not a run folder"
-        )
-    return resume / "config.yaml", overrides
 
 
 def _dry_run_text(config: JobConfig) -> str:
@@ -282,21 +224,6 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder
     typer.echo(f"wrote {burnish.build_report(run)}")
 
 
-class Dtype(StrEnum):
-    """Number formats that weights can be written in."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class LoraForm(StrEnum):
-    """How low-rank adapters are written."""
-
-    merge = "merge"
-    adapter = "adapter"
-
-
 @app.command()
 def export(  # house: ok typer makes the options from the signature
     checkpoint: Annotated[
@@ -317,7 +244,7 @@ def export(  # house: ok typer makes the options from the signature
     ] = False,
 ) -> None:
     """Write one model of a checkpoint as a HuggingFace folder."""
-    _check_export(checkpoint, out)
+    check_export(checkpoint, out)
     import burnish
 
     options: dict[str, Any] = {"base": base, "trust_remote_code": trust_remote_code}
@@ -325,18 +252,6 @@ def export(  # house: ok typer makes the options from the signature
         checkpoint, out, model=model, dtype=dtype.value, lora=lora.value, **options
     )
     typer.echo(f"wrote {written}")
-
-
-def _check_export(checkpoint: Path, out: Path) -> None:
-    """Raise ConfigError for folders that cannot be right, before anything heavy is imported."""
-    if not checkpoint.is_dir():
-        what = "is a file, not a folder" if checkpoint.exists() else "does not exist"
-        raise ConfigError(
-            f"the checkpoint {checkpoint} {what}; give a run folder, or one of its "
-            "checkpoints/step_* folders"
-        )
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file; give a new folder")
 
 
 @app.command()
@@ -385,7 +300,7 @@ def plan(  # house: ok typer makes the options from the signature
     weights and without a GPU. Exit code 4: it does not fit."""
     from burnish.memory.command import PlanOptions, check_probe_options, plan_text
 
-    recipe, overrides = _split("plan", arguments or [], resume=None)
+    recipe, overrides = split("plan", arguments or [], resume=None)
     options = PlanOptions(
         cluster=cluster,
         gpus=gpus,
@@ -409,13 +324,6 @@ def plan(  # house: ok typer makes the options from the signature
     typer.echo(text)
     if not fits:
         raise typer.Exit(4)
-
-
-class ServedOverlong(StrEnum):
-    """What a reward server does with a text that is too long."""
-
-    error = "error"
-    truncate_left = "truncate_left"
 
 
 @app.command("serve-reward")

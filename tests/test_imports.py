@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""
 
-TOP = {"cli", "cli_errors", "__main__", "__init__"}
+TOP = {"cli", "cli_arguments", "cli_errors", "__main__", "__init__"}
 
 ONLY_IN = {"ray": "runtime/ray.py", "deepspeed": "train/deepspeed.py", "vllm": "rollout/vllm.py"}
 

@@ -1,0 +1,116 @@
+"""Arguments and options that several commands take, and the checks of arguments that need nothing
+heavy."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from burnish.config import ConfigError
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE [KEY=VALUE]...",
+        help="A recipe (YAML), and keys to change in it, such as train.lr=1e-6. "
+        "'burnish config JOB' lists the keys. With --resume the recipe may be left out.",
+        show_default=False,
+    ),
+]
+Recipe = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE [KEY=VALUE]...",
+        help="A recipe (YAML), and keys to change in it, such as model.path=my-model. "
+        "'burnish config JOB' lists the keys.",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the resolved recipe and the batch table; load nothing."),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume", metavar="RUN", help="Go on with the run in this folder.", show_default=False
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="Run on this Ray cluster (auto, or host:port): cluster.runtime=ray with that address.",
+        show_default=False,
+    ),
+]
+
+Force = Annotated[
+    bool, typer.Option("--force", help="Run even where 'burnish plan' says that it cannot fit.")
+]
+
+
+class Dtype(StrEnum):
+    """Number formats that weights can be written in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class LoraForm(StrEnum):
+    """How low-rank adapters are written."""
+
+    merge = "merge"
+    adapter = "adapter"
+
+
+class ServedOverlong(StrEnum):
+    """What a reward server does with a text that is too long."""
+
+    error = "error"
+    truncate_left = "truncate_left"
+
+
+def on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
+    """The arguments with the overrides that ``--ray-address`` stands for."""
+    if address is not None and not address.strip():
+        raise ConfigError("--ray-address is empty; give auto, or host:port of the cluster's head")
+    more = [] if address is None else ["cluster.runtime=ray", f"cluster.ray_address={address}"]
+    return [*(arguments or []), *more]
+
+
+def split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path, list[str]]:
+    """The recipe and the overrides. Raises ConfigError where it is not clear which is which."""
+    recipe = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
+    overrides = arguments[1:] if recipe is not None else arguments
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(
+                f"{override!r} is neither the recipe (the first argument) nor of the form key=value"
+            )
+    if recipe is not None:
+        return recipe, overrides
+    if resume is None:
+        raise ConfigError(f"no recipe is given; run 'burnish {job} RECIPE.yaml [key=value ...]'")
+    if not (resume / "config.yaml").is_file():
+        raise ConfigError(
+            f"--resume {resume}: there is no config.yaml, so this is not a run folder"
+        )
+    return resume / "config.yaml", overrides
+
+
+def check_export(checkpoint: Path, out: Path) -> None:
+    """Raise ConfigError for folders that cannot be right, before anything heavy is imported."""
+    if not checkpoint.is_dir():
+        what = "is a file, not a folder" if checkpoint.exists() else "does not exist"
+        raise ConfigError(
+            f"the checkpoint {checkpoint} {what}; give a run folder, or one of its "
+            "checkpoints/step_* folders"
+        )
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a new folder")

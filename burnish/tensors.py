@@ -45,15 +45,17 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
     (x - mean) / sqrt(max(var, eps)): a variance below ``eps`` is not blown up, and equal entries
     give exactly 0 (they are measured from the smallest, so no rounding of the mean is left over).
+    In fp64, as squares of a spread of 1.8e19 overflow fp32; the result is in fp32 at least.
     """
-    x = at_least_fp32(x)
+    wanted = at_least_fp32(x).dtype
+    x = x.double()
     if x.numel() == 0:
-        return x
+        return x.to(wanted)
     lowest = torch.where(mask, x, torch.inf).amin().detach()
     above = torch.where(mask, x - lowest, 0.0)
     count = mask.expand_as(x).sum().clamp(min=1)
     centered = torch.where(mask, above - above.sum() / count, 0.0)
-    return centered * (centered.square().sum() / count).clamp(min=eps).rsqrt()
+    return (centered * (centered.square().sum() / count).clamp(min=eps).rsqrt()).to(wanted)
 
 
 def pad_rows(flat: Tensor, offsets: Tensor, value: float = 0) -> Tensor:

@@ -45,7 +45,7 @@ def grpo(
     deviation, groups = _deviation(rewards, group_ids)
     count = groups.total(torch.ones_like(deviation))
     std = (groups.total(deviation.square()) / (count - 1).clamp(min=1)).sqrt()
-    return deviation / (std + eps)
+    return _narrow(deviation / (std + eps), rewards)
 
 
 def dr_grpo(
@@ -56,7 +56,7 @@ def dr_grpo(
     ``rewards`` [N], ``group_ids`` [N] int. The other half of Dr. GRPO, the constant length in the
     denominator, is the aggregation ``sequence_sum_constant``. Source: arXiv 2503.20783.
     """
-    return _deviation(rewards, group_ids)[0]
+    return _narrow(_deviation(rewards, group_ids)[0], rewards)
 
 
 def rloo(
@@ -71,7 +71,7 @@ def rloo(
     """
     deviation, groups = _deviation(rewards, group_ids)
     count = groups.total(torch.ones_like(deviation))
-    return deviation * count / (count - 1).clamp(min=1)
+    return _narrow(deviation * count / (count - 1).clamp(min=1), rewards)
 
 
 def opo(
@@ -87,7 +87,7 @@ def opo(
             "opo got lengths=None: its baseline is a mean weighted by response lengths; pass "
             "lengths [N], the number of response tokens of each sample"
         )
-    return _deviation(rewards, group_ids, lengths)[0]
+    return _narrow(_deviation(rewards, group_ids, lengths)[0], rewards)
 
 
 def reinforce_pp(
@@ -204,14 +204,21 @@ def _deviation(
     """R - (weighted) mean of the group [N], and the groups.
 
     Rewards are measured from the group's lowest first, because the mean of equal numbers need not
-    be that number (seven times 0.1 in fp32), but the mean of zeros is 0.
+    be that number (seven times 0.1 in fp32), but the mean of zeros is 0. In fp64: squares of a
+    spread of 1.8e19 overflow fp32, a difference of two fp32 numbers may too, and a standard
+    deviation of inf would make every advantage 0.
     """
-    rewards = at_least_fp32(rewards)
+    rewards = rewards.double()
     groups = _Groups(group_ids, rewards.device)
     weights = torch.ones_like(rewards) if weights is None else weights.to(rewards)
     above = rewards - groups.lowest(rewards)
     total_weight = groups.total(weights).clamp(min=torch.finfo(rewards.dtype).tiny)
     return above - groups.total(weights * above) / total_weight, groups
+
+
+def _narrow(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """Advantages in the format of the rewards, fp32 at least."""
+    return advantages.to(at_least_fp32(rewards).dtype)
 
 
 def _closed(mask: Tensor) -> Tensor:
@@ -234,6 +241,19 @@ def _move(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
 def _discounted_sum(x: Tensor, discount: float) -> Tensor:
     """y_t = x_t + discount y_(t+1) along the last dimension [..., T].
 
+    Where x_t is not finite, y is NaN there and before (for a discount of 0: there alone), and is
+    what it would be after it.
+    """
+    bad = ~x.isfinite()
+    if not bool(bad.any()):
+        return _sum_ahead(x, discount)
+    reached = bad.flip(-1).cumsum(-1).flip(-1) > 0 if discount else bad
+    return torch.where(reached, torch.nan, _sum_ahead(torch.where(bad, 0.0, x), discount))
+
+
+def _sum_ahead(x: Tensor, discount: float) -> Tensor:
+    """:func:`_discounted_sum` of finite numbers.
+
     Within a block of 32 it is a product with the triangle of discount^(j - i); then every block
     adds what follows it, which the blocks' first entries find in the same way: log32(T) rounds.
     """
@@ -248,7 +268,7 @@ def _discounted_sum(x: Tensor, discount: float) -> Tensor:
     triangle = powers[ahead].triu()
     found = blocks @ triangle.T
     if num_blocks > 1:
-        following = pad(_discounted_sum(found[..., 0], discount**_BLOCK)[..., 1:], (0, 1))
+        following = pad(_sum_ahead(found[..., 0], discount**_BLOCK)[..., 1:], (0, 1))
         found = torch.addcmul(found, following.unsqueeze(-1), powers[1:].flip(0))
     return found.flatten(-2)[..., :length].to(x.dtype)
 

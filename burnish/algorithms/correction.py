@@ -40,9 +40,10 @@ def correction_weights(  # house: ok the terms of the equation
 
     Tensors are padded [N, T], or packed [M] with ``row_ids`` [M]; returns weights of that shape, 1
     outside the mask. Stats: means ``correction_weight``, ``correction_frac`` (tokens whose weight
-    was changed); maxima ``correction_max`` (before the bounds). Token and truncate is truncated
-    importance sampling (TIS), token and mask IcePop (arXiv 2510.18855), geometric and mask masked
-    importance sampling. Raises ValueError for another level or mode.
+    was changed); maxima ``correction_max`` (before the bounds). A sampler's log-prob that is NaN
+    says nothing: its token (or row) has weight 0, and counts as changed. Token and truncate is
+    truncated importance sampling (TIS), token and mask IcePop (arXiv 2510.18855), geometric and
+    mask masked importance sampling. Raises ValueError for another level or mode.
     """
     gap = at_least_fp32(old_logprobs.detach()) - at_least_fp32(sampler_logprobs.detach())
     if level == "sequence":
@@ -51,7 +52,10 @@ def correction_weights(  # house: ok the terms of the equation
         gap = row_mean(gap, mask, row_ids)
     elif level != "token":
         raise ValueError(f"unknown level {level!r}; use token, sequence or geometric")
-    raw = gap.clamp(max=MAX_LOG_RATIO).exp()
+    unknown = mask & sampler_logprobs.detach().isnan()
+    if level != "token":
+        unknown = row_sum(unknown, mask, row_ids) > 0
+    raw = torch.where(unknown, 0.0, gap.clamp(max=MAX_LOG_RATIO).exp())
     if mode == "truncate":
         bounded = raw.clamp(max=high)
     elif mode == "clip":
@@ -60,10 +64,11 @@ def correction_weights(  # house: ok the terms of the equation
         bounded = torch.where((raw >= low) & (raw <= high), raw, 0.0)
     else:
         raise ValueError(f"unknown mode {mode!r}; use truncate, clip or mask")
-    weights, count = torch.where(mask, bounded, 1.0), mask.sum()
+    weights = torch.where(mask, bounded.masked_fill(unknown, 0.0), 1.0)
+    count = mask.sum()
     means = {
         "correction_weight": (masked_sum(weights, mask), count),
-        "correction_frac": (masked_sum(weights != raw, mask), count),
+        "correction_frac": (masked_sum((weights != raw) | unknown, mask), count),
     }
     return weights, Stats(means=means, maxima={"correction_max": masked_max(raw, mask)})
 

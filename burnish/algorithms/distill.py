@@ -5,7 +5,8 @@ tokens. The teacher is a constant. Every divergence is 0 where the two are equal
 elsewhere, and has a *slope*: its gradient in the student's logits z, log p = log softmax(z). As
 p sums to 1, the slope of D is p (g - sum_j p_j g_j) with g = dD/dp. It is written out, because a
 vocabulary is too large to keep what autograd would keep of it; ``models/distill.py`` uses both,
-some tokens at a time.
+some tokens at a time. A token that a distribution excludes (log-prob -inf, as of entries that only
+pad a vocabulary) has no share in a sum over that distribution, whatever the other one says of it.
 
 Which one: forward KL wants the student to cover all that the teacher might say, reverse KL to say
 nothing that the teacher would not; the Jensen-Shannon divergence lies between, and is bounded
@@ -27,7 +28,7 @@ def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     The cross-entropy to the teacher's distribution minus the teacher's entropy, so with the
     gradient of the cross-entropy. Source: arXiv 1503.02531, section 2.
     """
-    return (log_q.exp() * (log_q - log_p)).sum(-1)
+    return _expected(log_q.exp(), log_q - log_p)
 
 
 def forward_kl_slope(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ def forward_kl_slope(log_p: Tensor, log_q: Tensor) -> Tensor:
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(student || teacher) [K] = sum p (log p - log q), in nats. Source: arXiv 2306.08543 (there
     of whole responses)."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    return _expected(log_p.exp(), log_p - log_q)
 
 
 def reverse_kl_slope(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -55,8 +56,8 @@ def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
     1 - beta, beta to 1). Source: arXiv 2306.13649, section 2.
     """
     log_m = _log_mixture(log_p, log_q, beta)
-    teachers = (log_q.exp() * (log_q - log_m)).sum(-1)
-    return beta * teachers + (1 - beta) * (log_p.exp() * (log_p - log_m)).sum(-1)
+    teachers = _expected(log_q.exp(), log_q - log_m)
+    return beta * teachers + (1 - beta) * _expected(log_p.exp(), log_p - log_m)
 
 
 def jsd_slope(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
@@ -98,7 +99,13 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
 
 
+def _expected(p: Tensor, g: Tensor) -> Tensor:
+    """[K] sum_j p_j g_j, over the tokens that have a probability. In the memory of ``g``."""
+    return g.masked_fill_(p == 0, 0.0).mul_(p).sum(-1)
+
+
 def _centred(p: Tensor, g: Tensor) -> Tensor:
-    """p (g - sum_j p_j g_j), in the memory of ``p``."""
+    """p (g - sum_j p_j g_j), in the memory of both; 0 where p is 0."""
+    g.masked_fill_(p == 0, 0.0)
     mean = (p * g).sum(-1, keepdim=True)
     return p.mul_(g.sub_(mean))

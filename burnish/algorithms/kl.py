@@ -26,14 +26,24 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return 0.5 * k1(logprobs, ref_logprobs).square()
 
 
+MAX_GAP = 10.0
+"""In nats. :func:`k3` is a straight line beyond it: its slope at d = -10 is -22025 already, and
+exp(-d) is infinite in fp32 from d = -89 on. (Some libraries clamp the value at 10 instead; its
+gradient is then 0 from d = -2.6 on, so the tokens that are furthest away are not pulled back.)"""
+
+
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(-d) - 1 + d per token: unbiased and never negative. Any one shape.
 
+    Below d = -:data:`MAX_GAP` the tangent at that point, as a loss and as a metric: the gradient is
+    at most exp(MAX_GAP) - 1 in size, and the value is finite and less than that of the estimator.
     ``expm1`` keeps its digits where d is small. Entries outside a mask must be finite if a gradient
     is taken (engines give 0 there).
     """
     d = k1(logprobs, ref_logprobs)
-    return torch.expm1(-d) + d
+    near = d.clamp(min=-MAX_GAP)
+    beyond = near - d  # 0 within the limit; infinite d stays infinite
+    return torch.where(beyond > 0, beyond * math.expm1(MAX_GAP), 0.0) + torch.expm1(-near) + near
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -3,6 +3,10 @@
 No denominators. Everything is element by element, in fp32 at least. What stands outside the mask
 may be NaN or infinite. ``old_logprobs`` and ``advantages`` are constants: no gradient flows into
 them.
+
+Inside the mask a log-prob of -inf has the limit of the loss, if there is one: a ratio of 0, or of
+exp(MAX_LOG_RATIO) where the old one is -inf. NaN gives NaN at that token (``gspo``: in that row).
+An engine skips a step whose loss is not finite, and counts it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from burnish.types import Stats
 
 MAX_LOG_RATIO = 20.0
 """exp(20) = 4.9e8: beyond it a ratio is noise, and without a bound an infinite ratio times an
-advantage of 0 is NaN. The gradient is 0 there."""
+advantage of 0 is NaN. The gradient is 0 there, in all losses."""
 
 
 def ppo(  # house: ok the terms of the equation
@@ -46,13 +50,9 @@ def ppo(  # house: ok the terms of the equation
     ratio = log_ratio.exp()
     adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
     loss, clipped = _pessimistic(ratio, adv, low=1 - clip_low, high=1 + clip_high)
-    means = {"clip_frac": (masked_sum(clipped, mask), mask.sum())}
-    if dual_clip is not None:
-        bound = -dual_clip * adv
-        over = (adv < 0) & (loss > bound)
-        loss = torch.where(over, bound, loss)
-        means["dual_clip_frac"] = (masked_sum(over, mask), mask.sum())
-    return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
+    loss, found = _dual_clip(loss, adv, mask, dual_clip)
+    clips = Stats(means={"clip_frac": (masked_sum(clipped, mask), mask.sum())}) + found
+    return loss, clips + _ratio_stats(log_ratio, mask)
 
 
 def gspo(  # house: ok the terms of the equation
@@ -63,6 +63,7 @@ def gspo(  # house: ok the terms of the equation
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
     row_ids: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """The clipped surrogate with one ratio for the whole sequence.
@@ -70,7 +71,8 @@ def gspo(  # house: ok the terms of the equation
     s = exp(mean over the row's tokens of (logprobs - old_logprobs));
     L = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) at every token of the row, where the
     gradient of a token's s is s times that of its own log-prob (the token form, equation 9, which
-    is the sequence form where A is one number per row).
+    is the sequence form where A is one number per row). With dual clip c > 1, where A < 0:
+    L = min(L, -c A), as in :func:`ppo`.
 
     Tensors are padded [N, T], or packed [M] with ``row_ids`` [M]. The bounds are far smaller than
     PPO's (3e-4 and 4e-4 in the paper): s is a mean. Stats as :func:`ppo`, ``clip_frac`` over
@@ -79,16 +81,18 @@ def gspo(  # house: ok the terms of the equation
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     difference = at_least_fp32(logprobs.detach()) - at_least_fp32(old_logprobs.detach())
     mean = row_mean(difference, mask, row_ids).clamp(max=MAX_LOG_RATIO)
-    own = torch.where(mask, at_least_fp32(logprobs), 0.0)
+    moves = mask & (mean < MAX_LOG_RATIO) & logprobs.detach().isfinite()
+    own = torch.where(moves, at_least_fp32(logprobs), 0.0)
     ratio = (mean + own - own.detach()).exp()
     adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
     loss, clipped = _pessimistic(ratio, adv, low=1 - clip_low, high=1 + clip_high)
+    loss, found = _dual_clip(loss, adv, mask, dual_clip)
     count = mask.sum()
     means = {
         "clip_frac": (masked_sum(clipped, mask), count),
         "sequence_ratio": (masked_sum(ratio.detach(), mask), count),
     }
-    return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
+    return loss, Stats(means=means) + found + _ratio_stats(log_ratio, mask)
 
 
 def cispo(  # house: ok the terms of the equation
@@ -115,7 +119,7 @@ def cispo(  # house: ok the terms of the equation
     high = 1 + clip_high if max_ratio is None else max_ratio
     weight = ratio.clamp(1 - clip_low, high)
     adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
-    loss = -weight * adv * torch.where(mask, at_least_fp32(logprobs), 0.0)
+    loss = _score(weight * adv, logprobs, mask)
     means = {"clip_frac": (masked_sum(weight != ratio, mask), mask.sum())}
     return loss, Stats(means=means) + _ratio_stats(log_ratio, mask)
 
@@ -130,7 +134,7 @@ def reinforce(
     holds. Source: Williams 1992, doi 10.1007/BF00992696.
     """
     adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
-    loss = -adv * torch.where(mask, at_least_fp32(logprobs), 0.0)
+    loss = _score(adv, logprobs, mask)
     return loss, _ratio_stats(_log_ratio(logprobs, old_logprobs, mask), mask)
 
 
@@ -142,7 +146,7 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
 }
 """By the name in ``algorithm.policy_loss``, all f(logprobs, old_logprobs, advantages, mask, *, ...)
 -> (per_token_loss, Stats). The keywords are the fields of that config node: ``clip_low`` and
-``clip_high`` for all but ``reinforce``, which takes none, and besides ``dual_clip`` (ppo),
+``clip_high`` for all but ``reinforce``, which takes none, and besides ``dual_clip`` (ppo, gspo),
 ``max_ratio`` (cispo) and ``row_ids`` (those in :data:`BY_ROW`, for packed rows)."""
 
 BY_ROW = frozenset({"gspo"})
@@ -153,6 +157,23 @@ def _pessimistic(ratio: Tensor, adv: Tensor, *, low: float, high: float) -> tupl
     """(-min(r A, clip(r, low, high) A), where the clipped term is the one that counts)."""
     plain, clipped = -ratio * adv, -ratio.clamp(low, high) * adv
     return torch.maximum(plain, clipped), clipped > plain
+
+
+def _dual_clip(
+    loss: Tensor, adv: Tensor, mask: Tensor, bound: float | None
+) -> tuple[Tensor, Stats]:
+    """min(L, -c A) where A < 0, and how often that counts. ``bound`` None: the loss as it is."""
+    if bound is None:
+        return loss, Stats()
+    highest = -bound * adv
+    over = (adv < 0) & (loss > highest)
+    means = {"dual_clip_frac": (masked_sum(over, mask), mask.sum())}
+    return torch.where(over, highest, loss), Stats(means=means)
+
+
+def _score(weight: Tensor, logprobs: Tensor, mask: Tensor) -> Tensor:
+    """-weight x logprob; 0 where the weight is 0, also for a log-prob of -inf."""
+    return -weight * torch.where(mask & (weight != 0), at_least_fp32(logprobs), 0.0)
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

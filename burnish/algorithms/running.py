@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+MAX_VALUE = 1e150
+"""Squares up to 1e300 leave fp64 (1.8e308) room for sums."""
+
 
 class RunningMoments:
     """Count, mean and sum of squared deviations of all numbers so far.
@@ -27,9 +30,16 @@ class RunningMoments:
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, values: Sequence[float]) -> None:
-        """Take in one batch."""
+        """Take in one batch. Raises ValueError for numbers whose squares overflow fp64, or that are
+        not finite."""
         if not values:
             return
+        for value in values:
+            if not abs(value) <= MAX_VALUE:
+                raise ValueError(
+                    f"a value of {value:.3g} cannot be normalized: beyond {MAX_VALUE:.0e} its "
+                    "square overflows"
+                )
         count = len(values)
         mean = math.fsum(values) / count
         m2 = math.fsum((value - mean) ** 2 for value in values)

@@ -108,6 +108,8 @@ class GspoLoss(Node):
     """The sequence's ratio (a geometric mean over its tokens) counts from 1 - clip_low."""
     clip_high: float = Field(4e-4, gt=0)
     """It counts up to 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound c on the loss where the advantage is negative, as in ppo. None: no bound."""
 
 
 class CispoLoss(Node):
@@ -177,7 +179,8 @@ class KlConfig(Node):
     the loss (all)."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """http://joschu.net/blog/kl-approx.html. In the reward k1 is meant; as a loss k2 or k3 (k1's
-    gradient is 0 on average: a warning)."""
+    gradient is 0 on average: a warning). k3 is a straight line where the policy's log-prob is more
+    than 10 nats below the reference's, so that its gradient is bounded."""
     kl_target: float | None = Field(None, gt=0)
     """Adapt the weight to hold the mean KL per token at this value (Ziegler 2019). None: fixed
     weight."""

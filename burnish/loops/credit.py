@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,13 @@ from burnish.config.algorithm import (
     ReinforceAdvantage,
 )
 from burnish.config.rl_rules import BROADCAST
+from burnish.rewards.base import RewardError
 from burnish.tensors import pad_rows, unpad_rows, whiten
 from burnish.types import Batch
+
+MAX_REWARD = 1e15
+"""A critic's squared error of such returns is 1e30, and a policy loss with the largest ratio 5e23:
+both leave fp32 (3.4e38) room for sums over tokens."""
 
 ScalarAdvantage = GroupAdvantage | GaeAdvantage | ReinforceAdvantage
 """Those that begin with one reward per sample."""
@@ -37,7 +43,7 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
     Takes ``rewards`` [N], and what the kind needs: ``values`` (gae), ``old_logprobs`` and
     ``ref_logprobs`` (KL in the reward); ``old_logprobs`` and ``teacher_logprobs``
     (on_policy_distill, of rewards nothing). Whitening is over all action tokens of the batch given,
-    which is the whole rollout.
+    which is the whole rollout. Raises RewardError for rewards whose losses would overflow.
     """
     assert batch.rewards is not None
     advantage = config.advantage
@@ -47,7 +53,8 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
         return replace(batch, advantages=found)
     shaped = _shaped(batch, advantage)
     if advantage.kind in BROADCAST:
-        return replace(batch, advantages=shaped[batch.row_ids] * batch.action_mask)
+        advantages = torch.where(batch.action_mask, shaped[batch.row_ids], 0.0)
+        return _check_size(replace(batch, advantages=advantages), batch.rewards)
     mask = pad_rows(batch.action_mask.float(), batch.offsets).bool()
     rewards = token_rewards(shaped, mask, *_kl_in_reward(batch, config, kl_coef))
     returns = None
@@ -60,7 +67,27 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
         advantages = return_to_go(rewards, mask, gamma=advantage.gamma)
     if not isinstance(advantage, GroupAdvantage) and advantage.whiten:
         advantages = whiten(advantages, mask)
-    return replace(batch, advantages=unpad_rows(advantages, batch.offsets), returns=returns)
+    credited = replace(batch, advantages=unpad_rows(advantages, batch.offsets), returns=returns)
+    return _check_size(credited, batch.rewards)
+
+
+def _check_size(batch: Batch, rewards: Tensor) -> Batch:
+    """The batch. Raises RewardError if rewards are so large that losses would not be finite."""
+    largest = _largest(rewards)
+    found = max(_largest(x) for x in (batch.advantages, batch.returns) if x is not None)
+    if largest == math.inf or (largest > MAX_REWARD and found > MAX_REWARD):
+        raise RewardError(
+            f"the rewards of this rollout reach {largest:.3g} in size; beyond {MAX_REWARD:.0e} "
+            "losses and gradients overflow (fp32 ends at 3.4e38); divide the reward by a constant, "
+            "or set running_norm for it"
+        )
+    return batch
+
+
+def _largest(values: Tensor) -> float:
+    """The largest absolute value, NaN left out; 0 of nothing."""
+    sizes = values.abs()[~values.isnan()]
+    return float(sizes.max()) if sizes.numel() else 0.0
 
 
 def _shaped(batch: Batch, advantage: ScalarAdvantage) -> Tensor:

@@ -64,7 +64,7 @@ def policy_objective(
             if config.entropy_coef:
                 loss = loss - config.entropy_coef * total(outputs.entropy)
         if batch.ref_logprobs is not None:
-            kl = torch.where(mask, estimator(outputs.logprobs, batch.ref_logprobs), 0.0)
+            kl = estimator(*(_inside(x, mask) for x in (outputs.logprobs, batch.ref_logprobs)))
             stats += _mean("kl", kl, mask)
             if kl_in_loss:
                 loss = loss + kl_coef() * total(kl)
@@ -141,8 +141,8 @@ def process_objective() -> Loss:
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         assert outputs.values is not None and batch.step_labels is not None
-        labels = batch.step_labels.to(outputs.values.device)
-        losses = step_cross_entropy(outputs.values, labels)
+        mask, labels = batch.action_mask, batch.step_labels.to(outputs.values.device)
+        losses = step_cross_entropy(_inside(outputs.values, mask), _inside(labels, mask))
         loss = _reduce(losses, batch, "token_mean", None)
         stats = step_stats(outputs.values.detach(), batch)
         return loss, stats + Stats(sums={"loss": loss.detach()})
@@ -225,6 +225,12 @@ def _reduce(
         row_ids=batch.row_ids,
         **options,
     )
+
+
+def _inside(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` with 0 outside the mask. Before a function whose derivative there would be
+    multiplied by 0: for what is not finite the product is NaN."""
+    return torch.where(mask, values, 0.0)
 
 
 def _mean(name: str, values: Tensor, mask: Tensor) -> Stats:

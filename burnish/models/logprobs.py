@@ -82,7 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
             norm = logits.logsumexp(-1)
             log_norm[rows] = norm
             logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - norm
-            log_p = logits.sub_(norm[:, None])
+            log_p = _bounded(logits.sub_(norm[:, None]))
             if with_entropy:
                 entropy[rows] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
@@ -101,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.last_log_p is not None:
                 log_p, ctx.last_log_p = ctx.last_log_p, None
             else:
-                log_p = head.logits(hidden[rows]).sub_(log_norm[rows, None])
+                log_p = _bounded(head.logits(hidden[rows]).sub_(log_norm[rows, None]))
             grad = grad_logits(log_p, targets[rows], grad_logprobs[rows])
             if ctx.with_entropy:
                 # dH/dz = -p (log p + H)
@@ -112,6 +112,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 capped = log_p.add_(log_norm[rows, None])  # the logits again
             sums.add(rows, head.projection_grad_(grad, capped))
         return (*sums.found(), None, None, None)
+
+
+def _bounded(log_p: Tensor) -> Tensor:
+    """``log_p`` with a finite number for -inf, in place: its probability is 0 all the same, and
+    0 x log_p too, where 0 x -inf would be NaN (entries that only pad a vocabulary)."""
+    return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
 
 
 class HeadGradients:

@@ -194,7 +194,10 @@ class RewardSet:
             else:
                 whole.append((group, cast("dict[str, list[float]]", parts)))
         for name, (moments, _) in self._running.items():
-            moments.update([value for _, parts in whole for value in parts[name]])
+            try:
+                moments.update([value for _, parts in whole for value in parts[name]])
+            except ValueError as error:
+                raise RewardError(f"running_norm of the reward {name}: {error}") from error
         kept = [self._with_rewards(group, parts) for group, parts in whole]
         if failures and not any(group.samples for group in kept):
             first = failures[0].error()

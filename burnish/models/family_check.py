@@ -220,7 +220,7 @@ class _Family:
         kept: list[Tensor] = []
 
         def scale(module: Any, _inputs: Any, output: Any) -> Any:
-            if "last_hidden_state" not in output:
+            if not isinstance(output, dict) or "last_hidden_state" not in output:
                 raise ValueError(f"{type(module).__name__} returns no hidden states")
             output.last_hidden_state = output.last_hidden_state * factor
             kept.append(output.last_hidden_state)

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from burnish.models.family import ModelSupport, Result, keep, key_of, recall
 from burnish.models.family_check import check_family
-from burnish.models.shrink import shrink
+from burnish.models.shrink import POSITIONS, shrink
 
 
 def model_support(config: PretrainedConfig, *, use_disk: bool = True) -> ModelSupport:
@@ -111,7 +111,9 @@ def below_rope_border(tiny: PretrainedConfig) -> PretrainedConfig:
     if not rope_borders(tiny):
         return tiny
     fields = tiny.to_dict()
-    limit = fields.get("max_position_embeddings")
+    limit = max(POSITIONS, fields.get("max_position_embeddings") or 0)
+    if "max_position_embeddings" in fields:
+        fields["max_position_embeddings"] = limit
     for rope in _ropes(fields):
         if "original_max_position_embeddings" in rope:
             rope["original_max_position_embeddings"] = limit

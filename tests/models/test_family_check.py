@@ -221,3 +221,16 @@ def test_logit_scaling_is_read_from_the_fields_of_each_family() -> None:
     assert logit_scaling(AutoConfig.for_model("granite", logits_scaling=8.0)).scale == 1 / 8
     assert logit_scaling(AutoConfig.for_model("cohere")).scale == 0.0625
     assert logit_scaling(LlamaConfig()) == LogitScaling()
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rows_below_the_border_are_packed_exactly(rope: str) -> None:
+    factors = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
+    parameters = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0}
+    config = LlamaConfig(
+        max_position_embeddings=4096,
+        original_max_position_embeddings=1024,
+        rope_parameters=parameters | (factors if rope == "longrope" else {}),
+    )
+    found = model_support(config, use_disk=False)
+    assert found.packed, found.sentence()

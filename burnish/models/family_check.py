@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
 from burnish.models.attention import (
@@ -220,10 +221,10 @@ class _Family:
         kept: list[Tensor] = []
 
         def scale(module: Any, _inputs: Any, output: Any) -> Any:
-            if not isinstance(output, dict) or "last_hidden_state" not in output:
+            if not isinstance(output, ModelOutput) or "last_hidden_state" not in output:
                 raise ValueError(f"{type(module).__name__} returns no hidden states")
-            output.last_hidden_state = output.last_hidden_state * factor
-            kept.append(output.last_hidden_state)
+            output["last_hidden_state"] = output["last_hidden_state"] * factor
+            kept.append(output["last_hidden_state"])
             return output
 
         handle = self.model.get_decoder().register_forward_hook(scale)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
+from transformers.utils.generic import ModelOutput
 
 from burnish.models.attention import (
     NO_MASK,

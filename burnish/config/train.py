@@ -174,6 +174,11 @@ class TrainConfig(Node):
     """Stop the run, after saving, when this many optimizer steps in a row were skipped because the
     loss or the gradient was not finite. (Overflows that a dynamic loss scale may still cure are
     not counted: its floor stops the run.)"""
+    max_steps_without_signal: int | None = Field(100, ge=1)
+    """Stop the run, after saving, when this many steps in a row gave nothing to learn from: equal
+    rewards in every group (advantages without a group baseline: in the step), chosen equal to
+    rejected in every pair, KTO responses of one verdict only. ``stopped.txt`` has the cause. None:
+    never. (sft, distill and process reward models have no such steps.)"""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: about a third more compute, much less memory."""
     on_oom: Literal["fail", "retry_smaller"] = "fail"

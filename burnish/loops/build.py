@@ -32,6 +32,7 @@ from burnish.data.prompts import PromptStream, load_prompts
 from burnish.data.questions import Questions
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.steps import StepsStream, load_solutions
+from burnish.loops.degenerate import SignalWatch, pair_signal, warn_without_labels
 from burnish.loops.distill import Teacher, make_teacher
 from burnish.loops.evaluate import Evaluator
 from burnish.loops.generate import Generation
@@ -44,7 +45,7 @@ from burnish.loops.objectives import (
     with_expert_balance,
 )
 from burnish.loops.ptx import Ptx, ptx_objective
-from burnish.loops.reward_model import measure_pairs, measure_steps
+from burnish.loops.reward_model import export_facts, measure_pairs, measure_steps
 from burnish.loops.rl import RL
 from burnish.loops.sft import measure_sft
 from burnish.loops.supervised import Supervised
@@ -120,6 +121,7 @@ def build_rl(
         critic=critic,
         value_loss=value_loss,
         ptx=ptx,
+        signal=SignalWatch(config.train.max_steps_without_signal),
     )
     if config.eval is None:
         return parts, None
@@ -170,6 +172,7 @@ def build_evaluation(
     timeline = runtime.timeline
     rollout = timed(engine, timeline, {"generate": "rollout"})  # the phase in the memory plan
     evaluator = _evaluator(config.eval, rollout, scores, sampling, held_out, config, run_dir)
+    warn_without_labels(held_out, evaluator.runner.rewards)
     evaluator.runner.rewards = timed(evaluator.runner.rewards, timeline, {"score": "reward"})
     return evaluator
 
@@ -186,6 +189,8 @@ def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functi
         one_form=not config.output.lower().endswith(".jsonl"),
     )
     rewards = _reward_set(_rewards(config, runtime, functions), config, new_tokens)
+    first = questions.take(0, config.rollout.rollout_batch_size)
+    warn_without_labels([question.prompt for question in first], rewards)
     longest = data.prompt_max_len + new_tokens
     engine = runtime.standalone_rollout(config.model, config.rollout.engine, max_len=longest)
     runner = Runner(
@@ -218,9 +223,15 @@ def build_supervised(
         batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
         measure=_measure(config),
         eval_batch=eval_batch,
-        facts=_facts(config),
+        signal=SignalWatch(config.train.max_steps_without_signal),
+        look=None if _single_rows(config) else pair_signal,
+        facts=export_facts(config),
     )
     return parts, total
+
+
+def _single_rows(config: SFTConfig | RewardModelConfig) -> bool:
+    return isinstance(config, SFTConfig) or config.process
 
 
 def _supervised_loss(config: SFTConfig | RewardModelConfig) -> Loss:
@@ -237,14 +248,6 @@ def _measure(
     if isinstance(config, SFTConfig):
         return measure_sft
     return measure_steps if config.process else measure_pairs
-
-
-def _facts(config: SFTConfig | RewardModelConfig) -> dict[str, Any] | None:
-    """What the exports of a process reward model say of it."""
-    data = config.data
-    if not isinstance(data, StepsDataConfig):
-        return None
-    return {"process_reward": True, "step_separator": data.step_separator}
 
 
 def tell_noise(model: ModelConfig, role: Role) -> None:

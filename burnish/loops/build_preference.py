@@ -19,6 +19,7 @@ from burnish.loops.build import (
     _within_positions,
     tell_noise,
 )
+from burnish.loops.degenerate import SignalWatch, pair_signal, verdict_signal
 from burnish.loops.objectives import with_expert_balance
 from burnish.loops.preference import (
     Prepare,
@@ -72,6 +73,8 @@ def build_preference(
         measure=measure_preferences(loss, prepare_within(other or data)),
         eval_batch=held_out,
         prepare=prepare_within(data),
+        signal=SignalWatch(config.train.max_steps_without_signal),
+        look=verdict_signal if kto else pair_signal,
     )
     return parts, total
 

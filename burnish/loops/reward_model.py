@@ -3,10 +3,14 @@ The loop is ``supervised.py``'s; here is what evaluation measures."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
+from burnish.config import RewardModelConfig, SFTConfig
+from burnish.config.steps import StepsDataConfig
 from burnish.loops.objectives import pair_scores, process_objective
 from burnish.train.base import Outputs, TrainEngine
 from burnish.types import Batch, Stats
@@ -41,3 +45,11 @@ def measure_steps(engine: TrainEngine, batch: Batch) -> Stats:
         scores[f"score_{how}_mean"] = float(found.mean())
         scores[f"score_{how}_std"] = float(found.std()) if batch.num_rows > 1 else 0.0
     return stats + Stats(maxima=scores)
+
+
+def export_facts(config: SFTConfig | RewardModelConfig) -> dict[str, Any] | None:
+    """Return what the exports of a process reward model say of it; None for others."""
+    data = config.data
+    if not isinstance(data, StepsDataConfig):
+        return None
+    return {"process_reward": True, "step_separator": data.step_separator}

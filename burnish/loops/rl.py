@@ -23,6 +23,7 @@ from burnish.config import RLConfig
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.data.prompts import PromptStream
 from burnish.loops.credit import assign_advantages
+from burnish.loops.degenerate import SignalWatch, reward_signal
 from burnish.loops.distill import Teacher, teacher_stats
 from burnish.loops.ptx import Ptx
 from burnish.loops.saving import save_engines
@@ -53,6 +54,8 @@ class RL:
     critic: TrainEngine | None = None
     value_loss: Loss | None = None
     ptx: Ptx | None = None
+    signal: SignalWatch = field(default_factory=lambda: SignalWatch(None))
+    """Counts steps that teach nothing."""
 
 
 def rl_step(run: RL, step: int) -> Metrics:
@@ -79,8 +82,9 @@ def rl_step(run: RL, step: int) -> Metrics:
     metrics = rollout.stats.floats() | batch_metrics(batch) | updates.metrics()
     metrics |= handed_over | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
     metrics |= teacher_stats(batch) | kl_of_rollout(batch, run.config.algorithm)
+    metrics |= signal_metrics(run, rollout.groups)
     run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_rows)
-    return updates.checked(metrics)
+    return run.signal.checked(updates.checked(metrics))
 
 
 def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
@@ -213,6 +217,13 @@ def batch_metrics(batch: Batch) -> Metrics:
         "reward/trained_mean": float(batch.rewards.double().mean()),
         "reward/std": float(batch.rewards.std()) if batch.num_rows > 1 else 0.0,
     }
+
+
+def signal_metrics(run: RL, groups: Sequence[Group]) -> Metrics:
+    """Share of the groups that teach nothing; nothing if there are no rewards to learn from."""
+    run.signal.look_for_labels([group.prompt for group in groups], run.runner.rewards)
+    found = reward_signal(groups, run.config.algorithm, run.runner.rewards)
+    return {} if found is None else run.signal.see(found)
 
 
 def kl_of_rollout(batch: Batch, algorithm: AlgorithmConfig) -> Metrics:

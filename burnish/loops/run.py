@@ -79,8 +79,9 @@ def run(
     the folder of a run to go on with. ``force``: run even where the memory plan (``plan.txt`` in
     the run folder) says that it cannot fit. Raises RunError, DoesNotFitError, DataError,
     ModelError, RewardError or CheckpointError with what to do; Interrupted after a signal, and
-    StoppedError where numbers that are not finite made going on pointless (the run is saved in both
-    cases); RunOutOfMemoryError with what to change, also in ``oom.txt``.
+    StoppedError if numbers that are not finite, or steps that teach nothing, make going on
+    pointless (the run is saved in both cases); RunOutOfMemoryError with what to change, also in
+    ``oom.txt``.
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     if resume is not None and isinstance(config, EvaluateConfig):
@@ -150,6 +151,7 @@ def _run_rl(
                 eval_every=config.eval.every_n_steps if config.eval is not None else 0,
             )
         finally:
+            parts.signal.log_total()
             parts.runner.rewards.close()
             parts.runner.engine.close()
 
@@ -198,13 +200,16 @@ def _run_supervised(config: SupervisedJob, run_dir: Path, watch: MemoryWatch) ->
             assert isinstance(config, (SFTConfig, RewardModelConfig))
             parts, total = build_supervised(config, runtime)
         held_out = parts.eval_batch is not None
-        return session.run(
-            SupervisedState(parts),
-            total_steps=total,
-            step=lambda step: supervised_step(parts, step),
-            evaluate=(lambda step: supervised_eval(parts, step)) if held_out else None,
-            eval_every=config.eval_every_n_steps,
-        )
+        try:
+            return session.run(
+                SupervisedState(parts),
+                total_steps=total,
+                step=lambda step: supervised_step(parts, step),
+                evaluate=(lambda step: supervised_eval(parts, step)) if held_out else None,
+                eval_every=config.eval_every_n_steps,
+            )
+        finally:
+            parts.signal.log_total()
 
 
 def _run_evaluate(

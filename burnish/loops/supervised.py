@@ -4,7 +4,7 @@ reward_model.py and preference.py differ in the data and in the loss only."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from burnish.data.preference import PreferenceStream
 from burnish.data.sft import SFTStream
 from burnish.data.steps import StepsStream
 from burnish.data.unpaired import UnpairedStream
+from burnish.loops.degenerate import Finding, SignalWatch
 from burnish.loops.rl import Metrics, Updates
 from burnish.loops.saving import save_engines
 from burnish.train.base import Loss, TrainEngine
@@ -33,6 +34,10 @@ class Supervised:
     eval_batch: Batch | None = None
     prepare: Callable[[Batch], Batch] = lambda batch: batch
     """What a batch needs before its update (preferences: the reference's log-probs)."""
+    signal: SignalWatch = field(default_factory=lambda: SignalWatch(None))
+    """Counts steps that teach nothing."""
+    look: Callable[[Batch], Finding] | None = None
+    """Which units of a batch teach nothing. None: all teach."""
     facts: Mapping[str, Any] | None = None
     """What exports write into the model's config, beside what evaluation measured."""
 
@@ -45,7 +50,8 @@ def supervised_step(run: Supervised, step: int) -> Metrics:
     updates.step("train", run.engine)
     counts = {f"data/{name}": float(value) for name, value in run.stream.counts.items()}
     tokens = {"train/tokens": float(batch.tokens.numel())}
-    return updates.checked(updates.metrics() | counts | tokens)
+    signal = {} if run.look is None else run.signal.see(run.look(batch))
+    return run.signal.checked(updates.checked(updates.metrics() | counts | tokens | signal))
 
 
 def supervised_eval(run: Supervised, step: int) -> Metrics:

@@ -77,6 +77,7 @@ CHARTS = (
         ("reward/truncated_frac", "rollout/truncated_frac"),
     ),
     Chart(ROLLOUT, "Groups with equal rewards", "fraction", ("reward/equal_groups_frac",)),
+    Chart(UPDATE, "Groups or pairs without signal", "fraction", ("train/no_signal_frac",)),
     Chart(ROLLOUT, "Groups dropped", "per step", ("reward/groups_dropped",)),
     Chart(ROLLOUT, "Rows written", "per step", ("generate/rows",)),
     Chart(ROLLOUT, "Left out", "per step", ("generate/dropped_*",)),

@@ -86,6 +86,13 @@ class HasLocation(Protocol):
 
 
 @runtime_checkable
+class HasLabelUse(Protocol):
+    """A reward that knows whether it reads the label."""
+
+    takes_label: bool
+
+
+@runtime_checkable
 class HasCounts(Protocol):
     """A reward that counts events of its own (timeouts); they become sums in the stats."""
 
@@ -203,10 +210,17 @@ class RewardSet:
             first = failures[0].error()
             raise NoGroupLeftError(
                 f"no group is left to train on: a reward failed in all {len(failures)} groups, and "
-                f"on_reward_failure.then=drop_group dropped them. The first failure:\n{first}",
+                "on_reward_failure.then=drop_group dropped them. The first failure:\n"
+                f"{_without_drop(str(first))}",
                 len(dropped),
             ) from first
         return Scored(tuple(kept), tuple(dropped), self._stats(kept, len(dropped)))
+
+    @property
+    def label_takers(self) -> tuple[str, ...]:
+        """Names of the rewards that read the label, as far as they know."""
+        rewards = [r for r, _ in self._rewards if isinstance(r, HasLabelUse) and r.takes_label]
+        return tuple(reward.name for reward in rewards)
 
     def total(self, parts: Mapping[str, float]) -> float:
         """The weighted sum of a sample's ``reward_parts``, before shaping."""
@@ -278,6 +292,7 @@ class RewardSet:
             reward = shaped(
                 total, sample, config=self._shaping, generate_max_len=self._generate_max_len
             )
+            _check_total(reward, own, RewardInput(group.prompt, sample))
             if reward != total:
                 own["shaping"] = reward - total
             samples.append(replace(sample, reward=reward, reward_parts=own))
@@ -323,6 +338,16 @@ class NoRewards(RewardSet):
         cut = [s.finish_reason == "length" for group in groups for s in group.samples]
         means: dict[str, tuple[Number, Number]] = {"rollout/truncated_frac": (sum(cut), len(cut))}
         return Scored(tuple(groups), (), Stats(means=means))
+
+
+def _check_total(reward: float, parts: Mapping[str, float], item: RewardInput) -> None:
+    """Raise RewardError if a total is beyond fp32, in which advantages are computed."""
+    if not abs(reward) <= _LARGEST:
+        raise RewardError(
+            f"the total reward {reward:g} is beyond fp32's range, +-{_LARGEST:.1e}: the weighted "
+            f"sum of the scores {dict(parts)}\n{describe(item)}\n  What to do: lower the weights "
+            "of the rewards, or scale the scores down"
+        )
 
 
 def describe(item: RewardInput) -> str:
@@ -393,11 +418,19 @@ def _number(reward: Reward, item: RewardInput, value: Any) -> float | _Failure:
     return _Failure(f"{_named(reward)} {what}\n{describe(item)}\n  {_what_to_do()}")
 
 
+_OR_DROP = (
+    "; or set on_reward_failure.then=drop_group to leave such groups out, or "
+    "on_reward_failure.retries to ask again"
+)
+
+
 def _what_to_do(advice: str = _RETURN_A_NUMBER) -> str:
-    return (
-        f"What to do: {advice}; or set on_reward_failure.then=drop_group to leave such groups out, "
-        "or on_reward_failure.retries to ask again"
-    )
+    return f"What to do: {advice}{_OR_DROP}"
+
+
+def _without_drop(message: str) -> str:
+    """``message`` of a run that drops such groups already."""
+    return message.replace(_OR_DROP, "; or raise on_reward_failure.retries to ask again")
 
 
 def _named(reward: Reward) -> str:

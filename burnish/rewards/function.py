@@ -48,6 +48,7 @@ class FunctionReward:
         self.location = _location(function)
         self._function = function
         self._parameters = _parameters(function, f"reward {name!r} ({self.location})")
+        self.takes_label = bool({"label", "labels"} & set(self._parameters))
         self._loop: LoopThread | None = None
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:

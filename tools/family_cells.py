@@ -34,7 +34,7 @@ from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import SPECIAL, build, shrink
 from burnish.models.tensor_parallel import check_sizes, cut_dims
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.decoding import make_local_engine
 from burnish.train.base import Outputs
 from burnish.train.engines import make_engine
 from burnish.train.torch import EngineSpec, TorchTrainEngine
@@ -224,8 +224,11 @@ class Subject:
         lengths = [3, 7, 5, 12] if limit is None or limit >= 24 else [1, 2, 3, limit - room]
         tokens = self.batch.tokens.tolist()
         prompts = {str(i): tuple(tokens[i : i + length]) for i, length in enumerate(lengths)}
-        engine = LocalRolloutEngine(
-            load_causal_lm(self.model), self.tokenizer, LocalEngine(max_batch_size=6)
+        engine = make_local_engine(
+            load_causal_lm(self.model),
+            self.tokenizer,
+            LocalEngine(max_batch_size=6),
+            name=self.model.path or "",
         )
         requests = [Request(i, prompt, n=n, seed=1) for i, prompt in prompts.items()]
         found = engine.generate(requests, Sampling(max_tokens=room, temperature=temperature))

@@ -98,6 +98,8 @@ def load_causal_lm(
         check_head(model, describe(config))
     if config.lora is not None:
         _inject_lora(model, config)
+    else:
+        _check_all_trained(model, config)
     use_fp32_products(model)
     return cast(PreTrainedModel, model)
 
@@ -236,6 +238,18 @@ def raise_if_lacking(error: Exception, model: Any, name: str) -> None:
         f"has no {dtype} form of {operation} there ({said}); use another precision.dtype (fp32 "
         "always works), or another device"
     ) from error
+
+
+def _check_all_trained(model: Any, config: ModelConfig) -> None:
+    """Raise ModelError if transformers keeps a parameter frozen (the initial state of HRM):
+    checkpoints of full fine-tuning hold trained parameters only."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        raise ModelError(
+            f"{describe(config)} ({type(model).__name__}) has a parameter that is never trained "
+            f"({frozen[0]}), which a checkpoint of all trained weights would not hold; train "
+            "adapters instead (model.lora)"
+        )
 
 
 def _inject_lora(model: Any, config: ModelConfig) -> None:

@@ -50,9 +50,36 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
             "projection's weight alone); name inner layers, or use all-linear"
         )
     _fill_empty_adapters(model, generator)
+    _check_special_layers(model)
     _warn_of_bare_experts(model, config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+@torch.no_grad()
+def _check_special_layers(model: PreTrainedModel) -> None:
+    """Raise ValueError if adapters break layers that are linear in name only (the grouped
+    projections of DeepSeek-V4, routers that return several tensors). Computes two tokens if there
+    are such layers and the weights are here."""
+    adapted = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+    special = {n: m.get_base_layer() for n, m in adapted.items() if _is_special(m)}
+    if not special or any(p.is_meta or not p.numel() for p in model.parameters()):
+        return
+    try:
+        model(input_ids=torch.tensor([[1, 2]], device=model.device), use_cache=False)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        name, layer = next(iter(special.items()))
+        left_out = {n.rpartition(".")[2] for n in special}
+        others = sorted({n.rpartition(".")[2] for n in adapted} - left_out)
+        raise ValueError(
+            f"{name} is a {type(layer).__name__}, whose computation an adapter does not follow "
+            f"({str(error).splitlines()[0]}); name other layers, such as [{', '.join(others)}]"
+        ) from error
+
+
+def _is_special(layer: LoraLayer) -> bool:
+    base = layer.get_base_layer()
+    return isinstance(base, nn.Linear) and type(base).forward is not nn.Linear.forward
 
 
 def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
@@ -141,10 +168,14 @@ def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
     if not asked:
         return
     adapters = _adapters_by_parameter(model)
+    convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     bare = [
         plain_name(name)
         for name, parameter in model.named_parameters()
-        if ".lora_" not in name and len(_shape(parameter)) == 3 and plain_name(name) not in adapters
+        if ".lora_" not in name
+        and len(_shape(parameter)) == 3
+        and id(parameter) not in convolutions
+        and plain_name(name) not in adapters
     ]
     if bare:
         log.warning(

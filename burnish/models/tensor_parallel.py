@@ -117,14 +117,21 @@ def layer_styles(body: PreTrainedModel) -> dict[str, str]:
     return found
 
 
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
 def check_sizes(config: Any, size: int) -> None:
     """Raise ModelError where ``size`` ranks cannot share the heads of a model of this HuggingFace
     ``config``."""
     text = config.get_text_config()
-    heads = {"num_attention_heads": int(text.num_attention_heads)}
-    kv_heads = text.to_dict().get("num_key_value_heads")
-    if kv_heads is not None:
-        heads["num_key_value_heads"] = int(kv_heads)
+    fields = text.to_dict()
+    counts = {name: fields.get(name) for name in (text.attribute_map.get(n, n) for n in _HEADS)}
+    if not isinstance(next(iter(counts.values())), int):
+        raise ModelError(
+            f"train.engine.tensor_parallel_size={size}: this {text.model_type} model has no number "
+            "of attention heads that ranks could share; use 1, and sharding=full"
+        )
+    heads = {name: count for name, count in counts.items() if count is not None}
     for name, count in heads.items():
         if count % size:
             works = [str(n) for n in range(1, count + 1) if count % n == 0]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 from typer.testing import CliRunner
 
 import burnish
@@ -16,6 +16,7 @@ from burnish.config import dump_yaml, load_config
 from burnish.config.splits import splits_of
 from burnish.loops import splits
 from burnish.models.load import ModelError
+from burnish.models.tensor_parallel import check_sizes
 
 HEADS: dict[str, Any] = {"scratch": {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2}}
 SPLIT = {"kind": "vllm", "tensor_parallel_size": 4}
@@ -102,3 +103,9 @@ def test_a_folders_config_is_read_and_a_model_that_is_not_here_is_not_asked_for(
     assert done.exit_code == 2 and "does not divide the model's 12 attention heads" in done.stderr
     unknown = recipe(tmp_path, {"path": "nobody/nothing-1"}, **rollout)
     assert dry_run(unknown, tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "falcon_mamba"])
+def test_layers_without_heads_are_refused_in_words(model_type: str) -> None:
+    with pytest.raises(ModelError, match=rf"size=2: this {model_type} model has no number of att"):
+        check_sizes(CONFIG_MAPPING[model_type](), 2)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import CONFIG_MAPPING, LlamaForCausalLM
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
-from burnish.models.load import load_causal_lm
+from burnish.models.load import ModelError, load_causal_lm
 from burnish.models.lora import adapters_off, merged_weights
+from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
 
 TOKENS = torch.tensor([[7, 8, 9, 10, 11]])
@@ -49,6 +50,39 @@ def test_the_output_head_gets_no_adapter() -> None:
     scratch = ScratchConfig(hidden_size=32, tie_word_embeddings=False)
     model = load_causal_lm(ModelConfig(scratch=scratch, lora=LoraConfig()))
     assert not any("lm_head" in n for n, p in model.named_parameters() if p.requires_grad)
+
+
+def small(model_type: str, folder: Path) -> ModelConfig:
+    """A small random model of a family, in a folder."""
+    build(shrink(CONFIG_MAPPING[model_type]())).save_pretrained(folder)
+    return ModelConfig(path=str(folder), lora=LoraConfig(lora_rank=4))
+
+
+def test_layers_that_are_linear_in_name_only_are_refused_with_the_names_of_others(
+    tmp_path: Path,
+) -> None:
+    """DeepSeek-V4 projects groups of heads by blocks of one matrix; peft would multiply the matrix
+    as a whole."""
+    config = small("deepseek_v4", tmp_path)
+    with pytest.raises(ModelError, match=r"o_a_proj is a DeepseekV4GroupedLinear.*o_b_proj"):
+        load_causal_lm(config)
+    lora = LoraConfig(lora_rank=4, target_modules=("o_b_proj", "kv_proj"))
+    load_causal_lm(config.model_copy(update={"lora": lora}))(TOKENS, use_cache=False)
+
+
+def test_convolutions_are_no_experts_without_adapters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_causal_lm(small("qwen3_5", tmp_path))
+    assert "fused expert" not in caplog.text
+
+
+def test_a_parameter_that_transformers_freezes_needs_adapters(tmp_path: Path) -> None:
+    """The initial state of HRM's fast cycle is never trained, so no checkpoint would hold it."""
+    config = small("hrm_text", tmp_path)
+    load_causal_lm(config)
+    with pytest.raises(ModelError, match=r"never trained \(model.z_L_init\).*model.lora"):
+        load_causal_lm(config.model_copy(update={"lora": None}))
 
 
 def test_adapters_of_a_model_that_is_read_in_parts_start_from_the_same_numbers(

@@ -62,8 +62,10 @@ def find_support(
         found = config_of(model, download=download)
         if found is None:
             return None
-        support = model_support(found)
-        decoding = decoding_support(found) if sampled and not support.refusal else None
+        support = model_support(found, trust=model.trust_remote_code)
+        decoding = None
+        if sampled and not support.refusal:
+            decoding = decoding_support(found, trust=model.trust_remote_code)
         for key, result in zip(keys, (support, decoding), strict=True):
             if content and result is not None:
                 keep(key, result)

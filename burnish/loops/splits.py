@@ -8,7 +8,7 @@ from typing import Any
 
 from burnish.config.jobs import JobConfig
 from burnish.config.model import ModelConfig
-from burnish.config.splits import SplitKind, splits_of
+from burnish.config.splits import Split, SplitKind, splits_of
 from burnish.memory.shapes import PlanError, find_config
 from burnish.models.load import ModelError, describe, hf_config, require_packing
 from burnish.models.tensor_parallel import check_sizes
@@ -39,10 +39,15 @@ def check_splits(config: JobConfig, *, download: bool) -> None:
             continue
         try:
             if split.kind != "rollout":
-                require_packing(found, f"{_SETTINGS[split.kind]}={split.size}")
+                _require_packing(found, split)
             _CHECKS[split.kind](found.get_text_config(), split.size)
         except ModelError as error:
             raise ModelError(f"{describe(split.model)}: {error}") from None
+
+
+def _require_packing(found: Any, split: Split) -> None:
+    setting = f"{_SETTINGS[split.kind]}={split.size}"
+    require_packing(found, setting, trust=split.model.trust_remote_code)
 
 
 def config_of(model: ModelConfig, *, download: bool) -> Any:

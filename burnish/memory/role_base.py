@@ -17,7 +17,7 @@ from burnish.memory.hardware import Hardware
 from burnish.memory.model_state import SIZES, EngineSetup, Item
 from burnish.memory.passes import Pass, Row
 from burnish.memory.shapes import ModelShape, PlanError, shape_of
-from burnish.models.support import model_support, row_limit
+from burnish.models.support import model_support, row_limit, runs_own_code
 
 Items = tuple[Item, ...]
 REWARD_ROWS = 8
@@ -108,7 +108,7 @@ def positions(shape: ModelShape) -> int:
 
 def with_layout(train: TrainConfig, shape: ModelShape) -> TrainConfig:
     """``train`` with the layout that the model's passes have: padded if it cannot pack rows."""
-    packs = model_support(shape.text).packed
+    packs = model_support(shape.text, trust=runs_own_code(shape.config)).packed
     return train if packs else train.model_copy(update={"layout": "padded"})
 
 

@@ -52,20 +52,20 @@ LogProbs = Callable[[Rows], list[Tensor]]
 
 
 @torch.no_grad()
-def check_family(tiny: PretrainedConfig) -> ModelSupport:
-    """Return how the family of the shrunk config ``tiny`` runs."""
+def check_family(tiny: PretrainedConfig, *, trust: bool = False) -> ModelSupport:
+    """Return how the family of the shrunk config ``tiny`` runs. ``trust``: as for :func:`build`."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        return _check(tiny)
+        return _check(tiny, trust)
     finally:
         transformers_logging.set_verbosity(level)
 
 
-def _check(tiny: PretrainedConfig) -> ModelSupport:
+def _check(tiny: PretrainedConfig, trust: bool) -> ModelSupport:
     name = tiny.model_type
     try:
-        family = _Family(build(tiny))
+        family = _Family(build(tiny, trust=trust))
         rows = _rows(family.vocabulary)
         wanted = family.one_by_one(rows)
     except Exception as error:  # any failure of a model is the answer of the experiment

@@ -36,7 +36,7 @@ from burnish.models.half_linear import use_fp32_products
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.lora import inject_lora
 from burnish.models.scratch import scratch_model, scratch_tokenizer
-from burnish.models.support import model_support, row_limit
+from burnish.models.support import model_support, row_limit, runs_own_code
 
 log = logging.getLogger("burnish")
 
@@ -112,11 +112,13 @@ def check_support(config: ModelConfig) -> ModelSupport | None:
     seconds the first time (``models/support.py``).
     """
     found = hf_config(config)
-    return None if found is None else _supported(found, describe(config))
+    if found is None:
+        return None
+    return _supported(found, describe(config), trust=config.trust_remote_code)
 
 
-def _supported(config: PretrainedConfig, name: str) -> ModelSupport:
-    support = model_support(config)
+def _supported(config: PretrainedConfig, name: str, *, trust: bool) -> ModelSupport:
+    support = model_support(config, trust=trust)
     if support.refusal:
         raise ModelError(f"{name} cannot be used: {support.refusal}")
     return support
@@ -125,7 +127,7 @@ def _supported(config: PretrainedConfig, name: str) -> ModelSupport:
 def choose_attention(model: PreTrainedModel, name: str) -> None:
     """Give a model the attention of its family: packed rows if they are exact, else transformers'
     own on padded rows, said once. ``name``: of the model, for messages."""
-    support = _supported(model.config, name)
+    support = _supported(model.config, name, trust=runs_own_code(model))
     if support.model_type not in _SAID:
         _SAID.add(support.model_type)
         level = logging.INFO if support.packed else logging.WARNING
@@ -137,10 +139,10 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
 _SAID: set[str] = set()
 
 
-def require_packing(config: PretrainedConfig, setting: str) -> None:
+def require_packing(config: PretrainedConfig, setting: str, *, trust: bool = False) -> None:
     """Raise ModelError if models with this ``config`` cannot compute packed rows, which ``setting``
     needs."""
-    support = model_support(config)
+    support = model_support(config, trust=trust)
     if not support.packed:
         raise ModelError(
             f"{setting}: {support.sentence()}, and ranks can share only attention over packed "

@@ -156,16 +156,19 @@ def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
     return cast(PretrainedConfig, parts[0])
 
 
-def build(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def build(config: PretrainedConfig, seed: int = 0, *, trust: bool = False) -> PreTrainedModel:
     """Return the causal language model of ``config`` on the CPU in fp32, in evaluation mode.
 
     Weights are random and large enough that every part of the model shows in its outputs (gates,
     offsets and router biases that begin at zero included). The same ``seed`` gives the same
-    weights; the global random state does not change.
+    weights; the global random state does not change. ``trust``: run the model's own code, if its
+    config names some (``auto_map``).
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust
+        )
         model.float()
         _randomize(model)
         _widen_logits(model)

@@ -26,11 +26,14 @@ from burnish.models.family_check import check_family
 from burnish.models.shrink import POSITIONS, shrink
 
 
-def model_support(config: PretrainedConfig, *, use_disk: bool = True) -> ModelSupport:
+def model_support(
+    config: PretrainedConfig, *, trust: bool = False, use_disk: bool = True
+) -> ModelSupport:
     """Return how models with this HuggingFace ``config`` run.
 
     The first call for a family takes up to three seconds; later ones read the answer from memory or
-    from the cache folder. ``use_disk=False``: neither read nor write the cache folder.
+    from the cache folder. ``trust``: run the model's own code, if its config names some.
+    ``use_disk=False``: neither read nor write the cache folder.
     """
     try:
         tiny = below_rope_border(shrink(config))
@@ -40,15 +43,24 @@ def model_support(config: PretrainedConfig, *, use_disk: bool = True) -> ModelSu
             "eager",
             refusal=f"no small copy of the model can be made to check it ({_short(error)})",
         )
-    return cached_result(ModelSupport, tiny, lambda: check_family(tiny), use_disk=use_disk)
+
+    def run() -> ModelSupport:
+        return check_family(tiny, trust=trust)
+
+    return cached_result(ModelSupport, tiny, run, use_disk=use_disk, trust=trust)
 
 
 def cached_result(
-    kind: type[Result], tiny: PretrainedConfig, run: Callable[[], Result], *, use_disk: bool = True
+    kind: type[Result],
+    tiny: PretrainedConfig,
+    run: Callable[[], Result],
+    *,
+    use_disk: bool = True,
+    trust: bool = False,
 ) -> Result:
     """Return the result of ``run`` for a shrunk config, from the cache if it is there. ``kind``: a
     dataclass that JSON can hold."""
-    key = key_of(kind, tiny.model_type, [_content(tiny)])
+    key = key_of(kind, tiny.model_type, [_content(tiny), str(trust).encode()])
     found = _IN_MEMORY.get(key)
     if isinstance(found, kind):
         return found
@@ -127,6 +139,11 @@ def _content(tiny: PretrainedConfig) -> bytes:
     for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         fields.pop(name, None)
     return json.dumps(fields, sort_keys=True, default=str).encode()
+
+
+def runs_own_code(model: object) -> bool:
+    """Whether the code of a model or config came with it, and was trusted when it was loaded."""
+    return type(model).__module__.startswith("transformers_modules")
 
 
 def _is_remote(tiny: PretrainedConfig) -> bool:

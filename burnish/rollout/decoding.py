@@ -18,7 +18,12 @@ from burnish.models.family import PACKED, Decoding, DecodingSupport, words
 from burnish.models.family_check import TOLERANCE, largest_difference
 from burnish.models.load import ModelError
 from burnish.models.shrink import build, shrink
-from burnish.models.support import below_rope_border, cached_result, model_support
+from burnish.models.support import (
+    below_rope_border,
+    cached_result,
+    model_support,
+    runs_own_code,
+)
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 
@@ -28,13 +33,17 @@ NEW_TOKENS = 12
 _PROMPTS = ((5, 17, 3, 60, 41, 8, 29), (9, 2, 71, 33, 12, 50, 6, 24, 80, 15, 37))
 
 
-def decoding_support(config: PretrainedConfig, *, use_disk: bool = True) -> DecodingSupport:
+def decoding_support(
+    config: PretrainedConfig, *, trust: bool = False, use_disk: bool = True
+) -> DecodingSupport:
     """Return how the local engine samples from models with this config. Costs up to three seconds
-    the first time; the answer is kept like that of ``model_support``."""
+    the first time; the answer is kept like that of ``model_support``, and so are the keywords."""
     tiny = below_rope_border(shrink(config))
-    return cached_result(
-        DecodingSupport, tiny, lambda: _check(tiny, use_disk=use_disk), use_disk=use_disk
-    )
+
+    def run() -> DecodingSupport:
+        return _check(tiny, trust=trust, use_disk=use_disk)
+
+    return cached_result(DecodingSupport, tiny, run, use_disk=use_disk, trust=trust)
 
 
 def make_local_engine(
@@ -45,7 +54,7 @@ def make_local_engine(
 
     Raises ModelError if there is none.
     """
-    support = decoding_support(model.config)
+    support = decoding_support(model.config, trust=runs_own_code(model))
     if support.decoding is None:
         raise ModelError(f"{name}: {support.sentence()}; use rollout.engine.kind=vllm")
     if support.decoding != "batched":
@@ -54,11 +63,11 @@ def make_local_engine(
 
 
 @torch.no_grad()
-def _check(tiny: PretrainedConfig, *, use_disk: bool) -> DecodingSupport:
-    support = model_support(tiny, use_disk=use_disk)
+def _check(tiny: PretrainedConfig, *, trust: bool, use_disk: bool) -> DecodingSupport:
+    support = model_support(tiny, trust=trust, use_disk=use_disk)
     if support.refusal:
         return DecodingSupport(None, reason=support.refusal)
-    model = build(tiny)
+    model = build(tiny, trust=trust)
     model.generation_config = GenerationConfig()
     model.set_attn_implementation("eager")
     size = int(tiny.get_text_config().vocab_size)

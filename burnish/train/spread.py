@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.attention import Segment, plan_segments
 from burnish.models.load import ModelError, require_packing
+from burnish.models.support import runs_own_code
 from burnish.models.ulysses import SpreadPlan, sum_over
 from burnish.train.base import Role
 from burnish.train.batching import Arranged
@@ -91,7 +92,8 @@ class SpreadForward(Forward):
         super().__init__(model, role, train, temperature=temperature)
         self.team = team
         self._checked = False
-        require_packing(self.body.config, f"train.engine.sequence_parallel_size={team.size}")
+        setting = f"train.engine.sequence_parallel_size={team.size}"
+        require_packing(self.body.config, setting, trust=runs_own_code(self.body))
         check_heads(self.body.config, team.size)
 
     def _compute(

@@ -1,7 +1,9 @@
 """The check of model families: which way each mechanism runs, and that the check can fail."""
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +236,26 @@ def test_rows_below_the_border_are_packed_exactly(rope: str) -> None:
     )
     found = model_support(config, use_disk=False)
     assert found.packed, found.sentence()
+
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_that_comes_with_a_model_is_checked_too(tmp_path: Path) -> None:
+    """Its result is not kept on disk: the code may change under the same config."""
+    (tmp_path / "own.py").write_text(REMOTE)
+    fields = LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=99).to_dict()
+    fields |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    fields["auto_map"] = {
+        "AutoConfig": "own.OwnConfig",
+        "AutoModelForCausalLM": "own.OwnForCausalLM",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = AutoConfig.from_pretrained(str(tmp_path), trust_remote_code=True)
+    assert model_support(config, trust=True).packed

@@ -112,14 +112,24 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _parse(line: str) -> dict[str, Any]:
-    entry = json.loads(line)
-    if (
-        not isinstance(entry, dict)
-        or not isinstance(entry.get("step"), int)
-        or not isinstance(entry.get("time"), int | float)
-    ):
+    try:
+        entry = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(entry, dict) or not _is_step(entry.get("step")):
         raise ValueError("no JSON object with a whole number 'step' and a number 'time'")
+    clock = entry.get("time")
+    if not isinstance(clock, int | float) or not 0 <= clock < _END_OF_TIME:
+        raise ValueError("its 'time' is no number of seconds since 1970")
     return entry
+
+
+_END_OF_TIME = 2.0**36
+"""Seconds; datetime ends before."""
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def _step_of(line: str) -> float:

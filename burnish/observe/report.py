@@ -139,9 +139,10 @@ def _read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ReportError(
-            f"{path} is not YAML ({error}); mend it, or move it away to report without it"
+            f"{path} is not YAML ({why}); correct it, or move it away to report without it"
         ) from error
     if not isinstance(config, dict):
         raise ReportError(

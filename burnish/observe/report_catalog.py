@@ -43,7 +43,7 @@ CHARTS = (
     Chart(LEARNING, "Score margin", "chosen minus rejected", ("*/score_margin",)),
     Chart(LEARNING, "Held-out reward", "per response", ("eval/reward",)),
     Chart(LEARNING, "Mean reward of what is trained on", "per response", ("reward/trained_mean",)),
-    Chart(LEARNING, "Spread of the reward", "of what is trained on", ("reward/std",)),
+    Chart(LEARNING, "Spread of the reward", "standard deviation", ("reward/std",)),
     Chart(LEARNING, "Reward parts", "mean per response", ("reward/*", "eval/reward/*")),
     Chart(LEARNING, "Scores", "", ("*/score_chosen", "*/score_rejected")),
     Chart(UPDATE, "KL to the reference", "nats per token", ("train/kl", "rollout/kl")),

@@ -63,16 +63,20 @@ class Phase:
     color: str
 
 
+def is_finite(value: Any) -> bool:
+    """Whether ``value`` is a number that a float holds."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
+
+
 def curves_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     """Metric name -> its curve; a metric that is never a finite number has none."""
     found: dict[str, Curve] = {}
     for line in metrics:
         for name, value in line.items():
-            if (
-                name in ("step", "time")
-                or not isinstance(value, int | float)
-                or not math.isfinite(value)
-            ):
+            if name in ("step", "time") or not is_finite(value):
                 continue
             curve = found.setdefault(name, Curve([], []))
             curve.steps.append(int(line["step"]))

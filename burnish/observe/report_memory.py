@@ -35,7 +35,7 @@ def memory_table(run_dir: Path) -> MemoryTable | None:
             (_process(line), str(line["phase"]), tuple(_cell(line, c) for c in columns.values()))
             for line in lines
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     note = "The most of all ranks."
     if on_gpu:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from burnish.observe.report_figures import is_finite
 from burnish.observe.samples import read_sample_file, sample_files
 
 MAX_ROWS = 3000
@@ -30,56 +33,127 @@ class EmbeddedSamples:
 
 
 def embed_samples(run_dir: Path, *, max_rows: int = MAX_ROWS) -> EmbeddedSamples | None:
-    """The run's samples for the page; None where there are none.
+    """The run's samples for the page; None if there are none.
 
     Past ``max_rows`` the newest and the oldest steps are kept, alternately, as whole files; long
-    texts are cut in the middle.
+    texts are cut in the middle. Files that cannot be read are left out; both are noted.
     """
-    files = sample_files(run_dir)
-    total = sum(pq.read_metadata(path).num_rows for _, path in files)
-    if not total:
-        return None
+    files = _Files(sample_files(run_dir))
     prompts: dict[str, int] = {}
     kept: list[dict[str, Any]] = []
-    num_chars = num_cut = 0
-    for path in _outside_in([path for _, path in files]):
-        rows = read_sample_file(path)
+    num_chars = 0
+    for step, path in _outside_in(files.readable):
+        rows = files.rows(path)
         if kept and len(kept) + len(rows) > max_rows:
             break
         for row in rows[:max_rows]:
-            entry, was_cut = _entry(row, prompts)
-            num_cut += was_cut
+            entry = _entry(row, prompts, step, counts=files.counts)
             num_chars += len(entry["response"])
             kept.append(entry)
         if num_chars + sum(map(len, prompts)) > MAX_TOTAL_CHARS:
             break
+    if not kept and not files.bad:
+        return None
     kept.sort(key=lambda entry: entry["step"])
     data = json.dumps(
         {"prompts": list(prompts), "rows": kept}, allow_nan=False, separators=(",", ":")
     )
     # "<" occurs only inside strings, where \u003c is the same: no text can end the script element.
-    return EmbeddedSamples(
-        data.replace("<", "\\u003c"), len(kept), _note(len(kept), total, num_cut)
-    )
+    return EmbeddedSamples(data.replace("<", "\\u003c"), len(kept), files.note(len(kept)))
 
 
-def _entry(row: dict[str, Any], prompts: dict[str, int]) -> tuple[dict[str, Any], bool]:
-    prompt, response = _cut(row["prompt"] or ""), _cut(row["response"] or "")
-    entry = {
-        "step": row["step"],
+class _Files:
+    """The sample files of a run, and what is wrong with them."""
+
+    def __init__(self, files: Sequence[tuple[int, Path]]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.bad: dict[str, str] = {}
+        """Why a file cannot be read, by its name."""
+        self.readable: list[tuple[int, Path]] = []
+        self._total = 0
+        for step, path in files:
+            try:
+                self._total += pq.read_metadata(path).num_rows
+                self.readable.append((step, path))
+            except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+                self._leave_out(path, error)
+
+    def rows(self, path: Path) -> list[dict[str, Any]]:
+        """The rows of a file; none of one that cannot be read."""
+        try:
+            return read_sample_file(path)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self._leave_out(path, error)
+            return []
+
+    def note(self, kept: int) -> str:
+        """Which samples are left out, and where they are; "" if all are shown whole."""
+        notes = []
+        if kept < self._total:
+            notes.append(
+                f"{kept:,} of {self._total:,} samples, from the newest and the oldest steps"
+            )
+        if self.counts["cut"]:
+            notes.append(f"{self.counts['cut']:,} long texts are cut in the middle")
+        if notes:
+            notes.append("everything is in samples/*.parquet")
+        if self.counts["numbers"]:
+            notes.append(f"{self.counts['numbers']:,} samples have numbers that are not finite")
+        if self.counts["parts"]:
+            notes.append(f"the reward parts of {self.counts['parts']:,} samples cannot be read")
+        told = [f"{name} ({why})" for name, why in list(self.bad.items())[:3]]
+        if told:
+            more = f" and {len(self.bad) - 3:,} more" if len(self.bad) > 3 else ""
+            notes.append(f"left out, since they cannot be read: {', '.join(told)}{more}")
+        return "; ".join(notes)
+
+    def _leave_out(self, path: Path, error: Exception) -> None:
+        why = str(error).partition("\n")[0][:120]
+        self.bad[path.name] = why or type(error).__name__
+
+
+def _entry(
+    row: dict[str, Any], prompts: dict[str, int], step: int, *, counts: Counter[str]
+) -> dict[str, Any]:
+    texts = [row["prompt"] or "", row["response"] or ""]
+    prompt, response = map(_cut, texts)
+    numbers = [row["reward"], row["advantage"]]
+    reward, advantage = map(_finite, numbers)
+    parts = _parts(row["reward_parts"])
+    counts["cut"] += [prompt, response] != texts
+    counts["parts"] += parts is None
+    found = [_finite(value) for value in (parts or {}).values()]
+    counts["numbers"] += [*numbers, *(parts or {}).values()] != [reward, advantage, *found]
+    return {
+        "step": step if row["step"] is None else row["step"],
         "split": row["split"],
         "prompt": prompts.setdefault(prompt, len(prompts)),
         "response": response,
         "label": None if row["label"] is None else _cut(row["label"]),
-        "reward": row["reward"],
-        "parts": json.loads(row["reward_parts"] or "{}"),
-        "advantage": row["advantage"],
+        "reward": reward,
+        "parts": dict(zip(parts or {}, found, strict=True)),
+        "advantage": advantage,
         "finish": row["finish_reason"],
         "tokens": row["response_tokens"],
         "id": row["sample_id"],
         "group": row["group_id"],
     }
-    return entry, prompt != (row["prompt"] or "") or response != (row["response"] or "")
+
+
+def _parts(text: str | None) -> dict[str, Any] | None:
+    """The numbers of a JSON object; None if the text is something else."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    good = isinstance(found, dict) and all(
+        value is None or isinstance(value, int | float) for value in found.values()
+    )
+    return found if good else None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if is_finite(value) else None
 
 
 def _cut(text: str) -> str:
@@ -89,17 +163,8 @@ def _cut(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
 
 
-def _outside_in(paths: list[Path]) -> list[Path]:
+def _outside_in(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
     """Newest, oldest, second newest, second oldest, ..."""
-    newest, oldest = list(reversed(paths)), paths
-    both = [path for pair in zip(newest, oldest, strict=True) for path in pair]
-    return both[: len(paths)]
-
-
-def _note(kept: int, total: int, num_cut: int) -> str:
-    notes = []
-    if kept < total:
-        notes.append(f"{kept:,} of {total:,} samples, from the newest and the oldest steps")
-    if num_cut:
-        notes.append(f"{num_cut:,} long texts are cut in the middle")
-    return "; ".join([*notes, "everything is in samples/*.parquet"]) if notes else ""
+    newest, oldest = list(reversed(files)), files
+    both = [file for pair in zip(newest, oldest, strict=True) for file in pair]
+    return both[: len(files)]

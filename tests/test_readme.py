@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
+from burnish.cli import app
 from burnish.config import load_config
 from burnish.config.yaml_text import RecipeLoader
 
@@ -70,8 +72,40 @@ def test_every_algorithm_a_recipe_can_name_is_in_the_table():
         assert f"`policy_loss: {name}`" in README
 
 
-def test_every_command_is_in_the_table():
-    from burnish.cli import app
+def commands() -> dict[str, set[str]]:
+    """The options of every command."""
+    found = get_command(app).commands
+    return {
+        name: {o for param in command.params for o in [*param.opts, *param.secondary_opts]}
+        for name, command in found.items()
+    }
 
-    commands = {c.name or c.callback.__name__ for c in app.registered_commands}
-    assert {m for m in re.findall(r"^\| `burnish ([\w-]+)", README, flags=re.MULTILINE)} == commands
+
+def test_every_command_is_in_the_table():
+    named = re.findall(r"^\| `burnish ([\w-]+)", README, flags=re.MULTILINE)
+    assert sorted(named) == sorted(commands())
+
+
+SHOWN = re.compile(r"(?:^|[`(]|&& |: |#   )burnish (--debug )?([a-z][\w-]*)([^`\n]*)", re.MULTILINE)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = [
+    path for kind in ("yaml", "sh") for path in sorted((ROOT / "recipes").rglob(f"*.{kind}"))
+]
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *SCRIPTS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_that_are_shown_exist_and_have_the_options_that_are_shown(path):
+    """Also those continued by a backslash at the end of the line."""
+    text = re.sub(r"\\\n(#\s*)?\s*", " ", path.read_text(encoding="utf-8"))
+    options = commands()
+    for _, command, rest in SHOWN.findall(text):
+        assert command in options or command == "COMMAND", f"burnish {command}"
+        shown = re.split(r" #|; | && ", rest)[0]
+        unknown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", shown)) - options.get(command, set())
+        assert not unknown - {"--help"}, f"burnish {command}{shown}"
+
+
+def test_the_exit_codes_are_those_of_the_command_line():
+    codes = re.findall(r"^\| (\d+(?: \+ n)?) \|", README, flags=re.MULTILINE)
+    said = vars(importlib.import_module("burnish.cli_errors"))["__doc__"]
+    assert codes == re.findall(r"(?:: |; )(\d+(?: \+ n)?) ", said.replace("\n", " "))

@@ -32,7 +32,8 @@ class SamplingConfig(Node):
 
 
 class LocalEngine(Node):
-    """Burnish's own engine: in the trainer's process, on CPU or one GPU."""
+    """Burnish's own engine, on CPU or one GPU: in the trainer's process, or on Ray in each rollout
+    worker."""
 
     kind: Literal["local"] = "local"
     max_batch_size: int = Field(128, ge=1)
@@ -48,9 +49,9 @@ class LocalEngine(Node):
 
 
 class VllmEngine(Node):
-    """vLLM in the trainer's process (its workers in processes of their own where
-    tensor_parallel_size > 1). Weights are copied in after every step, checked, and never read from
-    the model's folder."""
+    """vLLM, in the trainer's process or on Ray in each rollout worker (with more processes of
+    its own if tensor_parallel_size > 1). Weights are copied in after every step, checked, and never
+    read from the model's folder."""
 
     kind: Literal["vllm"]
     tensor_parallel_size: int = Field(1, ge=1)

@@ -14,7 +14,8 @@ from burnish.config.model import ModelConfig, PrecisionConfig
 
 
 class TorchEngine(Node):
-    """Plain PyTorch in this process, on CPU or one GPU."""
+    """Plain PyTorch, on CPU or one GPU per rank: in the process of the job, or on Ray in each
+    rank's worker."""
 
     kind: Literal["torch"] = "torch"
     device: str = "auto"

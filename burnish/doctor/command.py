@@ -14,6 +14,7 @@ from burnish.doctor.known import Finding, findings
 from burnish.doctor.selftest import Outcome, names, run
 from burnish.loops.families import find_support
 from burnish.memory.hardware import USER_FILE, load_tables
+from burnish.models.load import num_positions
 
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy")
 OK, UNWELL = 0, 1
@@ -93,6 +94,9 @@ def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> in
         for layout, difference in support.differences.items():
             say(f"  {layout} rows: log-probs within {difference:.1e} nats of single rows (fp32)")
         say(decoding.sentence() if decoding is not None else "")
+        limit = num_positions(ModelConfig(path=path))
+        said = "not limited by its config" if limit is None else f"up to {limit} tokens"
+        say(f"rows: {said}")
     return UNWELL if support.refusal else OK
 
 

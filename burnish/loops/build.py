@@ -287,12 +287,11 @@ def _within_positions(
         return data
     if limit <= new_tokens:
         raise ModelError(
-            f"generate_max_len={new_tokens} leaves no room for a prompt: {describe(model)} has "
-            "positions "
-            f"for {limit} tokens"
+            f"generate_max_len={new_tokens} leaves no room for a prompt: {describe(model)} reads "
+            f"rows of up to {limit} tokens"
         )
     log.warning(
-        "%s.%s lowered to %d: %s has %d positions",
+        "%s.%s lowered to %d: %s reads rows of up to %d tokens",
         *(field, name, limit - new_tokens, describe(model), limit),
     )
     return data.model_copy(update={name: limit - new_tokens})

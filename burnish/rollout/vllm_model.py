@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from burnish.models.load import ModelError
+from burnish.models.support import row_limit
 
 
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -58,10 +59,9 @@ def check_head_dim(config: Any, known: Sequence[int]) -> None:
 
 
 def longest_row(config: Any, wanted: int | None) -> int:
-    """Most tokens of a row: ``wanted``, and no more than the model has positions. Raises ModelError
-    where neither says."""
-    positions = getattr(config, "max_position_embeddings", None)  # house: ok HuggingFace's config
-    limits = [int(limit) for limit in (wanted, positions) if limit is not None]
+    """Return the most tokens of a row: ``wanted``, and no more than the model reads. Raises
+    ModelError if neither says."""
+    limits = [limit for limit in (wanted, row_limit(config)) if limit is not None]
     if not limits:
         raise ModelError(
             f"the config of this {config.model_type} model has no max_position_embeddings, so how "

@@ -35,6 +35,7 @@ from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.gate import StepGate
 from burnish.rollout.requests import StopRule, check_requests, end_tokens
+from burnish.rollout.vllm_experts import use_plain_experts
 from burnish.rollout.vllm_model import (
     cache_bytes,
     check_head_dim,
@@ -51,6 +52,7 @@ from burnish.rollout.vllm_process import (
 from burnish.rollout.vllm_weights import (
     WeightStream,
     WorkerExtension,
+    shapes_of,
     shared_folder,
     write_weights,
 )
@@ -98,8 +100,7 @@ class VllmRolloutEngine:
         self.cached_tokens = self.prompt_tokens = 0
         """Prompt tokens of finished responses since the last load: read from the prefix cache, and
         in all."""
-        skeleton = skeleton_of(model)
-        self._shapes = {name: p.shape for name, p in skeleton.named_parameters()}
+        self._skeleton = skeleton = skeleton_of(model)
         self._end_tokens = end_tokens(model.generation_config, tokenizer)
         self.max_model_len = longest_row(skeleton.config, config.max_model_len or max_model_len)
         self._problem: str | None = "it has no weights yet; call load_weights first"
@@ -187,7 +188,7 @@ class VllmRolloutEngine:
         self.abort()
         self.wake()
         self._problem = "its last load of weights did not end well: they may be half loaded"
-        stream = WeightStream(tensors, self._shapes, self.dtype)
+        stream = WeightStream(tensors, self._skeleton, self.dtype)
         problems = stream.compare(self._send(stream))
         if not problems and not self._llm.reset_prefix_cache():
             problems = ["its prefix cache could not be emptied"]
@@ -250,7 +251,8 @@ class VllmRolloutEngine:
         rpc = self._llm.collective_rpc
         if self.config.tensor_parallel_size == 1:
             return rpc("burnish_load", args=(stream, self.dtype))
-        folder = shared_folder(sum(s.numel() for s in self._shapes.values()) * self.dtype.itemsize)
+        shapes = shapes_of(self._skeleton).values()
+        folder = shared_folder(sum(s.numel() for s in shapes) * self.dtype.itemsize)
         try:
             write_weights(stream, folder, self.dtype)
             stream.finish()
@@ -414,11 +416,13 @@ def use_plain_linear() -> None:
     at start and drops the weight: then new weights cannot be loaded, or (tied embeddings) are
     loaded and not used."""
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+    use_plain_experts(cpu_moe.CPUUnquantizedExperts)
 
 
 def __getattr__(name: str) -> Any:

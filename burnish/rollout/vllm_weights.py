@@ -10,17 +10,20 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from burnish import shm
-from burnish.messages import library_text
+from burnish.models.buffers import persistent_buffers
+from burnish.rollout.vllm_experts import experts_not_used
+from burnish.rollout.vllm_names import HubNames, held_names, layer_of, state_of
 from burnish.rollout.weights import WeightList, fingerprint
 
 
@@ -32,12 +35,17 @@ class WeightStream:
     def __init__(
         self,
         tensors: Iterable[tuple[str, Tensor]],
-        shapes: Mapping[str, torch.Size],
+        skeleton: PreTrainedModel,
         dtype: torch.dtype,
     ) -> None:
+        """``skeleton``: the model without weights. ``dtype``: of vLLM's parameters."""
         self._tensors, self._dtype = tensors, dtype
-        self._wanted = WeightList(shapes)
+        self._wanted = WeightList(shapes_of(skeleton))
+        self._buffers = {name for name, _ in persistent_buffers(skeleton)}
+        self._hub = HubNames(skeleton)
         self._fingerprints: dict[str, int] = {}
+        self._exact: dict[str, int] = {}
+        """Of buffers, which vLLM may keep in fp32 whatever its format is."""
         self._error: Exception | None = None
         self._read_to_the_end = False
 
@@ -45,12 +53,18 @@ class WeightStream:
         try:
             for name, tensor in self._tensors:
                 self._wanted.take(name, tensor)
-                tensor = tensor.detach()
-                self._fingerprints[name] = fingerprint(tensor, self._dtype)
-                yield name, tensor
+                yield from self._parts(name, tensor.detach())
             self._read_to_the_end = True
         except Exception as error:  # raised again by finish
             self._error = error
+
+    def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the hub's files that a tensor is made of, with their fingerprints."""
+        for part_name, part in self._hub.of(name, tensor):
+            self._fingerprints[part_name] = fingerprint(part, self._dtype)
+            if name in self._buffers:
+                self._exact[part_name] = fingerprint(part, torch.float32)
+            yield part_name, nn.Buffer(part) if name in self._buffers else part
 
     def finish(self) -> None:
         """Raise what went wrong in the stream, or ValueError where weights are missing."""
@@ -59,31 +73,67 @@ class WeightStream:
         self._wanted.finish()
 
     def compare(self, reports: Sequence[dict[str, Any]]) -> list[str]:
-        """What is wrong with what the workers say they hold; empty where nothing is."""
+        """What is wrong with what the workers say they hold; empty where nothing is.
+
+        vLLM's tensors are compared one by one, and weights for which no tensor is known (or the
+        other way round) as a sum over their layer, so that renaming inside a layer is not a
+        finding.
+        """
         problems = [finding for report in reports for finding in report["findings"]]
         if self._error is None and not self._read_to_the_end and problems:
             return problems
         self.finish()
-        expected = self._merged(reports[0]["packed"])
-        held = [report["fingerprints"] for report in reports]
-        for name in sorted(expected.keys() | held[0].keys()):
-            if name not in held[0]:
-                problems.append(f"vLLM has no parameter {name}")
-                continue
-            numbers = [report[name] for report in held]
-            split = sum(numbers) % (1 << 64)  # over the workers; a norm is whole on each
-            if expected.get(name) not in (split, *(set(numbers) if len(set(numbers)) == 1 else ())):
+        names, held = reports[0]["names"], [report["fingerprints"] for report in reports]
+        exact = set(reports[0]["exact"])
+        expected: dict[str, int] = {}
+        spare: dict[str, list[str]] = {}
+        for given, number in self._fingerprints.items():
+            if given not in names:
+                spare.setdefault(layer_of(given), []).append(given)
+            elif (name := names[given]) is not None:
+                number = self._exact[given] if name in exact else number
+                expected[name] = (expected.get(name, 0) + number) % (1 << 64)
+        for name in sorted(expected):
+            if expected[name] not in _totals([report[name] for report in held]):
                 problems.append(f"the parameter {name} does not hold what was given")
+        left: dict[str, list[str]] = {}
+        for name in held[0].keys() - expected.keys():
+            left.setdefault(layer_of(name), []).append(name)
+        for layer in sorted(spare.keys() | left.keys()):
+            given_here, held_here = sorted(spare.get(layer, ())), sorted(left.get(layer, ()))
+            total = sum(self._fingerprints[name] for name in given_here) % (1 << 64)
+            if not given_here or not held_here or not _adds_up(total, held_here, held):
+                problems.append(_mismatch(given_here, held_here))
         return problems
 
-    def _merged(self, packed: Mapping[str, Sequence[str]]) -> dict[str, int]:
-        """Fingerprints by vLLM's names, which merges some layers into one (q, k, v)."""
-        parts = {part: whole for whole, many in packed.items() for part in many}
-        merged: dict[str, int] = {}
-        for name, number in self._fingerprints.items():
-            renamed = ".".join(parts.get(piece, piece) for piece in name.split("."))
-            merged[renamed] = (merged.get(renamed, 0) + number) % (1 << 64)
-        return merged
+
+def _totals(numbers: Sequence[int]) -> set[int]:
+    """Fingerprints that a tensor may have: split over the workers, or the same on each."""
+    same = {numbers[0]} if len(set(numbers)) == 1 else set()
+    return {sum(numbers) % (1 << 64)} | same
+
+
+def _adds_up(total: int, names: Sequence[str], held: Sequence[Mapping[str, int]]) -> bool:
+    """Whether ``total`` is the sum of the tensors ``names``."""
+    numbers = [[report[name] for report in held] for name in names]
+    parts = [n[0] if len(set(n)) == 1 else sum(n) for n in numbers]
+    return total in (sum(parts) % (1 << 64), sum(map(sum, numbers)) % (1 << 64))
+
+
+def _mismatch(given: Sequence[str], held: Sequence[str]) -> str:
+    if not held:
+        return f"vLLM has no parameter {given[0]}"
+    if not given:
+        return f"vLLM has a parameter {held[0]}, which was not given"
+    return (
+        f"the parameters {', '.join(held[:3])} do not hold what was given as {', '.join(given[:3])}"
+    )
+
+
+def shapes_of(skeleton: PreTrainedModel) -> dict[str, torch.Size]:
+    """Return the shapes of all that a trainer hands over: parameters and persistent buffers."""
+    state = [*skeleton.named_parameters(), *persistent_buffers(skeleton)]
+    return {name: tensor.shape for name, tensor in state}
 
 
 def shared_folder(num_bytes: int) -> Path:
@@ -131,22 +181,39 @@ class WorkerExtension:
 
     def burnish_load(self, source: Any, dtype: torch.dtype) -> dict[str, Any]:
         """Load from a stream or a folder of safetensors; report what the model then holds:
-        ``fingerprints`` by vLLM's parameter names, ``packed`` (merged layer -> its parts) and
-        ``findings``, what is wrong."""
+        ``fingerprints`` by vLLM's names, ``names`` (given name -> vLLM's), ``exact`` (tensors of
+        which the fingerprint is of their fp32 values) and ``findings``, what is wrong."""
         model = self.model_runner.model
         _full_logprobs(self.model_runner.sampler)
         tensors = iter(read_weights(Path(source)) if isinstance(source, str) else source)
-        findings = []
+        findings, given, kept = [], list[str](), set[str]()
+        files = isinstance(source, str)
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                given.append(name)
+                if isinstance(tensor, nn.Buffer) or (files and tensor.dtype != dtype):
+                    kept.add(name)
+                yield name, tensor
+
         with torch.no_grad():
             try:
-                model.load_weights(tensors)
+                model.load_weights(noted())
             except Exception as error:  # becomes a finding, with vLLM's own words
-                said = library_text(error)
+                said = str(error).splitlines()[0] if str(error) else ""
                 findings.append(f"its loader failed: {type(error).__name__}: {said}")
-            findings += _not_live(model)
-            held = {name: fingerprint(p, dtype) for name, p in model.named_parameters()}
-        packed = getattr(model, "packed_modules_mapping", None) or {}  # house: ok vLLM's model
-        return {"fingerprints": held, "packed": packed, "findings": findings}
+            names = held_names(model, given)
+            derived = _derive(model, dtype)
+            findings += _not_live(model, derived)
+            buffers = {n for n, _ in model.named_buffers()} - set(names.values())
+            state = {n: t for n, t in state_of(model) if n not in buffers | derived}
+            of_buffers = {names.get(name) for name in kept}
+            exact = {n for n, t in state.items() if n in of_buffers and t.dtype == torch.float32}
+            held = {
+                name: fingerprint(t, torch.float32 if name in exact else dtype)
+                for name, t in state.items()
+            }
+        return {"fingerprints": held, "names": names, "exact": sorted(exact), "findings": findings}
 
 
 def _full_logprobs(sampler: Any) -> None:
@@ -166,8 +233,21 @@ def _full_logprobs(sampler: Any) -> None:
     draw.forward = forward
 
 
+def _derive(model: Any, dtype: torch.dtype) -> set[str]:
+    """Let layers with latent attention (DeepSeek) compute the products that they keep of their
+    weights (``W_UV``, ``W_UK_T``) from the new ones, as at start; return the names of these."""
+    derived = set[str]()
+    for name, layer in model.named_modules():
+        if "kv_b_proj" in layer._modules and "kv_lora_rank" in vars(layer):
+            process = getattr(layer, "process_weights_after_loading", None)  # house: ok vLLM's
+            if process is not None:
+                process(dtype)
+                derived |= {f"{name}.{leaf}" for leaf in layer._parameters}
+    return derived
+
+
 @torch.no_grad()
-def _not_live(model: Any) -> list[str]:
+def _not_live(model: Any, derived: Container[str] = ()) -> list[str]:
     """Layers that compute with something else than the parameter they hold (a packed copy made at
     start), and parameters for which that cannot be seen.
 
@@ -177,6 +257,9 @@ def _not_live(model: Any) -> list[str]:
     found, seen = [], set()
     for name, layer in model.named_modules():
         method = vars(layer).get("quant_method")
+        if layer._parameters.get("w13_weight") is not None:
+            seen |= {id(layer.w13_weight), id(layer.w2_weight)}
+            found += experts_not_used(name, layer)
         weight = layer._parameters.get("weight")
         if weight is None:
             continue
@@ -189,7 +272,9 @@ def _not_live(model: Any) -> list[str]:
         if "bias" in layer._parameters:
             seen.add(id(layer.bias))
     for name, parameter in model.named_parameters():
-        if id(parameter) not in seen:
+        if name in derived:
+            continue
+        if id(parameter) not in seen and parameter.ndim > 1:  # (vectors are read at every call)
             found.append(f"it cannot be seen whether {name} {list(parameter.shape)} is used")
     return found
 

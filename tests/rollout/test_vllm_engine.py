@@ -441,7 +441,7 @@ def test_the_copy_that_vllm_packs_of_a_tied_head_is_found(monkeypatch: pytest.Mo
             engine.load_weights(1, model.named_parameters())
         refused(engine, 0)
         # With the guard taken out nothing else notices, and the tokens are wrong.
-        monkeypatch.setattr(weights_side, "_not_live", lambda model: [])
+        monkeypatch.setattr(weights_side, "_not_live", lambda *_: [])
         engine.load_weights(1, model.named_parameters())
         with pytest.raises(AssertionError):
             check_greedy(engine, model)

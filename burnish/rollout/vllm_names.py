@@ -1,0 +1,108 @@
+"""Names of weights on their way into vLLM.
+
+A trainer hands over a model's state under transformers' names. :class:`HubNames` gives them the
+names and shapes of the model's files on the hub, which is what vLLM's loaders are written for.
+:func:`held_names` finds the tensor in which vLLM keeps each of them: vLLM merges layers (q, k and
+v), fuses experts and renames prefixes. Nothing here imports vllm; its objects arrive as arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
+
+_EXPERT = re.compile(
+    r"(?P<layer>.*\.experts)\.(?:\d+\.)?"
+    r"(?P<stem>gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3)"
+    r"(?:[._](?P<leaf>weight|bias))?"
+)
+_SECOND = {"down_proj", "w2"}
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+class HubNames:
+    """Turns weights of ``model`` into those of its files on the hub: fused experts become one
+    weight per expert and projection, for example. Most models' weights are the same in both."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        changes = [change for change in found if not isinstance(change, PrefixChange)]
+        reverse = [change.reverse_transform() for change in changes]
+        joins = [
+            c for c in reverse if isinstance(c, WeightConverter) and len(c.source_patterns) > 1
+        ]
+        self._model = model if changes and not joins else None
+        model._weight_conversions = changes  # type: ignore[assignment]
+
+    def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the hub's files that ``tensor`` is made of."""
+        if self._model is None:
+            yield name, tensor
+        else:
+            yield from revert_weight_conversion(self._model, {name: tensor}).items()
+
+
+def held_names(model: Any, given: Iterable[str]) -> dict[str, str | None]:
+    """Return the name of vLLM's tensor that holds each of ``given``; None for a weight that the
+    model drops. A weight for which no tensor is found is left out.
+
+    ``model``: vLLM's, in a worker.
+    """
+    first = {id(tensor): name for name, tensor in reversed(list(state_of(model)))}
+    state = {name: first[id(t)] for name, t in state_of(model, repeated=True)}
+    mappers = [
+        (prefix, mapper)
+        for prefix, module in model.named_modules()
+        if (mapper := getattr(module, "hf_to_vllm_mapper", None)) is not None  # house: ok vLLM's
+    ]
+    packed = getattr(model, "packed_modules_mapping", None) or {}  # house: ok vLLM's model
+    parts = {part: merged for merged, many in packed.items() for part in many}
+    found: dict[str, str | None] = {}
+    for name in given:
+        candidates = _candidates(name, mappers, parts)
+        if not candidates:
+            found[name] = None
+        elif (held := next((c for c in candidates if c in state), None)) is not None:
+            found[name] = state[held]
+    return found
+
+
+def state_of(model: Any, *, repeated: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, then floating-point buffers, of vLLM's model."""
+    yield from model.named_parameters(remove_duplicate=not repeated)
+    for name, buffer in model.named_buffers(remove_duplicate=not repeated):
+        if buffer.is_floating_point():
+            yield name, buffer
+
+
+def _candidates(name: str, mappers: Sequence[tuple[str, Any]], parts: dict[str, str]) -> list[str]:
+    """Return the names that vLLM's tensor may have, most likely first; none if a mapper drops the
+    weight."""
+    names = [name]
+    for prefix, mapper in mappers:  # the whole model's comes first, then those of its parts
+        start = f"{prefix}." if prefix else ""
+        inside = [known.removeprefix(start) for known in names if known.startswith(start)]
+        mapped = [mapper.map_name(known) for known in inside]
+        if None in mapped:
+            return []
+        names += [start + known for known in mapped]
+    names = list(dict.fromkeys(reversed(names)))
+    names += [".".join(parts.get(piece, piece) for piece in known.split(".")) for known in names]
+    for known in list(names):
+        if match := _EXPERT.fullmatch(known):
+            which = "w2" if match["stem"] in _SECOND else "w13"
+            leaf = f"{which}_{match['leaf'] or 'weight'}"
+            names += [f"{match['layer']}.{leaf}", f"{match['layer']}.routed_experts.{leaf}"]
+    return names
+
+
+def layer_of(name: str) -> str:
+    """Return the part of a name that says which layer it belongs to ('' outside of layers)."""
+    match = _LAYER.match(name)
+    return match[1] if match else ""

@@ -32,10 +32,11 @@ from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
 from burnish.config.explain import nearest
 from burnish.config.jobs import TrainingJob
-from burnish.config.paths import folder_problem, model_problems
+from burnish.config.paths import folder_problem
 from burnish.config.placement import placement_text
 from burnish.config.splits import splits_of
 from burnish.loops.families import check_families
+from burnish.loops.inputs import check_inputs
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -115,13 +116,17 @@ def _job(
 ) -> None:
     recipe, overrides = split(job, arguments, resume=resume)
     config = load_config(recipe, overrides, job=job)
+    try:
+        check_inputs(config, resumed=resume is not None)  # before torch is imported
+    except (ValueError, RuntimeError):
+        if dry_run:  # the recipe itself is valid
+            typer.echo(_dry_run_text(config))
+        raise
     if dry_run:
         _check_splits(config)
         notes = check_families(config, download=False)
         typer.echo("\n".join([*(f"# {note}" for note in notes), _dry_run_text(config)]))
         return
-    if problems := model_problems(config):  # before anything heavy is imported
-        raise ConfigError("\n".join(problems))
     import burnish
 
     result = burnish.run(config, resume=resume, force=force)

@@ -35,12 +35,17 @@ TABLE = """\
 # samples per rollout                  64  P x n
 # epochs_per_rollout                    1  passes over the buffer
 # optimizer steps per rollout           1  epochs x P x n / B
+# rows of data (N)                     32
+# rows drawn                           24  3 steps: 0.75 passes; 8 rows are never drawn
 # loss_aggregation               token_mean  the default
 """
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe whose data has 32 prompts, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 32)
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     return path
@@ -90,9 +95,10 @@ def test_dry_run_says_how_the_losses_of_tokens_become_one_number_and_why(recipe,
     assert "# loss_aggregation               token_mean  as set\n" in table
 
 
-def test_dry_run_of_a_job_without_batches_prints_the_recipe_alone(tmp_path):
+def test_dry_run_of_a_job_without_batches_prints_the_recipe_alone(recipe, tmp_path):
     path = tmp_path / "e.yaml"
-    path.write_text("model: {scratch: {}}\neval: {data: {sources: [a]}, generate_max_len: 4}\n")
+    data = "{data: {sources: [prompts.jsonl]}, generate_max_len: 4}"
+    path.write_text(f"model: {{scratch: {{}}}}\neval: {data}\n")
     result = call("evaluate", path, "--dry-run")
     assert result.exit_code == 0 and result.stdout.startswith("job: evaluate\n")
 
@@ -189,7 +195,8 @@ def test_a_model_that_is_not_there_is_said_before_anything_is_imported(recipe, c
     assert result.exit_code == 2 and calls == []
     assert "model.path: the model folder ./no does not exist" in result.stderr
     assert "model.tokenizer_path: the model folder /no does not exist" in result.stderr
-    assert call("rl", recipe, "model.scratch=null", "model.path=./no", "--dry-run").exit_code == 0
+    dry = call("rl", recipe, "model.scratch=null", "model.path=./no", "--dry-run")
+    assert dry.exit_code == 2 and "job: rl" in dry.stdout and "./no does not exist" in dry.stderr
 
 
 def test_a_mistake_in_the_recipe_is_said_without_a_traceback(recipe, calls):

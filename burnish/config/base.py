@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+N = TypeVar("N", bound="Node")
 
 _NUMBERS = (int, float, int | None, float | None)
 
@@ -61,6 +63,10 @@ class Node(BaseModel):
     def warnings(self) -> list[str]:
         """The advice of this node and all nodes below it, each with the dotted path in front."""
         return [f"{path or 'recipe'}: {p}" for path, node in self._nodes() for p in node.advice()]
+
+    def nodes_of(self, kind: type[N]) -> list[N]:
+        """Return the nodes of class ``kind`` at and below this one."""
+        return [node for _, node in self._nodes() if isinstance(node, kind)]
 
     def _nodes(self, path: str = "") -> Iterator[tuple[str, Node]]:
         """(dotted path, node) of this node and all below it."""

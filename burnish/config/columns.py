@@ -15,7 +15,7 @@ from typing import Any
 
 from burnish.config.explain import nearest
 
-_LARGEST_JSON = 16 << 20
+LARGEST_JSON = 16 << 20
 """A .json file is parsed as a whole; a larger one says nothing here."""
 _MAX_DEPTH = 100
 """Levels of nesting of a row. Deeper ones exhaust the stack of whatever reads them later."""
@@ -82,7 +82,7 @@ def _first_row(file: Path, suffix: str) -> Mapping[str, Any] | None:
     if suffix == ".parquet":
         return _first_of_parquet(file)
     if suffix == ".json":
-        small = file.stat().st_size <= _LARGEST_JSON
+        small = file.stat().st_size <= LARGEST_JSON
         rows = json_value(file.read_text(encoding="utf-8-sig")) if small else None
         row = rows[0] if isinstance(rows, list) and rows else None
         return row if isinstance(row, dict) else None

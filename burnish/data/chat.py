@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from burnish.data.messages import Message, as_messages
 from burnish.data.notices import note
 from burnish.data.sources import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WORD_START = "\u2581"  # what SentencePiece-style tokenizers write in place of a space
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
-from burnish.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
+from burnish.config.data import SHAREGPT_KEY, DataConfig, PreferenceDataConfig, SFTDataConfig
 from burnish.config.explain import nearest
 from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
@@ -22,6 +20,9 @@ from burnish.data.chat import (
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
 from burnish.data.notices import note
 from burnish.data.sources import DataError, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,30 @@ def _check_fills(row: Row, name: str) -> None:
             "texts and numbers; name a column of text, or leave prompt_template out for chat "
             "messages"
         )
+
+
+def demonstration_key(row: Row, config: SFTDataConfig) -> str:
+    """Return the column that says what a row teaches: messages, a response, or text. Raises
+    DataError if there is none, or none that the recipe names itself."""
+    keys = {
+        "messages_key": config.messages_key,
+        "response_key": config.response_key,
+        "text_key": config.text_key,
+    }
+    named = {field: key for field, key in keys.items() if config.is_own(field)}
+    if named and not set(named.values()) & set(row.values):
+        field, key = next(iter(named.items()))
+        column(row, key, field)
+    others = [SHAREGPT_KEY] if "messages_key" not in named else []
+    for key in [*list(keys.values())[:2], *others, config.text_key]:
+        if row.values.get(key) is not None:
+            return key
+    hints = [nearest(key, row.values) for key in keys.values()]
+    raise DataError(
+        "nothing to learn from: none of the columns "
+        f"{', '.join(f'{v!r} ({k})' for k, v in keys.items())} has a value; the columns are "
+        f"{', '.join(row.values)}{next(filter(None, hints), '')}"
+    )
 
 
 def tools_column(row: Row, config: DataConfig) -> list[dict[str, Any]] | None:

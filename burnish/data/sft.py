@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.data import SHAREGPT_KEY, SFTDataConfig
-from burnish.config.explain import nearest
+from burnish.config.data import SFTDataConfig
 from burnish.data.chat import (
     check_rendering,
     check_tokenizer,
@@ -21,8 +20,8 @@ from burnish.data.messages import as_messages
 from burnish.data.notices import note
 from burnish.data.rows import (
     TokenRow,
-    column,
     content_column,
+    demonstration_key,
     encode_exchange,
     exchange,
     prompt_column,
@@ -84,7 +83,7 @@ class _SFTEncoder:
 
     def _encode(self, row: Row) -> TokenRow:
         config, tokenizer = self._config, self._tokenizer
-        kind = self._kind(row)
+        kind = demonstration_key(row, config)
         if kind == config.text_key:
             return self._encode_text(row.values[kind])
         if kind == config.response_key:
@@ -102,29 +101,6 @@ class _SFTEncoder:
         check_rendering(tokenizer, messages, tools, system_prompt=config.system_prompt)
         encoded = token_row(*encode_conversation(tokenizer, messages, tools=tools))
         return replace(encoded, answers=encoded.mask)
-
-    def _kind(self, row: Row) -> str:
-        """The column that says what is learned."""
-        config = self._config
-        keys = {
-            "messages_key": config.messages_key,
-            "response_key": config.response_key,
-            "text_key": config.text_key,
-        }
-        named = {field: key for field, key in keys.items() if config.is_own(field)}
-        if named and not set(named.values()) & set(row.values):
-            field, key = next(iter(named.items()))
-            column(row, key, field)
-        others = [SHAREGPT_KEY] if "messages_key" not in named else []
-        for key in [*list(keys.values())[:2], *others, config.text_key]:
-            if row.values.get(key) is not None:
-                return key
-        hints = [nearest(key, row.values) for key in keys.values()]
-        raise DataError(
-            "nothing to learn from: none of the columns "
-            f"{', '.join(f'{v!r} ({k})' for k, v in keys.items())} has a value; the columns are "
-            f"{', '.join(row.values)}{next(filter(None, hints), '')}"
-        )
 
     def _encode_text(self, text: str) -> TokenRow:
         if not isinstance(text, str):

@@ -9,10 +9,11 @@ import csv
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from burnish.config.columns import json_value
+from burnish.config.columns import LARGEST_JSON, json_value
 from burnish.config.data import EnvironmentSource, FileSource, HubSource, SourceConfig
 from burnish.config.explain import nearest
 
@@ -52,6 +53,9 @@ class Source(Protocol):
     def __getitem__(self, i: int) -> Row: ...
 
 
+_EMPTY = "{place}: the data set is empty; give a source with at least one row"
+
+
 def open_source(config: SourceConfig) -> Source:
     """The rows that ``config`` describes. Raises DataError where there are none."""
     if isinstance(config, FileSource):
@@ -62,7 +66,7 @@ def open_source(config: SourceConfig) -> Source:
         source = _EnvironmentRows(config)
     if len(source) == 0:
         place = config.environment if isinstance(config, EnvironmentSource) else config.path
-        raise DataError(f"{place}: the data set is empty; give a source with at least one row")
+        raise DataError(_EMPTY.format(place=place))
     return source
 
 
@@ -105,14 +109,18 @@ class _JsonLines:
         with self._path.open("rb") as file:
             file.seek(self._offsets[i])
             line = file.readline()
-        try:
-            values = json_value(line.decode("utf-8-sig"))
-        except ValueError as error:  # of text that is not UTF-8, too
-            raise DataError(
-                f"{where}: the line is not JSON that can be read ({error}); it begins "
-                f"{line[:60]!r}. Correct or remove the line"
-            ) from error
-        return Row(_as_object(values, where), where)
+        return _json_row(line, where)
+
+
+def _json_row(line: bytes, where: str) -> Row:
+    try:
+        values = json_value(line.decode("utf-8-sig"))
+    except ValueError as error:  # of text that is not UTF-8, too
+        raise DataError(
+            f"{where}: the line is not JSON that can be read ({error}); it begins "
+            f"{line[:60]!r}. Correct or remove the line"
+        ) from error
+    return Row(_as_object(values, where), where)
 
 
 class _Rows:
@@ -129,8 +137,56 @@ class _Rows:
         return self._read(i)
 
 
+def first_rows(config: SourceConfig, count: int = 3) -> list[Row]:
+    """Return the first rows of a source, without reading the rest; none of what is no file.
+
+    Raises DataError as :func:`open_source` does.
+    """
+    if isinstance(config, HubSource):
+        _check_folder(config)
+    if not isinstance(config, FileSource):
+        return []
+    path = Path(config.path)
+    _reader_of(path)
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        rows = _first_of_parquet(path, count)
+    elif suffix == ".csv":
+        rows = _csv_rows(path, count)
+    elif suffix == ".json":
+        if path.stat().st_size > LARGEST_JSON:
+            return []
+        whole = _read_json(path, "")
+        rows = [whole[i] for i in range(min(count, len(whole)))]
+    else:
+        with path.open("rb") as file:
+            lines = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
+            rows = [_json_row(line, f"{path}:{n}") for n, line in islice(lines, count)]
+    if not rows:
+        raise DataError(_EMPTY.format(place=path))
+    return rows
+
+
+def _first_of_parquet(path: Path, count: int) -> list[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            batch = next(file.iter_batches(batch_size=count), None)
+            values = [] if batch is None else batch.to_pylist()
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise DataError(f"{path}: the file is not readable as parquet: {error}") from error
+    return [Row(row, f"{path} row {i}", fills_nulls=True) for i, row in enumerate(values)]
+
+
 def _open_file(config: FileSource) -> Source:
     path = Path(config.path)
+    return _reader_of(path)(path, config.name or path.stem)
+
+
+def _reader_of(path: Path) -> Callable[[Path, str], Source]:
+    """The reader of a file. Raises DataError if it does not exist, or is of no known type."""
     reader = _READERS.get(path.suffix.lower())
     if not path.exists():
         raise DataError(_missing_file(path))
@@ -144,7 +200,7 @@ def _open_file(config: FileSource) -> Source:
             f"{path}: unknown file type {path.suffix!r}; known are {', '.join(sorted(_READERS))}. "
             "Convert (or unpack) the file"
         )
-    return reader(path, config.name or path.stem)
+    return reader
 
 
 def _missing_file(path: Path) -> str:
@@ -174,7 +230,14 @@ def _read_json(path: Path, name: str) -> Source:
     return _Rows(name, len(values), read)
 
 
-def _read_csv(path: Path, name: str) -> Source:  # house: ok a loop over rows in a file in a try
+def _read_csv(path: Path, name: str) -> Source:
+    rows = _csv_rows(path)
+    return _Rows(name, len(rows), rows.__getitem__)
+
+
+def _csv_rows(  # house: ok a loop over rows in a file in a try
+    path: Path, count: int | None = None
+) -> list[Row]:
     rows: list[Row] = []
     limit = csv.field_size_limit(_CSV_FIELD_LIMIT)
     try:
@@ -185,6 +248,8 @@ def _read_csv(path: Path, name: str) -> Source:  # house: ok a loop over rows in
                 raise DataError(f"{path}:1: the header names a column twice: {', '.join(header)}")
             begin = reader.line_num + 1
             for cells in reader:
+                if count is not None and len(rows) >= count:
+                    break
                 if cells:
                     rows.append(_csv_row(header, cells, f"{path}:{begin}"))
                 begin = reader.line_num + 1
@@ -192,7 +257,7 @@ def _read_csv(path: Path, name: str) -> Source:  # house: ok a loop over rows in
         raise DataError(f"{path}: the file is not CSV in UTF-8: {error}") from error
     finally:
         csv.field_size_limit(limit)
-    return _Rows(name, len(rows), rows.__getitem__)
+    return rows
 
 
 def _csv_row(header: Sequence[str], cells: Sequence[str], where: str) -> Row:
@@ -247,9 +312,8 @@ _READERS: dict[str, Callable[[Path, str], Source]] = {
 def _open_dataset(config: HubSource) -> Source:
     import datasets
 
+    _check_folder(config)
     folder = Path(config.path)
-    if not folder.exists() and config.path.startswith((".", "/", "~")):
-        raise DataError(_missing_file(folder))
     saved = any((folder / f).exists() for f in ("dataset_dict.json", "state.json"))
     try:
         if saved:
@@ -269,6 +333,12 @@ def _open_dataset(config: HubSource) -> Source:
         return Row(dataset[i], f"{config.path}[{config.split}] row {i}", fills_nulls=True)
 
     return _Rows(config.name or folder.name, len(dataset), read)
+
+
+def _check_folder(config: HubSource) -> None:
+    folder = Path(config.path)
+    if not folder.exists() and config.path.startswith((".", "/", "~")):
+        raise DataError(_missing_file(folder))
 
 
 def _choose_split(saved: Any, config: HubSource) -> Any:

@@ -40,13 +40,24 @@ def load_object(spec: str) -> Any:
     return members[name]
 
 
-def _from_file(path: Path, spec: str) -> ModuleType:
+def check_file(spec: str) -> None:
+    """Raise LoadError if ``spec`` names a file that does not exist. Runs nothing."""
+    where, _, _ = spec.rpartition(":")
+    if where.endswith(".py"):
+        _check_is_file(Path(where), spec)
+
+
+def _check_is_file(path: Path, spec: str) -> None:
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise LoadError(
             f"{spec!r}: there is no file {path.absolute()}{nearest(path.name, siblings)}; "
             "relative paths are taken from the working directory"
         )
+
+
+def _from_file(path: Path, spec: str) -> ModuleType:
+    _check_is_file(path, spec)
     state = abs(hash((path.resolve(), path.stat().st_mtime_ns)))
     module_name = f"burnish_file_{path.stem}_{state:x}"
     if module_name in sys.modules:

@@ -34,6 +34,7 @@ from burnish.loops.build_preference import build_preference
 from burnish.loops.evaluate import EvaluateRun
 from burnish.loops.families import check_families
 from burnish.loops.generate import GenerateRun, check_output, check_same_recipe, finished
+from burnish.loops.inputs import check_inputs
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.run_dir import prepare_run_dir
 from burnish.loops.session import (
@@ -88,6 +89,7 @@ def run(
         raise RunError("an evaluation is done in one go and cannot be resumed; leave resume out")
     if functions and not isinstance(config, (RLConfig, EvaluateConfig, GenerateConfig)):
         raise RunError(f"the job {config.job} takes no rewards; leave rewards out")
+    check_inputs(config, resumed=resume is not None)
     check_splits(config, download=True)
     check_families(config, download=True)
     seed_everything(config.seed)

@@ -27,7 +27,6 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from burnish.config.model import Dtype, ModelConfig
-from burnish.config.paths import folder_problem
 from burnish.formats import FORMATS
 from burnish.messages import library_text
 from burnish.models.empty import empty_model
@@ -35,6 +34,8 @@ from burnish.models.family import ModelSupport
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.lora import inject_lora
+from burnish.models.paths import ModelError as ModelError
+from burnish.models.paths import check_path, check_tokenizer_path
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
 
@@ -45,10 +46,6 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-
-
-class ModelError(ValueError):
-    """A model or tokenizer that cannot be loaded or trained. Says which, why, and what to do."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -363,7 +360,7 @@ def describe(config: ModelConfig) -> str:
 
 
 def _from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    _check_path(config)
+    check_path(config, warn=True)
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     if not config.gguf_file:
         options["use_safetensors"] = True
@@ -399,32 +396,6 @@ def _forget_quantization(model: Any) -> None:
         del model.config.quantization_config
 
 
-def _check_path(config: ModelConfig) -> None:
-    assert config.path is not None
-    path = Path(config.path)
-    if problem := folder_problem(config.path):
-        raise ModelError(f"{problem}; check model.path")
-    if path.parts[:-1] and path.parent.is_dir() and not path.exists():
-        log.warning(
-            "%s is not here, though the folder %s is: it is taken for a model of the hub",
-            *(config.path, path.parent),
-        )
-    if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():
-        have = sorted(p.name for p in path.glob("*.gguf"))
-        raise ModelError(
-            f"model.gguf_file={config.gguf_file!r} is not in {path}; GGUF files there: "
-            f"{', '.join(have) or 'none'}"
-        )
-    only_pickle = path.is_dir() and not config.gguf_file and not list(path.glob("*.safetensors"))
-    if only_pickle and (list(path.glob("*.bin")) or list(path.glob("*.pt"))):
-        raise ModelError(
-            f"{path} has weights as pickle files only, which can run code when read; convert them "
-            "to safetensors "
-            "(transformers: AutoModel.from_pretrained(...).save_pretrained(...)) on a machine you "
-            "can lose"
-        )
-
-
 def _why(error: BaseException) -> str:
     text = library_text(error)
     if "trust_remote_code" in text:
@@ -439,8 +410,9 @@ def _why(error: BaseException) -> str:
 def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
     source = config.tokenizer_path or config.path
     gguf = config.gguf_file if config.tokenizer_path is None else None
+    check_tokenizer_path(config)
     if config.tokenizer_path is None:
-        _check_path(config)
+        check_path(config, warn=True)
     options = {"gguf_file": gguf} if gguf else {}
     if config.tokenizer_path is None and config.revision:
         options["revision"] = config.revision

@@ -19,6 +19,7 @@ import torch
 from burnish.algorithms.running import RunningMoments
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.formats import FORMATS
+from burnish.rewards.errors import RewardError as RewardError
 from burnish.rewards.shaping import clip, shaped
 from burnish.train.base import EngineLostError
 from burnish.types import Group, Number, Prompt, Sample, Stats
@@ -39,10 +40,6 @@ class RewardInput:
 
     prompt: Prompt
     sample: Sample
-
-
-class RewardError(RuntimeError):
-    """A reward that failed or cannot be made: which one, where, what came back, what to do."""
 
 
 class SampleError(RewardError):

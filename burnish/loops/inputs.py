@@ -1,0 +1,88 @@
+"""What a job reads, checked before anything heavy is imported: files, model folders, first rows.
+
+Imports neither torch nor transformers, so that a misspelt path is an error at once. The messages
+are those of the code that reads the inputs later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from burnish.config.jobs import GenerateConfig, JobConfig
+from burnish.config.paths import model_problems, models_of
+from burnish.config.rewards import FunctionReward
+from burnish.config.steps import StepsDataConfig
+from burnish.data.messages import as_messages
+from burnish.data.rows import column, content_column, demonstration_key, prompt_column
+from burnish.data.sources import DataError, Row, first_rows
+from burnish.environments.importing import LoadError, check_file
+from burnish.models.paths import ModelError, check_path
+from burnish.rewards.errors import RewardError
+
+
+def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
+    """Raise DataError, ModelError or RewardError for an input that cannot be used: a file or folder
+    that does not exist, or a first row of a source that has no usable content.
+
+    A resumed ``generate`` run may be finished and need no input any more, so it is not checked.
+    """
+    if resumed and isinstance(config, GenerateConfig):
+        return
+    for data in config.nodes_of(DataConfig):
+        for source in data.sources:
+            for row in first_rows(source):
+                _check_row(row, data)
+    for entry in config.nodes_of(FunctionReward):
+        try:
+            check_file(entry.function or "")
+        except LoadError as error:
+            raise RewardError(f"reward {entry.name or entry.kind!r}: function {error}") from error
+    _check_models(config)
+
+
+def _check_models(config: JobConfig) -> None:
+    """Raise ModelError for all folders of models and tokenizers that are missing."""
+    # On a cluster, the other models are read by workers, which may have other folders.
+    ray = config.cluster.runtime == "ray"
+    problems = model_problems(config)
+    if problems := [p for p in problems if not ray or p.startswith("model.")]:
+        raise ModelError("\n".join(problems))
+    for _, model in models_of(config):
+        if model.path is not None and (not ray or model is config.model):
+            check_path(model)
+
+
+def _check_row(row: Row, data: DataConfig) -> None:
+    """Raise DataError, with the place, if a row has no usable content. What needs a tokenizer is
+    checked when the row is encoded."""
+    try:
+        for content in _contents(row, data):
+            if not isinstance(content, str):
+                as_messages(content)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from error
+
+
+def _contents(row: Row, data: DataConfig) -> list[Any]:
+    """The texts and conversations that the row is read for."""
+    if isinstance(data, SFTDataConfig):
+        key = demonstration_key(row, data)
+        if key == data.text_key:
+            return []
+        if key != data.response_key:
+            return [content_column(row, key, "messages_key")]
+        prompt = prompt_column(row, data.prompt_key, data.prompt_template)
+        return [prompt, content_column(row, key, "response_key")]
+    if isinstance(data, PromptDataConfig):
+        return [prompt_column(row, data.prompt_key, data.prompt_template)]
+    if isinstance(data, StepsDataConfig):
+        column(row, data.labels_key, "labels_key")
+        return [prompt_column(row, data.prompt_key, data.prompt_template)]
+    if not isinstance(data, PreferenceDataConfig):
+        return []
+    prompt = prompt_column(row, data.prompt_key, data.prompt_template)
+    if data.label_key is not None:
+        return [prompt, content_column(row, data.response_key, "response_key")]
+    chosen = content_column(row, data.chosen_key, "chosen_key")
+    return [prompt, chosen, content_column(row, data.rejected_key, "rejected_key")]

@@ -1,0 +1,50 @@
+"""Whether the folders that a recipe names for a model and its tokenizer exist. Needs no torch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from burnish.config.model import ModelConfig
+from burnish.config.paths import folder_problem
+
+log = logging.getLogger("burnish")
+
+
+class ModelError(ValueError):
+    """A model or tokenizer that cannot be loaded or trained. Says which, why, and what to do."""
+
+
+def check_path(config: ModelConfig, *, warn: bool = False) -> None:
+    """Raise ModelError if ``config.path`` looks like a folder and is none, or has no weights that
+    can be read safely. ``warn``: log that a name beside an existing folder is taken for a hub's."""
+    assert config.path is not None
+    path = Path(config.path)
+    if problem := folder_problem(config.path):
+        raise ModelError(f"{problem}; check model.path")
+    if warn and path.parts[:-1] and path.parent.is_dir() and not path.exists():
+        log.warning(
+            "%s is not here, though the folder %s is: it is taken for a model of the hub",
+            *(config.path, path.parent),
+        )
+    if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():
+        have = sorted(p.name for p in path.glob("*.gguf"))
+        raise ModelError(
+            f"model.gguf_file={config.gguf_file!r} is not in {path}; GGUF files there: "
+            f"{', '.join(have) or 'none'}"
+        )
+    only_pickle = path.is_dir() and not config.gguf_file and not list(path.glob("*.safetensors"))
+    if only_pickle and (list(path.glob("*.bin")) or list(path.glob("*.pt"))):
+        raise ModelError(
+            f"{path} has weights as pickle files only, which can run code when read; convert them "
+            "to safetensors "
+            "(transformers: AutoModel.from_pretrained(...).save_pretrained(...)) on a machine you "
+            "can lose"
+        )
+
+
+def check_tokenizer_path(config: ModelConfig) -> None:
+    """Raise ModelError if ``config.tokenizer_path`` looks like a folder and is none."""
+    name = config.tokenizer_path
+    if name is not None and (problem := folder_problem(name)):
+        raise ModelError(f"{problem}; check model.tokenizer_path")

@@ -61,6 +61,7 @@ _UNITS = {
     )
     for alias in names
 }  # fmt: skip
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _ALONE = frozenset(_UNITS) | {"c", "f", "k", "v", "w", "n", "j", "hz", "pm", "am"}
 _NOT_UNITS = frozenset(
     re.findall(
@@ -132,13 +133,12 @@ def _without_currency(text: str) -> tuple[str, str]:
 
 def _quantity(match: re.Match[str], money: str) -> Quantity | None:
     parts = match.groupdict()
-    rest = _rest(parts["rest"])
-    if rest is None:
+    scale, text = _scale(parts["rest"])
+    rest, value = _rest(text), _value(parts)
+    if rest is None or value is None:
         return None
     percent, unit = rest
-    value = _value(parts)
-    if value is None:
-        return None
+    value *= scale
     decimal = "." in match.group(0)[: match.start("rest") - match.start()]
     return Quantity(-value if parts["sign"] == "-" else value, decimal, percent, unit or money)
 
@@ -160,6 +160,13 @@ def _plain(number: str | None) -> Fraction | None:
     return Fraction(digits) if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", digits) else None
 
 
+def _scale(text: str) -> tuple[int, str]:
+    """(factor, what follows) of ``thousand``, ``million`` and so on behind a number."""
+    match = re.match(r"\s*([A-Za-z]+)(?![A-Za-z])", text)
+    factor = 1 if match is None else _SCALES.get(match[1].lower(), 1)
+    return factor, text if match is None or factor == 1 else text[match.end() :]
+
+
 def _rest(text: str) -> tuple[bool, str] | None:
     """(percent, unit) of what follows a number; None if it is neither."""
     glued = bool(text) and not text[0].isspace()
@@ -174,7 +181,7 @@ def _rest(text: str) -> tuple[bool, str] | None:
         return False, _UNITS[text]
     if re.fullmatch(r"\\circ ?[cf]?", text):
         return False, "deg"
-    if not re.fullmatch(r"[a-z]+\.?(?:[ /.-]+[a-z]+\.?)*", text) or set(words) & _NOT_UNITS:
+    if not re.fullmatch(r"[a-z]+(?:[ /.-]+[a-z]+)*\.?", text) or set(words) & _NOT_UNITS:
         return None
     singular = [w if w in _UNITS else w.rstrip("s") for w in words]
     if any(len(w) == 1 for w in words) and not set(words) <= _ALONE | {"per", "of"}:

@@ -378,15 +378,25 @@ HEDGED = [
     ("7", r"\boxed{6} <answer>7</answer>", True),
 ]
 
+SCALES = [
+    ("100 million", r"\boxed{100000000}", True),
+    ("100 million", r"\boxed{100}", False),
+    ("2.5 million dollars", r"\boxed{\$2,500,000}", True),
+    ("3 thousand", "The answer is 3,000.", True),
+    ("24", r"\boxed{2 \text{ dozen}}", True),
+    ("#### 5", r"\boxed{5 \text{ million}}", False),
+]
+
 KNOWN_DISAGREEMENTS = [
     ("128 , 64", r"\boxed{64,128}", True),  # reads as the number 64128
     (r"0.\overline{3}", r"\boxed{\frac13}", True),  # the bar is not read
     ("14", "The answer is not 13 but 14.", True),  # the first quantity after "answer is"
     ("Monday", "It was certainly not Monday", False),  # unmarked: the words at the end
+    ("2 m", r"\boxed{200 \text{ cm}}", True),  # units are compared, not converted
 ]
 
 PAIRS: list[tuple[Any, str, bool]] = [
     *GSM8K, *SEVERAL_ANSWERS, *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
-    *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *DATES, *AS_MODELS_WRITE, *HEDGED,
+    *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *DATES, *AS_MODELS_WRITE, *HEDGED, *SCALES,
     *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

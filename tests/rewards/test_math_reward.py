@@ -80,7 +80,7 @@ def test_equal_as_mathematics_is_1_and_anything_else_0(
 def test_more_than_97_of_100_answers_are_judged_as_a_person_judges_them(
     shared: MathReward, make_group: MakeGroup
 ) -> None:
-    """321 pairs; all but the 4 that are listed as known to differ (98.8%) agree. Every pair that is
+    """328 pairs; all but the 5 that are listed as known to differ (98.5%) agree. Every pair that is
     fixed has to be taken from that list."""
     items = [
         _items(make_group(i, [text], label=label))[0] for i, (label, text, _) in enumerate(PAIRS)
@@ -96,6 +96,7 @@ def test_text_that_is_made_to_be_slow_to_read_is_read_in_one_pass(
 ) -> None:
     """Tens of thousands of openings that nothing closes: quadratic scans would take minutes."""
     hostile = [r"\boxed{" * 50_000, "answer is " * 50_000, "####" * 50_000, "$" * 50_000]
+    hostile += [r"\boxed{5 " + "a.." * 90 + "!}", r"\boxed{1" + " and" * 70 + "}"]
     hostile += [r"\boxed{1}" + " " * 50_000 + r"\boxed{2}", "1e999999999999", "9" * 50_000]
     label = read_label("7")
     for text in hostile:

@@ -1,9 +1,9 @@
 """From the exception that ended a command to its message and exit code.
 
 Exit codes: 0 done; 1 anything else, with a traceback; 2 an error with a known cause, with a message
-on stderr; 3 stopped by itself after saving, because numbers were not finite; 4 a plan that does not
-fit; 128 + n stopped by signal n, after saving if the job trains or generates. (README.md lists
-them too.)"""
+on stderr; 3 stopped by itself after saving (numbers not finite, nothing to learn); 4 a plan that
+does not fit; 128 + n stopped by signal n, after saving if the job trains or generates. (README.md
+lists them too.)"""
 
 from __future__ import annotations
 

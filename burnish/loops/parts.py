@@ -27,7 +27,7 @@ from typing import Any
 from burnish.data.questions import OWN_COLUMNS
 from burnish.data.write import ColumnError, json_line, read_lines, write_parquet
 from burnish.loops.session import RunError
-from burnish.observe.files import replacing, write_text
+from burnish.observe.files import create_new, replacing, write_text
 
 log = logging.getLogger("burnish")
 
@@ -153,6 +153,7 @@ class Parts:
         scratch = output.with_name(f".{output.name}.of-{self.run_dir.resolve().name}")
         with _disk_errors(output, self.run_dir):
             try:
+                create_new(scratch)
                 self._assemble(scratch, kind=output.suffix.lower())
                 if not output.exists():
                     _flush(scratch)

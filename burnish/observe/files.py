@@ -17,6 +17,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    create_new(scratch)
     try:
         yield scratch
         with scratch.open("rb") as f:
@@ -24,6 +25,14 @@ def replacing(path: Path) -> Iterator[Path]:
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def create_new(path: Path) -> None:
+    """Make an empty file at ``path``. What has this name is removed and never written through: in
+    a folder that others can write to, it may be a link to any file of this user."""
+    path.unlink(missing_ok=True)
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY
+    os.close(os.open(path, flags, 0o666))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,13 +4,14 @@ network.
 Reading order: :func:`build_report`, then report_catalog.py (which metrics stand where),
 report_figures.py (curves and the time split), report_memory.py, report_samples.py (the table's
 data), report.html.j2 with report.css and report.js. Everything a model or a data row wrote reaches
-the page as JSON and is shown through ``textContent``; the page's content security policy also
-refuses any request.
+the page as JSON and is shown through ``textContent``. Two more defenses: the page's content
+security policy refuses any request, and runs only scripts with a nonce that no data can know.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -118,6 +119,7 @@ def build_report(run_dir: Path) -> Path:
         js=_asset("report.js"),
         plotly=get_plotlyjs() if curves else "",
         num_steps=len({line["step"] for line in metrics}),
+        nonce=secrets.token_urlsafe(16),
     )
     path = run_dir / REPORT_FILE
     write_text(path, page)
@@ -306,7 +308,13 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["with_nonce"] = _with_nonce
     return environment.from_string(_asset("report.html.j2"))
+
+
+def _with_nonce(fragment: str, nonce: str) -> str:
+    """The plotly fragment, whose one script may run."""
+    return fragment.replace("<script", f'<script nonce="{nonce}"', 1)
 
 
 def _asset(name: str) -> str:

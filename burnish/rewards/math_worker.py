@@ -9,7 +9,8 @@ the label cannot be parsed.
 
 A comparison that takes more than the CPU seconds in argv[1] is ended by the
 system (signal SIGPROF, default action), also inside one huge integer power, where no Python handler
-would run. CPU time, so that a busy machine does not turn right answers into wrong ones.
+would run. CPU time, so that a busy machine does not turn right answers into wrong ones. The process
+may use :data:`MEMORY_BYTES` of memory; an expression that needs more is a MemoryError, and counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from typing import Any
@@ -44,6 +46,10 @@ def _parse_label(label: str) -> list[Any]:
     return []
 
 
+MEMORY_BYTES = 2 << 30
+"""Address space of a worker; sympy and math_verify take 0.06 GB of it."""
+
+
 def _timed(label: str, response: str, timeout_s: float) -> dict[str, Any]:
     signal.setitimer(signal.ITIMER_PROF, timeout_s)
     try:
@@ -59,6 +65,8 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # math-verify warns that its own timeouts are off
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     timeout_s = float(sys.argv[1])
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints must not get between the answers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,60 @@ def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
     assert data["prompts"] == [f"prompt 1 {HOSTILE[:80]}"]
     script = page.scripts[-1]
     assert "textContent" in script and "innerHTML" not in script
+
+
+PAYLOADS = (
+    "<script>alert(1)</script>",
+    "</script><script>alert(1)</script>",
+    "<!--<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<svg/onload=alert(1)>",
+    "<iframe srcdoc='<script>alert(1)</script>'></iframe>",
+    "<a href=javascript:alert(1)>x</a>",
+    "javascript:alert(1)",
+    "' onmouseover='alert(1)",
+    '" autofocus onfocus="alert(1)',
+    "`${alert(1)}`",
+    "{{ 7 * 7 }}{% for x in ().__class__.__mro__ %}{{ x }}{% endfor %}",
+    "]]><script>alert(1)</script>",
+    "</style><script>alert(1)</script>",
+    "</textarea></title><script>alert(1)</script>",
+    "\u2028alert(1)\u2029",
+    "&lt;script&gt;alert(1)&lt;/script&gt;",
+    "<math><mi xlink:href=data:x,<script>alert(1)</script>>",
+)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_only_the_pages_own_scripts_run(payload: str, tmp_path: Path) -> None:
+    """A payload everywhere: in the config, a metric's name, a prompt, a response. The page has no
+    other tags than with plain text, and every script that is not data has the nonce of this page.
+    """
+    tags = []
+    for name, text in (("plain", "plain"), ("hostile", payload)):
+        folder = tmp_path / name
+        folder.mkdir()
+        _config(folder, model={"path": text}, note=text)
+        _rl_metrics(folder, extra=f"reward/{text}")
+        write_samples(folder, 4, [_group(1, text)], None, limit=8)
+        page = Page(build_report(folder))
+        assert page.samples()["rows"][0]["response"] == text
+        tags.append({tag for tag, _ in page.tags})
+    assert tags[1] - tags[0] <= {"details", "summary"}, "a metric whose name has no section"
+    assert not [a for _, a in page.tags if "javascript:" in str(a.get("href"))]
+    attributes = {name for _, attrs in page.tags for name in attrs}
+    assert not [name for name in attributes if name.startswith("on")]
+    policy = next(a["content"] for t, a in page.tags if a.get("http-equiv"))
+    nonce = re.search(r"script-src 'nonce-([\w-]{22})';", str(policy))
+    assert nonce is not None and "default-src 'none'" in str(policy)
+    given = [a.get("nonce") for t, a in page.tags if t == "script" and "json" not in str(a)]
+    assert len(given) > 3 and set(given) == {nonce[1]}
+
+
+def test_every_page_has_a_nonce_of_its_own(tmp_path: Path) -> None:
+    _metrics(tmp_path, {"train/loss": 2.0})
+    pages = [build_report(tmp_path).read_text(encoding="utf-8") for _ in range(2)]
+    assert len({re.search("nonce-([^']+)", page)[1] for page in pages}) == 2  # type: ignore[index]
 
 
 def test_metrics_alone_are_enough_and_what_is_missing_is_left_out(tmp_path: Path) -> None:

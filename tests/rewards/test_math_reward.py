@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from burnish.config.rewards import FailurePolicy, ShapingConfig
@@ -168,6 +169,59 @@ def test_a_worker_that_is_killed_is_counted_as_an_error_and_replaced(
         assert reward.take_counts() == {"timeouts": 0, "errors": 1}
     finally:
         reward.close()
+
+
+HOSTILE = (
+    *(r"\boxed{" + "(" * n + ")" * n + "}" for n in (10, 1000, 100_000)),
+    *(r"\boxed{" + "{" * n + "}" * n + "}" for n in (1000, 100_000)),
+    *(rf"\boxed{{{base}^{{{base}^{{{base}}}}}}}" for base in (9, 99, 999)),
+    *(rf"$\frac{{{n}}}{{0}}$" for n in (0, 1, "x")),
+    *(rf"\boxed{{{text}}}" for text in ("NaN", "nan", "inf", "-\\infty", "\\infty", "None", "zoo")),
+    *(rf"\boxed{{{text}}}" for text in ("__import__('os').system('id')", "exec('1')", "lambda: 7")),
+    *(
+        rf"\boxed{{{text}}}"
+        for text in ("().__class__", "open('/etc/passwd')", "{{8}}", "%s", "$(id)")
+    ),
+    *(rf"\boxed{{{n}!}}" for n in (10**6, 10**9)),
+    *("\\frac{1}" * n for n in (1, 1000)),
+    *("\\sqrt{" * n + "7" + "}" * n for n in (10, 10_000)),
+    *(
+        text * 10_000
+        for text in ("$", "$$", "\\[", "\\boxed", "####", "<think>", "7,", "\x00", "\u202e")
+    ),
+    *(
+        f"\\boxed{{{text}}}"
+        for text in ("\ud800", "\x00", "\u202e7", "７７", "٣", "VII", "7" * 100_000)
+    ),
+    *(
+        f"\\boxed{{{text}}}"
+        for text in ("7; 8", "7 or 8", "[6, 8]", "x \\in R", "7 = 8", "-7", "7i")
+    ),
+)
+
+
+@pytest.mark.slow
+def test_hostile_answers_score_0_and_the_next_right_one_1(make_group: MakeGroup) -> None:
+    assert len(HOSTILE) >= 50
+    reward = MathReward(timeout_s=0.5)
+    try:
+        scores = reward.score(_items(make_group(0, [*HOSTILE, r"\boxed{7}"], label="7")))
+    finally:
+        reward.close()
+    assert [HOSTILE[i][:40] for i, score in enumerate(scores[:-1]) if score] == []
+    assert scores[-1] == 1.0
+
+
+def test_a_worker_has_a_limit_of_memory(
+    make_group: MakeGroup, started: list[subprocess.Popen[str]]
+) -> None:
+    reward = MathReward()
+    try:
+        assert reward.score(_items(make_group(0, ["1"], label="1"))) == [1.0]
+        limit = psutil.Process(started[0].pid).rlimit(psutil.RLIMIT_AS)
+    finally:
+        reward.close()
+    assert limit == (2 << 30, 2 << 30)
 
 
 def test_close_ends_every_process_and_scoring_again_starts_new_ones(

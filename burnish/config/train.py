@@ -211,6 +211,14 @@ class TrainConfig(Node):
         if self.on_oom == "retry_smaller" and (problem := on_oom_problem(self)) is not None:
             yield problem
 
+    def advice(self) -> Iterator[str]:
+        if self.lr >= 0.1:
+            yield (
+                f"lr={self.lr:g}: AdamW moves every weight by about the learning rate in each "
+                "step, and the weights of a model are about 0.02 in size; 1e-6 to 1e-4 is usual "
+                "for pretrained models"
+            )
+
 
 def on_oom_problem(train: TrainConfig) -> str | None:
     """Why an engine cannot do a pass again with fewer rows; None: it can."""
@@ -317,6 +325,9 @@ class CheckpointConfig(Node):
 
     every_n_steps: int = Field(50, ge=0)
     """Save every this many steps. 0: only at the end and on interruption."""
+    every_minutes: float | None = Field(30.0, gt=0)
+    """Save also at the end of a step when this many minutes have passed since the last checkpoint,
+    or since the first step began; not with every_n_steps=0. None: by steps alone."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints kept."""
     in_background: bool = False

@@ -153,6 +153,8 @@ class Session:
         self._evaluated_step = -1
         """The step at which held-out rows were last measured."""
         self._saved_step = -1
+        self._saved_at = 0.0
+        """By the monotonic clock: the last checkpoint, or the start of the first step."""
         self._writing: Writing | None = None
         """The checkpoint of that step, while it is written in the background."""
         self._spikes = SpikeAlarm()
@@ -214,6 +216,7 @@ class Session:
         # Only now is it sure that this recipe and the run in the folder belong together.
         self._tell_changes()
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        self._saved_at = time.monotonic()
         with self._signals, rare_collections(), self._watched():
             while not self._survives(state, lambda: self._begin(state, evaluate)):
                 pass
@@ -221,7 +224,7 @@ class Session:
                 self._survives(
                     state, lambda: self._step_and_save(state, step, evaluate, eval_every)
                 )
-        self._warn_of_skips()
+        self._stop_if_nothing_was_learned(state)
         if self.config.checkpoint.best_metric and self._measured_step < 0:
             log.warning(
                 "checkpoint.best_metric=%s was never measured; metrics of this run: %s",
@@ -251,14 +254,21 @@ class Session:
             with suppress(Exception):  # what ended the run is not to be hidden by this
                 self.watch.finish()
 
-    def _warn_of_skips(self) -> None:
-        skipped = self._last.get("train/skipped_total", 0.0)
-        if skipped > self.step / 2:
-            log.warning(
-                "%d optimizer steps were skipped because the loss or the gradient was not finite: "
-                "this run has learned little (see train/skipped_steps in the report)",
-                skipped,
-            )
+    def _stop_if_nothing_was_learned(self, state: State) -> None:
+        """End as stopped if most steps of the run were skipped, the last one too; warn if that one
+        was not, or if the loss scale was still looking for its place."""
+        last = self._last
+        skipped = last.get("train/skipped_total", 0.0)
+        if skipped <= self.step / 2:
+            return
+        why = (
+            f"{skipped:.0f} optimizer steps were skipped because the loss or the gradient was not "
+            "finite: this run has learned little (see train/skipped_steps in the report)"
+        )
+        if last.get("train/skipped_steps") and not last.get("train/overflows"):
+            more = "; try a lower learning rate, or look at the data and rewards"
+            self._stop(state, StoppedError(why + more, last))
+        log.warning(why)
 
     def _begin(self, state: State, evaluate: Callable[[int], Metrics] | None) -> None:
         """What comes before the first step."""
@@ -359,8 +369,11 @@ class Session:
     # ---- checkpoints -------------------------------------------------------------------------
 
     def _checkpoint_due(self) -> bool:
-        every = self.config.checkpoint.every_n_steps
-        return self.step == self.total_steps or bool(every and self.step % every == 0)
+        every, minutes = self.config.checkpoint.every_n_steps, self.config.checkpoint.every_minutes
+        if self.step == self.total_steps or not every:
+            return self.step == self.total_steps
+        late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return late or self.step % every == 0
 
     def _save_what_was(self, state: State, before: _Before) -> None:
         """The run as it was before a step that something outside of it ended, and how to go on."""
@@ -399,7 +412,7 @@ class Session:
             self._writing = self.store.begin(
                 self.step, write, metric=metric, num_bytes=state.num_bytes
             )
-        self._saved_step = self.step
+        self._saved_step, self._saved_at = self.step, time.monotonic()
         if not in_background:
             self._finish_writing()
 

@@ -111,6 +111,16 @@ def why_stop(
     )
 
 
+def why_ruined(stats: StepStats, role: Role) -> str:
+    """What a step did that made the weights far larger than they were."""
+    return (
+        f"the weights of the {role} are {stats.growth:.3g} times as large as at the start, so what "
+        f"they had learned is gone: the learning rate of the last step was {stats.lr:g}, and AdamW "
+        "moves every weight by about that much. Go on from an earlier checkpoint, or start anew, "
+        "with a lower train.lr (1e-6 to 1e-4 is usual for pretrained models)"
+    )
+
+
 def where_bad(bad: BadTensor, rows: Sequence[int]) -> str:
     """What was found in a micro-batch of these rows."""
     return f"First bad tensor: {bad} (rows {_shortened(rows)} of the batch)."

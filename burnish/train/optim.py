@@ -47,6 +47,12 @@ def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
     return shapes[config.lr_scheduler]
 
 
+MEASURED_FROM = 0.5
+"""Sum of the learning rates of the steps from which on the size of the weights is measured."""
+MAX_GROWTH = 100.0
+"""Weights that are this many times as large as at the start hold nothing of what they were."""
+
+
 class Optimizer:
     """AdamW over a model's trainable parameters, in fp32 whatever format the model computes in.
 
@@ -100,6 +106,7 @@ class Optimizer:
             fused=True,
         )
         self.ema = [m.detach().clone() for m in self.masters] if config.ema_decay else None
+        self._start, self._moved = self._square_sum(), 0.0
 
     def _take_masters(self, dtype: torch.dtype) -> list[Tensor]:
         """The fp32 weights that are stepped; the model computes in ``dtype``."""
@@ -137,6 +144,7 @@ class Optimizer:
                 group["lr"] = lr
             self.adamw.step()
             self._publish()
+            self._moved += lr
         self.zero_grad()
         return StepStats(
             grad_norm=float(norm),
@@ -146,7 +154,28 @@ class Optimizer:
             loss_scale=scale,
             scaled=self.scaled,
             at_floor=not self._update_scale(overflow),
+            growth=1.0 if skipped else self._growth(ranks),
         )
+
+    def _growth(self, ranks: Ranks) -> float:
+        """Size of the trained weights over that at the start (root mean squares, at least 1e-3).
+
+        AdamW moves a weight by about the learning rate in a step. So nothing is measured before the
+        rates of the steps so far add up to :data:`MEASURED_FROM`, which usual rates never reach.
+        """
+        if self._moved < MEASURED_FROM or not self.masters:
+            return 1.0
+        count = float(sum(m.numel() for m in self.masters))
+        sums = torch.tensor([self._square_sum(), self._start, count], dtype=torch.float64)
+        ranks.sum_([sums])
+        now, start = ((sums[:2] / sums[2]).sqrt()).tolist()
+        return float(now / max(start, 1e-3))
+
+    @torch.no_grad()
+    def _square_sum(self) -> float:
+        """Sum of the squares of the trained weights that are here."""
+        norms = torch._foreach_norm(self.masters, dtype=torch.float64) if self.masters else ()
+        return sum(float(norm) ** 2 for norm in norms)
 
     def _update_scale(self, overflow: bool) -> bool:
         """Whether the scale could go where it has to."""

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+import burnish.train.optim as optim
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.buffers import buffers_now, load_buffers, num_buffer_bytes
@@ -42,6 +43,7 @@ from burnish.train.diagnose import (
     first_bad_tensor,
     sum_is_bad,
     where_bad,
+    why_ruined,
     why_stop,
 )
 from burnish.train.forward import enable_checkpointing
@@ -146,6 +148,8 @@ class TorchTrainEngine:
         self._losses: list[Tensor] = []
         self._told: str | None = None
         """The first bad tensor, once it was looked for; until a step is taken again."""
+        self._ruined = False
+        """Whether a step made the weights far too large; until others are loaded."""
         self.device = device or next(model.parameters()).device
         self.team, self.peers = teams_of(cast(TorchEngine, spec.train.engine), ranks)
         self.forward = make_forward(
@@ -345,7 +349,11 @@ class TorchTrainEngine:
         return stats
 
     def _check_hope(self, stats: StepStats) -> None:
-        """Raise NonFiniteError where the steps to come would be skipped as well."""
+        """Raise NonFiniteError where the steps to come would be skipped as well, or where this one
+        ruined the weights."""
+        if not stats.growth <= optim.MAX_GROWTH:
+            self._ruined = True
+            raise NonFiniteError(why_ruined(stats, self.role), stats)
         reason = why_stop(
             stats,
             role=self.role,
@@ -449,6 +457,8 @@ class TorchTrainEngine:
 
     def _check_finite(self, broken: str | None) -> None:
         """Raise ValueError on all ranks where one has a weight that is not finite."""
+        if self._ruined:
+            raise ValueError(f"the weights of the {self.role} are far too large, and are not saved")
         found = next((name for name in self.ranks.gather(broken) if name is not None), None)
         if found is not None:
             raise ValueError(
@@ -469,6 +479,7 @@ class TorchTrainEngine:
         self.optimizer.load_tensors(tensor_sets(folder))
         load_buffers(self.model, folder)
         take_counts(self, state)
+        self._ruined = False
         if state.get("loss_scaler"):  # empty for a constant scale, and a recipe may have changed
             self.optimizer.scaler.load_state_dict(state["loss_scaler"])
 

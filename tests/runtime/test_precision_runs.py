@@ -3,11 +3,14 @@ it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +177,13 @@ def test_the_command_stops_with_exit_code_3_and_no_traceback(
     assert "error: stopped at step 3 of 9" in done.output and "Traceback" not in done.output
 
 
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights may grow to any size: for tests of what follows then."""
+    monkeypatch.setattr("burnish.train.optim.MEASURED_FROM", math.inf)
+
+
+@pytest.mark.usefixtures("any_size")
 def test_fp32_losses_that_are_not_finite_stop_a_run(supervised: Callable[..., JobConfig]) -> None:
     """A rate of 1e38 makes weights whose products are infinite: every loss after the first is
     NaN."""
@@ -181,6 +191,56 @@ def test_fp32_losses_that_are_not_finite_stop_a_run(supervised: Callable[..., Jo
     with pytest.raises(StoppedError, match="2 steps of the policy in a row") as caught:
         burnish.run(config)
     assert "First bad tensor" in str(caught.value)
+
+
+@pytest.mark.parametrize("lr", ["10", "1e4", "1e30"])
+@pytest.mark.parametrize("job", ["rl", "sft"])
+def test_a_rate_that_ruins_the_weights_stops_the_run_and_is_named(
+    job: str, lr: str, rl: MakeConfig, supervised: Callable[..., JobConfig], tmp_path: Path
+) -> None:
+    """Every loss stays finite, with gradients of 0 or steps that are skipped: the run ended as if
+    it had trained. Adapters and all, exit code 3; nothing is saved."""
+    config = rl(reward_file(tmp_path)) if job == "rl" else supervised("sft")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_yaml(config))
+    done = CliRunner().invoke(app, [job, str(recipe), f"train.lr={lr}"])
+    assert done.exit_code == 3, done.output
+    for part in (
+        "stopped at step 1 of",
+        "times as large as at the start",
+        "This step is not saved",
+    ):
+        assert part in done.output
+    assert f"learning rate of the last step was {float(lr):g}" in done.output
+    assert not list((Path(config.run_dir) / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.usefixtures("any_size")
+def test_a_run_whose_steps_were_skipped_does_not_end_as_a_success(
+    rl: MakeConfig, reward: Reward
+) -> None:
+    """Fewer steps than max_consecutive_skips (10): 4 of 5 are skipped, the last one too."""
+    with pytest.raises(
+        StoppedError, match="stopped at step 5 of 5: 4 optimizer steps were skipped"
+    ):
+        burnish.run(rl("train.lr=1e30", "max_steps=5"), rewards=reward)
+
+
+def test_a_checkpoint_is_due_by_time_too(
+    rl: MakeConfig, reward: Reward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every reading of the clock is 11 minutes later; checkpoints every 50 steps or 30 minutes."""
+    seconds = itertools.count(step=660.0)
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time.perf_counter)
+    monkeypatch.setattr("burnish.loops.session.time", clock)
+    kept = ["max_steps=7", "checkpoint.keep_last=9"]
+    for minutes, steps in (("30", {3, 6, 7}), ("null", {7})):
+        config = rl(
+            *kept, f"checkpoint.every_minutes={minutes}", f"run_dir={rl().run_dir}{minutes}"
+        )
+        burnish.run(config, rewards=reward)
+        saved = (Path(config.run_dir) / "checkpoints").glob("step_*")
+        assert {int(path.name[-6:]) for path in saved} == steps
 
 
 def test_a_stop_does_not_depend_on_being_resumed_before_it(rl: MakeConfig, reward: Reward) -> None:
@@ -219,6 +279,7 @@ def test_the_way_out_that_a_stopped_run_names_works_on_the_command_line(
     assert [line["step"] for line in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.usefixtures("any_size")
 def test_weights_that_broke_are_not_saved_and_the_good_checkpoint_stays(
     rl: MakeConfig, reward: Reward
 ) -> None:
@@ -234,6 +295,7 @@ def test_weights_that_broke_are_not_saved_and_the_good_checkpoint_stays(
     assert lines[-1]["train/skipped_total"] == 0
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("sampling", ["rollout.top_p=1.0", "rollout.top_p=0.9", "rollout.top_k=3"])
 def test_logits_that_are_not_numbers_end_a_run_in_plain_words(
     sampling: str, rl: MakeConfig, reward: Reward
@@ -393,6 +455,7 @@ def test_the_batch_table_is_printed_at_the_start(
     assert "gradient_accumulation_steps" in (Path(config.run_dir) / "run.log").read_text()
 
 
+@pytest.mark.usefixtures("any_size")
 def test_an_export_that_the_format_cannot_hold_is_refused(
     rl: MakeConfig, reward: Reward, tmp_path: Path
 ) -> None:

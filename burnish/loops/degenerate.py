@@ -124,7 +124,8 @@ def reward_signal(
     own = [[sample.reward for sample in group.samples] for group in groups if group.samples]
     by_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
     units = own if by_group else [[reward for unit in own for reward in unit]]
-    empty = [unit for unit in units if _equal_in_fp32(unit)]
+    # A single sample is compared with nothing: its return is the signal.
+    empty = [unit for unit in units if len(unit) > 1 and _equal_in_fp32(unit)]
     what = "groups whose rewards are all equal" if by_group else "steps whose rewards are all equal"
     if not empty:
         return Finding(len(units), 0, what)

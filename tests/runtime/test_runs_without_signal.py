@@ -203,3 +203,13 @@ def test_an_evaluation_and_a_generation_without_labels_are_warned_of(
         caplog.clear()
         burnish.run(load_config(tree), rewards=_right)
         assert len(_warnings(caplog, f"none of {count} prompts has a label")) == 1
+
+
+def test_a_step_of_one_sample_has_signal_where_nothing_is_compared(rl: MakeConfig) -> None:
+    config = rl(
+        *("algorithm.advantage={kind: reinforce_pp, whiten: false}", "train.train_batch_size=1"),
+        *("rollout.rollout_batch_size=1", "rollout.n_samples_per_prompt=1"),
+        *("max_steps=3", "train.max_steps_without_signal=2"),
+    )
+    metrics = read_metrics(burnish.run(config, rewards=lambda response: 1.0).run_dir)
+    assert [line["train/no_signal_frac"] for line in metrics] == [0.0] * 3

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers import __version__ as transformers_version
 from transformers.utils.hub import cached_file
 
 from burnish.config.model import Dtype, ModelConfig
@@ -111,6 +113,7 @@ def check_support(config: ModelConfig) -> ModelSupport | None:
     found = hf_config(config)
     if found is None:
         return None
+    _check_class(found, describe(config))
     return _supported(found, describe(config), trust=config.trust_remote_code)
 
 
@@ -332,6 +335,20 @@ def hf_config(config: ModelConfig) -> PretrainedConfig | None:
     except (OSError, ValueError):
         return None
     return found
+
+
+def _check_class(found: PretrainedConfig, name: str) -> None:
+    """Raise ModelError for a composite model (text with images or sound) that transformers does not
+    build as a causal language model, as it builds Gemma 3 and Gemma 4."""
+    text = found.get_text_config()
+    if text is found or type(found) in MODEL_FOR_CAUSAL_LM_MAPPING or "auto_map" in vars(found):
+        return
+    raise ModelError(
+        f"{name} is a composite model ({found.model_type}) that transformers "
+        f"{transformers_version} does not load as a causal language model; use a text-only model "
+        "of its family, or save "
+        f"its language model ({text.model_type}) in a folder of its own"
+    )
 
 
 def without_weights(auto_class: Any, config: ModelConfig, dtype: Dtype) -> Any | None:

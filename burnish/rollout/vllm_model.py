@@ -15,8 +15,16 @@ from burnish.models.support import row_limit
 
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model without weights (on the meta device), with the names and shapes that a trainer
-    hands over, and a config that names its class."""
+    hands over, and a config that names its class.
+
+    Raises ModelError for a composite model, of which vLLM would start all parts.
+    """
     config = copy.deepcopy(model.config)
+    if config.get_text_config() is not config:
+        raise ModelError(
+            f"vLLM runs all parts of this composite model ({config.model_type}), and the trainer "
+            "has its text alone; use rollout.engine.kind=local"
+        )
     with torch.device("meta"):
         bare: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(bare).__name__]

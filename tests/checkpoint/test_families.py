@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
     DeepseekV3Config,
+    Gemma3Config,
     Gemma4TextConfig,
+    LlamaConfig,
+    LlavaConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -27,8 +33,9 @@ from burnish.config.model import Dtype, LoraConfig, ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.models.buffers import BUFFERS, persistent_buffers
-from burnish.models.load import DTYPES, load_causal_lm, load_tokenizer
+from burnish.models.load import DTYPES, ModelError, load_causal_lm, load_tokenizer
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.vllm_model import skeleton_of
 from burnish.sync.base import encode
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.disk import DiskReceiver, DiskSender
@@ -324,3 +331,75 @@ def test_a_model_that_is_read_in_parts_has_its_buffers(dtype: Dtype, tmp_path: P
     assert all(parameter.is_meta for parameter in parts.parameters())
     for name, buffer in persistent_buffers(parts):
         assert buffer.dtype == whole[name].dtype and torch.equal(buffer, whole[name])
+
+
+# ---- composite models and other vocabularies -------------------------------------------------
+
+
+def composite(folder: Path, config: PreTrainedConfig) -> ModelConfig:
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+TEXT = {name: size for name, size in SIZES.items() if name != "num_experts_per_tok"}
+VISION: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+}
+
+
+def test_the_text_of_a_composite_model_is_exported_and_handed_over(
+    make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, tmp_path: Path
+) -> None:
+    """Keys, and so files, are those of the original; a rollout copy has the same logits."""
+    text = {**TEXT, "head_dim": 8, "vocab_size": len(TOKENIZER) + 11}
+    base = composite(tmp_path / "base", Gemma3Config(text_config=text, vision_config=VISION))
+    engine = make_engine(config=base, lr=0.02)
+    engine.forward_backward(ragged_batch, nll)
+    engine.optim_step()
+    rollout = LocalRolloutEngine(load_causal_lm(base), TOKENIZER, LocalEngine())
+    InprocSync(engine, rollout)
+    expected = logprobs(engine.model)
+    assert torch.equal(logprobs(rollout.model), expected)
+    out = export(checkpoint(tmp_path / "c", engine), tmp_path / "out")
+    assert torch.equal(logprobs(AutoModelForCausalLM.from_pretrained(out)), expected)
+    files = [load_file(Path(path) / "model.safetensors") for path in (out, str(base.path))]
+    assert files[0].keys() == files[1].keys()
+    with pytest.raises(ModelError, match=r"composite model .gemma3., and the trainer has its text"):
+        skeleton_of(engine.model)
+
+
+def test_a_composite_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
+    config = LlavaConfig(text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**VISION))
+    base = composite(tmp_path, config)
+    with pytest.raises(
+        ModelError, match=r"composite model \(llava\) .* its language model \(llama"
+    ):
+        load_causal_lm(base)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_padded_vocabulary_stays_as_it_is(
+    tied: bool, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, tmp_path: Path
+) -> None:
+    """More rows of embeddings than the tokenizer has tokens, as after padding to a multiple."""
+    torch.manual_seed(0)
+    sizes = {**TEXT, "tie_word_embeddings": tied}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+    model.resize_token_embeddings(len(TOKENIZER) + 1, pad_to_multiple_of=64)
+    model.save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    base = ModelConfig(path=str(tmp_path / "base"))
+    engine = make_engine(config=base, lr=0.02)
+    engine.forward_backward(ragged_batch, nll)
+    engine.optim_step()
+    rollout = LocalRolloutEngine(load_causal_lm(base), TOKENIZER, LocalEngine())
+    InprocSync(engine, rollout)
+    expected = logprobs(engine.model)
+    assert expected.shape[-1] == 64 and torch.equal(logprobs(rollout.model), expected)
+    plain = AutoModelForCausalLM.from_pretrained(
+        export(checkpoint(tmp_path / "c", engine), tmp_path / "out")
+    )
+    assert torch.equal(logprobs(plain), expected) and plain.config.vocab_size == 64

@@ -216,6 +216,29 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(loaded: VllmRollout
     assert float((counts / 4000 - p).abs().sum() / 2) < 0.06
 
 
+def test_draws_at_a_temperature_and_top_p_follow_their_distribution(
+    loaded: VllmRolloutEngine,
+) -> None:
+    """Pearson's chi-square over 4000 first tokens with fixed seeds; tokens outside of the nucleus
+    are never drawn. The 0.1% quantile for k - 1 degrees of freedom is about
+    k - 1 + 3.1 sqrt(2 (k - 1)) + 5."""
+    model = lively(config_of(tied=False))
+    with torch.no_grad():
+        p = (model(torch.tensor([[7, 8]])).logits[0, -1] / 1.3).softmax(-1).double()
+    order = p.argsort(descending=True)
+    inside = order[(p[order].cumsum(0) - p[order]) < 0.9]  # the fewest whose sum reaches 0.9
+    expected = p[inside] / p[inside].sum() * 4000
+    requests = [Request(f"r{i}", (7, 8), n=40, seed=(5 << 32) + i) for i in range(100)]
+    counts = torch.zeros_like(p)
+    for c in loaded.generate(requests, Sampling(1, 1.3, top_p=0.9)):
+        counts[c.token_ids[0]] += 1
+    assert counts.sum() == counts[inside].sum() == 4000
+    free = len(inside) - 1
+    assert free > 5 and float(expected.min()) > 5, "enough tokens, each expected often enough"
+    statistic = float(((counts[inside] - expected).square() / expected).sum())
+    assert statistic < free + 3.1 * (2 * free) ** 0.5 + 5
+
+
 def test_a_larger_n_begins_with_the_same_samples(loaded: VllmRolloutEngine) -> None:
     two = by_sample(loaded.generate([Request("r", LONG, n=2, seed=5)], Sampling(12)))
     five = by_sample(loaded.generate([Request("r", LONG, n=5, seed=5)], Sampling(12)))

@@ -94,6 +94,7 @@ def build_rl(
     rewards = _reward_set(
         scores, config, max_len, shaping=config.shaping, running=_running(config, scores)
     )
+    warn_without_labels(held_out, rewards)
     limit = config.observe.samples_per_step
     parts = RL(
         config=config,

@@ -102,7 +102,7 @@ class SignalWatch:
         """Log how many steps taught nothing, if that was worth a warning."""
         if self._said:
             log.warning(
-                "%d of %d steps of this run gave nothing to learn from (%d %s in all)",
+                "%d of %d steps of this run gave nothing to learn from (in total %d %s)",
                 *(self._steps, self._seen, self._units, self._last.what),
             )
 

@@ -175,6 +175,10 @@ def doctor(
 ) -> None:
     """Versions, devices, links, known-bad combinations, and a self-test of every installed
     engine."""
+    if model is not None and calibrate:
+        raise ConfigError(f"give a model ({model}) or --calibrate, not both")
+    if model is not None and (problem := folder_problem(model)):
+        raise ConfigError(problem)
     from burnish.doctor.command import Wanted, doctor_command, model_command
 
     if model is not None:

@@ -134,6 +134,8 @@ def test_resume_takes_the_runs_own_recipe_and_the_overrides_on_top(tmp_path, rec
         (["report", "nowhere"], "nowhere"),
         (["export", "nowhere", "--out", "o"], "the checkpoint nowhere does not exist; give a run"),
         (["serve-reward", "./nowhere"], "the model folder ./nowhere does not exist"),
+        (["doctor", "./nowhere"], "the model folder ./nowhere does not exist"),
+        (["doctor", "owner/name", "--calibrate"], "give a model (owner/name) or --calibrate"),
         (["demo", "--model", "./nowhere"], "--model: the model folder ./nowhere does not exist"),
         (["evaluate", "r.yaml", "--ray-address", ""], "--ray-address is empty"),
     ],
@@ -197,6 +199,19 @@ def test_a_model_that_is_not_there_is_said_before_anything_is_imported(recipe, c
     assert "model.tokenizer_path: the model folder /no does not exist" in result.stderr
     dry = call("rl", recipe, "model.scratch=null", "model.path=./no", "--dry-run")
     assert dry.exit_code == 2 and "job: rl" in dry.stdout and "./no does not exist" in dry.stderr
+
+
+def test_a_seed_that_torch_cannot_hold_is_refused(recipe):
+    result = call("rl", recipe, "seed=99999999999999999999", "--dry-run")
+    assert result.exit_code == 2 and "seed: must be less than 9.22337e+18, got 999" in result.stderr
+
+
+def test_a_config_that_cannot_be_read_says_why(tmp_path):
+    """Doctor and the reward server, which need no weights to find out."""
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    for command in (["doctor", tmp_path], ["serve-reward", tmp_path, "--port", "0"]):
+        result = call(*command)
+        assert result.exit_code == 2 and "is not a valid JSON file" in result.stderr
 
 
 def test_a_mistake_in_the_recipe_is_said_without_a_traceback(recipe, calls):

@@ -35,7 +35,7 @@ class JobConfig(Node):
     run_dir: PathText = "runs/{job}"
     """Run folder; ``{job}`` and ``{time}`` are filled in. Must be new or empty unless a run is
     resumed."""
-    seed: int = 0
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
     """Seed of everything random: data order, sampling, initial heads, dropout."""
     model: ModelConfig
     """The model that is trained (for rl: the policy)."""

@@ -29,7 +29,7 @@ class ScratchConfig(Node):
     """Longest sequence in tokens."""
     tie_word_embeddings: bool = True
     """Whether the output projection is the input embedding."""
-    seed: int = 0
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
     """Seed of the random weights."""
 
     def rules(self) -> Iterator[str]:

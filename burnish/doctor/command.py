@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from burnish.config.model import ModelConfig
 from burnish.doctor.calibrate import calibrate, remember
 from burnish.doctor.facts import EXTRAS, Facts, gather_facts, requirements
@@ -14,7 +16,8 @@ from burnish.doctor.known import Finding, findings
 from burnish.doctor.selftest import Outcome, names, run
 from burnish.loops.families import find_support
 from burnish.memory.hardware import USER_FILE, load_tables
-from burnish.models.load import num_positions
+from burnish.messages import library_text
+from burnish.models.load import ModelError, num_positions
 
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy")
 OK, UNWELL = 0, 1
@@ -79,12 +82,14 @@ def doctor_command(version: str, wanted: Wanted, *, say: Callable[[str], None]) 
 def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> int:
     """What ``burnish doctor MODEL`` prints: how the model runs here, from its config alone.
 
-    Returns 1 if it cannot be trained, or its config cannot be read.
+    Returns 1 if it cannot be trained. Raises ModelError if its config cannot be read.
     """
     found = find_support(ModelConfig(path=path), sampled=True, download=True)
     if found is None:
-        say(f"{path}: no config.json could be read; give a model folder or a hub name")
-        return UNWELL
+        raise ModelError(
+            f"the config of {path} could not be read ({_why_no_config(path)}); give a folder with "
+            "a config.json, or a hub name"
+        )
     support, decoding = found
     if as_json:
         tree = {"support": asdict(support), "decoding": decoding and asdict(decoding)}
@@ -98,6 +103,14 @@ def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> in
         said = "not limited by its config" if limit is None else f"up to {limit} tokens"
         say(f"rows: {said}")
     return UNWELL if support.refusal else OK
+
+
+def _why_no_config(path: str) -> str:
+    try:
+        AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        return library_text(error)
+    return "it cannot be read without the model's weights or code"
 
 
 def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Diagnosis:

@@ -308,6 +308,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.chat_template is not None:
         template = Path(config.chat_template)
         is_file = len(config.chat_template) < 256 and template.is_file()
+        if not is_file and "{" not in config.chat_template:
+            raise ModelError(
+                f"model.chat_template={config.chat_template!r} is no file (working directory: "
+                f"{Path.cwd()}) and no Jinja template either, as nothing in it is in braces"
+            )
         tokenizer.chat_template = template.read_text() if is_file else config.chat_template
     if tokenizer.eos_token_id is None:
         raise ModelError(

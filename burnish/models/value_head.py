@@ -79,6 +79,8 @@ def load_scalar_model(
                 inject_lora(model.base_model, config.lora)
         return ScalarModel(model.base_model, model.score)
     if new_head is None:
+        if config.path is not None and config.gguf_file is None and hf_config(config) is None:
+            load_causal_lm(config)  # raises with the reason why its config cannot be read
         raise ModelError(
             f"{describe(config)} is a language model without a reward head, so its scores would "
             "be noise; "

@@ -283,3 +283,8 @@ def test_positions_are_read_without_loading_the_model(tmp_path: Path) -> None:
     assert num_positions(ModelConfig(path=str(tmp_path / "gpt2"))) == 55
     assert num_positions(ModelConfig(path=str(tmp_path / "llava"))) == 2048
     assert num_positions(ModelConfig(path=str(tmp_path / "nothing"))) is None
+
+
+def test_a_chat_template_that_is_neither_a_file_nor_a_template_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"chat_template='missing\.jinja' is no file \(working"):
+        load_tokenizer(ModelConfig(scratch=ScratchConfig(), chat_template="missing.jinja"))

@@ -19,7 +19,7 @@ HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name fo
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-gpu vllm-cpu lint mutate models docs clean
+.PHONY: help demo test test-fast test-gpu vllm-cpu lint mutate hunt models docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ lint: $(VENV)/.dev  ## ruff, mypy and the house rules
 
 mutate: $(VENV)/.dev  ## small mistakes in burnish/algorithms, one at a time: does a test notice each?
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py $(ARGS)
+
+hunt: $(VENV)/.dev  ## random cases of relations that must hold (ARGS="--seconds 600 --seed 7 --relation pair_rows")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/metamorphic/hunt.py $(ARGS)
 
 models: $(VENV)/.dev  ## every type of language model of transformers through the project: docs/models.md
 	OMP_NUM_THREADS=1 $(BIN)/python tools/models.py --jobs $(JOBS) $(ARGS)

@@ -1,0 +1,39 @@
+"""Every relation on a fixed sample of draws; ``make hunt`` draws others."""
+
+from __future__ import annotations
+
+import pytest
+from metamorphic import relations_data, relations_models, relations_rules
+from metamorphic.base import RELATIONS, check
+
+MODELS = {
+    "engine_is_transformers": (3, 5, 9, 8, 17, 51),
+    "engine_settings": (4, 7, 11, 21, 27),
+    "garbage_rows": (2, 5, 7, 8),
+    "sampler_is_trainer": (0, 3, 13, 19, 38),
+    "requests_apart": (7, 8, 13, 17, 28),
+    "exported_model": (4, 9, 14, 21, 34),
+}
+"""Seeds that draw each of the usual families at least once."""
+OTHERS = {"override_is_file": range(8), "math_surroundings": (*range(5), 8, 9)}
+"""Seeds of the others; without an entry: the first 24."""
+ALL = (relations_data, relations_models, relations_rules)
+
+
+def test_every_relation_says_why_its_tolerance_is_what_it_is() -> None:
+    assert len(RELATIONS) >= 20 and set(MODELS) <= set(RELATIONS)
+    for name, relation in RELATIONS.items():
+        text = relation.__doc__ or ""
+        assert "xact" in text or "1e-" in text, name
+
+
+@pytest.mark.parametrize("name", [name for name in RELATIONS if name not in MODELS])
+def test_a_relation_holds_on_the_fixed_sample(name: str) -> None:
+    results = [check(name, seed) for seed in OTHERS.get(name, range(24))]
+    assert results.count("holds") >= 3, results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_relation_of_models_holds_on_the_fixed_sample(name: str) -> None:
+    assert [check(name, seed) for seed in MODELS[name]] == ["holds"] * len(MODELS[name])

@@ -226,9 +226,15 @@ class BatchForward(nn.Module):
 
 
 def enable_checkpointing(body: PreTrainedModel) -> None:
-    """Recompute activations in backward; transformers renamed the switch in 5.2x."""
+    """Recompute activations in backward; transformers renamed the switch in 5.2x. Raises ModelError
+    if the model cannot."""
     renamed = getattr(body, "activation_checkpointing_enable", None)  # house: ok two versions
-    (renamed or body.gradient_checkpointing_enable)({"use_reentrant": False})
+    try:
+        (renamed or body.gradient_checkpointing_enable)({"use_reentrant": False})
+    except ValueError as error:
+        raise ModelError(
+            f"train.gradient_checkpointing: {error} Use train.gradient_checkpointing=false"
+        ) from error
 
 
 def experts_per_token(body: PreTrainedModel) -> int:

@@ -259,3 +259,7 @@ def test_code_that_comes_with_a_model_is_checked_too(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config = AutoConfig.from_pretrained(str(tmp_path), trust_remote_code=True)
     assert model_support(config, trust=True).packed
+
+
+def test_a_vocabulary_of_a_few_tokens_is_enough() -> None:
+    assert model_support(LlamaConfig(vocab_size=6), use_disk=False).packed

@@ -17,7 +17,10 @@ from burnish.models.load import load_tokenizer
 from burnish.models.shrink import build, shrink
 from burnish.observe.metrics import read_metrics
 
-GAE = ("algorithm.advantage=gae", "algorithm.kl={init_kl_coef: 0.01, placement: loss, estimator: k3}")
+GAE = (
+    "algorithm.advantage=gae",
+    "algorithm.kl={init_kl_coef: 0.01, placement: loss, estimator: k3}",
+)
 
 
 def save_family(folder: Path, model_type: str) -> str:

@@ -134,7 +134,9 @@ def test_rows_that_stay_together_are_never_cut(ragged_batch: Batch) -> None:
     from dataclasses import replace
 
     pairs = replace(ragged_batch, rows_per_unit=2)
-    smaller = SmallerPasses(TrainConfig(train_batch_size=4, on_oom="retry_smaller"))
+    smaller = SmallerPasses(
+        TrainConfig(train_batch_size=4, on_oom="retry_smaller"), "shared_prefix"
+    )
     smaller.most_tokens = 1
     assert list(smaller.parts(pairs, list(range(8)))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

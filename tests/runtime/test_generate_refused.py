@@ -66,8 +66,10 @@ def test_an_output_that_exists_is_refused_before_anything_is_loaded(
     generate: MakeConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("mine")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("cannot be loaded")
     config = generate(
-        f"output={tmp_path / 'rows.jsonl'}", "model.path=/nowhere", "model.scratch=null"
+        f"output={tmp_path / 'rows.jsonl'}", f"model.path={tmp_path}/model", "model.scratch=null"
     )
     with pytest.raises(RunError, match=r"rows.jsonl exists, and is not written over"):
         burnish.run(config)

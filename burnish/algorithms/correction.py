@@ -45,16 +45,15 @@ def correction_weights(  # house: ok the terms of the equation
     truncated importance sampling (TIS), token and mask IcePop (arXiv 2510.18855), geometric and
     mask masked importance sampling. Raises ValueError for another level or mode.
     """
-    gap = at_least_fp32(old_logprobs.detach()) - at_least_fp32(sampler_logprobs.detach())
+    sampler = at_least_fp32(sampler_logprobs.detach())
+    gap = at_least_fp32(old_logprobs.detach()) - sampler
     if level == "sequence":
-        gap = row_sum(gap, mask, row_ids)
+        gap, sampler = (row_sum(x, mask, row_ids) for x in (gap, sampler))
     elif level == "geometric":
-        gap = row_mean(gap, mask, row_ids)
+        gap, sampler = (row_mean(x, mask, row_ids) for x in (gap, sampler))
     elif level != "token":
         raise ValueError(f"unknown level {level!r}; use token, sequence or geometric")
-    unknown = mask & sampler_logprobs.detach().isnan()
-    if level != "token":
-        unknown = row_sum(unknown, mask, row_ids) > 0
+    unknown = sampler.isnan()
     raw = torch.where(unknown, 0.0, gap.clamp(max=MAX_LOG_RATIO).exp())
     if mode == "truncate":
         bounded = raw.clamp(max=high)

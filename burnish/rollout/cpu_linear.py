@@ -67,14 +67,18 @@ def fp32_copies(layers: Sequence[nn.Linear]) -> Iterator[list[Fp32Layer]]:
 
 @contextmanager
 def onednn_linear(layers: Sequence[Fp32Layer]) -> Iterator[None]:
-    """Inside, ``layers`` compute through oneDNN, without gradients; outside they are as before."""
+    """Inside, ``layers`` compute through oneDNN, without gradients; outside they are as before (an
+    engine may have put a forward of its own into the output projection)."""
+    before = [vars(wide.layer).get("forward") for wide in layers]
     for wide in layers:
         wide.layer.forward = partial(_forward, wide)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for wide in layers:
+        for wide, own in zip(layers, before, strict=True):
             del wide.layer.forward
+            if own is not None:
+                wide.layer.forward = own  # type: ignore[method-assign]
 
 
 def _forward(wide: Fp32Layer, inputs: Tensor) -> Tensor:

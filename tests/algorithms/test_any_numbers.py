@@ -343,6 +343,16 @@ def test_a_sampler_that_reports_nan_leaves_its_token_or_row_out(level: Any, mode
     found = stats.floats()
     assert found["correction_frac"] == (0.25 if level == "token" else 0.5)
     assert found["correction_max"] == 1.0 and math.isfinite(found["correction_weight"])
+    nobody = correction_weights(
+        old[:1], sampler[:1, :1].expand(1, 3), mask[:1], level=level, mode=mode, low=0.5, high=2.0
+    )
+    assert nobody[0].tolist() == [[0.0, 0.0, 1.0]]
+    assert nobody[1].floats() == {
+        "correction_weight": 0.0, "correction_frac": 1.0, "correction_max": 0.0
+    }  # fmt: skip
+    lost = correction_weights(sampler, old, mask, level=level, mode=mode, low=0.5, high=2.0)[0]
+    if mode != "mask":  # which leaves out whatever is not inside its bounds
+        assert bool(lost[0, 0].isnan()), "a trainer's NaN is no sampler's: the step is skipped"
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

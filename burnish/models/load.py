@@ -323,7 +323,28 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    _check_vocabulary(tokenizer, config)
     return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _check_vocabulary(tokenizer: Any, config: ModelConfig) -> None:
+    """Log tokens that the model has no embedding for; raise ModelError if the end token is one.
+    (More embeddings than tokens are usual: vocabularies are padded.)"""
+    found = hf_config(config)
+    size = found.get_text_config().to_dict().get("vocab_size") if found is not None else None
+    if size is None or len(tokenizer) <= size:
+        return
+    if tokenizer.eos_token_id >= size:
+        raise ModelError(
+            f"the tokenizer's end token {tokenizer.eos_token!r} ({tokenizer.eos_token_id}) is not "
+            f"in the vocabulary of {describe(config)}, which has {size} tokens; use the model's "
+            "own tokenizer (model.tokenizer_path), or resize the model's embeddings"
+        )
+    log.warning(
+        "the tokenizer has %d tokens and %s embeddings for %d: a row with one of the others cannot "
+        "be computed",
+        *(len(tokenizer), describe(config), size),
+    )
 
 
 def hf_config(config: ModelConfig) -> PretrainedConfig | None:

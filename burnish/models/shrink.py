@@ -242,7 +242,8 @@ class _Sizes:
 
     def _kv_heads(self, name: str, value: int) -> int:
         heads = self.old.get("swa_num_attention_heads") if name.startswith("swa_") else self.heads
-        return value if value == 1 else HEADS if value >= (heads or self.heads) else HEADS // 2
+        small = min(heads or self.heads, HEADS)
+        return value if value == 1 else small if value >= (heads or self.heads) else small // 2
 
     def _head_dim(self, name: str, value: int) -> int:
         if name == "head_dim" and value == self.old.get("qk_rope_head_dim"):

@@ -403,3 +403,21 @@ def test_a_padded_vocabulary_stays_as_it_is(
         export(checkpoint(tmp_path / "c", engine), tmp_path / "out")
     )
     assert torch.equal(logprobs(plain), expected) and plain.config.vocab_size == 64
+
+
+@pytest.mark.parametrize(("missing", "refused"), [(5, False), (len(TOKENIZER) - 1, True)])
+def test_tokens_without_embeddings_are_mentioned(
+    missing: int, refused: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A vocabulary that is smaller than the tokenizer's: a warning, or an error for its end."""
+    LlamaConfig(**{**TEXT, "vocab_size": len(TOKENIZER) - missing}).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    if refused:
+        with pytest.raises(
+            ModelError, match=r"end token .* is not in the vocabulary of .* 2 token"
+        ):
+            load_tokenizer(ModelConfig(path=str(tmp_path)))
+        return
+    with caplog.at_level(logging.WARNING, "burnish"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert f"has {len(TOKENIZER)} tokens and {tmp_path} embeddings for" in caplog.text

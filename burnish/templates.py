@@ -1,0 +1,211 @@
+"""Chat templates with limits. A template comes with a model, and its author may be anybody.
+
+Jinja's sandbox keeps a template away from Python's internals, but not from the machine's time and
+memory: nested loops, ``'a' * 10**9`` or a text that doubles forty times. Here every rendering has a
+budget of steps and characters. transformers compiles templates with the class
+``ImmutableSandboxedEnvironment`` of its module; importing this module puts :class:`Bounded` in its
+place. Renderings outside of :func:`render_chat` have no budget and are as before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, cast
+
+from jinja2 import TemplateRuntimeError, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+MAX_TEMPLATE_CHARS = 1 << 20
+"""Longest template. Those in use have up to about 30,000."""
+MAX_WORK = 100_000_000
+"""Budget of one rendering: characters of all texts that it makes, and :data:`STEP` for each step of
+a loop, 5 times that for each call. It takes a few seconds."""
+STEP = 20
+MAX_WIDTH = 100_000
+"""Largest number that is given to a filter or a method of a text (widths, indents, repetitions)."""
+
+_left: ContextVar[list[int] | None] = ContextVar("work_left", default=None)
+_WIDE = re.compile(r"\*|\d{6,}")
+_UNBOUNDED = frozenset({"translate", "format_map"})
+
+
+class TemplateLimitError(TemplateRuntimeError):
+    """A template that needs more time or memory than any conversation does."""
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any
+) -> str:
+    """``tokenizer.apply_chat_template`` as text. Raises jinja2.TemplateError as that does, and
+    TemplateLimitError for a template that is too large or does too much."""
+    templates = tokenizer.chat_template
+    for text in templates.values() if isinstance(templates, dict) else [templates]:
+        if len(text or "") > MAX_TEMPLATE_CHARS:
+            raise TemplateLimitError(
+                f"the chat template has {len(text)} characters, and the limit is "
+                f"{MAX_TEMPLATE_CHARS}"
+            )
+    token = _left.set([MAX_WORK])
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except (MemoryError, RecursionError, OverflowError) as error:
+        raise TemplateLimitError(f"{type(error).__name__}: {error}") from error
+    finally:
+        _left.reset(token)
+
+
+def _spend(amount: int) -> None:
+    left = _left.get()
+    if left is None:
+        return
+    left[0] -= amount
+    if left[0] < 0:
+        raise TemplateLimitError("it makes more steps and characters than any conversation needs")
+
+
+def _size(value: Any) -> int:
+    """Characters of a text, entries of a list, digits of a number."""
+    if isinstance(value, int):
+        return value.bit_length() // 3
+    return len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 1
+
+
+def _check_numbers(what: str, values: Any) -> None:
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_WIDTH:
+            raise TemplateLimitError(f"{what} is given {str(value)[:20]}, above {MAX_WIDTH}")
+
+
+def _check_text(name: str, text: str, given: Sequence[Any]) -> None:
+    """Before a method or filter ``name`` of a text: charge for what it will make."""
+    if name in _UNBOUNDED:
+        raise TemplateLimitError(f"{name} is not allowed")
+    if name == "format" and _WIDE.search(text):
+        raise TemplateLimitError("a width in a format is too large")
+    if name == "replace" and len(given) > 1 and isinstance(given[0], str):
+        _spend(text.count(given[0]) * len(str(given[1])))
+    if name == "indent":
+        _spend((text.count("\n") + 1) * max((_size_of_indent(g) for g in given), default=4))
+
+
+def _size_of_indent(value: Any) -> int:
+    return value if isinstance(value, int) else len(str(value))
+
+
+def _charge_join(separator: Any, parts: Any) -> None:
+    if isinstance(parts, (list, tuple)):
+        _spend(len(str(separator)) * len(parts) + sum(len(p) for p in parts if isinstance(p, str)))
+
+
+def _counted(iterable: Any, cost: int) -> Any:
+    """Loops: each step costs STEP, and the length of the text in the loop."""
+    return iterable if _left.get() is None else _Counted(iterable, cost)
+
+
+class _Counted:
+    """What a loop runs over, counted."""
+
+    def __init__(self, iterable: Any, cost: int) -> None:
+        self._iterable, self._cost = iterable, cost
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable:
+            _spend(self._cost)
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._iterable)
+
+
+def _joined(parts: Sequence[Any]) -> str:
+    """``a ~ b``."""
+    texts = [str(part) for part in parts]
+    _spend(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _shown(value: Any) -> Any:
+    """What ``{{ value }}`` adds to the output or to a block."""
+    _spend(len(value) if isinstance(value, str) else 1)
+    return value
+
+
+class _AddCharges(NodeTransformer):
+    """Rewrite loops, ``~`` and output so that they are charged for."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        node.iter = _filtered(node.iter, "_counted", nodes.Const(STEP + text))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes), "_joined")
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        shown: list[nodes.Expr] = []
+        for part in node.nodes:
+            literal = isinstance(part, nodes.TemplateData)
+            shown.append(part if literal else _filtered(part, "_shown"))
+        node.nodes = shown
+        return node
+
+
+def _filtered(node: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, node), name, list(arguments), [], None, None)
+
+
+class Bounded(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, whose work is charged to the budget of the rendering."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.filters |= {"_counted": _counted, "_joined": _joined, "_shown": _shown}
+        self.optimized = False  # constants are computed within the budget, too
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        _AddCharges().visit(tree)
+        return tree.set_environment(self)  # type: ignore[return-value]
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """``+``, ``*``, ``**`` and ``%``: charged before they are computed."""
+        if _left.get() is not None:
+            if operator == "**":
+                raise TemplateLimitError("powers are not allowed")
+            if operator == "%" and isinstance(left, str) and _WIDE.search(left):
+                raise TemplateLimitError("a width in a format is too large")
+            if operator == "*":
+                times = [v for v in (left, right) if isinstance(v, int)]
+                texts = [v for v in (left, right) if isinstance(v, (str, list, tuple))]
+                _spend(_size(texts[0]) * max(0, times[0]) if texts and times else 1)
+            _spend(_size(left) + _size(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, obj: Any, /, *arguments: Any, **named: Any) -> Any:
+        """A function, macro or method."""
+        if _left.get() is None:
+            return super().call(context, obj, *arguments, **named)
+        owner = vars(type(obj)).get("__self__") and obj.__self__
+        if isinstance(owner, str):
+            given = [*arguments, *named.values()]
+            _check_numbers(f"{obj.__name__}()", given)
+            _check_text(obj.__name__, owner, given)
+            if obj.__name__ == "join" and given:
+                _charge_join(owner, given[0])
+        result = super().call(context, obj, *arguments, **named)
+        _spend(5 * STEP + _size(result))
+        return result
+
+
+chat_template_utils.ImmutableSandboxedEnvironment = Bounded  # type: ignore[misc, attr-defined]
+chat_template_utils._compile_jinja_template.cache_clear()

@@ -279,10 +279,7 @@ def end_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     try:
         text = render_chat(tokenizer, turns)
     except TemplateLimitError as error:
-        raise ModelError(
-            f"the chat template of {tokenizer.name_or_path} cannot be used: {error}; set "
-            "model.chat_template to another one"
-        ) from error
+        raise ModelError(f"the chat template: {error}; use another model.chat_template") from error
     tail = tokenizer(text.rpartition("xyzzy")[2], add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids)
     return next((int(i) for i in tail if i in special), None)

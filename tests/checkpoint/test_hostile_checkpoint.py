@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.export import export
 from burnish.checkpoint.manifest import verify, write_manifest
+from burnish.checkpoint.save import CheckpointStore
 from burnish.cli import app
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
@@ -193,3 +194,17 @@ def test_an_engine_file_of_nonsense_is_a_checkpoint_error(
     write_manifest(folder, step=1, extra={"metric": None})
     with pytest.raises(CheckpointError, match=r"engine\.json cannot be read"):
         export(folder, tmp_path / "out")
+
+
+def test_retention_does_not_delete_through_links(tmp_path: Path) -> None:
+    """A link with the name of an old step goes; the folder that it names stays."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("mine")
+    write_manifest(tmp_path / "precious", step=1, extra={"metric": None})
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1, best_mode="max")
+    store.folder.mkdir()
+    (store.folder / "step_000001").symlink_to(tmp_path / "precious")
+    store.save(2, lambda folder: (folder / "state").write_text("x") and None)
+    store.save(3, lambda folder: (folder / "state").write_text("x") and None)
+    assert [path.name for path in store.all()] == ["step_000003"]
+    assert (tmp_path / "precious" / "file").read_text() == "mine"

@@ -288,7 +288,8 @@ def judge(label: Label, response: str) -> bool | Ask:
         return Ask(label.text, _readable(text))
     if read_date(_words(answer.text)) or not re.search(r"[\w\\]", answer.text):
         return False
-    return Ask(label.text, f"\\boxed{{{_symbols(_readable(answer.text))}}}")
+    text = re.sub(r"(?<!\.)\.\s*$", "", answer.text)  # the full stop of a sentence
+    return Ask(label.text, f"\\boxed{{{_symbols(_readable(text))}}}")
 
 
 def _same_words(label: str, text: str, answer: Answer | None) -> bool:

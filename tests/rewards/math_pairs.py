@@ -11,6 +11,9 @@ import datetime
 from typing import Any
 
 GSM8K = [
+    ("x^2+2x", r"It is \boxed{x^2+2x.}", True),
+    ("x^2+2x", "#### x^2+2x.", True),
+    ("x^2+2x", "#### x^2+3x.", False),
     ("#### 6,000", r"So the total is \boxed{6000}.", True),
     ("#### 6,000", r"So the total is \boxed{6,000}.", True),
     ("#### 6,000", "5 * 1200 = 6000\n#### 6000", True),

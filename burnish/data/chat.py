@@ -339,22 +339,25 @@ def _encode_piece(
 
 
 def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids with the special tokens put in front by the tokenizer, but no end token put behind. A
-    text that begins with these special tokens itself has them once."""
-    ids = list(tokenizer(text, verbose=False)["input_ids"])
-    plain = _plain_ids(tokenizer, text)
-    ends = len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id
-    if ends and ids[len(ids) - 1 - len(plain) : -1] == plain:
-        ids.pop()
-    prefix = ids[: len(ids) - len(plain)]
-    if prefix and ids[len(prefix) :] == plain and plain[: len(prefix)] == prefix:
+    """Ids with the special tokens that the tokenizer puts in front, without those that it puts
+    behind (its end token need not be ``eos_token``). A text that begins with the special tokens
+    itself has them once."""
+    own = _plain_ids(tokenizer, text)
+    plain = own or _plain_ids(tokenizer, "a")  # an empty text says nothing about places
+    ids = list(tokenizer(text if own else "a", verbose=False)["input_ids"])
+    places = range(len(ids) - len(plain) + 1)
+    begin = next((i for i in places if ids[i : i + len(plain)] == plain), None)
+    if begin is None:  # special tokens change how the text is cut
+        return ids
+    prefix = ids[:begin]
+    if prefix and own[:begin] == prefix:
         note(
             "double_bos",
             f"the text begins with {tokenizer.decode(prefix)!r}, which the tokenizer puts in "
             "front as well; it is kept once. Leave it out of the data",
         )
-        return plain
-    return ids
+        return own
+    return prefix + own
 
 
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -216,3 +216,17 @@ def test_a_prompt_that_cannot_take_the_system_prompt_says_why(
 ) -> None:
     with pytest.raises(DataError, match=says):
         encode_prompt(chars, prompt, system_prompt="be brief")
+
+
+@pytest.mark.parametrize("text", ["1+1=", "<s>1+1=", ""])
+def test_special_tokens_behind_a_prompt_are_left_out_whatever_they_are(
+    chars: Tok, text: str
+) -> None:
+    """The tokenizer appends ``<|eot|>``, which is not its ``eos_token``: a prompt that ended with
+    it would be finished before the model answers."""
+    ids = chars.convert_tokens_to_ids
+    wanted = [ids("<s>"), *(ids(c) for c in text.removeprefix("<s>"))]
+    chars.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <|eot|>", special_tokens=[(t, ids(t)) for t in ("<s>", "<|eot|>")]
+    )
+    assert encode_prompt(chars, text)[1] == wanted

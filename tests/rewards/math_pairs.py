@@ -69,6 +69,15 @@ SEVERAL_ANSWERS = [
     ("3", r"#### 3" + "\nsorry:\n#### 4", False),
 ]
 
+FULL_STOPS = [
+    ("x^2+25x", "#### x^2+25x.", True),
+    ("x^2+25x", "#### $x(x+25)$.", True),
+    ("x^2+25x", r"\boxed{x^2+25x.}", True),
+    ("x^2+25x", r"\boxed{x^2+26x.}", False),
+    ("$x^2+25x$.", r"\boxed{x^2+25x}", True),
+    (r"7\pi", r"<answer>7 \pi.</answer>", True),
+]
+
 SEPARATORS = [
     ("6 000", r"\boxed{0}", False),
     ("6 000", r"\boxed{6000}", True),
@@ -399,7 +408,8 @@ KNOWN_DISAGREEMENTS = [
 ]
 
 PAIRS: list[tuple[Any, str, bool]] = [
-    *GSM8K, *SEVERAL_ANSWERS, *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
+    *GSM8K, *SEVERAL_ANSWERS, *FULL_STOPS,
+    *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
     *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *DATES, *AS_MODELS_WRITE, *HEDGED, *SCALES,
     *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

@@ -15,7 +15,12 @@ MODELS = {
     "exported_model": (4, 9, 14, 21, 34),
 }
 """Seeds that draw each of the usual families at least once."""
-OTHERS = {"override_is_file": range(8), "math_surroundings": (*range(5), 8, 9)}
+OTHERS = {
+    "override_is_file": range(8),
+    "math_surroundings": (*range(8), 13, 21),
+    "rl_prompt_ids": (*range(20), 27, 47, 58, 72),
+    "ends_are_not_doubled": (*range(20), 34, 39, 51, 125),
+}
 """Seeds of the others; without an entry: the first 24."""
 ALL = (relations_data, relations_models, relations_rules)
 

@@ -191,15 +191,23 @@ def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
     if embedding.weight.dtype == torch.float32:
         return
     ids = torch.tensor([[1, 2]], device=body.device)
-    embeds = embedding(ids).detach().requires_grad_(backward)
+    embeds: list[Tensor] = []
+
+    def cut(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        embeds.append(output.detach().requires_grad_(backward))
+        return embeds[-1]
+
+    handle = embedding.register_forward_hook(cut)
     try:
         with torch.set_grad_enabled(backward):
-            hidden = body(inputs_embeds=embeds, use_cache=False).last_hidden_state
+            hidden = body(input_ids=ids, use_cache=False).last_hidden_state
         if backward:
             torch.autograd.grad(hidden.float().sum(), embeds)
     except (NotImplementedError, RuntimeError) as error:
         raise_if_lacking(error, body, name)
         raise
+    finally:
+        handle.remove()
     if not bool(hidden.isfinite().all()):
         raise_overflow(embedding.weight.dtype, name)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,12 +20,15 @@ from transformers import (
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, ScratchConfig
 from burnish.models.load import (
     ModelError,
+    check_compute_dtype,
     end_turn_token,
     load_causal_lm,
     load_tokenizer,
     num_positions,
+    place,
     resolve_device,
 )
+from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
 
 
@@ -288,3 +292,11 @@ def test_positions_are_read_without_loading_the_model(tmp_path: Path) -> None:
 def test_a_chat_template_that_is_neither_a_file_nor_a_template_is_refused() -> None:
     with pytest.raises(ModelError, match=r"chat_template='missing\.jinja' is no file \(working"):
         load_tokenizer(ModelConfig(scratch=ScratchConfig(), chat_template="missing.jinja"))
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "mamba", "qwen3_5_text"])
+def test_models_that_need_token_ids_are_tried_in_half_precision(model_type: str) -> None:
+    """Gemma 4 reads ids beside embeddings (per-layer inputs)."""
+    model = build(shrink(AutoConfig.for_model(model_type)))
+    place(model, dtype="bf16", device="cpu")
+    check_compute_dtype(model.get_decoder(), model_type, backward=True)

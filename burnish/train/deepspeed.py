@@ -28,9 +28,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, engine_rules
 from burnish.models import buffers as state
+from burnish.models.checks import check_compute_dtype, check_head
 from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
-from burnish.models.load import DTYPES, check_compute_dtype, check_head, describe
+from burnish.models.load import DTYPES, describe
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.diagnose import first_bad_tensor, sum_is_bad, where_bad, why_stop

@@ -30,15 +30,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.train import TorchEngine
 from burnish.models.buffers import buffers_now, persistent_buffers
+from burnish.models.checks import check_head, raise_if_lacking, raise_overflow
 from burnish.models.dropout import start_training
 from burnish.models.empty import fill_rows
-from burnish.models.load import (
-    DTYPES,
-    check_head,
-    describe,
-    raise_if_lacking,
-    raise_overflow,
-)
+from burnish.models.load import DTYPES, describe
 from burnish.models.lora import merged_weights
 from burnish.models.tensor_files import Rows
 from burnish.train.base import Loss, Outputs

@@ -21,16 +21,11 @@ import burnish.train.optim as optim
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.buffers import buffers_now, load_buffers, num_buffer_bytes
+from burnish.models.checks import check_compute_dtype, check_weights
 from burnish.models.distill import Lesson
 from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
-from burnish.models.load import (
-    DTYPES,
-    ModelError,
-    check_compute_dtype,
-    check_weights,
-    describe,
-)
+from burnish.models.load import DTYPES, ModelError, describe
 from burnish.models.lora import adapters_off, merged_weights
 from burnish.models.teacher import LessonSpec
 from burnish.models.tensor_files import Pieces, tensor_sets, write_pieces

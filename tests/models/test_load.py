@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, ScratchConfig
+from burnish.models.checks import check_compute_dtype
 from burnish.models.load import (
     ModelError,
-    check_compute_dtype,
     end_turn_token,
     load_causal_lm,
     load_tokenizer,

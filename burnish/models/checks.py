@@ -1,0 +1,117 @@
+"""Checks of a loaded model with its real weights: its head, its number format, its weights.
+
+The check of the model family needs no weights; it is in ``support.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.formats import FORMATS
+from burnish.models.logit_scaling import logit_scaling
+from burnish.models.paths import ModelError
+
+
+@torch.no_grad()
+def check_head(model: Any, name: str) -> None:
+    """Raise ModelError if the logits are not those that log-probs are computed from: the output
+    projection of the last hidden state, scaled and capped as the config says.
+
+    ``name``: of the model, for messages. The check of the family (``models/support.py``) is far
+    stricter; this one sees the real weights, in their format.
+    """
+    ids = torch.arange(1, 5, device=model.device)[None]
+    projection = model.get_output_embeddings()
+    scaling = logit_scaling(model.config)
+    try:
+        whole = model(ids).logits.float()
+        hidden = model.get_decoder()(ids).last_hidden_state
+        ours = scaling.apply_(projection(hidden).float())
+    except (NotImplementedError, RuntimeError) as error:
+        raise_if_lacking(error, model, name)
+        if isinstance(error, NotImplementedError):
+            raise ModelError(f"{name}: {error}") from error
+        raise
+    if not (bool(whole.isfinite().all()) and bool(ours.isfinite().all())):
+        check_weights(model.named_parameters(), name)
+        raise_overflow(model.dtype, name)
+    if not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.abs().max())):
+        raise ModelError(
+            f"{name} ({type(model).__name__}) changes its logits after the output projection in a "
+            "way that its config does not say, so log-probs would be wrong; use another model"
+        )
+
+
+def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
+    """Raise ModelError where ``body`` uses an operation that its device lacks in its format.
+
+    Two tokens forward, and backward to their embeddings. Raises ModelError, too, where what comes
+    out is not finite.
+    """
+    embedding = body.get_input_embeddings()
+    if embedding.weight.dtype == torch.float32:
+        return
+    ids = torch.tensor([[1, 2]], device=body.device)
+    embeds: list[Tensor] = []
+
+    def cut(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        embeds.append(output.detach().requires_grad_(backward))
+        return embeds[-1]
+
+    handle = embedding.register_forward_hook(cut)
+    try:
+        with torch.set_grad_enabled(backward):
+            hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+        if backward:
+            torch.autograd.grad(hidden.float().sum(), embeds)
+    except (NotImplementedError, RuntimeError) as error:
+        raise_if_lacking(error, body, name)
+        raise
+    finally:
+        handle.remove()
+    if not bool(hidden.isfinite().all()):
+        raise_overflow(embedding.weight.dtype, name)
+
+
+@torch.no_grad()
+def check_weights(weights: Iterable[tuple[str, Tensor]], name: str) -> None:
+    """Raise ModelError where a weight of the model ``name`` is not finite: broken at its source, or
+    too large for its format."""
+    for parameter_name, parameter in weights:
+        if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
+            raise ModelError(
+                f"{name}: the weight {parameter_name} is not finite in {parameter.dtype} (fp16 "
+                f"ends at {FORMATS['fp16'].largest:g}); if it is in precision.dtype=fp32, "
+                "use bf16 or fp32, else the model is broken"
+            )
+
+
+def raise_overflow(dtype: torch.dtype, name: str) -> None:
+    """The ModelError for activations that are not finite."""
+    raise ModelError(
+        f"{name}: its activations are not finite in {dtype} for a few tokens, although its weights "
+        "are: they grow beyond the format; use precision.dtype=bf16 or fp32"
+    )
+
+
+def raise_if_lacking(error: Exception, model: Any, name: str) -> None:
+    """A ModelError if ``error`` is PyTorch's for an operation without a form for this format."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    formats = {"Half": "fp16", "BFloat16": "bf16"}
+    found = re.search(r"\b(Half|BFloat16)\b", said)
+    lacking = re.search(r"not implemented|not supported|unsupported", said, re.IGNORECASE)
+    if found is None or lacking is None:
+        return
+    quoted = re.search(r'"(\w+)"', said)
+    operation = quoted.group(1) if quoted else said.partition(":")[0]
+    dtype = formats[found.group(1)]
+    raise ModelError(
+        f"{name} cannot be computed in {dtype} on {model.device.type}: PyTorch {torch.__version__} "
+        f"has no {dtype} form of {operation} there ({said}); use another precision.dtype (fp32 "
+        "always works), or another device"
+    ) from error

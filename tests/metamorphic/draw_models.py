@@ -203,9 +203,11 @@ def slope_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Ten
 
 def set_adapters(model: Any, scale: float = 0.05) -> None:
     """Give the adapters of LoRA, if there are any, weights that do not depend on their random
-    beginning."""
+    beginning. Adapters that no forward uses (their gradient is None) stay idle: a merge would add
+    what training never saw."""
+    trained = any(".lora_" in n and p.grad is not None for n, p in model.named_parameters())
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            if ".lora_" in name:
+            if ".lora_" in name and (tensor.grad is not None or not trained):
                 tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))

@@ -198,10 +198,10 @@ def exported_model(draw: Draw) -> None:
     batch, loss = weighted_loss(batch_of(draw, model, groups=2))
     settings = settings_of(draw)
     engine = engine_of(model, settings, lora=lora)
-    set_adapters(engine.model)
     if not lora:
         _move_buffers(engine.model)
     engine.forward_backward(batch, loss)
+    set_adapters(engine.model)
     engine.optim_step()
     wanted = engine.logprobs(batch)
     store = CheckpointStore(draw.folder / "checkpoints", keep_last=1, best_mode="max")

@@ -217,8 +217,11 @@ class Subject:
             text = f"log-probs within {difference:.1e}; the gradient differs"
         return Cell("exact", _worst(difference, slope), text)
 
-    def _generate(self, temperature: float, n: int) -> list[tuple[tuple[int, ...], Completion]]:
-        """(prompt, completion) of four prompts of different lengths, ten tokens each."""
+    def _generate(
+        self, temperature: float, n: int
+    ) -> tuple[str, list[tuple[tuple[int, ...], Completion]]]:
+        """(way of sampling, [(prompt, completion)]) of four prompts of different lengths, ten
+        tokens each."""
         limit = num_positions(self.model)
         room = 10 if limit is None else min(10, limit // 2)
         lengths = [3, 7, 5, 12] if limit is None or limit >= 24 else [1, 2, 3, limit - room]
@@ -232,13 +235,17 @@ class Subject:
         )
         requests = [Request(i, prompt, n=n, seed=1) for i, prompt in prompts.items()]
         found = engine.generate(requests, Sampling(max_tokens=room, temperature=temperature))
-        return [(prompts[completion.request_id], completion) for completion in found]
+        way = {"batched": "", "cached": "computed row by row"}.get(
+            engine.decoding, "computed without a cache"
+        )
+        return way, [(prompts[completion.request_id], completion) for completion in found]
 
     @torch.no_grad()
     def greedy(self) -> Cell:
         """Tokens at temperature 0, against the arg max of the reference after each of them."""
         worst, agreed, total = 0.0, 0, 0
-        for prompt, completion in self._generate(0.0, 1):
+        way, completions = self._generate(0.0, 1)
+        for prompt, completion in completions:
             ids = torch.tensor([*prompt, *completion.token_ids])
             logits = self._logits(ids)[len(prompt) - 1 : -1]
             chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]
@@ -246,18 +253,19 @@ class Subject:
             worst = _worst(worst, float(short.max()))
             agreed += int((short <= TOLERANCE).sum())
             total += len(completion.token_ids)
-        return Cell("exact", worst, "" if agreed == total else f"{agreed} of {total} tokens")
+        return Cell("exact", worst, way if agreed == total else f"{agreed} of {total} tokens")
 
     @torch.no_grad()
     def sampled(self) -> Cell:
         """Log-probs that the sampler reports, against those of the reference."""
         worst = 0.0
-        for prompt, completion in self._generate(1.0, 2):
+        way, completions = self._generate(1.0, 2)
+        for prompt, completion in completions:
             ids = torch.tensor([*prompt, *completion.token_ids])
             logprobs = self._logits(ids)[len(prompt) - 1 : -1].log_softmax(-1)
             wanted = logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
             worst = _worst(worst, _difference(torch.tensor(completion.logprobs), wanted))
-        return Cell("exact", worst)
+        return Cell("exact", worst, way)
 
     def lora(self) -> Cell:
         """Log-probs with adapters, against the reference with the merged weights."""

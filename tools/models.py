@@ -168,6 +168,8 @@ def summary_of(row: Row) -> str:
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
+_WAY = "computed "
+"""How notes of exact cells begin that belong into the table."""
 _TITLES = {
     "load": "load",
     "padded": "padded",
@@ -195,7 +197,8 @@ every path of the project. The type's config is shrunk to one layer of each laye
 | load | logits of the model and of its files after loading |
 | padded, packed, shared prefix | log-probs and gradients of each `train.layout`; "as padded": the \
 project chooses padded rows for this model |
-| greedy | each token of the local engine is the arg max of the reference |
+| greedy | each token of the local engine is the arg max of the reference; "row by row" and \
+"without a cache" say how it samples from this model |
 | sampled | log-probs that the local engine reports |
 | LoRA | log-probs with adapters and with merged weights |
 | checkpoint | log-probs after save and load, bit for bit |
@@ -243,7 +246,7 @@ def _shown(cell: Row | None, name: str, notes: dict[str, int]) -> str:
     state, found, text = cell["state"], cell["difference"], cell["text"].replace("|", "\\|")
     if state == "exact":
         shown = f"{found:.0e}" if found else "0"
-        return f"{shown} as {text.split()[-1]}" if text.startswith("computed as") else shown
+        return f"{shown} {text.removeprefix('computed ')}" if text.startswith(_WAY) else shown
     if state == "plan":
         return "plan"
     if state == "WRONG" and found is not None:

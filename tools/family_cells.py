@@ -136,7 +136,9 @@ class Subject:
     def __init__(self, config: PretrainedConfig, folder: Path) -> None:
         try:
             self.reference: Any = build(config)
-            self.vocabulary = int(self._logits(torch.arange(5, 9)).shape[-1])
+            logits = self._logits(torch.arange(5, 9))
+            self.vocabulary = int(logits.shape[-1])
+            logits.sum().backward()
         except Exception as error:
             raise Refusal(
                 "transformers cannot compute a small model of it here "

@@ -16,8 +16,10 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -28,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import config_of, names
+from families import config_of, model_type_of, names
 from family_cells import CELLS, Cell, as_json, measure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
 PACKAGES = ("torch", "transformers", "peft")
-TIME_LIMIT_S = 120
+TIME_LIMIT_S = 300
 Row = dict[str, Any]
-"""``{"cells": {name: cell}, "seconds": s}``"""
+"""``{"cells": {name: cell}, "seconds": s, "code": digest of the code that measured it}``"""
 
 
 def main(arguments: list[str]) -> int:
@@ -54,7 +56,7 @@ def main(arguments: list[str]) -> int:
         )
         return 2
     store = Store(options.out / RESULTS.name, fresh=options.fresh)
-    missing = [name for name in wanted if options.types or name not in store.rows]
+    missing = [name for name in wanted if options.types or not store.has(name)]
     for number, (name, row) in enumerate(run_all(missing, options.jobs), 1):
         store.add(name, row)
         print(f"[{number}/{len(missing)}] {name}: {summary_of(row)}", flush=True)
@@ -66,30 +68,35 @@ def main(arguments: list[str]) -> int:
 
 
 class Store:
-    """The results in a file, of one state of the code and one set of versions."""
+    """The results in a file, of one set of versions."""
 
     def __init__(self, file: Path, *, fresh: bool = False) -> None:
         self.file, self.versions = file, {name: version(name) for name in PACKAGES}
         self.rows: dict[str, Row] = {}
-        stamp = {"versions": self.versions, "code": code_digest()}
-        self._stamp = stamp
-        if file.is_file() and not fresh:
+        self._fresh, self._code = fresh, code_digest()
+        if file.is_file():
             found = json.loads(file.read_text(encoding="utf-8"))
-            if {name: found[name] for name in stamp} == stamp:
+            if found["versions"] == self.versions:
                 self.rows = found["rows"]
+
+    def has(self, name: str) -> bool:
+        """Whether this code measured the row, and it need not be measured again."""
+        return not self._fresh and self.rows.get(name, {}).get("code") == self._code
 
     def add(self, name: str, row: Row) -> None:
         """Keep a row and write the file."""
-        self.rows[name] = row
+        self.rows[name] = {**row, "code": self._code}
         order = {known: i for i, known in enumerate(names())}
         rows = dict(sorted(self.rows.items(), key=lambda item: order.get(item[0], len(order))))
-        text = json.dumps({**self._stamp, "rows": rows}, indent=1)
-        self.file.write_text(text + "\n", encoding="utf-8")
+        text = json.dumps({"versions": self.versions, "rows": rows}, indent=1)
+        partial = self.file.with_suffix(".tmp")
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(self.file)
 
 
 def code_digest() -> str:
     """Digest of everything a result depends on in this repository."""
-    files = [*ROOT.glob("burnish/**/*.py"), *ROOT.glob("tools/famil*"), Path(__file__)]
+    files = [*ROOT.glob("burnish/**/*.py"), *ROOT.glob("tools/famil*")]
     content = [file.read_bytes() for file in sorted(files) if file.is_file()]
     return hashlib.sha256(b"".join(content)).hexdigest()[:16]
 
@@ -217,7 +224,7 @@ def page(rows: dict[str, Row], versions: dict[str, str]) -> str:
     lines.append("| --- |" + " --- |" * len(CELLS))
     for name in (name for name in names() if name in rows):
         cells = rows[name]["cells"]
-        shown = [_shown(cells.get(cell), cell, notes) for cell in CELLS]
+        shown = [_shown(cells.get(cell), model_type_of(name), notes) for cell in CELLS]
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
     named = ", ".join(f"{name} {release}" for name, release in versions.items())
     text = _INTRODUCTION.format(versions=named, summary=_summary(rows))
@@ -233,14 +240,15 @@ def _summary(rows: dict[str, Row]) -> str:
         cell = row["cells"].get("shared_prefix", {"state": "not run", "text": ""})
         if cell["state"] == "exact":
             packed, padded = packed + (not cell["text"]), padded + bool(cell["text"])
-    return (
+    return textwrap.fill(
         f"{len(rows)} rows: {loads['exact']} load and {loads['refused']} are refused before their "
         f"weights are loaded. Packed rows are exact for {packed}; {padded} run as padded rows. "
-        + (f"Rows with a wrong or failed cell: {', '.join(bad)}." if bad else "No cell is wrong.")
+        + (f"Rows with a wrong or failed cell: {', '.join(bad)}." if bad else "No cell is wrong."),
+        width=100,
     )
 
 
-def _shown(cell: Row | None, name: str, notes: dict[str, int]) -> str:
+def _shown(cell: Row | None, model_type: str, notes: dict[str, int]) -> str:
     if cell is None or cell["state"] == "not run":
         return ""
     state, found, text = cell["state"], cell["difference"], cell["text"].replace("|", "\\|")
@@ -251,8 +259,17 @@ def _shown(cell: Row | None, name: str, notes: dict[str, int]) -> str:
         return "plan"
     if state == "WRONG" and found is not None:
         text = f"largest difference {found:.1e}. {text}".strip()
-    number = notes.setdefault(f"{text}", len(notes) + 1)
+    number = notes.setdefault(_general(text, model_type), len(notes) + 1)
     return f"{state} ({number})"
+
+
+def _general(text: str, model_type: str) -> str:
+    """A note without the names of one model, so that models share it."""
+    text = re.sub(r"does not fit [\w-]+: ", "does not fit this model: ", text)
+    text = text.removeprefix(f"{model_type} cannot be used: ").replace(f"{model_type}: ", "")
+    text = re.sub(r"this [\w-]+ model( \(\w+\))?", "this model", text)
+    text = re.sub(r" \(they differ by [^)]*\)", "", text)
+    return re.sub(r" \(model_type='\w+'\)", "", text)
 
 
 if __name__ == "__main__":

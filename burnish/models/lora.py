@@ -50,10 +50,26 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
             "projection's weight alone); name inner layers, or use all-linear"
         )
     _fill_empty_adapters(model, generator)
+    _check_shared_weights(model)
     _check_special_layers(model)
     _warn_of_bare_experts(model, config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+def _check_shared_weights(model: nn.Module) -> None:
+    """Raise ValueError if several adapted layers have one weight (Zamba repeats an attention
+    block): each has an adapter of its own, and one merged weight cannot hold them all."""
+    names: dict[int, str] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or isinstance(layer, ParamWrapper):
+            continue
+        first = names.setdefault(id(layer.get_base_layer().weight), name)
+        if first != name:
+            raise ValueError(
+                f"{first} and {name} share one weight, and their adapters could not be merged into "
+                "it; name layers that are not repeated, or train all weights"
+            )
 
 
 @torch.no_grad()

@@ -70,6 +70,13 @@ def test_layers_that_are_linear_in_name_only_are_refused_with_the_names_of_other
     load_causal_lm(config.model_copy(update={"lora": lora}))(TOKENS, use_cache=False)
 
 
+def test_layers_that_share_a_weight_are_refused(tmp_path: Path) -> None:
+    """Zamba's attention block is repeated: two layers, one weight. Two adapters would be trained,
+    and a merged weight could hold one of them only."""
+    with pytest.raises(ModelError, match=r"layers.1\..* and model.layers.2\..* share one weight"):
+        load_causal_lm(small("zamba", tmp_path))
+
+
 def test_convolutions_are_no_experts_without_adapters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -408,5 +408,8 @@ def _batch(limit: int | None, top: int) -> Batch:
 
 
 def as_json(cells: dict[str, Cell]) -> dict[str, Any]:
-    """Cells as plain data."""
-    return {name: asdict(cell) for name, cell in cells.items()}
+    """Cells as plain data, without empty fields."""
+    return {
+        name: {field: value for field, value in asdict(cell).items() if value not in (None, "")}
+        for name, cell in cells.items()
+    }

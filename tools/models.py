@@ -88,7 +88,9 @@ class Store:
         self.rows[name] = {**row, "code": self._code}
         order = {known: i for i, known in enumerate(names())}
         rows = dict(sorted(self.rows.items(), key=lambda item: order.get(item[0], len(order))))
-        text = json.dumps({"versions": self.versions, "rows": rows}, indent=1)
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
+        body = ",\n".join(lines)
+        text = f'{{\n "versions": {json.dumps(self.versions)},\n "rows": {{\n{body}\n }}\n}}'
         partial = self.file.with_suffix(".tmp")
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(self.file)
@@ -237,9 +239,9 @@ def _summary(rows: dict[str, Row]) -> str:
     bad = [name for name, row in rows.items() if defects(row)]
     packed = padded = 0
     for row in rows.values():
-        cell = row["cells"].get("shared_prefix", {"state": "not run", "text": ""})
+        cell = row["cells"].get("shared_prefix", {"state": "not run"})
         if cell["state"] == "exact":
-            packed, padded = packed + (not cell["text"]), padded + bool(cell["text"])
+            packed, padded = packed + ("text" not in cell), padded + ("text" in cell)
     return textwrap.fill(
         f"{len(rows)} rows: {loads['exact']} load and {loads['refused']} are refused before their "
         f"weights are loaded. Packed rows are exact for {packed}; {padded} run as padded rows. "
@@ -251,7 +253,8 @@ def _summary(rows: dict[str, Row]) -> str:
 def _shown(cell: Row | None, model_type: str, notes: dict[str, int]) -> str:
     if cell is None or cell["state"] == "not run":
         return ""
-    state, found, text = cell["state"], cell["difference"], cell["text"].replace("|", "\\|")
+    state, found, text = cell["state"], cell.get("difference"), cell.get("text", "")
+    text = text.replace("|", "\\|")
     if state == "exact":
         shown = f"{found:.0e}" if found else "0"
         return f"{shown} {text.removeprefix('computed ')}" if text.startswith(_WAY) else shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,17 +293,21 @@ def test_buffers_of_another_model_are_refused(make_engine: MakeEngine, tmp_path:
         rollout.load_weights(1, load_causal_lm(base).named_parameters())
 
 
+@pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("way", ["disk", "buckets"])
-def test_a_transport_casts_weights_and_leaves_buffers_alone(
-    way: str, make_engine: MakeEngine, tmp_path: Path
+def test_a_transport_gives_the_bits_of_cast_weights_and_leaves_buffers_alone(
+    way: str, dtype: Dtype | None, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    """``buckets`` is what collective, ipc and the object store send."""
+    """``buckets`` is what collective, ipc and the object store send. A weight may hold any bits:
+    NaN, infinity, zeros of both signs, subnormal numbers, and ties of the rounding to bf16."""
     base = folder_of(BUFFERED["deepseek_v3"], tmp_path / "base")
     engine = make_engine(config=base)
     drift(engine.model)
+    odd = [math.nan, math.inf, -math.inf, -0.0, 1e-40, -1e-40, 1 + 2**-8, 1 + 3 * 2**-8]
+    engine.model.lm_head.weight.data.view(-1)[: len(odd)] = torch.tensor(odd)
     given = dict(engine.weights())
     if way == "disk":
-        DiskSender(engine, tmp_path / "sync", bucket_bytes=1 << 14, dtype="bf16").push()
+        DiskSender(engine, tmp_path / "sync", bucket_bytes=1 << 14, dtype=dtype).push()
         incoming: Any = DiskReceiver(tmp_path / "sync", timeout_s=1).open(0)
     else:
         link, sent = StoredLink(), []
@@ -311,7 +316,7 @@ def test_a_transport_casts_weights_and_leaves_buffers_alone(
             lambda: torch.empty(1 << 14, dtype=torch.uint8),
             push=0,
             version=0,
-            dtype=torch.bfloat16,
+            dtype=None if dtype is None else DTYPES[dtype],
         ):
             sent.append((encode(message), payload.numpy().copy()))
         link.fill([header for header, _ in sent], [data for _, data in sent])
@@ -319,8 +324,12 @@ def test_a_transport_casts_weights_and_leaves_buffers_alone(
     got = {name: tensor.clone() for name, tensor in incoming}
     assert got.keys() == given.keys()
     buffers = dict(persistent_buffers(engine.model))
-    assert all(torch.equal(got[name], buffer) for name, buffer in buffers.items())
-    assert {t.dtype for n, t in got.items() if n not in buffers} == {torch.bfloat16}
+    assert buffers
+    for name, tensor in given.items():
+        cast = dtype is not None and name not in buffers
+        sent = tensor.detach().to(torch.bfloat16 if cast else torch.float32).contiguous()
+        assert got[name].dtype == sent.dtype
+        assert torch.equal(got[name].view(torch.uint8), sent.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -119,6 +119,30 @@ def generate(tmp_path: Path, write_rows: Callable[..., str]) -> Callable[..., Jo
 
 
 @pytest.fixture
+def supervised(tmp_path: Path) -> Callable[..., JobConfig]:
+    """``supervised("sft" or "rm", *overrides)``: 16 rows, 4 a step, two epochs."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"{i}=", "response": str(i), "chosen": str(i), "rejected": "+"}
+        for i in range(16)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(job: str, *overrides: str) -> JobConfig:
+        tree = {
+            "job": job,
+            "run_dir": str(tmp_path / "run"),
+            "max_epochs": 2,
+            "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
+            "data": {"sources": [str(data)]},
+            "train": {"train_batch_size": 4, "lr": 1e-3},
+        }
+        return load_config(tree, overrides)
+
+    return make
+
+
+@pytest.fixture
 def chat_template() -> str:
     """Roles by their first letter; the assistant's turns end with the end token."""
     return (

@@ -4,14 +4,12 @@ it."""
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -116,6 +114,29 @@ def test_a_run_whose_scale_is_far_too_high_finds_it(rl: MakeConfig, reward: Rewa
     assert 3 < sum(skipped) < 29 and skipped[-1] == 0
     assert lines[-1]["train/skipped_total"] == sum(skipped)
     assert lines[-1]["train/loss_scale"] < 2.0**40
+
+
+def test_a_loss_scale_that_grows_trains_as_one_that_stays(
+    supervised: Callable[..., JobConfig],
+) -> None:
+    """8 steps: the scale doubles after 3 clean steps and after every 2 more. Both scales are powers
+    of two, so only gradients that are subnormal in fp16 are rounded differently."""
+    grows = ["initial_scale_power=10", "loss_scale_window=2"]
+    lines, masters = {}, {}
+    for name, options in (("grows", grows), ("stays", ["loss_scale=1024"])):
+        precision = [f"precision.{option}" for option in ("dtype=fp16", *options)]
+        config = supervised("sft", *precision, f"run_dir={supervised('sft').run_dir}-{name}")
+        run_dir = burnish.run(config).run_dir
+        lines[name] = read_metrics(run_dir)
+        masters[name] = load_file(_newest(run_dir) / "policy" / "master.safetensors")
+    powers = [math.log2(line["train/loss_scale"]) for line in lines["grows"]]
+    assert powers == [10, 10, 10, 11, 11, 12, 12, 13]
+    for grown, stayed in zip(lines["grows"], lines["stays"], strict=True):
+        assert grown["train/skipped_total"] == stayed["train/skipped_total"] == 0
+        for name in ("train/loss", "train/grad_norm"):
+            assert grown[name] == pytest.approx(stayed[name], rel=1e-6)
+    # measured: 1e-7; eight steps at a rate of 1e-3 move a weight by up to 8e-3
+    torch.testing.assert_close(masters["grows"], masters["stays"], atol=1e-6, rtol=0)
 
 
 def stopping(rl: MakeConfig, *more: str) -> JobConfig:
@@ -464,27 +485,3 @@ def test_an_export_that_the_format_cannot_hold_is_refused(
     assert burnish.export(run_dir, tmp_path / "fp32")
     with pytest.raises(CheckpointError, match="fp16"):
         burnish.export(run_dir, tmp_path / "fp16", dtype="fp16")
-
-
-@pytest.fixture
-def supervised(tmp_path: Path) -> Callable[..., JobConfig]:
-    """``supervised("sft" or "rm", *overrides)``: 16 rows, 4 a step, two epochs."""
-    rows: list[dict[str, Any]] = [
-        {"prompt": f"{i}=", "response": str(i), "chosen": str(i), "rejected": "+"}
-        for i in range(16)
-    ]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def make(job: str, *overrides: str) -> JobConfig:
-        tree = {
-            "job": job,
-            "run_dir": str(tmp_path / "run"),
-            "max_epochs": 2,
-            "model": {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}},
-            "data": {"sources": [str(data)]},
-            "train": {"train_batch_size": 4, "lr": 1e-3},
-        }
-        return burnish.load_config(tree, overrides)
-
-    return make

@@ -4,6 +4,7 @@ torch engine."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,23 @@ def test_grpo_gives_the_numbers_of_one_process_while_the_engine_changes_with_eve
         config = rl(*common, *turn, f"max_steps={step}")
         lines = lines_of(config, reward, resume=run_dir)
     compare(one, lines)
+
+
+def test_the_checkpoint_of_one_rank_goes_on_on_two_with_the_numbers_of_one(
+    rl: MakeConfig, reward: Any, compare: Compare
+) -> None:
+    """Two of four steps on one rank, then two on two ranks, from the same checkpoint: replicas,
+    FSDP2, ZeRO-1."""
+    common = ["algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2"]
+    one = lines_of(rl(*common, "max_steps=4", f"run_dir={rl().run_dir}-one"), reward)
+    half = burnish.run(rl(*common, "max_steps=2"), rewards=reward).run_dir
+    engines = {"replicas": ["train.engine.sharding=none"], **SHARDED}
+    for name in ("replicas", "fsdp2", "zero-1"):
+        run_dir = half.with_name(name)
+        shutil.copytree(half, run_dir)
+        two_ranks = [*RAY, "cluster.reference_ranks=1", *engines[name]]
+        config = rl(*common, *two_ranks, "max_steps=4", f"run_dir={run_dir}")
+        compare(one, lines_of(config, reward, resume=run_dir))
 
 
 @pytest.mark.parametrize("engine", SOME)

@@ -35,6 +35,7 @@ MakeConfig = Callable[..., JobConfig]
 Lines = list[dict[str, float]]
 Compare = Callable[[Lines, Lines], None]
 RAY = ["cluster.runtime=ray", "cluster.policy_ranks=2"]
+"""All roles share two places: ``cluster.layout=colocate_all``, the default."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,7 @@ def test_rl_gives_the_numbers_of_one_process(
     common = [*options, *evaluation, "max_steps=3", "train.lr=1e-2"]
     inline = rl(*common, f"run_dir={rl().run_dir}-inline")
     remote = rl(*common, *RAY, f"run_dir={rl().run_dir}-ray")
+    assert remote.cluster.layout == "colocate_all"
     lines = [read_metrics(burnish.run(c, rewards=reward).run_dir) for c in (inline, remote)]
     if "precision.dtype=bf16" in options:
         assert all(math.isfinite(line["train/grad_norm"]) for line in lines[1][1:])

@@ -23,7 +23,7 @@ from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.handover import StoredSync
 from burnish.runtime.ray import RayRuntime
-from burnish.runtime.worker import Sending, TrainWorker
+from burnish.runtime.worker import RolloutWorker, Sending, TrainWorker
 from burnish.sync.base import NotReadyError, SyncError
 from burnish.sync.stored import HandOver
 from burnish.train.base import Outputs
@@ -112,6 +112,23 @@ def in_step(policy: Any, rollout: Any) -> None:
         torch.testing.assert_close(torch.tensor(c.logprobs), ours, atol=3e-5, rtol=0)
 
 
+def bits_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def state_of(worker: RolloutWorker) -> dict[str, bytes]:
+    """In a worker's process: every parameter that its engine samples from, bit by bit."""
+    engine: Any = worker.engine
+    return {name: bits_of(own) for name, own in engine.engine.model.named_parameters()}
+
+
+def same_bits(policy: Any, rollout: Any, ray: Any) -> None:
+    """Each worker has the policy's weights, and no others."""
+    expected = {name: bits_of(weight) for name, weight in policy.weights()}
+    for worker in rollout.workers:
+        assert ray.get(worker.__ray_call__.remote(state_of)) == expected
+
+
 def limits(worker: TrainWorker) -> list[float]:
     """In the rank's process: seconds that a collective of each of its groups may take."""
     from torch.distributed import distributed_c10d
@@ -150,6 +167,7 @@ def test_workers_and_ranks_that_are_replaced_are_met_again(
         step(policy)
         metrics = sync.push()
         in_step(policy, rollout)
+        same_bits(policy, rollout, runtime.ray)
     whole = sum(t.nbytes for _, t in policy.weights())
     assert metrics["sync/bytes"] == whole and metrics["sync/version"] == policy.version
     assert metrics["sync/buckets"] >= 3 and metrics["sync/bytes_per_s"] > 0

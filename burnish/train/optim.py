@@ -106,7 +106,8 @@ class Optimizer:
             fused=True,
         )
         self.ema = [m.detach().clone() for m in self.masters] if config.ema_decay else None
-        self._start, self._moved = self._square_sum(), 0.0
+        self._start_norms, self._moved = self._norms(), 0.0
+        """Norms of the weights at the start, on their device: read only if they are needed."""
 
     def _take_masters(self, dtype: torch.dtype) -> list[Tensor]:
         """The fp32 weights that are stepped; the model computes in ``dtype``."""
@@ -166,16 +167,18 @@ class Optimizer:
         if self._moved < MEASURED_FROM or not self.masters:
             return 1.0
         count = float(sum(m.numel() for m in self.masters))
-        sums = torch.tensor([self._square_sum(), self._start, count], dtype=torch.float64)
+        squares = [
+            sum(float(norm) ** 2 for norm in norms) for norms in (self._norms(), self._start_norms)
+        ]
+        sums = torch.tensor([*squares, count], dtype=torch.float64)
         ranks.sum_([sums])
         now, start = ((sums[:2] / sums[2]).sqrt()).tolist()
         return float(now / max(start, 1e-3))
 
     @torch.no_grad()
-    def _square_sum(self) -> float:
-        """Sum of the squares of the trained weights that are here."""
-        norms = torch._foreach_norm(self.masters, dtype=torch.float64) if self.masters else ()
-        return sum(float(norm) ** 2 for norm in norms)
+    def _norms(self) -> Sequence[Tensor]:
+        """Norm of each trained weight, of what is here of it."""
+        return torch._foreach_norm(self.masters, dtype=torch.float64) if self.masters else ()
 
     def _update_scale(self, overflow: bool) -> bool:
         """Whether the scale could go where it has to."""

@@ -86,7 +86,7 @@ def test_doctor_tells_about_one_model(folder: Path) -> None:
     assert tree["decoding"]["decoding"] == "batched"
     assert CliRunner().invoke(app, ["doctor", str(folder / "bert")]).exit_code == 1
     missing = CliRunner().invoke(app, ["doctor", str(folder / "rows.jsonl")])
-    assert missing.exit_code == 1 and "no config.json could be read" in missing.output
+    assert missing.exit_code == 2 and "rows.jsonl" in missing.output
 
 
 def test_plan_says_how_the_model_runs(folder: Path) -> None:

@@ -25,12 +25,13 @@ TEAM = {"runtime": "ray", "policy_ranks": 4}
 
 
 def recipe(folder: Path, model: dict[str, Any], **more: Any) -> Any:
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 4, encoding="utf-8")
     tree: dict[str, Any] = {
         "job": "rl",
         "run_dir": str(folder / "run"),
         "max_steps": 1,
         "model": model,
-        "data": {"sources": [str(folder / "none.jsonl")]},
+        "data": {"sources": [str(folder / "rows.jsonl")]},
         "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4},
         "train": {"train_batch_size": 16},
     }

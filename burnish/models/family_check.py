@@ -70,7 +70,7 @@ def _check(tiny: PretrainedConfig, trust: bool) -> ModelSupport:
         wanted = family.one_by_one(rows)
     except Exception as error:  # any failure of a model is the answer of the experiment
         return ModelSupport(name, "eager", refusal=_cannot("be computed at all", error))
-    if problem := family.problem_of_head():
+    if problem := family.problem_of_head() or family.problem_of_backward():
         return ModelSupport(name, "eager", refusal=problem)
     differences, reason = _packed_layouts(family, rows, wanted)
     if not reason:
@@ -215,6 +215,18 @@ class _Family:
                 "another model"
             )
         return ""
+
+    def problem_of_backward(self) -> str:
+        """Why there are no gradients in evaluation mode (without dropout); "" if there are."""
+        ids = torch.arange(1, 7)[None] % self.vocabulary
+        weight = self.model.get_input_embeddings().weight
+        try:
+            with torch.enable_grad():
+                hidden = self._hidden(input_ids=ids)
+                (gradient,) = torch.autograd.grad(hidden.float().square().sum(), [weight])
+        except Exception as error:  # see _check
+            return _cannot("be trained", error)
+        return "" if bool(gradient.isfinite().all()) else "its gradients are not finite"
 
     def _head_difference(self, factor: float) -> float:
         """Relative difference of logits at the last hidden state times ``factor``."""

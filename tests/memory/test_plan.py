@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import burnish
 from burnish.cli import app
 from burnish.config import ConfigError, load_config
+from burnish.config.data import FileSource
 from burnish.memory import launch, role_base
 from burnish.memory.activations import TraceError
 from burnish.memory.command import PlanOptions, plan_text
@@ -303,8 +304,12 @@ def test_a_cluster_that_is_not_known_says_what_is(text, message):
 
 
 def test_a_model_without_a_config_says_what_is_known(tmp_path):
-    for path in ("nobody/nothing-9b", str(tmp_path)):
-        with pytest.raises(PlanError, match=r"model\.path: the model folder .* is empty"):
+    cases = {
+        "nobody/nothing-9b": r"the sizes of the model nobody/nothing-9b are not known",
+        str(tmp_path): r"model\.path: the model folder .* is empty",
+    }
+    for path, told in cases.items():
+        with pytest.raises(PlanError, match=told):
             make_plan(load_config({**TINY, "model": {"path": path}}), this_machine())
 
 
@@ -428,7 +433,10 @@ def huge():
 
 
 def test_a_run_that_cannot_fit_is_refused_before_anything_is_loaded(tmp_path):
-    config = huge().model_copy(update={"run_dir": str(tmp_path / "run")})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "label": "2"}\n' * 4, encoding="utf-8")
+    data = huge().data.model_copy(update={"sources": (FileSource(path=str(rows)),)})
+    config = huge().model_copy(update={"run_dir": str(tmp_path / "run"), "data": data})
     with pytest.raises(DoesNotFitError, match=r"cannot fit(?s:.)*--force"):
         burnish.run(config)
     assert "verdict: does not fit" in (tmp_path / "run" / "plan.txt").read_text()

@@ -124,5 +124,5 @@ def test_a_tokenizer_that_is_not_there_is_told_when_the_model_is_built(tmp_path:
     gone = MODEL.model_copy(update={"tokenizer_path": str(tmp_path / "gone")})
     worker = TrainWorker(Place("policy", 0, 1, "cpu", 1), gone, PrecisionConfig())
     worker.ranks = Ranks()
-    with pytest.raises(ModelError, match="cannot load the tokenizer"):
+    with pytest.raises(ModelError, match=r"gone does not exist.*check model.tokenizer_path"):
         worker.build(EngineSpec("policy", TrainConfig(lr=0.1), MODEL), scalar=False, seed=0)

@@ -216,6 +216,17 @@ project chooses padded rows for this model |
 
 A number is the largest difference: nats for log-probs, for gradients a fraction of the largest
 entry. `0` means equal bits. A number in a note is the reason below the table.
+
+Every job checks its models in the same way before it loads them, on a small random copy of their
+configs, and picks the fastest exact way: packed rows, else padded rows through transformers' own
+attention, else a refusal. `burnish doctor MODEL` prints the result for one model. Two rules follow
+from configs alone:
+
+- Models with a rotary embedding that depends on the longest row of a batch (`longrope`, dynamic
+  NTK) read rows of up to the length at which it changes (Phi-3.5: 4096 tokens). A longer row would
+  change the log-probs of its neighbors.
+- Local sampling row by row is slow; `rollout.engine.kind: vllm` samples most of these models from
+  its own caches.
 """
 
 

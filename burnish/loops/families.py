@@ -36,7 +36,7 @@ def check_families(config: JobConfig, *, download: bool) -> list[str]:
             from burnish.models.load import ModelError
 
             if support.refusal:
-                raise ModelError(f"{name} cannot be used: {support.refusal}")
+                raise ModelError(support.refusal_of(name))
             assert decoding is not None
             raise ModelError(f"{name}: {decoding.sentence()}; use rollout.engine.kind=vllm")
         sentences.append(f"{name}: {support.sentence()}")

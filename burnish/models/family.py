@@ -59,10 +59,17 @@ class ModelSupport:
         """Whether packed and shared-prefix rows are exact."""
         return self.attention == PACKED
 
+    def refusal_of(self, name: str) -> str:
+        """Return the message that refuses the model ``name``, with what to do."""
+        return (
+            f"{name} cannot be used: {self.refusal.removesuffix('; use another model')}; use "
+            "another model (docs/models.md lists those that work)"
+        )
+
     def sentence(self) -> str:
         """The result in one sentence, for logs."""
         if self.refusal:
-            return f"{self.model_type}: {self.refusal}"
+            return self.refusal_of(self.model_type)
         worst = max(self.differences.values(), default=0.0)
         if self.packed:
             return f"{self.model_type}: packed rows are exact (largest difference {worst:.1e} nats)"

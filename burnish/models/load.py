@@ -117,7 +117,7 @@ def check_support(config: ModelConfig) -> ModelSupport | None:
 def _supported(config: PretrainedConfig, name: str, *, trust: bool) -> ModelSupport:
     support = model_support(config, trust=trust)
     if support.refusal:
-        raise ModelError(f"{name} cannot be used: {support.refusal}")
+        raise ModelError(support.refusal_of(name))
     return support
 
 

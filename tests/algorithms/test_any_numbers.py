@@ -19,7 +19,7 @@ from burnish.algorithms.correction import correction_weights
 from burnish.algorithms.distill import DIVERGENCES, SLOPES
 from burnish.algorithms.kl import MAX_GAP, k3
 from burnish.algorithms.policy_losses import MAX_LOG_RATIO, gspo, ppo
-from burnish.algorithms.running import RunningMoments
+from burnish.algorithms.running import MAX_VALUE, RunningMoments
 from burnish.config.algorithm import AlgorithmConfig, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from burnish.loops.credit import MAX_REWARD, assign_advantages
 from burnish.loops.distill import distill_objective
@@ -213,7 +213,8 @@ def test_running_moments_take_large_numbers_and_refuse_larger_ones() -> None:
     moments = RunningMoments()
     moments.update([1e149, -1e149])
     assert moments.std == pytest.approx(1e149) and moments.mean == 0
-    for bad in (1e151, -1e200, math.inf, math.nan):
+    RunningMoments().update([MAX_VALUE, -MAX_VALUE])
+    for bad in (1.01e150, -1e200, math.inf, math.nan):
         with pytest.raises(ValueError, match="cannot be normalized"):
             moments.update([0.0, bad])
     assert moments.count == 2, "unchanged"
@@ -257,15 +258,16 @@ def test_a_reward_that_is_not_finite_reaches_no_later_token(
 
 
 def test_k3_is_a_straight_line_beyond_ten_nats() -> None:
-    """At d = -10: e^10 - 1 - 10 = 22015.466, slope -(e^10 - 1) = -22025.466; at -25 and -100: 15
-    and 90 slopes more. Above, it is the estimator."""
-    d = torch.tensor([-100.0, -25, -10, -3, 0, 3], requires_grad=True)
-    value = k3(d, torch.zeros(6))
+    """At d = -10: e^10 - 1 - 10 = 22015.466, slope -(e^10 - 1) = -22025.466; at -10.5, -25 and
+    -100: 0.5, 15 and 90 slopes more. Above, it is the estimator."""
+    d = torch.tensor([-100.0, -25, -10.5, -10, -3, 0, 3], requires_grad=True)
+    value = k3(d, torch.zeros(7))
     (slope,) = torch.autograd.grad(value.sum(), d)
     edge, steep = math.exp(MAX_GAP) - 1 - MAX_GAP, math.exp(MAX_GAP) - 1
-    expected = [edge + 90 * steep, edge + 15 * steep, edge, math.exp(3) - 4, 0, math.exp(-3) + 2]
+    beyond = [edge + nats * steep for nats in (90, 15, 0.5)]
+    expected = [*beyond, edge, math.exp(3) - 4, 0, math.exp(-3) + 2]
     assert value.tolist() == pytest.approx(expected, rel=1e-6)  # fp32
-    slopes = [-steep, -steep, -steep, 1 - math.exp(3), 0, 1 - math.exp(-3)]
+    slopes = [*[-steep] * 4, 1 - math.exp(3), 0, 1 - math.exp(-3)]
     assert slope.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-7)
 
 

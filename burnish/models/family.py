@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -123,11 +124,12 @@ def recall(kind: type[Result], key: str) -> Result | None:
 def keep(key: str, result: Any) -> None:
     """Write ``result``, a dataclass that JSON can hold, under ``key``."""
     file = _file(key)
-    partial = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(dataclasses.asdict(result)), encoding="utf-8")
-        partial.replace(file)
+        descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=f".{key}")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+            json.dump(dataclasses.asdict(result), opened)
+        Path(partial).replace(file)
     except OSError as error:  # a read-only home: the check runs again next time
         log.debug("the check of the model family is not kept: %s", error)
 

@@ -67,7 +67,7 @@ def find_support(
         if sampled and not support.refusal:
             decoding = decoding_support(found, trust=model.trust_remote_code)
         for key, result in zip(keys, (support, decoding), strict=True):
-            if content and result is not None:
+            if content and result is not None and not result.refusal:
                 keep(key, result)
     return support, decoding
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 log = logging.getLogger("burnish")
 
@@ -34,7 +34,16 @@ _WORDS = {
     "recomputed": "one row at a time, without a cache",
 }
 
-Result = TypeVar("Result")
+
+class CheckResult(Protocol):
+    """A dataclass that JSON can hold."""
+
+    @property
+    def refusal(self) -> str:
+        """Why the model cannot be used; empty if it can."""
+
+
+Result = TypeVar("Result", bound=CheckResult)
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,11 @@ class DecodingSupport:
     """Largest difference of the log-probs of greedy tokens from transformers' forward, in nats."""
     reason: str = ""
     """Why no faster way is used."""
+
+    @property
+    def refusal(self) -> str:
+        """Why the local engine cannot sample from it; empty if it can."""
+        return self.reason if self.decoding is None else ""
 
     def sentence(self) -> str:
         """The result in one sentence, for logs."""

@@ -14,12 +14,14 @@ attention; else a refusal.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PretrainedConfig
+from transformers.integrations import deepspeed
 
 from burnish.models.family import ModelSupport, Result, keep, key_of, recall
 from burnish.models.family_check import check_family
@@ -67,16 +69,28 @@ def cached_result(
     use_disk = use_disk and not _is_remote(tiny)
     result = recall(kind, key) if use_disk else None
     if result is None:
-        # The caller may be building a model on the meta device, or of fake tensors.
-        with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+        with _plain_torch():
             result = run()
-        if use_disk:
+        if use_disk and not result.refusal:  # a refusal may come from this moment's memory
             keep(key, result)
     _IN_MEMORY[key] = result
     return result
 
 
 _IN_MEMORY: dict[str, object] = {}
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Inside, models are whole and real, whatever the caller is doing: building one on the meta
+    device, of fake tensors, or in shards (DeepSpeed's ZeRO-3)."""
+    shards = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+            yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = shards
 
 
 def row_limit(config: PretrainedConfig) -> int | None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.models.load import load_causal_lm
+from burnish.models.load import check_support, load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, NonFiniteError, Outputs, TrainEngine
 from burnish.train.deepspeed import DeepSpeedTrainEngine, loading
@@ -417,6 +417,7 @@ def in_shards(ranks: Ranks, folder: Path, dtype: str) -> tuple[dict[str, Tensor]
     precision = PrecisionConfig(dtype=dtype)  # type: ignore[arg-type]
     case = Case("", 3, model=model, engine={"zero_init": True}, precision=precision, micro=3)
     spec = spec_of(case)
+    check_support(model)  # its small copy is whole, and not what is counted
     with Whole() as whole, loading(spec.train.engine, "fp32", ranks):  # type: ignore[arg-type]
         network: Any = load_causal_lm(model)
     held = sum(p.ds_tensor.numel() + p.numel() for p in network.parameters())

@@ -3,8 +3,8 @@
 Jinja's sandbox keeps a template away from Python's internals, but not from the machine's time and
 memory: nested loops, ``'a' * 10**9`` or a text that doubles forty times. Here every rendering has a
 budget of steps and characters. transformers compiles templates with the class
-``ImmutableSandboxedEnvironment`` of its module; importing this module puts :class:`Bounded` in its
-place. Renderings outside of :func:`render_chat` have no budget and are as before.
+``ImmutableSandboxedEnvironment`` of its module; the first :func:`render_chat` puts :class:`Bounded`
+in its place. Renderings outside of :func:`render_chat` have no budget and are as before.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateRuntimeError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
+
+if TYPE_CHECKING:  # recipes are checked without transformers
+    from transformers import PreTrainedTokenizerBase
 
 MAX_TEMPLATE_CHARS = 1 << 20
 """Longest template. Those in use have up to about 30,000."""
@@ -50,6 +52,7 @@ def render_chat(
                 f"the chat template has {len(text)} characters, and the limit is "
                 f"{MAX_TEMPLATE_CHARS}"
             )
+    _use_bounded()
     token = _left.set([MAX_WORK])
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
@@ -207,5 +210,10 @@ class Bounded(ImmutableSandboxedEnvironment):
         return result
 
 
-chat_template_utils.ImmutableSandboxedEnvironment = Bounded  # type: ignore[misc, attr-defined]
-chat_template_utils._compile_jinja_template.cache_clear()
+@cache
+def _use_bounded() -> None:
+    """Let transformers compile templates with :class:`Bounded`."""
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.ImmutableSandboxedEnvironment = Bounded  # type: ignore[misc, attr-defined]
+    chat_template_utils._compile_jinja_template.cache_clear()

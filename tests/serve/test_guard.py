@@ -169,7 +169,7 @@ def test_own_names_and_addresses_pass(host: str, serving: Serving) -> None:
 class Characters:
     """A tokenizer of one token per character that keeps what it was given."""
 
-    bos_token, eos_token_id = None, 0
+    bos_token, bos_token_id, eos_token_id = None, None, 0
 
     def __init__(self) -> None:
         self.given: list[str] = []

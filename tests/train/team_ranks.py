@@ -29,7 +29,7 @@ import burnish.train.torch
 from burnish.config.model import ModelConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models import tensor_parallel, ulysses
-from burnish.models.attention import Segment, _packed, plan_segments
+from burnish.models.attention import Segment, _Options, _packed, plan_segments
 from burnish.models.load import load_causal_lm
 from burnish.models.ulysses import SpreadPlan, spread_attention
 from burnish.train.base import NonFiniteError
@@ -95,7 +95,7 @@ def stretch_of(tensor: Tensor, *, ranks: Ranks, each: int) -> Tensor:
 
 
 def _attend(plan: Any, options: Any, qkv: Any) -> Tensor:
-    return _packed(plan, qkv, 0, options)
+    return _packed(plan, qkv, options)
 
 
 def attention(ranks: Ranks) -> dict[str, float]:
@@ -114,8 +114,8 @@ def attention(ranks: Ranks) -> dict[str, float]:
         shapes = ((count, heads, 8), (count, kv, 8), (count, kv, 4))
         whole = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
         upstream = torch.randn(count, heads, 4, generator=generator)
-        options = (0.3, window, 0.0)
-        expected = _packed(plan, (whole[0], whole[1], whole[2]), 0, options)
+        options = _Options(0, 0.3, window, 0.0, None)
+        expected = _packed(plan, (whole[0], whole[1], whole[2]), options)
         grads = torch.autograd.grad((expected * upstream).sum(), whole)
 
         stretch = partial(stretch_of, ranks=ranks, each=each)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -130,11 +129,7 @@ class SupervisedJob(TrainingJob):
         return table + passes_lines(self.rows, num, drawn=drawn, steps=steps)
 
     def rules(self) -> Iterator[str]:
-        yield from batch_rules(self)
-        yield from engine_rules(self.train, self.precision)
-        yield from checkpoint_rules(self.checkpoint, self.train, ranks=self.cluster.policy_ranks)
-        yield from expert_rules(self.train, self.model)
-        yield from team_rules(self.train, self.cluster)
+        yield from training_rules(self, self.train)
         if not self.drop_last and len(self.rows.sources) > 1 and self.rows.mix == "weight":
             yield (
                 "drop_last=false with several sources that are drawn by weight: an epoch has no "
@@ -153,9 +148,13 @@ def derived_batch(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
     )
 
 
-def batch_rules(config: Any) -> Iterator[str]:
-    """Yield one sentence if the batch sizes of a job contradict each other."""
+def training_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
+    """Yield the broken rules between the fields that every training job has."""
     try:
-        config.batch_plan()
+        job.batch_plan()
     except BatchError as error:
         yield str(error)
+    yield from engine_rules(train, job.precision)
+    yield from checkpoint_rules(job.checkpoint, train, ranks=job.cluster.policy_ranks)
+    yield from expert_rules(train, job.model)
+    yield from team_rules(train, job.cluster)

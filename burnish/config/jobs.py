@@ -35,7 +35,7 @@ from burnish.config.job import (
 from burnish.config.job import (
     TrainingJob as TrainingJob,
 )
-from burnish.config.job import batch_rules, derived_batch
+from burnish.config.job import derived_batch, training_rules
 from burnish.config.model import (
     CriticConfig,
     ReferenceConfig,
@@ -67,10 +67,6 @@ from burnish.config.sync import LinkSync, SyncConfig, sync_rules
 from burnish.config.teacher import TeacherConfig, teacher_rules, without_rewards
 from burnish.config.train import (
     RLTrainConfig,
-    checkpoint_rules,
-    engine_rules,
-    expert_rules,
-    team_rules,
 )
 
 
@@ -315,11 +311,7 @@ class RLConfig(TrainingJob):
         return [*table, self.algorithm.table_row()]
 
     def rules(self) -> Iterator[str]:
-        yield from batch_rules(self)
-        yield from engine_rules(self.train, self.precision)
-        yield from checkpoint_rules(self.checkpoint, self.train, ranks=self.cluster.policy_ranks)
-        yield from expert_rules(self.train, self.model)
-        yield from team_rules(self.train, self.cluster)
+        yield from training_rules(self, self.train)
         yield from rl_rules(self)
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from teacher_rules(self)

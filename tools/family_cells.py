@@ -76,7 +76,8 @@ def measure(config: PretrainedConfig, folder: Path, *, shrunk: bool = False) -> 
     ``folder``: an empty folder for the model, its checkpoint and its export. ``shrunk``: the config
     is small already.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # peft draws the adapters from the global generator
         warnings.simplefilter("ignore")
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
@@ -280,7 +281,7 @@ class Subject:
             if parameter.grad is None or not bool(parameter.grad.any()):
                 idle += 1  # training leaves it at 0, which adds nothing
                 continue
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = 0.03 * torch.randn(parameter.shape, generator=generator)
             used += 1
         found = engine.logprobs(self.batch)
         with torch.no_grad(), self._weights(dict(merged_weights(engine.model))):

@@ -50,7 +50,7 @@ RayAddress = Annotated[
 ]
 
 Force = Annotated[
-    bool, typer.Option("--force", help="Run even where 'burnish plan' says that it cannot fit.")
+    bool, typer.Option("--force", help="Run even if 'burnish plan' says that it cannot fit.")
 ]
 
 
@@ -85,7 +85,7 @@ def on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
 
 
 def split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path, list[str]]:
-    """The recipe and the overrides. Raises ConfigError where it is not clear which is which."""
+    """The recipe and the overrides. Raises ConfigError if it is not clear which is which."""
     recipe = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
     overrides = arguments[1:] if recipe is not None else arguments
     for override in overrides:

@@ -241,7 +241,7 @@ def _move(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
 def _discounted_sum(x: Tensor, discount: float) -> Tensor:
     """y_t = x_t + discount y_(t+1) along the last dimension [..., T].
 
-    Where x_t is not finite, y is NaN there and before (for a discount of 0: there alone), and is
+    If x_t is not finite, y is NaN at t and before (for a discount of 0: only at t), and is
     what it would be after it.
     """
     bad = ~x.isfinite()

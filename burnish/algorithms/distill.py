@@ -105,7 +105,7 @@ def _expected(p: Tensor, g: Tensor) -> Tensor:
 
 
 def _centred(p: Tensor, g: Tensor) -> Tensor:
-    """p (g - sum_j p_j g_j), in the memory of both; 0 where p is 0."""
+    """p (g - sum_j p_j g_j), in the memory of both; 0 if p is 0."""
     g.masked_fill_(p == 0, 0.0)
     mean = (p * g).sum(-1, keepdim=True)
     return p.mul_(g.sub_(mean))

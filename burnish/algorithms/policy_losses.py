@@ -5,7 +5,7 @@ may be NaN or infinite. ``old_logprobs`` and ``advantages`` are constants: no gr
 them.
 
 Inside the mask a log-prob of -inf has the limit of the loss, if there is one: a ratio of 0, or of
-exp(MAX_LOG_RATIO) where the old one is -inf. NaN gives NaN at that token (``gspo``: in that row).
+exp(MAX_LOG_RATIO) if the old one is -inf. NaN gives NaN at that token (``gspo``: in that row).
 An engine skips a step whose loss is not finite, and counts it.
 """
 
@@ -71,7 +71,7 @@ def gspo(  # house: ok the terms of the equation
     s = exp(mean over the row's tokens of (logprobs - old_logprobs));
     L = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) at every token of the row, where the
     gradient of a token's s is s times that of its own log-prob (the token form, equation 9, which
-    is the sequence form where A is one number per row). With dual clip c > 1, where A < 0:
+    is the sequence form if A is one number per row). With dual clip c > 1, if A < 0:
     L = min(L, -c A), as in :func:`ppo`.
 
     Tensors are padded [N, T], or packed [M] with ``row_ids`` [M]. The bounds are far smaller than
@@ -162,7 +162,7 @@ def _pessimistic(ratio: Tensor, adv: Tensor, *, low: float, high: float) -> tupl
 def _dual_clip(
     loss: Tensor, adv: Tensor, mask: Tensor, bound: float | None
 ) -> tuple[Tensor, Stats]:
-    """min(L, -c A) where A < 0, and how often that counts. ``bound`` None: the loss as it is."""
+    """min(L, -c A) if A < 0, and how often the bound applies. ``bound`` None: the loss as it is."""
     if bound is None:
         return loss, Stats()
     highest = -bound * adv
@@ -172,7 +172,7 @@ def _dual_clip(
 
 
 def _score(weight: Tensor, logprobs: Tensor, mask: Tensor) -> Tensor:
-    """-weight x logprob; 0 where the weight is 0, also for a log-prob of -inf."""
+    """-weight x logprob; 0 if the weight is 0, also for a log-prob of -inf."""
     return -weight * torch.where(mask & (weight != 0), at_least_fp32(logprobs), 0.0)
 
 

@@ -30,7 +30,7 @@ class RunningMoments:
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, values: Sequence[float]) -> None:
-        """Take in one batch. Raises ValueError for numbers whose squares overflow fp64, or that are
+        """Add one batch. Raises ValueError for numbers whose squares overflow fp64, or that are
         not finite."""
         if not values:
             return

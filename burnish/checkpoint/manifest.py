@@ -171,7 +171,7 @@ def _sha256(path: Path) -> str:
 def _problem(path: Path, record: FileRecord, *, checksums: bool) -> str | None:
     try:
         about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # a pipe or a device can be read for ever
+        if not stat.S_ISREG(about.st_mode):  # reading a pipe or a device may never end
             return f"{path} is not a regular file"
         num_bytes = about.st_size
         if num_bytes != record.num_bytes:

@@ -97,7 +97,7 @@ class PpoLoss(Node):
     clip_high: float = Field(0.2, gt=0)
     """The ratio counts up to 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c on the loss where the advantage is negative (arXiv 1912.09729). None: no bound."""
+    """Bound c on the loss if the advantage is negative (arXiv 1912.09729). None: no bound."""
 
 
 class GspoLoss(Node):
@@ -109,7 +109,7 @@ class GspoLoss(Node):
     clip_high: float = Field(4e-4, gt=0)
     """It counts up to 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c on the loss where the advantage is negative, as in ppo. None: no bound."""
+    """Bound c on the loss of tokens with a negative advantage, as in ppo. None: no bound."""
 
 
 class CispoLoss(Node):

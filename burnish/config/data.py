@@ -259,7 +259,7 @@ class PreferenceDataConfig(DataConfig):
     """Wrap prompt and responses as user and assistant messages."""
     repeated_prompt: Literal["auto", "strip", "keep"] = "auto"
     """Responses (text) that begin with the whole prompt. strip: take it off. keep: it belongs to
-    the response. auto: strip, where all of a source's first 100 rows repeat it; the log says so."""
+    the response. auto: strip, if all of a source's first 100 rows repeat it; the log says so."""
     use_tokens: bool = True
     """Learn the token ids that were sampled for a response, if the row has them (columns
     ``chosen_tokens``, ``rejected_tokens``, ``response_tokens``: rows of the job generate) and they

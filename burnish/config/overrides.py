@@ -51,7 +51,7 @@ def _parse(override: str) -> tuple[list[str], str]:
 
 
 def _below(annotation: Any, key: str, *, in_list: bool) -> Any:
-    """The annotation of a key (or list item) below ``annotation``; None where the key is not known
+    """The annotation of a key (or list item) below ``annotation``; None if the key is not known
     (validation says so)."""
     if in_list:
         return item_of(annotation) if is_list(annotation) else annotation

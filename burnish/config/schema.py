@@ -51,7 +51,7 @@ def item_of(annotation: Any) -> Any:
 
 
 def value_of(annotation: Any) -> Any:
-    """The annotation of the values of a mapping; None where it is no mapping."""
+    """The annotation of the values of a mapping; None if it is no mapping."""
     bare = _without_none(annotation)
     return typing.get_args(bare)[1] if typing.get_origin(bare) is dict else None
 

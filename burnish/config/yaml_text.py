@@ -62,7 +62,7 @@ class RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def construct_number(self, node: Any) -> int | float:
-        """The number, or a YAML error where YAML 1.1 reads another one than people do."""
+        """The number, or a YAML error if YAML 1.1 reads another one than people do."""
         text = self.construct_scalar(node)
         bare = text.lstrip("+-").replace("_", "")
         if ":" in text or (node.tag.endswith("int") and re.fullmatch(r"0[0-7]+", bare)):
@@ -102,7 +102,7 @@ _RecipeDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0
 
 
 def compose(text: str, *, name: str = "<text>") -> tuple[RecipeLoader, Any]:
-    """(loader, node) of one document; the node is None where there is none. Raises YAMLError."""
+    """(loader, node) of one document; node: None if it is empty. Raises YAMLError."""
     if len(text) > _MAX_CHARACTERS:
         raise yaml.YAMLError(
             f"it has {len(text)} characters, and a recipe has at most {_MAX_CHARACTERS}; is it a "
@@ -196,7 +196,7 @@ def _keep_text(node: Any, annotation: Any, *, field: str, source: str) -> None:
 
 
 def _below(annotation: Any, key: str) -> Any:
-    """The annotation of ``key`` below ``annotation``; None where it is not known."""
+    """The annotation of ``key`` below ``annotation``; None if it is not known."""
     fields = [node.model_fields[key] for node in nodes_in(annotation) if key in node.model_fields]
     return fields[0].annotation if fields else value_of(annotation)
 

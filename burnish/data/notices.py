@@ -44,7 +44,7 @@ class Notices:
         """Count the notes of the row at ``where``."""
         for kind, text in found.items():
             if not self.counts[kind]:
-                _log.warning("%s: %s (said once; such rows are counted)", where, text)
+                _log.warning("%s: %s (logged once; such rows are counted)", where, text)
             self.counts[kind] += 1
 
     def log_totals(self, unit: str) -> None:

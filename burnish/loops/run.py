@@ -50,10 +50,10 @@ from burnish.memory.launch import check_memory
 from burnish.models.load import load_tokenizer
 from burnish.observe.report import ReportError, build_report
 from burnish.observe.timeline import Timeline
+from burnish.oom import is_out_of_memory
 from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.ray import RayRuntime
-from burnish.train.oom import is_out_of_memory
 
 log = logging.getLogger("burnish")
 

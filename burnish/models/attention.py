@@ -210,7 +210,7 @@ def decode_plan(cache: KVCache, positions: Tensor, length: int) -> DecodePlan:
 
 
 class UnsupportedAttention(NotImplementedError):
-    """A model asks its attention for something that packed and cached attention does not do."""
+    """A model uses an attention option that packed and cached attention do not support."""
 
 
 _IGNORED = frozenset(

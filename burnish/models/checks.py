@@ -48,9 +48,9 @@ def check_head(model: Any, name: str) -> None:
 
 
 def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
-    """Raise ModelError where ``body`` uses an operation that its device lacks in its format.
+    """Raise ModelError if ``body`` uses an operation that its device lacks in its format.
 
-    Two tokens forward, and backward to their embeddings. Raises ModelError, too, where what comes
+    Two tokens forward, and backward to their embeddings. Raises ModelError, too, if what comes
     out is not finite.
     """
     embedding = body.get_input_embeddings()
@@ -80,7 +80,7 @@ def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
 
 @torch.no_grad()
 def check_weights(weights: Iterable[tuple[str, Tensor]], name: str) -> None:
-    """Raise ModelError where a weight of the model ``name`` is not finite: broken at its source, or
+    """Raise ModelError if a weight of the model ``name`` is not finite: broken at its source, or
     too large for its format."""
     for parameter_name, parameter in weights:
         if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):

@@ -32,7 +32,7 @@ def empty_model(
     auto_class: Any, config: ModelConfig, found: PretrainedConfig, *, dtype: torch.dtype
 ) -> Any | None:
     """The model that ``found`` (the folder's config) describes, its parameters on the meta device
-    and its buffers loaded or computed. None where its weights cannot be read in parts."""
+    and its buffers loaded or computed. None if its weights cannot be read in parts."""
     files = _weight_files(config)
     if files is None or "quantization_config" in found.to_dict():
         return None

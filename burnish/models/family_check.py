@@ -34,6 +34,7 @@ from burnish.models.family import PACKED, ModelSupport
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.logprobs import Head
 from burnish.models.shrink import build
+from burnish.oom import is_out_of_memory
 
 LENGTHS = (13, 9, 11, 16)
 """Rows of the experiment, in tokens: longer than the shrunk windows."""
@@ -306,8 +307,17 @@ class _Family:
         return hidden
 
 
-def _cannot(what: str, error: BaseException) -> str:
-    text = " ".join(str(error).split())[:160]
-    if isinstance(error, UnsupportedAttention):
-        return text
-    return f"it cannot {what} ({type(error).__name__}: {text})"
+def _cannot(what: str, error: Exception) -> str:
+    text = failure_text(error)
+    return str(error) if isinstance(error, UnsupportedAttention) else f"it cannot {what} ({text})"
+
+
+def failure_text(error: Exception, *, width: int = 160) -> str:
+    """Return the type and message of a model's failure in one line.
+
+    Raises ``error`` if it is about memory: that is the machine's failure, not the model's.
+    """
+    if is_out_of_memory(error):
+        raise error
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:width]}" if text else type(error).__name__

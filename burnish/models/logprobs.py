@@ -116,7 +116,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _bounded(log_p: Tensor) -> Tensor:
     """``log_p`` with a finite number for -inf, in place: its probability is 0 all the same, and
-    0 x log_p too, where 0 x -inf would be NaN (entries that only pad a vocabulary)."""
+    0 x log_p too, although 0 x -inf is NaN (entries that only pad a vocabulary)."""
     return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
 
 

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from transformers.integrations import deepspeed
 
 from burnish.models.family import ModelSupport, Result, keep, key_of, recall
-from burnish.models.family_check import check_family
+from burnish.models.family_check import check_family, failure_text
 from burnish.models.shrink import POSITIONS, shrink
 
 
@@ -43,7 +43,7 @@ def model_support(
         return ModelSupport(
             config.model_type,
             "eager",
-            refusal=f"no small copy of the model can be made to check it ({_short(error)})",
+            refusal=f"no small copy of the model can be made to check it ({failure_text(error)})",
         )
 
     def run() -> ModelSupport:
@@ -163,8 +163,3 @@ def runs_own_code(model: object) -> bool:
 def _is_remote(tiny: PretrainedConfig) -> bool:
     """Whether the model's code comes with it: it may change under the same config."""
     return bool(tiny.to_dict().get("auto_map"))
-
-
-def _short(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -33,12 +33,12 @@ from burnish.models.lora import inject_lora
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.value_head import ScalarModel
 from burnish.observe.peaks import PhasePeaks
+from burnish.oom import is_out_of_memory
 from burnish.probe.rungs import PhaseOf, probed_roles, probes_rollout
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.train.base import Outputs, Role
 from burnish.train.engines import make_engine
-from burnish.train.oom import is_out_of_memory
 from burnish.train.ranks import Ranks
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch

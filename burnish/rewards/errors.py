@@ -2,4 +2,4 @@
 
 
 class RewardError(RuntimeError):
-    """A reward that failed or cannot be made: which one, where, what came back, what to do."""
+    """A reward failed or cannot be created. Names the reward, the place, the reply, the remedy."""

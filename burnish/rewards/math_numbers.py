@@ -76,7 +76,7 @@ _NOT_UNITS = frozenset(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with what stands around it."""
+    """A number with the text around it."""
 
     value: Fraction
     """Of ``12%``: 12."""

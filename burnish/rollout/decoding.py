@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from burnish.config.rollout import LocalEngine
 from burnish.models.family import PACKED, Decoding, DecodingSupport, words
-from burnish.models.family_check import TOLERANCE, largest_difference
+from burnish.models.family_check import TOLERANCE, failure_text, largest_difference
 from burnish.models.load import ModelError
 from burnish.models.shrink import build, shrink
 from burnish.models.support import (
@@ -80,8 +80,7 @@ def _check(tiny: PretrainedConfig, *, trust: bool, use_disk: bool) -> DecodingSu
         try:
             found = _engine_greedy(model, decoding, prompts)
         except Exception as error:  # any failure of a model is the answer of the experiment
-            text = " ".join(str(error).split())[:160]
-            reason = f"sampling {words(decoding)} failed ({type(error).__name__}: {text})"
+            reason = f"sampling {words(decoding)} failed ({failure_text(error)})"
             continue
         if [tokens for tokens, _ in found] != [tokens for tokens, _ in wanted]:
             reason = f"greedy tokens sampled {words(decoding)} are not transformers'"

@@ -109,7 +109,7 @@ class LocalRolloutEngine:
         """Copy weights in by name (a LoRA model takes merged weights into its base only if it has
         no adapter).
 
-        Raises ValueError where a name is unknown, a shape differs, or a parameter or persistent
+        Raises ValueError if a name is unknown, a shape differs, or a parameter or persistent
         buffer was not given.
         """
         own: dict[str, Tensor] = dict(self.model.named_parameters())

@@ -1,7 +1,7 @@
 """Sampling one row at a time through transformers' own ``generate``.
 
 For models whose layers keep a state that the slots of :class:`~burnish.models.attention.KVCache` do
-not hold, or whose attention is not the shared interface. It is slow and right: the model builds its
+not hold, or whose attention is not the shared interface. It is slow but exact: the model builds its
 own cache, or computes every row again for each token (``use_cache=False``).
 """
 

@@ -5,8 +5,8 @@ without end.
 then ends the process, so the address is tried first: a plain connection, then ``ray.init`` in a
 process of its own, which can be ended. Ray itself is handed in.
 
-A Ray of our own listens on the loopback alone and asks for a token that only this process and its
-workers have: whoever could talk to it could run code as this user.
+A Ray of our own listens on the loopback interface only and requires a token that only this process
+and its workers have: whoever could talk to it could run code as this user.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from burnish.messages import library_text
 from burnish.runtime.base import ClusterError
 
 MIN_RAY = (2, 52)
-"""The first Ray that asks for a token."""
+"""The first Ray version that requires a token."""
 _ENABLE_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Where ranks meet that are on one machine"""
+"""Address at which ranks on one machine meet"""
 PROBE_S = 60.0
 """Longest wait for a cluster's answer."""
 _TRY = """

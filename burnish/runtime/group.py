@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from burnish.oom import is_out_of_memory
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.errors import died, failure, is_loss
 from burnish.runtime.limits import Limits
 from burnish.runtime.worker import NO_SPANS, TrainWorker
 from burnish.train.base import Role
-from burnish.train.oom import is_out_of_memory
 from burnish.train.ranks import CollectiveTimeoutError
 from burnish.train.torch import EngineSpec
 

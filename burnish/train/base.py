@@ -76,7 +76,7 @@ class StepStats:
     at_floor: bool = False
     """True where the gradient overflowed and the loss scale could not go lower"""
     growth: float = 1.0
-    """Size of the trained weights over that at the start, measured where it may be large"""
+    """Size of the trained weights over that at the start, measured if it may be large"""
     oom_retries: int | None = None
     """How often the update was begun anew because a pass ran out of memory, over all ranks. None:
     that ends the run (``train.on_oom=fail``)"""

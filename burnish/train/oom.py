@@ -1,31 +1,16 @@
-"""Running out of memory: how it is recognised, and how a micro-batch is made smaller."""
+"""Makes micro-batches smaller after one ran out of memory."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from burnish.config.train import TrainConfig
+from burnish.oom import is_out_of_memory
 from burnish.train.batching import Layout, computed_tokens
 from burnish.types import Batch
 
 log = logging.getLogger("burnish")
-
-_SIGNS = (
-    "not enough memory: you tried to allocate",  # torch's allocator on the CPU, as a RuntimeError
-    "can't allocate memory",
-    "CUDA out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is about memory that could not be had, on a GPU or on the host."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 class SmallerPasses:

@@ -344,7 +344,7 @@ class TorchTrainEngine:
         return stats
 
     def _check_hope(self, stats: StepStats) -> None:
-        """Raise NonFiniteError where the steps to come would be skipped as well, or where this one
+        """Raise NonFiniteError if the steps to come would be skipped as well, or if this one
         ruined the weights."""
         if not stats.growth <= optim.MAX_GROWTH:
             self._ruined = True

@@ -88,6 +88,17 @@ def test_a_mistake_in_the_packing_plan_is_found(monkeypatch: pytest.MonkeyPatch)
     assert not check_family(tiny("llama")).packed
 
 
+def test_too_little_memory_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise "padded" would be kept for a family that packs."""
+
+    def no_memory(segments: Any, device: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(attention, "_bucket", no_memory)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        check_family(tiny("llama"))
+
+
 def test_keys_of_a_neighbor_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = attention._bucket
 

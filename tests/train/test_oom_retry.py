@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
-from burnish.train.oom import SmallerPasses, is_out_of_memory
+from burnish.oom import is_out_of_memory
+from burnish.train.oom import SmallerPasses
 from burnish.types import Batch
 
 FULL = "[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes."

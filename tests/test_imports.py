@@ -13,7 +13,7 @@ import burnish
 PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "formats"}
-BASE = MATHS | {"config", "messages", "secret", "shm", "templates"}
+BASE = MATHS | {"config", "messages", "oom", "secret", "shm", "templates"}
 LOOPS = BASE | {
     *(
         "memory",
@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "formats": set(),
     "messages": set(),
+    "oom": set(),
     "secret": set(),
     "templates": set(),
     "shm": set(),
@@ -122,6 +123,17 @@ def test_reading_a_recipe_loads_no_torch():
     """What makes --help and --dry-run quick."""
     code = "import sys, burnish.cli; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_a_run_starts_without_what_only_its_report_or_other_engines_need():
+    """A machine without these trains with the torch engine and the local rollout."""
+    others = {"plotly", "pandas", "matplotlib", "datasets", "math_verify", "gguf", "starlette"}
+    others |= {"tensorboard", "ray", "deepspeed", "vllm", "bitsandbytes", "wandb"}
+    code = f"import sys, burnish.loops.run; print(*sorted({others} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == ""
 
 
 def test_the_python_api_has_what_it_names():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ from burnish.loops.supervised import SupervisedState, supervised_eval, supervise
 from burnish.loops.watch import MemoryWatch
 from burnish.memory.launch import check_memory
 from burnish.models.load import load_tokenizer
-from burnish.observe.report import ReportError, build_report
 from burnish.observe.timeline import Timeline
 from burnish.oom import is_out_of_memory
 from burnish.runtime.base import Runtime
@@ -106,17 +105,31 @@ def run(
     try:
         metrics = _run_job(config, run_dir, functions, watch)
     except StoppedError:
-        build_report(run_dir)  # its curves are where the user looks next
+        _write_report(run_dir)  # its curves are where the user looks next
         raise
     except Exception as error:
         if not any(map(is_out_of_memory, filter(None, (error, error.__cause__)))):
             raise
         report = watch.out_of_memory(error)
-        with suppress(ReportError):  # of a run that had not begun
-            build_report(run_dir)
+        _write_report(run_dir, may_lack_steps=True)
         raise report from error
-    build_report(run_dir)
+    _write_report(run_dir)
     return RunResult(run_dir, metrics)
+
+
+def _write_report(run_dir: Path, *, may_lack_steps: bool = False) -> None:
+    """Write ``report.html``. ``may_lack_steps``: a run that failed before its first step has none.
+
+    The import is here because training does not need plotly (10 MB), which this page does. Without
+    it the run ends as it would with it, and a warning gives the command that writes the page.
+    """
+    try:
+        from burnish.observe.report import ReportError, build_report
+    except ModuleNotFoundError as error:
+        log.warning("no report.html: %s. Install it and run: burnish report %s", error, run_dir)
+        return
+    with suppress(ReportError) if may_lack_steps else nullcontext():
+        build_report(run_dir)
 
 
 def _run_job(

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 15
+_CHUNK = 1 << 22
+"""Elements at a time on a GPU: few launches, and temporary tensors of 32 MiB."""
+_CHUNKS = {"cpu": 1 << 15}
+"""On a CPU the 64-bit products stay in the cache."""
 
 
 class WeightList:
@@ -18,8 +21,8 @@ class WeightList:
         self._missing, self._taken = dict(shapes), set[str]()
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Cross ``name`` off. Raises ValueError where it is unknown, came before, or has another
-        shape (which a copy could broadcast without a word)."""
+        """Cross ``name`` off. Raises ValueError if it is unknown, came before, or has another
+        shape (which a copy could broadcast silently)."""
         if name in self._taken:
             raise ValueError(f"weight {name} was given twice; each parameter is given once")
         if name not in self._missing:
@@ -32,7 +35,7 @@ class WeightList:
         self._taken.add(name)
 
     def finish(self) -> None:
-        """Raises ValueError where a weight was not given."""
+        """Raise ValueError if a weight was not given."""
         if self._missing:
             raise ValueError(
                 f"{len(self._missing)} weights were not given, e.g. {sorted(self._missing)[0]}: "
@@ -40,20 +43,33 @@ class WeightList:
             )
 
 
-def fingerprint(tensor: Tensor, dtype: torch.dtype) -> int:
-    """A 64-bit number of the values of ``tensor`` in ``dtype``, whatever their order: each value's
-    bits are mixed (the finaliser of SplitMix64, doi 10.1145/2660193.2660195), then added modulo
+def fingerprint(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a 64-bit number of the values of ``tensor`` in ``dtype``, in any order: each value's
+    bits are mixed (the finalizer of SplitMix64, doi 10.1145/2660193.2660195), then added modulo
     2^64.
 
     So the number of a concatenation is the sum of its parts', zeros add nothing, and one bit
-    changed anywhere changes it (two changes cancel with a chance of 2^-64).
+    changed anywhere changes it (two changes cancel with a chance of 2^-64). It is an int64 scalar
+    on the device of ``tensor``, which :func:`read_fingerprints` reads: nothing here waits for the
+    device.
     """
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    total = 0
-    for part in tensor.detach().reshape(-1).split(_CHUNK):
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in tensor.detach().reshape(-1).split(_CHUNKS.get(tensor.device.type, _CHUNK)):
         mixed = part.to(dtype).view(bits).to(torch.int64)
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
             mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
-        mixed ^= mixed >> 31 & (1 << 33) - 1
-        total += int(mixed.sum())
-    return total % (1 << 64)
+        total += (mixed ^ (mixed >> 31 & (1 << 33) - 1)).sum()
+    return total
+
+
+def read_fingerprints(numbers: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the values of fingerprints, each in [0, 2^64); one copy from each device."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, number in numbers.items():
+        by_device.setdefault(number.device, []).append(name)
+    values: dict[str, int] = {}
+    for names in by_device.values():
+        read = torch.stack([numbers[name] for name in names]).tolist()
+        values |= {name: value % (1 << 64) for name, value in zip(names, read, strict=True)}
+    return values

@@ -7,16 +7,23 @@ import struct
 import subprocess
 import sys
 import tempfile
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish import shm
-from burnish.rollout.vllm_weights import shared_folder
-from burnish.rollout.weights import WeightList, fingerprint
+from burnish.rollout.vllm_weights import _not_live, shared_folder
+from burnish.rollout.weights import WeightList, fingerprint, read_fingerprints
 
 MASK = (1 << 64) - 1
+
+
+def number(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    return read_fingerprints({"x": fingerprint(tensor, dtype)})["x"]
 
 
 def mixed(bits: int) -> int:
@@ -32,26 +39,26 @@ def test_a_fingerprint_is_the_sum_of_mixed_bits() -> None:
     for code, dtype in (("<f", torch.float32), ("<e", torch.float16)):
         bits = "<i" if code == "<f" else "<h"
         expected = sum(mixed(struct.unpack(bits, struct.pack(code, x))[0]) for x in values) & MASK
-        assert fingerprint(torch.tensor(values), dtype) == expected
+        assert number(torch.tensor(values), dtype) == expected
 
 
 def test_a_fingerprint_adds_up_over_parts_in_any_order_and_zeros_add_nothing() -> None:
-    x = torch.randn(70_000)  # more than one chunk
-    whole = fingerprint(x, torch.float32)
-    parts = [fingerprint(p, torch.float32) for p in x.split([1, 999, 69_000])]
+    x = torch.randn(70_000)  # more than one chunk of the CPU's
+    whole = number(x, torch.float32)
+    parts = [number(p, torch.float32) for p in x.split([1, 999, 69_000])]
     assert sum(parts) & MASK == whole
-    assert fingerprint(x.view(700, 100).t(), torch.float32) == whole
-    assert fingerprint(torch.cat([torch.zeros(5), x]), torch.float32) == whole
+    assert number(x.view(700, 100).t(), torch.float32) == whole
+    assert number(torch.cat([torch.zeros(5), x]), torch.float32) == whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_bit_anywhere_changes_a_fingerprint(dtype: torch.dtype) -> None:
     x = torch.randn(200).to(dtype)
-    whole = fingerprint(x, dtype)
+    whole = number(x, dtype)
     for i in range(200):
         y = x.clone()
         y.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[i] ^= 1
-        assert fingerprint(y, dtype) != whole
+        assert number(y, dtype) != whole
 
 
 def test_one_up_and_one_down_do_not_cancel() -> None:
@@ -60,13 +67,70 @@ def test_one_up_and_one_down_do_not_cancel() -> None:
     y = x.clone()
     y.view(torch.int32)[0] += 1
     y.view(torch.int32)[1] -= 1
-    assert fingerprint(x, torch.float32) != fingerprint(y, torch.float32)
+    assert number(x, torch.float32) != number(y, torch.float32)
 
 
 def test_a_fingerprint_is_of_the_rounded_values() -> None:
     x = torch.randn(100)
-    assert fingerprint(x, torch.bfloat16) == fingerprint(x.bfloat16(), torch.bfloat16)
-    assert fingerprint(x, torch.bfloat16) == fingerprint(x.bfloat16().float(), torch.bfloat16)
+    assert number(x, torch.bfloat16) == number(x.bfloat16(), torch.bfloat16)
+    assert number(x, torch.bfloat16) == number(x.bfloat16().float(), torch.bfloat16)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the reads of single values, for each of which a GPU's queue runs empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class Multiplies:
+    """As vLLM's linear layers compute."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: None) -> torch.Tensor:
+        return x @ layer.weight.T
+
+
+def test_a_load_is_verified_with_one_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x.shape) or tolist(x))
+    model = torch.nn.ModuleList(torch.nn.Linear(5, 7, bias=False) for _ in range(20))
+    for layer in model:
+        layer.quant_method = Multiplies()
+    named = dict(model.named_parameters())
+    with HostReads() as reads:
+        assert _not_live(model) == []
+        sums = {name: fingerprint(tensor, torch.bfloat16) for name, tensor in named.items()}
+        found = read_fingerprints(sums)
+    assert reads.count == 0 and lists == [torch.Size([20])] * 2
+    assert found == {name: number(tensor, torch.bfloat16) for name, tensor in named.items()}
+
+
+def test_layers_that_compute_with_a_copy_or_with_noise_are_told_apart() -> None:
+    """Products of a GPU may differ between two calls in their last bits."""
+
+    class Noisy(Multiplies):
+        def apply(self, layer: Any, x: torch.Tensor, bias: None) -> torch.Tensor:
+            out = super().apply(layer, x, bias)
+            return out * (1 + 1e-3 * torch.rand_like(out))
+
+    class Packed(Noisy):
+        def apply(self, layer: Any, x: torch.Tensor, bias: None) -> torch.Tensor:
+            return super().apply(copy, x, bias)
+
+    layer = torch.nn.Linear(5, 7, bias=False)
+    copy = deepcopy(layer)
+    layer.quant_method = Noisy()
+    assert _not_live(torch.nn.ModuleDict({"a": layer})) == []
+    layer.quant_method = Packed()
+    assert _not_live(torch.nn.ModuleDict({"a": layer})) == [
+        "the layer a computes with a copy of its weight"
+    ]
 
 
 def test_weights_are_crossed_off_once_each() -> None:
@@ -87,7 +151,7 @@ def test_weights_are_crossed_off_once_each() -> None:
 KILLED = """
 import os, signal, tempfile
 from pathlib import Path
-from burnish.rollout.vllm_weights import shared_folder
+from burnish.rollout.vllm_weights import _not_live, shared_folder
 (shared_folder({size}) / "00000.safetensors").write_bytes(bytes(4096))
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -78,7 +78,7 @@ class Loader:
         """Nothing is sampled here."""
         yield from ()
 
-    def sleep(self) -> None:
+    def sleep(self, *, new_weights_follow: bool = False) -> None:
         """Nothing to do."""
 
     def wake(self) -> None:

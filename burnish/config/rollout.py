@@ -73,8 +73,9 @@ class VllmEngine(Node):
     enforce_eager: bool = False
     """CUDA: no compiled code and no recorded graphs. (On CPU it is always so.)"""
     sleep_between_rollouts: bool = False
-    """CUDA: after every rollout move the weights to host memory and free the cache, for the
-    trainer. On CPU vLLM has no sleep, and this does nothing."""
+    """CUDA: after every rollout of a training step free the weights and the cache, for the trainer;
+    the updated weights are loaded before the next one. On CPU vLLM has no sleep, and this does
+    nothing."""
 
 
 def _kind_left_out(value: Any) -> Any:

@@ -156,12 +156,15 @@ def _vllm_role(
     sleeping = (
         *(i for i in process if i.where == "host"),
         Item("overhead", context.over["vllm_asleep_gb"] * 1e9, "vLLM asleep"),
-        Item("parameters", found.weights.bytes, "weights of the sleeping vLLM", "host"),
     )
     sleeps = engine.sleep_between_rollouts
     resting = sleeping if sleeps else awake
     resident: dict[str, Items] = {phase: resting for phase in PHASES}
-    resident |= {phase: awake for phase in ("load", "rollout", "sync")}
+    resident |= {phase: awake for phase in ("load", "rollout")}
+    if not sleeps:
+        resident["sync"] = awake
+    else:  # the cache's memory is taken again when something is sampled
+        resident["sync"] = tuple(i for i in awake if i is not found.cache)
     first: dict[str, Items] = {"load": reads}
     if engine.tensor_parallel_size > 1:
         copy = replace(whole, how="weights for the other processes, in /dev/shm")

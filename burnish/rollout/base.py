@@ -76,8 +76,12 @@ class RolloutEngine(Protocol):
         """Replace the weights; afterwards ``self.version == version``."""
         ...
 
-    def sleep(self) -> None:
-        """Give back caches (and device memory) until :meth:`wake` or the next generate."""
+    def sleep(self, *, new_weights_follow: bool = False) -> None:
+        """Free caches (and device memory) until :meth:`wake` or the next generate.
+
+        ``new_weights_follow``: the weights may be dropped too, because :meth:`load_weights` is
+        called before the next generate.
+        """
         ...
 
     def wake(self) -> None:

@@ -85,8 +85,6 @@ class LocalRolloutEngine:
             yield from self._batched(requests, sampling)
         else:
             yield from self._row_by_row(requests, sampling)
-        if self.config.sleep_between_rollouts:
-            self.sleep()
 
     def _batched(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         run = _Run(self, sampling, deque(self._split(requests)))
@@ -131,8 +129,9 @@ class LocalRolloutEngine:
         replace_buffers(self.model, {name: tensor.detach().to(self.device, copy=True)})
         self._graphs = None  # they read the buffer that was there
 
-    def sleep(self) -> None:
-        """Free recorded graphs and the cache they hold until the next generate."""
+    def sleep(self, *, new_weights_follow: bool = False) -> None:
+        """Free recorded graphs and the cache they hold until the next generate. The weights stay:
+        new ones are copied into them."""
         self._graphs = None
 
     def wake(self) -> None:

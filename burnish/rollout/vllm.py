@@ -106,6 +106,8 @@ class VllmRolloutEngine:
         self._problem: str | None = "it has no weights yet; call load_weights first"
         self._samples: dict[str, _Sample] = {}
         self._num_samples = 0
+        self._asleep: set[str] = set()
+        """vLLM's tags of the memory that it has given back."""
         self._gate = StepGate()
         if _alive:
             raise ModelError(
@@ -174,8 +176,6 @@ class VllmRolloutEngine:
             yield from run.completions()
         finally:
             run.abort()
-        if self.config.sleep_between_rollouts:
-            self.sleep()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Give vLLM new weights, in one pass over ``tensors``, verify them, and forget every cached
@@ -186,7 +186,7 @@ class VllmRolloutEngine:
         engine refuses to sample until a load succeeds, and its version stays.
         """
         self.abort()
-        self.wake()
+        self._wake_up("weights")
         self._problem = "its last load of weights did not end well: they may be half loaded"
         stream = WeightStream(tensors, self._skeleton, self.dtype)
         problems = stream.compare(self._send(stream))
@@ -202,19 +202,20 @@ class VllmRolloutEngine:
         self.version, self._problem = version, None
         self.cached_tokens = self.prompt_tokens = 0
 
-    def sleep(self, level: int = 1) -> None:
-        """CUDA: free the cache and move the weights to host memory (level 1) or drop them (level 2,
-        after which they must be loaded again). On CPU vLLM has no sleep and this does nothing."""
-        if not self.on_cpu and not self._llm.is_sleeping():
-            self.abort()
-            self._llm.sleep(level)
-            if level > 1:
-                self._problem = "sleep(level=2) dropped its weights; call load_weights first"
+    def sleep(self, *, new_weights_follow: bool = False) -> None:
+        """CUDA: free the cache, and move the weights to host memory or, if new ones follow, drop
+        them. On CPU vLLM has no sleep and this does nothing."""
+        if self.on_cpu or self._asleep:
+            return
+        self.abort()
+        self._llm.sleep(2 if new_weights_follow else 1)
+        self._asleep = {"weights", "kv_cache"}
+        if new_weights_follow:
+            self._problem = "it dropped its weights when it was put to sleep; load new ones first"
 
     def wake(self) -> None:
         """Take memory again (CUDA)."""
-        if not self.on_cpu and self._llm.is_sleeping():
-            self._llm.wake_up()
+        self._wake_up("weights", "kv_cache")
 
     def pause(self) -> None:
         """From another thread: no further step until :meth:`resume`; running requests keep what
@@ -240,6 +241,13 @@ class VllmRolloutEngine:
             self._closer()
 
     # ---- parts -----------------------------------------------------------------------------
+
+    def _wake_up(self, *tags: str) -> None:
+        """Take the memory of ``tags`` again. A load takes that of the weights alone, so that the
+        cache's stays with the trainer until something is sampled."""
+        if found := sorted(self._asleep.intersection(tags)):
+            self._llm.wake_up(found)
+            self._asleep -= set(found)
 
     def _check_ready(self) -> None:
         if self._problem is not None:

@@ -316,11 +316,15 @@ class RemoteRolloutEngine:
         headers, payloads = zip(*pairs, strict=True)
         self.take(HandOver(headers, payloads[:-1]), verify=True)
 
-    def sleep(self) -> None:
-        """Workers free what they hold after every rollout if their config says so."""
+    def sleep(self, *, new_weights_follow: bool = False) -> None:
+        """Free the workers' caches until the next generate. A worker that is lost is replaced."""
+        drop = new_weights_follow
+        everyone = range(self.size)
+        self.replace(self._call(everyone, lambda w: w.sleep.remote(new_weights_follow=drop)))
 
     def wake(self) -> None:
-        """Nothing to do."""
+        """Have the workers take memory again. A worker that is lost is replaced."""
+        self.replace(self._call(range(self.size), lambda w: w.wake.remote()))
 
     def close(self) -> None:
         """End the engines, and then their processes. May be called twice."""

@@ -462,6 +462,14 @@ class RolloutWorker(_Worker):
         if finished:
             yield finished
 
+    def sleep(self, *, new_weights_follow: bool) -> None:
+        """Free caches until the next generate."""
+        self.engine.sleep(new_weights_follow=new_weights_follow)
+
+    def wake(self) -> None:
+        """Take memory again."""
+        self.engine.wake()
+
     def take(self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any) -> Metrics:
         """Take a hand-over that was kept for us. Raises SyncError where it is not whole."""
         self.engine.receiver.close()

@@ -209,9 +209,9 @@ class SyncedEngine:
         """Replace the weights by hand; as good as a hand-over."""
         self._load(version, tensors)
 
-    def sleep(self) -> None:
-        """Give back caches until the next generate."""
-        self.engine.sleep()
+    def sleep(self, *, new_weights_follow: bool = False) -> None:
+        """Free caches until the next generate."""
+        self.engine.sleep(new_weights_follow=new_weights_follow)
 
     def wake(self) -> None:
         """Take memory again."""

@@ -89,21 +89,22 @@ def test_weights_are_loaded_into_a_sleeping_engine(engine: Any) -> None:
     assert tokens(engine) == first
 
 
-def test_after_a_deep_sleep_it_refuses_until_weights_are_loaded(engine: Any) -> None:
+def test_without_its_weights_it_refuses_until_new_ones_are_loaded(engine: Any) -> None:
     engine.load_weights(1, lively(1).named_parameters())
     before = tokens(engine)
-    engine.sleep(level=2)
-    with pytest.raises(RuntimeError, match=r"sleep\(level=2\) dropped its weights"):
+    engine.sleep(new_weights_follow=True)
+    with pytest.raises(RuntimeError, match="dropped its weights"):
         tokens(engine)
     engine.load_weights(2, lively(1).named_parameters())
     assert tokens(engine) == before
 
 
-def test_an_engine_that_sleeps_between_rollouts_frees_its_cache_after_each(engine: Any) -> None:
-    engine.close()  # a process has one at a time
-    with closing(started(sleep_between_rollouts=True)) as sleepy:
-        sleepy.load_weights(1, lively(1).named_parameters())
-        awake = free_bytes()
-        first = tokens(sleepy)
-        assert free_bytes() - awake > 0.9 * CACHE
-        assert tokens(sleepy) == first
+def test_the_cache_is_allocated_when_something_is_sampled_not_when_weights_come(
+    engine: Any,
+) -> None:
+    awake = free_bytes()
+    engine.sleep(new_weights_follow=True)
+    engine.load_weights(3, lively(1).named_parameters())
+    assert free_bytes() - awake > 0.9 * CACHE
+    tokens(engine)
+    assert free_bytes() - awake < 0.1 * CACHE

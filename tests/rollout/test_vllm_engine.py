@@ -582,10 +582,33 @@ def test_the_processs_random_numbers_and_threads_stay_its_own() -> None:
     assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
 
 
+def test_weights_are_dropped_before_new_ones_and_the_cache_comes_back_last(
+    loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With vLLM's calls recorded: on CPU it has no sleep."""
+    calls: list[Any] = []
+    send = loaded._send
+    monkeypatch.setattr(loaded, "on_cpu", False)
+    monkeypatch.setattr(loaded, "_send", lambda stream: calls.append("load") or send(stream))
+    monkeypatch.setattr(loaded._llm, "sleep", lambda level: calls.append(level))
+    monkeypatch.setattr(loaded._llm, "wake_up", lambda tags: calls.append(tags))
+    loaded.sleep(new_weights_follow=True)
+    loaded.sleep()  # sleeps already
+    with pytest.raises(RuntimeError, match="dropped its weights when it was put to sleep"):
+        next(loaded.generate(requests_for(PROMPTS), GREEDY))
+    loaded.load_weights(7, lively(config_of(tied=False)).named_parameters())
+    assert calls == [2, ["weights"], "load"]
+    assert len(list(loaded.generate(requests_for(PROMPTS), GREEDY))) == 5
+    loaded.sleep()
+    loaded.wake()
+    loaded.wake()
+    assert calls[3:] == [["kv_cache"], 1, ["kv_cache", "weights"]]
+
+
 def test_on_cpu_sleep_does_nothing_at_any_level(loaded: VllmRolloutEngine) -> None:
     before = by_sample(loaded.generate(requests_for(PROMPTS), GREEDY))
-    for level in (1, 2):
-        loaded.sleep(level)
+    for new_weights_follow in (False, True):
+        loaded.sleep(new_weights_follow=new_weights_follow)
         after = by_sample(loaded.generate(requests_for(PROMPTS), GREEDY))
         assert {k: c.token_ids for k, c in after.items()} == {
             k: c.token_ids for k, c in before.items()

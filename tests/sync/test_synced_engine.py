@@ -41,7 +41,7 @@ class Recorder:
                 break
         self.version = version
 
-    def sleep(self) -> None:
+    def sleep(self, *, new_weights_follow: bool = False) -> None:
         self.log.append("sleep")
 
     def wake(self) -> None:

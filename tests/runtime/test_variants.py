@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.timeline import Timeline
+from burnish.rollout.local import LocalRolloutEngine
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.base import Role
 from burnish.train.torch import EngineSpec
@@ -47,6 +49,35 @@ def _assert_close(
             # abs: the policy loss of GRPO is a sum of terms near 1 that cancel to about 1e-8.
             close = pytest.approx(other[name], rel=rel, abs=1e-5, nan_ok=True)
             assert one[name] == close, f"{name} at step {one['step']}"
+
+
+def test_an_engine_sleeps_once_per_step_after_all_that_the_step_samples(
+    rl: MakeConfig, evaluation: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after the first of several samplings of a step, and not after an evaluation: vLLM drops
+    its weights then, and they only come back with the next update."""
+    calls: list[str] = []
+    generate = LocalRolloutEngine.generate
+
+    def sampled(self: Any, *args: Any) -> Any:
+        calls.append("sample")
+        return generate(self, *args)
+
+    def slept(self: Any, *, new_weights_follow: bool = False) -> None:
+        calls.append("drop" if new_weights_follow else "close")
+
+    monkeypatch.setattr(LocalRolloutEngine, "generate", sampled)
+    monkeypatch.setattr(LocalRolloutEngine, "sleep", slept)
+    config = rl(
+        *evaluation,
+        "eval.every_n_steps=1",
+        "rollout.engine.sleep_between_rollouts=true",
+        "rollout.dynamic_sampling={max_refills: 2}",
+    )
+    burnish.run(config, rewards=lambda response: 0.0)  # so each step takes two refills
+    step = ["sample", "sample", "sample", "drop"]
+    assert calls[:11] == ["sample", *step, "sample", *step, "sample"]
+    assert set(calls[11:]) <= {"close"}
 
 
 def test_the_reference_of_a_lora_policy_is_its_base(rl: MakeConfig, reward: Reward) -> None:

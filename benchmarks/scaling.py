@@ -45,7 +45,8 @@ from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.heartbeat import Beats, Watch
 from burnish.runtime.remote import RemoteRolloutEngine, worker_peaks
-from burnish.runtime.worker import pack_batch, parcel_seconds
+from burnish.runtime.rollout_worker import parcel_seconds
+from burnish.runtime.worker import pack_batch
 from burnish.train.batching import split_over_ranks
 from burnish.types import Prompt, groups_to_batch
 

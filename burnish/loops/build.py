@@ -106,7 +106,6 @@ def build_rl(
             num_samples=config.rollout.n_samples_per_prompt,
             seed=config.seed,
             dynamic=config.rollout.dynamic_sampling,
-            sleeps=config.rollout.engine.sleep_between_rollouts,
         ),
         policy=policy,
         policy_loss=with_expert_balance(

@@ -61,6 +61,7 @@ class RL:
 def rl_step(run: RL, step: int) -> Metrics:
     """Sample, score, compare with the reference, assign credit, update, hand the weights over."""
     rollout = run.runner.fill(run.prompts.next, run.config.rollout.rollout_batch_size)
+    free_sampler(run)
     batch = groups_to_batch(rollout.groups)
     batch = with_reference(batch, run.reference)
     batch = batch if run.teacher is None else run.teacher.judge(batch)
@@ -85,6 +86,12 @@ def rl_step(run: RL, step: int) -> Metrics:
     metrics |= signal_metrics(run, rollout.groups)
     run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_rows)
     return run.signal.checked(updates.checked(metrics))
+
+
+def free_sampler(run: RL) -> None:
+    """Free the memory of the rollout engine, if it sleeps while the others work."""
+    if run.config.rollout.engine.sleep_between_rollouts:
+        run.runner.engine.sleep(new_weights_follow=True)
 
 
 def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:

@@ -131,9 +131,8 @@ def _vllm_role(
         "ranks": context.ranks("rollout"),
         "pool": "vllm",
     }
-    whole = Item(
-        "parameters", shape.parameters * SIZES[dtype], "the model read by the worker", "host"
-    )
+    size = shape.parameters * SIZES[dtype]
+    whole = Item("parameters", size, "the model read by the worker", "host")
     reads = () if context.inline and isinstance(context.config, RLConfig) else (whole,)
     if context.hardware.gpu is None:
         weights, cache = vllm_on_cpu(shape, engine, demand, dtype)
@@ -153,18 +152,13 @@ def _vllm_role(
     )
     process = overhead(context, engine.tensor_parallel_size)
     awake: Items = (*process, found.weights, found.cache, found.rest)
-    sleeping = (
-        *(i for i in process if i.where == "host"),
-        Item("overhead", context.over["vllm_asleep_gb"] * 1e9, "vLLM asleep"),
-    )
-    sleeps = engine.sleep_between_rollouts
-    resting = sleeping if sleeps else awake
-    resident: dict[str, Items] = {phase: resting for phase in PHASES}
-    resident |= {phase: awake for phase in ("load", "rollout")}
-    if not sleeps:
-        resident["sync"] = awake
-    else:  # the cache's memory is taken again when something is sampled
-        resident["sync"] = tuple(i for i in awake if i is not found.cache)
+    resident: dict[str, Items] = {phase: awake for phase in PHASES}
+    if engine.sleep_between_rollouts:
+        asleep = Item("overhead", context.over["vllm_asleep_gb"] * 1e9, "vLLM asleep")
+        sleeping: Items = (*(i for i in process if i.where == "host"), asleep)
+        resident = {phase: sleeping for phase in PHASES}
+        resident |= {phase: awake for phase in ("load", "rollout")}
+        resident["sync"] = (*process, found.weights, found.rest)  # no cache yet
     first: dict[str, Items] = {"load": reads}
     if engine.tensor_parallel_size > 1:
         copy = replace(whole, how="weights for the other processes, in /dev/shm")
@@ -178,7 +172,7 @@ def _vllm_role(
         resident=resident,
         passing={},
         first=first,
-        gives_back=sleeps,
+        gives_back=engine.sleep_between_rollouts,
         problem=found.problem,
         notes=(
             f"rollout: vLLM's cache holds {found.cache_tokens} tokens, "

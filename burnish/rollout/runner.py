@@ -38,11 +38,8 @@ class Runner:
         num_samples: int,
         seed: int,
         dynamic: DynamicSampling | None = None,
-        sleeps: bool = False,
     ) -> None:
-        """``dynamic``: which groups :meth:`fill` leaves out; None: none. ``sleeps``: new weights
-        follow each :meth:`fill`, and the engine gives its memory back in between."""
-        self.sleeps = sleeps
+        """``dynamic``: which groups :meth:`fill` leaves out; None: none."""
         self.engine, self.rewards, self.sampling = engine, rewards, sampling
         self.num_samples, self.seed, self.dynamic = num_samples, seed, dynamic
 
@@ -70,8 +67,6 @@ class Runner:
             stats += rollout.stats
             if len(groups) == count:
                 break
-        if self.sleeps:
-            self.engine.sleep(new_weights_follow=True)
         missing = count - len(groups)
         if self.dynamic is not None:
             used = min(missing, len(spare))

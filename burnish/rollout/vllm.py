@@ -49,6 +49,7 @@ from burnish.rollout.vllm_process import (
     process_kept,
     remove_traces,
 )
+from burnish.rollout.vllm_sleep import Sleep
 from burnish.rollout.vllm_weights import (
     WeightStream,
     WorkerExtension,
@@ -106,8 +107,6 @@ class VllmRolloutEngine:
         self._problem: str | None = "it has no weights yet; call load_weights first"
         self._samples: dict[str, _Sample] = {}
         self._num_samples = 0
-        self._asleep: set[str] = set()
-        """vLLM's tags of the memory that it has given back."""
         self._gate = StepGate()
         if _alive:
             raise ModelError(
@@ -123,6 +122,7 @@ class VllmRolloutEngine:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
+        self._sleep = Sleep(self._llm, on_cpu=self.on_cpu)
         _alive.add(id(self))
         left = self._llm.collective_rpc("burnish_shared_name")[0] if self.on_cpu else None
         parts = self._llm, self._folder, id(self)
@@ -186,7 +186,7 @@ class VllmRolloutEngine:
         engine refuses to sample until a load succeeds, and its version stays.
         """
         self.abort()
-        self._wake_up("weights")
+        self._sleep.wake("weights")  # the cache's memory stays free until something is sampled
         self._problem = "its last load of weights did not end well: they may be half loaded"
         stream = WeightStream(tensors, self._skeleton, self.dtype)
         problems = stream.compare(self._send(stream))
@@ -205,17 +205,13 @@ class VllmRolloutEngine:
     def sleep(self, *, new_weights_follow: bool = False) -> None:
         """CUDA: free the cache, and move the weights to host memory or, if new ones follow, drop
         them. On CPU vLLM has no sleep and this does nothing."""
-        if self.on_cpu or self._asleep:
-            return
         self.abort()
-        self._llm.sleep(2 if new_weights_follow else 1)
-        self._asleep = {"weights", "kv_cache"}
-        if new_weights_follow:
+        if self._sleep.begin(drop_weights=new_weights_follow) and new_weights_follow:
             self._problem = "it dropped its weights when it was put to sleep; load new ones first"
 
     def wake(self) -> None:
         """Take memory again (CUDA)."""
-        self._wake_up("weights", "kv_cache")
+        self._sleep.wake("weights", "kv_cache")
 
     def pause(self) -> None:
         """From another thread: no further step until :meth:`resume`; running requests keep what
@@ -237,17 +233,10 @@ class VllmRolloutEngine:
         if self._closer.alive:
             self._samples = {}
             self._problem = "it was closed"
-            del self._llm
+            del self._llm, self._sleep
             self._closer()
 
     # ---- parts -----------------------------------------------------------------------------
-
-    def _wake_up(self, *tags: str) -> None:
-        """Take the memory of ``tags`` again. A load takes that of the weights alone, so that the
-        cache's stays with the trainer until something is sampled."""
-        if found := sorted(self._asleep.intersection(tags)):
-            self._llm.wake_up(found)
-            self._asleep -= set(found)
 
     def _check_ready(self) -> None:
         if self._problem is not None:

@@ -22,8 +22,8 @@ from burnish.observe.peaks import ProcessPeaks
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.errors import failure, why_lost
 from burnish.runtime.group import Group
+from burnish.runtime.rollout_worker import RolloutWorker
 from burnish.runtime.worker import (
-    RolloutWorker,
     Sending,
     pack_batch,
     to_tensor,

@@ -1,4 +1,5 @@
-"""What runs inside a worker process: one rank of a train engine, or one rollout engine.
+"""The worker process of one rank of a train engine, and the parts it shares with rollout workers
+(``rollout_worker.py``).
 
 Plain classes that know nothing of Ray; ``ray.py`` starts them in processes and calls their methods.
 Arguments and results are small or NumPy arrays (Ray shares those without copies, read-only).
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,23 +25,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TorchEngine
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.peaks import Held, PhasePeaks
-from burnish.observe.timeline import Timeline, timed
-from burnish.rollout.base import Completion, Request, Sampling
+from burnish.observe.timeline import Timeline
 from burnish.runtime.heartbeat import start_beating
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.limits import Limits, groups_here, limit_collectives, limited
-from burnish.sync.base import Metrics, Shape, encode
-from burnish.sync.buckets import LinkReceiver
-from burnish.sync.connect import Meeting, open_sender, open_source
+from burnish.sync.base import Metrics, encode
+from burnish.sync.connect import Meeting, open_sender
 from burnish.sync.disk import DiskSender
-from burnish.sync.engine import SyncedEngine, WeightSender, exhaust, messages
-from burnish.sync.store import connect_store, serve_store
-from burnish.sync.stored import StoredLink
+from burnish.sync.engine import WeightSender, exhaust, messages
+from burnish.sync.store import serve_store
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.ranks import Ranks, plain_stats
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
@@ -52,11 +48,6 @@ if TYPE_CHECKING:
 
 Packed = dict[str, Any]
 NO_SPANS: Mapping[str, str] = MappingProxyType({})
-
-PARCELS_PER_S = 64
-"""Completions travel to the controller in parcels, so many a second from all workers together: one
-by one they would cost it more than they are worth. What a worker that dies has not sent is sampled
-again."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +115,6 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
-def parcel_seconds(workers: int) -> float:
-    """How long one of ``workers`` rollout workers gathers completions before it sends them."""
-    return max(0.5, workers / PARCELS_PER_S)
-
-
 @dataclass(frozen=True)
 class Place:
     """Which worker this is, and what it may use."""
@@ -151,8 +137,8 @@ class Seat:
     size: int
 
 
-class _Worker:
-    """Common to all workers."""
+class Worker:
+    """What train workers and rollout workers have in common."""
 
     def __init__(self, place: Place, policy: ModelConfig, precision: PrecisionConfig) -> None:
         """``policy``: whose tokenizer it is. Nothing is read here: what a constructor raises would
@@ -175,7 +161,7 @@ class _Worker:
         return start_beating(beat, every_s)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def turn(self) -> Iterator[None]:
         """A call after which other workers on this GPU may need its memory: what the allocator
         keeps and does not use is given back."""
         try:
@@ -184,7 +170,7 @@ class _Worker:
             if self.place.shared and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
-    def _runtime(self, ranks: Ranks | None = None) -> InlineRuntime:
+    def runtime(self, ranks: Ranks | None = None) -> InlineRuntime:
         return InlineRuntime(
             self.tokenizer,
             precision=self.precision,
@@ -199,7 +185,7 @@ class _Worker:
         return self.timeline.peaks.collect()
 
 
-class TrainWorker(_Worker):
+class TrainWorker(Worker):
     """One data-parallel rank of a train engine."""
 
     engine: TorchTrainEngine
@@ -261,8 +247,8 @@ class TrainWorker(_Worker):
         are."""
         torch.manual_seed(seed)
         self._passes = 0
-        runtime = self._runtime(self.ranks)
-        with self._turn():
+        runtime = self.runtime(self.ranks)
+        with self.turn():
             if scalar:
                 self.engine = runtime.scalar_model(spec, seed=seed, spans=spans)
             else:
@@ -274,7 +260,7 @@ class TrainWorker(_Worker):
     @contextmanager
     def _pass(self) -> Iterator[None]:
         """A call in which ranks wait for each other's passes alone."""
-        with self._turn(), limited(self.limits, self._groups):
+        with self.turn(), limited(self.limits, self._groups):
             yield
 
     def _seed_pass(self) -> None:
@@ -359,7 +345,7 @@ class TrainWorker(_Worker):
                 yield payload.numpy()
                 yield encode(message)
         finally:
-            with self._turn():
+            with self.turn():
                 exhaust(
                     weights
                 )  # where it was broken off, the other ranks wait in the same gathers
@@ -398,12 +384,12 @@ class TrainWorker(_Worker):
 
     def save(self, folder: str) -> None:
         """All ranks take part, and return when everything is written."""
-        with self._turn(), self.timeline.span("checkpoint"):
+        with self.turn(), self.timeline.span("checkpoint"):
             self.engine.save(Path(folder))
 
     def save_async(self, folder: str) -> None:
         """:meth:`save` as of now, written while training goes on where the engine can."""
-        with self._turn(), self.timeline.span("checkpoint"):
+        with self.turn(), self.timeline.span("checkpoint"):
             self._saving = self.engine.save_async(Path(folder))
 
     def is_saved(self) -> bool:
@@ -422,82 +408,3 @@ class TrainWorker(_Worker):
         self.engine.load(Path(folder))
         self._passes = 0
         return self.engine.version
-
-
-class RolloutWorker(_Worker):
-    """One rollout engine, which samples only from weights that came whole."""
-
-    engine: SyncedEngine
-    _expected: Mapping[str, Shape] | None
-    """Shapes of the weights that came last."""
-
-    def build(
-        self,
-        model: ModelConfig,
-        config: RolloutEngineConfig,
-        max_len: int | None,
-        *,
-        ready: bool = True,
-    ) -> None:
-        """Load the model and make the engine. ``ready``: it may sample from the model's own
-        weights; else a hand-over has to come first."""
-        engine = self._runtime().standalone_rollout(model, config, max_len=max_len)
-        self._stored, self._expected = StoredLink(), None
-        synced = SyncedEngine(engine, LinkReceiver(self._stored), ready=ready)
-        spans = {"generate": "rollout", "receive": "rollout_sync"}
-        self.engine = timed(synced, self.timeline, spans)
-
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling
-    ) -> Iterator[list[Completion]]:
-        """Completions as they finish, those of :func:`parcel_seconds` together."""
-        every = parcel_seconds(self.place.size)
-        finished: list[Completion] = []
-        begun = time.monotonic()
-        for completion in self.engine.generate(requests, sampling):
-            finished.append(completion)
-            if time.monotonic() - begun >= every:
-                yield finished
-                finished, begun = [], time.monotonic()
-        if finished:
-            yield finished
-
-    def sleep(self, *, new_weights_follow: bool) -> None:
-        """Free caches until the next generate."""
-        self.engine.sleep(new_weights_follow=new_weights_follow)
-
-    def wake(self) -> None:
-        """Take memory again."""
-        self.engine.wake()
-
-    def take(self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any) -> Metrics:
-        """Take a hand-over that was kept for us. Raises SyncError where it is not whole."""
-        self.engine.receiver.close()
-        self._stored.fill(headers, payloads)
-        source = LinkReceiver(self._stored, expected=self._expected, check=verify)
-        self.engine.receiver = source
-        metrics = self.engine.receive(version)
-        self._expected = source.expected
-        return metrics
-
-    def open_receiver(
-        self, sync: LinkSync | DiskSync, at: tuple[str, int] | None, connection: str, *, seat: Seat
-    ) -> None:
-        """This worker's end of a new connection; the one before is closed. ``at``: host and port of
-        the sender's store."""
-        self.engine.receiver.close()
-        meeting = None
-        if at is not None:
-            store = connect_store(*at, timeout_s=sync.timeout_s)
-            meeting = Meeting(
-                store, connection, seat.size, rank=seat.rank, device=self.place.device
-            )
-        self.engine.receiver = open_source(sync, meeting)
-
-    def receive(self, version: int) -> Metrics:
-        """Take what the trainer pushes through the connection."""
-        return self.engine.receive(version)
-
-    def close(self) -> None:
-        """End the engine with all that it started. (A process that is killed leaves it behind.)"""
-        self.engine.close()

@@ -11,7 +11,7 @@ import pytest
 
 from burnish.rollout.base import Request
 from burnish.runtime.remote import _shares
-from burnish.runtime.worker import PARCELS_PER_S, parcel_seconds
+from burnish.runtime.rollout_worker import PARCELS_PER_S, parcel_seconds
 
 ROOT = Path(__file__).parents[2]
 

@@ -33,6 +33,7 @@ from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.rollout.vllm import INSTALL, StaleWeightsError, VllmRolloutEngine
+from burnish.rollout.vllm_sleep import Sleep
 from burnish.train.base import Loss
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, rows_to_batch
@@ -588,7 +589,7 @@ def test_weights_are_dropped_before_new_ones_and_the_cache_comes_back_last(
     """With vLLM's calls recorded: on CPU it has no sleep."""
     calls: list[Any] = []
     send = loaded._send
-    monkeypatch.setattr(loaded, "on_cpu", False)
+    monkeypatch.setattr(loaded, "_sleep", Sleep(loaded._llm, on_cpu=False))
     monkeypatch.setattr(loaded, "_send", lambda stream: calls.append("load") or send(stream))
     monkeypatch.setattr(loaded._llm, "sleep", lambda level: calls.append(level))
     monkeypatch.setattr(loaded._llm, "wake_up", lambda tags: calls.append(tags))

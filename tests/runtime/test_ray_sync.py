@@ -23,7 +23,8 @@ from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.handover import StoredSync
 from burnish.runtime.ray import RayRuntime
-from burnish.runtime.worker import RolloutWorker, Sending, TrainWorker
+from burnish.runtime.rollout_worker import RolloutWorker
+from burnish.runtime.worker import Sending, TrainWorker
 from burnish.sync.base import NotReadyError, SyncError
 from burnish.sync.stored import HandOver
 from burnish.train.base import Outputs

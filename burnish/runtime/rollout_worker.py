@@ -1,0 +1,109 @@
+"""The worker process of one rollout engine. Like ``worker.py`` it knows nothing of Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from burnish.config.model import ModelConfig
+from burnish.config.rollout import RolloutEngineConfig
+from burnish.config.sync import DiskSync, LinkSync
+from burnish.observe.timeline import timed
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.runtime.worker import Seat, Worker
+from burnish.sync.base import Metrics, Shape
+from burnish.sync.buckets import LinkReceiver
+from burnish.sync.connect import Meeting, open_source
+from burnish.sync.engine import SyncedEngine
+from burnish.sync.store import connect_store
+from burnish.sync.stored import StoredLink
+
+PARCELS_PER_S = 64
+"""Completions travel to the controller in parcels, so many a second from all workers together: one
+by one they would cost it more than they are worth. What a worker that dies has not sent is sampled
+again."""
+
+
+def parcel_seconds(workers: int) -> float:
+    """How long one of ``workers`` rollout workers gathers completions before it sends them."""
+    return max(0.5, workers / PARCELS_PER_S)
+
+
+class RolloutWorker(Worker):
+    """One rollout engine, which samples only from weights that came whole."""
+
+    engine: SyncedEngine
+    _expected: Mapping[str, Shape] | None
+    """Shapes of the weights that came last."""
+
+    def build(
+        self,
+        model: ModelConfig,
+        config: RolloutEngineConfig,
+        max_len: int | None,
+        *,
+        ready: bool = True,
+    ) -> None:
+        """Load the model and make the engine. ``ready``: it may sample from the model's own
+        weights; else a hand-over has to come first."""
+        engine = self.runtime().standalone_rollout(model, config, max_len=max_len)
+        self._stored, self._expected = StoredLink(), None
+        synced = SyncedEngine(engine, LinkReceiver(self._stored), ready=ready)
+        spans = {"generate": "rollout", "receive": "rollout_sync"}
+        self.engine = timed(synced, self.timeline, spans)
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling
+    ) -> Iterator[list[Completion]]:
+        """Completions as they finish, those of :func:`parcel_seconds` together."""
+        every = parcel_seconds(self.place.size)
+        finished: list[Completion] = []
+        begun = time.monotonic()
+        for completion in self.engine.generate(requests, sampling):
+            finished.append(completion)
+            if time.monotonic() - begun >= every:
+                yield finished
+                finished, begun = [], time.monotonic()
+        if finished:
+            yield finished
+
+    def sleep(self, *, new_weights_follow: bool) -> None:
+        """Free caches until the next generate."""
+        self.engine.sleep(new_weights_follow=new_weights_follow)
+
+    def wake(self) -> None:
+        """Take memory again."""
+        self.engine.wake()
+
+    def take(self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any) -> Metrics:
+        """Take a hand-over that was kept for us. Raises SyncError where it is not whole."""
+        self.engine.receiver.close()
+        self._stored.fill(headers, payloads)
+        source = LinkReceiver(self._stored, expected=self._expected, check=verify)
+        self.engine.receiver = source
+        metrics = self.engine.receive(version)
+        self._expected = source.expected
+        return metrics
+
+    def open_receiver(
+        self, sync: LinkSync | DiskSync, at: tuple[str, int] | None, connection: str, *, seat: Seat
+    ) -> None:
+        """This worker's end of a new connection; the one before is closed. ``at``: host and port of
+        the sender's store."""
+        self.engine.receiver.close()
+        meeting = None
+        if at is not None:
+            store = connect_store(*at, timeout_s=sync.timeout_s)
+            meeting = Meeting(
+                store, connection, seat.size, rank=seat.rank, device=self.place.device
+            )
+        self.engine.receiver = open_source(sync, meeting)
+
+    def receive(self, version: int) -> Metrics:
+        """Take what the trainer pushes through the connection."""
+        return self.engine.receive(version)
+
+    def close(self) -> None:
+        """End the engine with all that it started. (A process that is killed leaves it behind.)"""
+        self.engine.close()

@@ -208,7 +208,8 @@ def _run_together(
     **env: str,
 ) -> list[int]:
     own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
-    own["PYTHONPATH"] = str(Path(__file__).parents[1])
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own["PYTHONPATH"] = os.pathsep.join(paths)
     logs = [folder / f"{log}{rank}.log" for rank in range(len(arguments))]
     processes = []
     try:

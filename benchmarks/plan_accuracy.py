@@ -168,7 +168,7 @@ def _measure(config: Any, case: dict[str, Any], *, gpu: bool) -> tuple[float, fl
 
     torch.manual_seed(0)
     device = torch.device("cuda" if gpu else "cpu")
-    model = _random_model(config, device)
+    model = random_model(config, device)
     if case["job"] == "rollout":
         work = _rollout(config, model)
         held = list(model.parameters())
@@ -187,15 +187,16 @@ def _measure(config: Any, case: dict[str, Any], *, gpu: bool) -> tuple[float, fl
     return float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())
 
 
-def _random_model(config: Any, device: Any) -> Any:
-    """With random weights, as a train engine wants it."""
+def random_model(config: Any, device: Any) -> Any:
+    """The model of a recipe with random weights, as a train engine wants it."""
     from transformers import AutoModelForCausalLM
 
     from burnish.memory.shapes import find_config
     from burnish.models.load import choose_attention, describe, place
     from burnish.models.lora import inject_lora
 
-    model: Any = AutoModelForCausalLM.from_config(find_config(config.model)[0])
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(find_config(config.model)[0])
     trained_whole = config.model.lora is None
     model = place(model, dtype="fp32" if trained_whole else config.precision.dtype, device=device)
     choose_attention(model, describe(config.model))
@@ -283,7 +284,7 @@ def main() -> None:
     rows, worst = [], 0.0
     cases = [c for c in grid() if not args.tiny or c["size"] in TINY]
     for case in cases:
-        result = _in_process(case, tiny=args.tiny)
+        result = in_process(case, tiny=args.tiny)
         ratio = result["predicted"] / result["measured"] if result["measured"] else None
         worst = max(worst, abs(ratio - 1) if ratio else 0.0)
         told = ", ".join(f"{k} {v}" for k, v in case.items() if k not in ("job", "size"))
@@ -312,11 +313,12 @@ def main() -> None:
     print(versions("torch", "transformers"))
 
 
-def _in_process(case: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
+def in_process(case: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
+    """:func:`run_case` in a process of its own. Raises RuntimeError with its output if it fails."""
     command = [sys.executable, __file__, "--case", json.dumps(case), *(["--tiny"] if tiny else [])]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ.copy())
     if done.returncode:
-        raise SystemExit(f"{case}:\n{done.stderr}")
+        raise RuntimeError(f"{case}:\n{done.stderr}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

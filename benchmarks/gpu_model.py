@@ -1,0 +1,198 @@
+"""The model and the rows that benchmarks/gpu_session.py measures speed with, and what they cost.
+
+The model has the shape of Qwen3-0.6B and random weights. FLOPs of a training pass, counted once for
+what is computed once (a shared prompt; no padding, no recomputation):
+
+    3 x (2 x N x T + 2 x V x H x A + 4 x h x d x L x P)
+
+with N parameters in the matrices of the layers, T tokens, vocabulary V, hidden size H, A trained
+tokens (the head is computed for these alone), h heads of dimension d, L layers, and P pairs of a
+token and one that it reads (itself included). 3: backward takes twice the forward. MFU is that over
+seconds and over the dense bf16 (or fp32) rate of the GPU in burnish/memory/hardware.yaml.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_report import Setup
+from plan_accuracy import random_model
+
+from burnish.config import load_config
+from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.doctor.calibrate import gpu_of
+from burnish.memory.hardware import load_tables
+from burnish.memory.shapes import find_config, matrix_flops, shape_of
+from burnish.models.scratch import scratch_tokenizer
+from burnish.observe.timeline import Timeline
+from burnish.runtime.inline import InlineRuntime
+from burnish.train.base import Outputs
+from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.types import Batch, Stats, rows_to_batch
+
+SHAPE = "Qwen/Qwen3-0.6B"
+TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "layer_types": ["full_attention"] * 2,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one prompt."""
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Computed once: the prompt, then each response."""
+        return self.prompt + sum(self.responses)
+
+    @property
+    def row_tokens(self) -> int:
+        """In the rows, the prompt in each of them."""
+        return self.tokens + self.prompt * (len(self.responses) - 1)
+
+    @property
+    def pairs(self) -> int:
+        """Of a token and one that it reads.
+
+        A prompt of 2 and responses of 1 and 2: 1 + 2 = 3 in the prompt, 2 x 1 + 1 = 3 and
+        2 x 2 + 1 + 2 = 7 in the responses; 13.
+
+        >>> Group(2, (1, 2)).pairs
+        13
+        """
+        own = [self.prompt, *self.responses]
+        return sum(n * (n + 1) // 2 for n in own) + self.prompt * sum(self.responses)
+
+
+def model_folder(setup: Setup) -> Path:
+    """A folder with the model's config alone."""
+    folder = setup.work / "model"
+    if not (folder / "config.json").is_file():
+        found = find_config(ModelConfig(path=SHAPE))[0]
+        if setup.tiny:
+            found.update(TINY)
+        found.save_pretrained(folder)
+    return folder
+
+
+def make_recipe(setup: Setup, **train: Any) -> Any:
+    """A recipe of supervised fine-tuning, of which only the model and the engine are used."""
+    tree = {
+        "job": "sft",
+        "model": {"path": str(model_folder(setup))},
+        "precision": {"dtype": "fp32" if setup.tiny else "bf16"},
+        "data": {"sources": ["rows.jsonl"], "max_len": 1024},
+        "train": {"train_batch_size": 1, **train},
+    }
+    return load_config(tree)
+
+
+def set_up_device(setup: Setup) -> None:
+    """Give torch the settings that a run of Burnish gives it."""
+    InlineRuntime(
+        scratch_tokenizer("01"),
+        precision=PrecisionConfig(),
+        device=setup.device,
+        timeline=Timeline(),
+    )
+
+
+def make_engine(setup: Setup, *, with_entropy: bool, **train: Any) -> TorchTrainEngine:
+    """A train engine over random weights. ``train``: keys of the recipe."""
+    set_up_device(setup)
+    config = make_recipe(setup, **train)
+    torch.manual_seed(0)
+    model = random_model(config, torch.device(setup.device))
+    spec = EngineSpec(
+        "policy",
+        config.train,
+        config.model,
+        micro_batch_size=config.batch_plan().micro_train_batch_size,
+        with_entropy=with_entropy,
+        precision=config.precision,
+    )
+    return TorchTrainEngine(model, spec)
+
+
+def make_batch(groups: Sequence[Group], vocabulary: int) -> Batch:
+    """Rows of random tokens; responses are trained on."""
+    generator = random.Random(0)
+    rows, masks, prompts, ids = [], [], [], []
+    for number, group in enumerate(groups):
+        prompt = generator.choices(range(3, vocabulary), k=group.prompt)
+        for response in group.responses:
+            rows.append(prompt + generator.choices(range(3, vocabulary), k=response))
+            masks.append([False] * group.prompt + [True] * response)
+            prompts.append(group.prompt)
+            ids.append(number)
+    return rows_to_batch(rows, masks, prompt_lens=prompts, group_ids=ids)
+
+
+def nll(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
+    """Minus the mean log-prob of the trained tokens."""
+    assert outputs.logprobs is not None
+    return -outputs.logprobs.sum() / batch.num_tokens, Stats()
+
+
+def train_flops(setup: Setup, groups: Sequence[Group]) -> float:
+    """Of a training pass over the groups, by the formula above."""
+    shape = shape_of(ModelConfig(path=str(model_folder(setup))))
+    text = shape.text
+    head = 2.0 * text.vocab_size * text.hidden_size
+    body = matrix_flops(shape) - head
+    trained = sum(sum(group.responses) for group in groups)
+    width = text.num_attention_heads * shape.head_dim
+    scores = 4.0 * width * len(shape.layers) * sum(group.pairs for group in groups)
+    return 3.0 * (body * sum(group.tokens for group in groups) + head * trained + scores)
+
+
+def peak_flops(setup: Setup) -> float | None:
+    """FLOPs a second of this GPU on its data sheet; None if the table does not have it."""
+    if setup.tiny:
+        return None
+    memory = torch.cuda.get_device_properties(0).total_memory
+    gpu = gpu_of(load_tables(), torch.cuda.get_device_name(0), memory)
+    return None if gpu is None else gpu.bf16_tflops * 1e12
+
+
+def vocabulary_of(setup: Setup) -> int:
+    """Tokens of the model."""
+    return int(shape_of(ModelConfig(path=str(model_folder(setup)))).text.vocab_size)
+
+
+def synchronize(setup: Setup) -> None:
+    """Wait for the device."""
+    if setup.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def free(setup: Setup) -> None:
+    """Give back what is not referenced, so that one case's peak is not another's."""
+    gc.collect()
+    if setup.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gb(setup: Setup) -> tuple[float, float] | None:
+    """(tensors, reserved) at most since :func:`free`, in GB; None on a CPU."""
+    if setup.device != "cuda":
+        return None
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return peaks[0] / 1e9, peaks[1] / 1e9

@@ -1,0 +1,117 @@
+"""Collect the wheels that benchmarks/gpu_session.py installs on a CUDA machine without a network.
+
+    python benchmarks/gpu_wheels.py [--out wheels] [--python 3.11 3.12 3.13] [--machine x86_64]
+
+Assumed on that machine: torch, transformers, triton, peft, pyarrow, rich and typer, with what these
+need. The wheels are what Burnish and its tests import besides, in the versions of
+constraints/cpu.lock.txt; packages with compiled code come once for each Python. Printed are the
+files and their sum, which may not exceed --limit-mib.
+
+Not collected: packages of extras (ray, deepspeed, vllm, ...) and of jobs that the session does not
+run (datasets, plotly, math-verify, gguf).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCK = ROOT / "constraints" / "cpu.lock.txt"
+NEEDED_BY = {
+    "burnish.config": ("pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
+    "pydantic": ("typing-extensions",),
+    "peft and transformers": ("accelerate", "psutil"),
+    "burnish.rewards.remote": ("httpx", "httpcore", "h11", "anyio", "idna", "certifi", "tenacity"),
+    "burnish.sync": ("xxhash",),
+    "burnish.doctor": ("packaging",),
+    "tests": ("pytest", "pytest-timeout", "pluggy", "iniconfig", "pygments"),
+    "tests/conftest.py": ("hypothesis", "sortedcontainers"),
+}
+"""Importing module -> packages."""
+LIMIT_MIB = 64.0
+PYTHONS = ("3.11", "3.12", "3.13")
+GLIBC = (5, 12, 17, 24, 26, 27, 28)
+"""Minor versions of glibc 2 whose platform tags pip accepts. It compares tags exactly."""
+OLD_TAGS = {
+    "x86_64": ("manylinux1", "manylinux2010", "manylinux2014"),
+    "aarch64": ("manylinux2014",),
+}
+
+
+def locked_versions(text: str) -> dict[str, str]:
+    """Version of every package in a lock file, by normalized name.
+
+    >>> locked_versions("Typing_Extensions==4.1 \\\\\\n    --hash=sha256:00\\n# a comment\\n")
+    {'typing-extensions': '4.1'}
+    """
+    found = re.findall(r"^([A-Za-z0-9_.-]+)==([^\s\\;]+)", text, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+def requirements(versions: dict[str, str]) -> list[str]:
+    """``NAME==VERSION`` of all packages. Raises SystemExit if the lock file lacks one."""
+    names = [name for packages in NEEDED_BY.values() for name in packages]
+    if missing := sorted(set(names) - set(versions)):
+        raise SystemExit(f"{LOCK.name} has no version of {', '.join(missing)}; lock them first")
+    return [f"{name}=={versions[name]}" for name in names]
+
+
+def platform_tags(machine: str) -> list[str]:
+    """Wheel platforms of ``machine`` for pip's --platform, newest glibc last."""
+    return [
+        *(f"{old}_{machine}" for old in OLD_TAGS[machine]),
+        *(f"manylinux_2_{minor}_{machine}" for minor in GLIBC),
+    ]
+
+
+def pip_command(python: str, machine: str, out: Path, wanted: Iterable[str]) -> list[str]:
+    """The download for one version of Python."""
+    tags = [word for tag in platform_tags(machine) for word in ("--platform", tag)]
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
+    target = ["--implementation", "cp", "--python-version", python, *tags]
+    return [sys.executable, "-m", "pip", "download", *options, *target, "-d", str(out), *wanted]
+
+
+def size_problem(sizes: dict[str, int], limit_mib: float) -> str | None:
+    """Why the wheels are too large together; None if they are not."""
+    total = sum(sizes.values()) / 2**20
+    if total <= limit_mib:
+        return None
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    return (
+        f"the wheels take {total:.1f} MiB, above --limit-mib {limit_mib:g}; name fewer versions of "
+        f"Python (--python 3.12). Largest: {', '.join(largest)}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Download, list, and check the sum."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("wheels"), help="folder of the wheels")
+    parser.add_argument("--python", nargs="+", default=list(PYTHONS), metavar="X.Y")
+    parser.add_argument("--machine", choices=sorted(OLD_TAGS), default="x86_64")
+    parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB)
+    args = parser.parse_args(arguments)
+    wanted = requirements(locked_versions(LOCK.read_text(encoding="utf-8")))
+    args.out.mkdir(parents=True, exist_ok=True)
+    for old in args.out.glob("*.whl"):  # two versions of one package would both be installed
+        old.unlink()
+    for python in args.python:
+        subprocess.run(pip_command(python, args.machine, args.out, wanted), check=True)
+    sizes = {path.name: path.stat().st_size for path in sorted(args.out.glob("*.whl"))}
+    for name, size in sizes.items():
+        print(f"{size / 2**20:8.2f} MiB  {name}")
+    print(f"{sum(sizes.values()) / 2**20:8.2f} MiB  {len(sizes)} wheels in {args.out}")
+    if problem := size_problem(sizes, args.limit_mib):
+        raise SystemExit(problem)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""benchmarks/gpu_session.py: its steps with tiny shapes on the CPU, and what happens to steps that
+raise, hang or are killed, and to a session that is killed itself."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import gpu_model  # noqa: E402
+import gpu_session  # noqa: E402
+import gpu_trace  # noqa: E402
+import gpu_wheels  # noqa: E402
+from gpu_report import Report, Results, Setup, markdown  # noqa: E402
+from gpu_session import DONE, FAILED, LEFT, Session, Step  # noqa: E402
+from gpu_trace import Host, Span, gaps_of, read_trace, shares  # noqa: E402
+
+FAKES = """
+import os, signal, threading
+
+def good(setup, report):
+    report.row("numbers", n=1)
+    with (setup.work / "ran").open("a") as file:
+        file.write("good ")
+    report.summary("one number")
+
+def raises(setup, report):
+    report.add(before=1)
+    raise KeyError("of the step")
+
+def wrong(setup, report):
+    with report.case("second"):
+        raise ValueError("of a case")
+    report.add(after=2)
+
+def dies(setup, report):
+    report.add(before=1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def hangs(setup, report):
+    report.add(before=1)
+    with (setup.work / "pipe").open("w") as pipe:  # until this process ends
+        pipe.write("begun\\n")
+        pipe.flush()
+        threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    made = Setup(tmp_path / "out", tmp_path / "work", tiny=True)
+    made.work.mkdir()
+    made.out.mkdir()
+    (tmp_path / "fakes.py").write_text(FAKES)
+    return made
+
+
+@pytest.fixture
+def session(setup: Setup) -> Callable[..., Session]:
+    """A session over steps of the module above. ``hangs=2.0``: with that limit in seconds."""
+
+    def make(**limits: float) -> Session:
+        steps = [Step(name, f"fakes:{name}", limit, name) for name, limit in limits.items()]
+        env = gpu_session.environment_of(None, tiny=True)
+        env["PYTHONPATH"] += os.pathsep + str(setup.work.parent)
+        results = Results(setup.out / "results.json", tiny=True)
+        return Session(steps, setup, results, env)
+
+    return make
+
+
+def run(session: Session, *, redo: bool = False) -> int:
+    return session.run([step.name for step in session.steps], redo=redo)
+
+
+def kept(setup: Setup) -> Any:
+    return json.loads((setup.out / "results.json").read_text())["steps"]
+
+
+# ---- the session ---------------------------------------------------------------------------------
+
+
+def test_a_step_that_raises_is_recorded_with_its_traceback_and_the_next_runs(
+    session: Callable[..., Session], setup: Setup
+) -> None:
+    assert run(session(raises=60, good=60)) == FAILED
+    steps = kept(setup)
+    assert steps["raises"]["state"] == "failed"
+    assert steps["raises"]["error"].endswith(
+        "raise KeyError(\"of the step\")\nKeyError: 'of the step'\n"
+    )
+    assert steps["raises"]["found"]["values"] == {"before": 1}
+    assert steps["good"]["state"] == "done"
+    report = (setup.out / "results.md").read_text()
+    assert "| `raises` | raises | **failed** (KeyError: 'of the step') |" in report
+    assert "| `good` | good | one number |" in report
+
+
+def test_a_case_that_raises_is_a_problem_and_its_step_goes_on(
+    session: Callable[..., Session], setup: Setup
+) -> None:
+    assert run(session(wrong=60)) == FAILED
+    found = kept(setup)["wrong"]["found"]
+    assert found["values"] == {"after": 2}
+    [problem] = found["problems"]
+    assert problem.startswith("second: Traceback") and "ValueError: of a case" in problem
+
+
+def test_a_step_that_is_killed_keeps_what_it_had_and_the_next_runs(
+    session: Callable[..., Session], setup: Setup
+) -> None:
+    assert run(session(dies=60, good=60)) == FAILED
+    steps = kept(setup)
+    assert (steps["dies"]["state"], steps["good"]["state"]) == ("killed", "done")
+    assert steps["dies"]["found"]["values"] == {"before": 1}
+    assert steps["dies"]["error"] == "exit code -9"
+
+
+def test_a_step_that_hangs_ends_at_its_limit_and_the_next_runs(
+    session: Callable[..., Session], setup: Setup
+) -> None:
+    """The pipe has no writer any more when the session is over: the process has ended. (It is open
+    for reading and writing here, so that neither side waits to open it.)"""
+    os.mkfifo(setup.work / "pipe")
+    pipe = os.open(setup.work / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert run(session(hangs=8.0, good=60)) == FAILED
+    assert os.read(pipe, 100) == b"begun\n"
+    assert os.read(pipe, 100) == b"", "the end of the file: its writer is gone"
+    os.close(pipe)
+    steps = kept(setup)
+    assert (steps["hangs"]["state"], steps["good"]["state"]) == ("timeout", "done")
+    assert steps["hangs"]["found"]["values"] == {"before": 1}
+
+
+def test_a_second_call_runs_what_did_not_end(session: Callable[..., Session], setup: Setup) -> None:
+    assert run(session(good=60)) == DONE
+    assert run(session(good=60, raises=60)) == FAILED
+    assert (setup.work / "ran").read_text() == "good "
+    assert run(session(good=60), redo=True) == DONE
+    assert (setup.work / "ran").read_text() == "good good "
+
+
+def test_a_killed_session_ends_its_step_which_runs_again_once(
+    session: Callable[..., Session], setup: Setup
+) -> None:
+    """The step's process ends when the session's does: the pipe that it holds ends."""
+    os.mkfifo(setup.work / "pipe")
+    script = setup.work / "main.py"
+    script.write_text(
+        "import sys; from pathlib import Path; from gpu_session import *\n"
+        f"setup = Setup(Path({str(setup.out)!r}), Path({str(setup.work)!r}), True)\n"
+        "results = Results(setup.out / 'results.json', tiny=True)\n"
+        "steps = [Step(n, f'fakes:{n}', 600, n) for n in ('good', 'hangs')]\n"
+        "Session(steps, setup, results, dict(os.environ)).run(['good', 'hangs'], redo=False)\n"
+    )
+    paths = os.pathsep.join(map(str, (ROOT, BENCHMARKS, setup.work.parent)))
+    for attempt in (1, 2):
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.DEVNULL,
+        )
+        with (setup.work / "pipe").open() as pipe:
+            assert pipe.readline() == "begun\n"
+            assert kept(setup)["hangs"] == {
+                "state": "running", "attempts": attempt, "limit_s": 600.0,
+            }  # fmt: skip
+            process.kill()
+            assert pipe.read() == "", "the end of the file: its writer is gone"
+        process.wait()
+    assert (setup.work / "ran").read_text() == "good ", "once, in the first session"
+    assert run(session(good=60, hangs=600)) == FAILED
+    assert kept(setup)["hangs"]["state"] == "gave up"
+
+
+def test_a_call_that_is_over_leaves_steps_to_the_next(
+    session: Callable[..., Session], setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """23 of 60 s are less than two fifths of the limit, 25 s are more."""
+    called = session(good=60)
+    monkeypatch.setattr(Session, "left", lambda _: 23.0)
+    assert run(called) == LEFT
+    assert kept_or_none(setup) is None
+    monkeypatch.setattr(Session, "left", lambda _: 25.0)
+    assert run(called) == DONE
+    assert kept(setup)["good"]["limit_s"] == 25.0
+
+
+def kept_or_none(setup: Setup) -> Any:
+    return kept(setup) if (setup.out / "results.json").is_file() else None
+
+
+def test_a_step_cut_by_the_end_of_the_call_runs_again(
+    session: Callable[..., Session], setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(setup.work / "pipe")
+    reader = os.open(setup.work / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(Session, "left", lambda _: 1.0)
+    assert run(session(hangs=2.0)) == LEFT
+    os.close(reader)
+    assert kept(setup)["hangs"]["state"] == "cut"
+
+
+def test_results_of_another_kind_are_not_continued(setup: Setup) -> None:
+    Results(setup.out / "results.json", tiny=False).write()
+    with pytest.raises(SystemExit, match=r"another kind of session \(--tiny=False"):
+        Results(setup.out / "results.json", tiny=True)
+    (setup.out / "results.json").write_text('{"format": 1, "ste')
+    with pytest.raises(SystemExit, match=r"results.json cannot be continued .*use another --out"):
+        Results(setup.out / "results.json", tiny=True)
+
+
+def test_the_limits_of_all_steps_fit_into_the_budget() -> None:
+    assert sum(step.limit_s for step in gpu_session.STEPS) <= 60 * gpu_session.BUDGET_MIN
+    halved = Session(gpu_session.STEPS, None, None, {}, budget=20.0)  # type: ignore[arg-type]
+    assert halved.limit(gpu_session.STEPS[0]) == gpu_session.STEPS[0].limit_s / 2
+
+
+# ---- wheels --------------------------------------------------------------------------------------
+
+
+def test_every_wheel_has_a_locked_version_and_too_many_are_refused() -> None:
+    wanted = gpu_wheels.requirements(gpu_wheels.locked_versions(gpu_wheels.LOCK.read_text()))
+    assert any(name.startswith("pydantic-core==") for name in wanted)
+    with pytest.raises(SystemExit, match=r"has no version of .*xxhash"):
+        gpu_wheels.requirements({"pydantic": "2"})
+    mib = 1 << 20
+    assert gpu_wheels.size_problem({"a": 40 * mib, "b": 24 * mib}, 64.0) is None
+    problem = gpu_wheels.size_problem({"a": 40 * mib, "b": 24 * mib + 1}, 64.0)
+    assert problem is not None and "64.0 MiB, above --limit-mib 64" in problem
+    assert doctest.testmod(gpu_wheels).failed == 0
+
+
+def test_wheels_that_pip_cannot_install_are_said(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has no wheels"):
+        gpu_session.install(tmp_path, tmp_path / "site")
+    (tmp_path / "burnish_absent-1.0-cp27-cp27mu-win32.whl").write_bytes(b"")
+    with pytest.raises(SystemExit, match=r"pip could not install .*\n.*burnish_absent"):
+        gpu_session.install(tmp_path, tmp_path / "site")
+
+
+# ---- what is computed of measurements ------------------------------------------------------------
+
+
+def test_gaps_kernels_and_their_cause_in_a_trace_made_by_hand(tmp_path: Path) -> None:
+    """Kernels at 0 to 10, 5 to 12 (another stream), 40 to 50 and 60 to 70 us: idle 28 + 10 of 70.
+    The third was launched at 39: the host took 27 of the 28 us, 20 of them in ``_packed`` (14 to
+    34). The fourth was launched at 15, before its gap began: the host is not the cause."""
+
+    def event(cat: str, name: str, start: float, end: float, link: int | None = None) -> Any:
+        args = {} if link is None else {"correlation": link}
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "args": args}
+
+    events = [
+        event("kernel", "gemm", 0, 10, 1),
+        event("kernel", "norm", 5, 12, 2),
+        event("kernel", "gemm", 40, 50, 3),
+        event("gpu_memcpy", "Memcpy DtoH", 60, 70, 4),
+        event("cuda_runtime", "cudaLaunchKernel", 39, 39.5, 3),
+        event("cuda_runtime", "cudaMemcpyAsync", 15, 15.5, 4),
+        event("python_function", "/here/burnish/train/torch.py(1): step", 0, 80),
+        event("python_function", "/here/burnish/models/attention.py(2): _packed", 14, 34),
+        event("python_function", "json/decoder.py(3): decode", 14, 39),
+        event("cpu_op", "aten::nonzero", 14, 30),
+        {"ph": "M", "name": "process_name"},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    spans = read_trace(path)
+    found = shares(spans)
+    assert found["ms"] == pytest.approx(0.070)
+    assert found["idle_share"] == pytest.approx(38 / 70)
+    assert found["top"][0] == {
+        "kernel": "gemm", "calls": 2, "ms": pytest.approx(0.020), "share": pytest.approx(20 / 37),
+    }  # fmt: skip
+    assert found["syncs"]["Memcpy DtoH"] == found["syncs"]["aten::nonzero"] == 1
+    gaps, host = gaps_of(spans), Host(spans, Path("/here"))
+    assert [gap.length for gap in gaps] == [28, 10]
+    assert host.cause(gaps[0]) == (27, "burnish/models/attention.py(2): _packed", "aten::nonzero")
+    assert host.cause(gaps[1]) == (0.0, "", "")
+    assert shares([Span("aten::mm", "cpu_op", 0, 1)]) == {}
+    assert doctest.testmod(gpu_trace).failed == 0
+
+
+def test_flops_of_a_training_pass_are_those_counted_by_hand(setup: Setup) -> None:
+    """Hidden 32, 4 heads of 8, 2 kv heads, MLP 64, 2 layers, 128 tokens in the vocabulary.
+
+    A layer has 32 x 32 (q) + 2 x 32 x 16 (k, v) + 32 x 32 (o) + 3 x 32 x 64 = 9,216 in matrices,
+    and norms of 2 x 32 + 2 x 8 = 80; with the last norm N = 2 x 9,296 + 32 = 18,624.
+    A prompt of 2 with responses of 1 and 2: T = 5, A = 3, P = 13.
+    2 x N x T = 186,240; 2 x 128 x 32 x 3 = 24,576; 4 x 32 x 2 x 13 = 3,328; together 214,144."""
+    groups = [gpu_model.Group(2, (1, 2))]
+    assert gpu_model.train_flops(setup, groups) == 3 * 214_144
+    assert doctest.testmod(gpu_model).failed == 0
+
+
+def test_every_step_is_in_the_document() -> None:
+    document = (ROOT / "docs" / "benchmarks.md").read_text()
+    for step in gpu_session.STEPS:
+        assert f"| `{step.name}` | {step.what} |" in document
+    empty: dict[str, Any] = {"steps": {}}
+    rows = markdown([(s.name, s.what) for s in gpu_session.STEPS], empty).splitlines()
+    assert all(row.endswith("| not run | not run |") for row in rows[2:])
+
+
+def test_cells_cannot_break_a_table(tmp_path: Path) -> None:
+    report = Report(tmp_path / "step.json")
+    report.row("T", name="a|b\nc", good=True, ratio=0.123456, none=None)
+    tree = {"steps": {"one": {"state": "done", "seconds": 1.0, "found": report.values}}}
+    assert markdown([("one", "it")], tree).splitlines()[-1] == "| a\\|b c | yes | 0.1235 |  |"
+
+
+# ---- all of it -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_session_runs_on_a_cpu_with_tiny_shapes(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_session.py"), "--tiny"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")],
+        capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == DONE, done.stdout + done.stderr
+    tree = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(tree["steps"]) == [step.name for step in gpu_session.STEPS]
+    assert {step["state"] for step in tree["steps"].values()} == {"done"}
+    assert not [
+        step["found"]["problems"] for step in tree["steps"].values() if step["found"]["problems"]
+    ]
+    assert "not run" not in (tmp_path / "out" / "results.md").read_text()
+    rewards = tree["steps"]["grpo"]["found"]["values"]["rewards"]
+    assert rewards[-1] > rewards[0] + 0.3
+    assert (tmp_path / "out" / "trace.json.gz").is_file()

@@ -98,8 +98,8 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
 
 
 def capture_rng() -> dict[str, Any]:
-    """State of every global generator: Python's, numpy's legacy one, torch's on the CPU and on each
-    GPU.
+    """Return the state of every global generator: Python's, numpy's legacy one, torch's on the CPU
+    and, if this process uses a GPU, on that one.
 
     The result goes through :func:`save_state`. Generators that a caller made itself are the
     caller's.
@@ -108,28 +108,30 @@ def capture_rng() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        "torch_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # Asking for a state would start CUDA in a process that uses none.
+        "torch_cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
     }
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
     """Put back what :func:`capture_rng` took, so that the next random numbers are the same.
 
-    With another number of GPUs those in both are restored, and a warning says what will differ.
+    A warning says what will differ if only one of the two processes uses a GPU. (Checkpoints
+    written by older versions have a state of each GPU of the machine.)
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    saved = state["torch_cuda"]
-    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device, device_state in enumerate(saved[:present]):
-        torch.cuda.set_rng_state(device_state, device)
-    if len(saved) != present:
+    saved, on_gpu = state["torch_cuda"], torch.cuda.is_initialized()
+    if saved and on_gpu:
+        place = torch.cuda.current_device() if len(saved) > 1 else 0
+        torch.cuda.set_rng_state(saved[min(place, len(saved) - 1)])
+    if bool(saved) != on_gpu:
         logger.warning(
-            "the random state was saved with %d GPUs and restored with %d: random numbers drawn on "
-            "a GPU will differ from the uninterrupted run's",
-            len(saved),
-            present,
+            "the random state was saved %s a GPU and is restored %s one: random numbers will differ "
+            "from the uninterrupted run's",
+            "with" if saved else "without",
+            "with" if on_gpu else "without",
         )
 
 

@@ -304,11 +304,13 @@ def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[
     cut = setup.sharded or setup.uncut is not None or (zero and setup.trainable)
     if not cut:
         return (), (host,) if context.hardware.gpu is not None else ()
-    more = setup.weight_size if zero and setup.half and setup.trainable else 0
+    if zero and setup.trainable:  # the fp32 weights stay in host memory: train/engines.py
+        size = setup.weight_size
+    elif isinstance(engine, TorchEngine) and engine.cpu_offload:
+        return (Item("parameters", 4.0 * setup.largest_tensor, "one weight at a time"),), (host,)
     kept = model_state.total(i for i in model_state.state(setup) if i.name == "parameters")
-    moved = max(0.0, whole * (size + more) - kept)
-    how = f"whole on every rank before it is cut: {whole / 1e9:.3f}e9 x {size + more} B"
-    item = Item("parameters", moved, how)
+    how = f"whole on every rank before it is cut: {whole / 1e9:.3f}e9 x {size} B"
+    item = Item("parameters", max(0.0, whole * size - kept), how)
     return (item,), (host,) if context.hardware.gpu is not None else ()
 
 

@@ -38,7 +38,7 @@ from burnish.probe.rungs import PhaseOf, probed_roles, probes_rollout
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.train.base import Outputs, Role
-from burnish.train.engines import make_engine
+from burnish.train.engines import load_device, make_engine
 from burnish.train.ranks import Ranks
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
@@ -120,17 +120,6 @@ def _join(task: dict[str, Any]) -> tuple[Ranks, torch.device]:
 def _engine(config: Any, role: str, ranks: Ranks, device: torch.device) -> TorchTrainEngine:
     """The train engine of a role over a model with random weights."""
     described, scalar, trainable = model_of(config, role)
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(find_config(described)[0])
-    whole = trainable and described.lora is None
-    model = place(model, dtype="fp32" if whole else config.precision.dtype, device=device)
-    choose_attention(model, describe(described))
-    if described.lora is not None:
-        inject_lora(model, described.lora)
-    if scalar:
-        body = model.get_decoder()
-        size, like = body.config.hidden_size, next(body.parameters())
-        model = ScalarModel(body, torch.nn.Linear(size, 1, bias=False).to(like.device, like.dtype))
     micro = config.batch_plan().micro_train_batch_size
     rewards = role_of(role) == "reward" and isinstance(config, RLConfig)
     entry = model_reward(config, role) if rewards else None
@@ -144,7 +133,19 @@ def _engine(config: Any, role: str, ranks: Ranks, device: torch.device) -> Torch
         precision=config.precision,
         dropout=config.job not in ("rl", "preference"),
     )
-    return make_engine(model, spec, ranks=ranks)
+    home = load_device(spec, device, ranks)
+    with home:
+        model: Any = AutoModelForCausalLM.from_config(find_config(described)[0])
+    whole = trainable and described.lora is None
+    model = place(model, dtype="fp32" if whole else config.precision.dtype, device=home)
+    choose_attention(model, describe(described))
+    if described.lora is not None:
+        inject_lora(model, described.lora)
+    if scalar:
+        body = model.get_decoder()
+        size, like = body.config.hidden_size, next(body.parameters())
+        model = ScalarModel(body, torch.nn.Linear(size, 1, bias=False).to(like.device, like.dtype))
+    return make_engine(model, spec, ranks=ranks, device=device)
 
 
 def _work(

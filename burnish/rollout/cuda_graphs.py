@@ -50,7 +50,8 @@ class DecodeGraphs:
         batch = self.padded(count)
         reach = min(self.padded(max(length, 64)), self.cache.capacity)
         if (batch, reach) not in self._recorded:
-            self._recorded[batch, reach] = self._record(batch, reach)
+            with torch.cuda.device(self.device):  # the current one may be another
+                self._recorded[batch, reach] = self._record(batch, reach)
         recorded = self._recorded[batch, reach]
         recorded.tokens[:count].copy_(tokens)
         recorded.positions.zero_()
@@ -72,14 +73,15 @@ class DecodeGraphs:
         def forward() -> Tensor:
             return self.head(self.body(tokens[:, None], positions[:, None], plan)[:, 0])
 
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
                 forward()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # CUDA calls of other threads do not break off a recording of this one.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = forward()
         self._pool = graph.pool()
         return _Recorded(graph, tokens, positions, mask, logits)

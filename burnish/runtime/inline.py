@@ -25,7 +25,13 @@ from burnish.rollout.vllm import VllmRolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs, TrainEngine
-from burnish.train.engines import loading, make_engine, reads_own_rows, shares_weights
+from burnish.train.engines import (
+    load_device,
+    loading,
+    make_engine,
+    reads_own_rows,
+    shares_weights,
+)
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 
@@ -58,7 +64,12 @@ class InlineRuntime:
         dtype = self._load_dtype(spec)
         with loading(spec, dtype, self.ranks):
             empty = reads_own_rows(spec, self.ranks)
-            model = load_causal_lm(spec.model, dtype=dtype, device=self.device, empty=empty)
+            model = load_causal_lm(
+                spec.model,
+                dtype=dtype,
+                device=load_device(spec, self.device, self.ranks),
+                empty=empty,
+            )
         self._add_end_token(model)
         return self._engine(model, spec, spans)
 
@@ -74,7 +85,7 @@ class InlineRuntime:
             model = load_scalar_model(
                 spec.model,
                 dtype=dtype,
-                device=self.device,
+                device=load_device(spec, self.device, self.ranks),
                 seed=seed,
                 new_head=new_head if spec.trainable else None,
                 empty=reads_own_rows(spec, self.ranks),
@@ -127,7 +138,9 @@ class InlineRuntime:
         self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
     ) -> TorchTrainEngine:
         own = spec.with_precision(self.precision)
-        engine = make_engine(model, own, tokenizer=self.tokenizer, ranks=self.ranks)
+        engine = make_engine(
+            model, own, tokenizer=self.tokenizer, ranks=self.ranks, device=self.device
+        )
         if self.device.type == "cuda":  # what the model took whole, before it was cut
             torch.cuda.empty_cache()
         return timed(engine, self.timeline, spans)

@@ -148,15 +148,19 @@ class DeepSpeedTrainEngine:
         return self.spec.precision.dtype != "fp32"
 
     def _cast(self) -> dict[str, Tensor]:
-        """Weights to the compute format; returns the trained ones in fp32 (whole, or this rank's
-        shard where the model was loaded in shards) if that is another format."""
+        """Move weights to the device in the compute format; return the trained ones in fp32, where
+        they were loaded (whole, or this rank's shard if the model was loaded in shards), if that is
+        another format."""
         dtype, masters = DTYPES[self.spec.precision.dtype], {}
         for name, parameter in self.model.named_parameters():
             held = [parameter, vars(parameter)["ds_tensor"]] if is_cut(parameter) else [parameter]
             if parameter.requires_grad and self._half:
                 masters[name] = held[-1].detach().float()
-            for tensor in held:
-                tensor.data = tensor.data.to(dtype)
+            if is_cut(parameter):  # DeepSpeed decides where its shards are
+                for tensor in held:
+                    tensor.data = tensor.data.to(dtype)
+            else:
+                parameter.data = parameter.data.to(self.device, dtype)
         return masters
 
     def _check_model(self) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, TorchEngine
-from burnish.train.fsdp import torch_engine
+from burnish.train.fsdp import is_sharded, torch_engine
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 
@@ -22,14 +23,28 @@ def make_engine(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     ranks: Ranks = ALONE,
+    device: torch.device | None = None,
 ) -> TorchTrainEngine:
-    """The engine that ``spec.train.engine`` names, over ``model``."""
+    """The engine that ``spec.train.engine`` names, over ``model``. ``device``: where it computes;
+    None: where the model is (with DeepSpeed: on its own)."""
     if isinstance(spec.train.engine, DeepSpeedEngine):
         from burnish.train.deepspeed import DeepSpeedTrainEngine
 
         engine = DeepSpeedTrainEngine(model, spec, tokenizer=tokenizer, ranks=ranks)
         return cast(TorchTrainEngine, engine)  # of which runtimes use what both have
-    return torch_engine(model, spec, tokenizer=tokenizer, ranks=ranks)
+    return torch_engine(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
+
+
+def load_device(spec: EngineSpec, device: torch.device, ranks: Ranks = ALONE) -> torch.device:
+    """Return where the model of an engine that computes on ``device`` is loaded.
+
+    The fp32 weights that DeepSpeed and an offloaded FSDP2 start from would fill a GPU on which the
+    shards, or the half-precision weights, fit: they stay in host memory.
+    """
+    engine = spec.train.engine
+    sharded = isinstance(engine, TorchEngine) and is_sharded(spec, ranks)
+    in_host = isinstance(engine, DeepSpeedEngine) or (sharded and engine.cpu_offload)
+    return torch.device("cpu") if in_host and spec.trainable else device
 
 
 @contextmanager

@@ -60,9 +60,13 @@ def torch_engine(
     device: torch.device | None = None,
 ) -> TorchTrainEngine:
     """The torch engine that the recipe asks for: sharded over ranks, or replicas."""
-    sharded = _options(spec).sharding == "full" and ranks.group is not None
-    kind = ShardedTrainEngine if sharded else TorchTrainEngine
+    kind = ShardedTrainEngine if is_sharded(spec, ranks) else TorchTrainEngine
     return kind(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
+
+
+def is_sharded(spec: EngineSpec, ranks: Ranks) -> bool:
+    """Return whether the torch engine cuts its state over ``ranks``."""
+    return _options(spec).sharding == "full" and ranks.group is not None
 
 
 class _Within(nn.Module):

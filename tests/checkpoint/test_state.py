@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import pickle
 import random
@@ -327,10 +326,21 @@ def test_restored_generators_give_the_same_next_numbers(tmp_path):
     assert draw() == expected
 
 
-def test_another_number_of_gpus_is_warned_about(caplog):
+def test_only_the_generator_of_this_processs_gpu_is_saved_and_restored(monkeypatch, caplog):
+    """And a process that uses none does not start CUDA by asking."""
+    states = [torch.full((16,), i, dtype=torch.uint8) for i in range(3)]
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    cpu_only = capture_rng()
+    assert cpu_only["torch_cuda"] == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     state = capture_rng()
-    state["torch_cuda"] = [*state["torch_cuda"], torch.zeros(16, dtype=torch.uint8)]
-    with caplog.at_level(logging.WARNING, logger="burnish"):
-        restore_rng(state)
-    n = len(state["torch_cuda"])
-    assert f"saved with {n} GPUs and restored with {n - 1}" in caplog.text
+    assert state["torch_cuda"] == [states[1]]
+    restore_rng(state)
+    restore_rng(state | {"torch_cuda": states})  # as older versions wrote it
+    assert given == [states[1], states[1]] and not caplog.text
+    restore_rng(cpu_only)
+    assert "saved without a GPU and is restored with one" in caplog.text

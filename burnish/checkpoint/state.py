@@ -128,8 +128,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(saved[min(place, len(saved) - 1)])
     if bool(saved) != on_gpu:
         logger.warning(
-            "the random state was saved %s a GPU and is restored %s one: random numbers will differ "
-            "from the uninterrupted run's",
+            "the random state was saved %s a GPU and is restored %s one: random numbers will "
+            "differ from the uninterrupted run's",
             "with" if saved else "without",
             "with" if on_gpu else "without",
         )

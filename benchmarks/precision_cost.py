@@ -263,6 +263,8 @@ def memory_parts(engine: Any, batch: Any) -> dict[str, Any]:
     """Bytes of each part of the model state and of the activations, and the step's tokens."""
     import torch
 
+    from burnish.models.logprobs import chunk_tokens
+
     alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
     activations = [0]
 
@@ -285,7 +287,8 @@ def memory_parts(engine: Any, batch: Any) -> dict[str, Any]:
     engine.optim_step()
     rows = min(engine.spec.micro_batch_size or batch.num_rows, batch.num_rows)
     actions = rows * int(batch.action_mask.sum()) // batch.num_rows
-    chunk = min(actions, engine.spec.train.logprob_chunk_tokens) * engine.model.config.vocab_size
+    wanted = engine.spec.train.logprob_chunk_tokens
+    chunk = min(actions, chunk_tokens(wanted, engine.device.type)) * engine.model.config.vocab_size
     return {
         "tokens": int(batch.tokens.numel()),
         "parameters": sum(p.numel() for p in engine.model.parameters()),

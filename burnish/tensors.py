@@ -12,6 +12,14 @@ from torch import Tensor
 Dim = int | tuple[int, ...] | None
 
 
+def upload(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy ``x`` to ``device``. To a GPU the copy goes through pinned memory and the host does not
+    wait for it, so work that is queued on the GPU goes on."""
+    if torch.device(device).type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """``x`` in fp32, or as it is where it is wider: fp16, bf16 and integers go up, fp64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.tensors import upload
+
 FinishReason = Literal["stop", "length", "aborted"]
 
 ROUNDING = 1e-9
@@ -166,6 +168,14 @@ class Batch:
     kl_estimate: float = 0.0
     """Of the whole optimizer step, in nats per response: how far the policy is from the reference
     (only KTO uses it)."""
+    host: Batch | None = field(default=None, repr=False, compare=False)
+    """The same batch in host memory, if this one was moved to a device (see :attr:`on_host`)."""
+
+    @property
+    def on_host(self) -> Batch:
+        """The batch from which indices are computed: reading a device's tensors would wait for all
+        the work that is queued there."""
+        return self if self.host is None else self.host
 
     @property
     def num_rows(self) -> int:
@@ -180,7 +190,12 @@ class Batch:
     def row_ids(self) -> Tensor:
         """[M] int64: the row each token belongs to."""
         rows = torch.repeat_interleave(torch.arange(self.num_rows), self.lengths)
-        return rows.to(self.tokens.device)
+        return upload(rows, self.tokens.device)
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """[N] int64, on the CPU: index of the last token of each row."""
+        return self.offsets[1:] - 1
 
     def select(self, rows: Sequence[int]) -> Batch:
         """The given rows, in the given order, as a batch that keeps this batch's global
@@ -189,8 +204,10 @@ class Batch:
         starts, lengths = self.offsets[index], self.lengths[index]
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
-        token_index = (torch.arange(int(offsets[-1])) + shift).to(self.tokens.device)
+        token_index = upload(torch.arange(int(offsets[-1])) + shift, self.tokens.device)
         changed: dict[str, Any] = {"offsets": offsets}
+        if self.host is not None:
+            changed["host"] = self.host.select(rows)
         for name, value in self._arrays():
             if name == "offsets":
                 continue
@@ -208,13 +225,15 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """Token arrays on ``device``; offsets and ids stay on the CPU, where indices are made."""
+        """Token arrays on ``device``, without waiting for it. Offsets and ids stay on the CPU, and
+        :attr:`host` is the batch as it was, because indices are computed there."""
         moved: dict[str, Any] = {
-            name: value.to(device)
+            name: upload(value, device)
             for name, value in self._arrays()
             if name not in ("offsets", "prompt_lens", "group_ids")
         }
-        return replace(self, **moved)
+        same = torch.device(device).type == self.tokens.device.type
+        return replace(self, **moved, host=self.host if same else self.on_host)
 
     def _arrays(self) -> Iterable[tuple[str, Tensor]]:
         for f in fields(self):
@@ -250,7 +269,7 @@ class Stats:
             means[name] = (have_num + num, have_den + den)
         maxima = dict(self.maxima)
         for name, value in other.maxima.items():
-            maxima[name] = _larger(float(maxima[name]), float(value)) if name in maxima else value
+            maxima[name] = _larger(maxima[name], value) if name in maxima else value
         sums = dict(self.sums)
         for name, value in other.sums.items():
             sums[name] = sums.get(name, 0.0) + value
@@ -258,18 +277,47 @@ class Stats:
 
     def floats(self, prefix: str = "") -> dict[str, float]:
         """Plain numbers. A mean over nothing is NaN."""
+        plain = self.plain()
         out: dict[str, float] = {}
-        for name, (num, den) in self.means.items():
-            out[prefix + name] = float(num) / float(den) if float(den) else float("nan")
-        for source in (self.maxima, self.sums):
+        for name, (num, den) in plain.means.items():
+            out[prefix + name] = float(num) / float(den) if den else float("nan")
+        for source in (plain.maxima, plain.sums):
             for name, value in source.items():
                 out[prefix + name] = float(value)
         return out
 
+    def plain(self) -> Stats:
+        """The same numbers as Python floats, read from their device in one copy."""
+        flat = [number for pair in self.means.values() for number in pair]
+        flat += [*self.maxima.values(), *self.sums.values()]
+        found = iter(_floats(flat))
+        return Stats(
+            means={name: (next(found), next(found)) for name in self.means},
+            maxima={name: next(found) for name in self.maxima},
+            sums={name: next(found) for name in self.sums},
+        )
 
-def _larger(one: float, other: float) -> float:
-    """The maximum; NaN if either is."""
+
+def _larger(one: Number, other: Number) -> Number:
+    """The maximum; NaN if either is. With a tensor it is a tensor, on that device."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
     return other if other > one or math.isnan(other) else one
+
+
+def _floats(numbers: Sequence[Number]) -> list[float]:
+    """Each number as a float. Scalar tensors of one device are read together, in fp64, in which
+    fp32 numbers and counts are exact."""
+    devices: dict[torch.device, list[int]] = {}
+    for i, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            devices.setdefault(number.device, []).append(i)
+    found = [0.0 if isinstance(x, Tensor) else float(x) for x in numbers]
+    for places in devices.values():
+        wide = [torch.as_tensor(numbers[i]).detach().double().reshape(()) for i in places]
+        for i, value in zip(places, torch.stack(wide).tolist(), strict=True):
+            found[i] = value
+    return found
 
 
 def rows_to_batch(

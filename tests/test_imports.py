@@ -31,14 +31,14 @@ LOOPS = BASE | {
 }
 
 ALLOWED: dict[str, set[str]] = {
-    "types": set(),
+    "types": {"tensors"},
     "formats": set(),
     "messages": set(),
     "oom": set(),
     "secret": set(),
     "templates": set(),
     "shm": set(),
-    "tensors": {"types"},
+    "tensors": set(),
     "algorithms": MATHS,
     "config": set(),
     # engines and what feeds them; neighbours only where one is made of the other

@@ -131,7 +131,8 @@ def kto(  # house: ok the terms of the equation
     :func:`mismatched_kl`. Source: arXiv 2402.01306 (equation 8).
     """
     ratio = at_least_fp32(policy) - at_least_fp32(ref.detach())
-    point = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device).detach().clamp(min=0)
+    point = kl.to(ratio) if isinstance(kl, Tensor) else ratio.new_full((), kl)
+    point = point.detach().clamp(min=0)
     liked = desirable_weight * (1 - torch.sigmoid(beta * (ratio - point)))
     disliked = undesirable_weight * (1 - torch.sigmoid(beta * (point - ratio)))
     return torch.where(desirable, liked, disliked)

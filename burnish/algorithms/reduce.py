@@ -80,7 +80,7 @@ def row_sum(x: Tensor, mask: Tensor, row_ids: Tensor | None = None) -> Tensor:
                 "apart; pass row_ids [M]"
             )
         return inside.sum(1, keepdim=True).expand_as(inside)
-    index = torch.unique(row_ids, return_inverse=True)[1]
+    index = _numbered(row_ids)
     return inside.new_zeros(inside.shape).index_add(0, index, inside)[index]
 
 
@@ -98,5 +98,13 @@ def _tokens_in_row(mask: Tensor, row_ids: Tensor | None) -> Tensor:
                 "it cannot tell the rows apart; pass row_ids [M]"
             )
         return mask.sum(1, keepdim=True)
-    index = torch.unique(row_ids, return_inverse=True)[1]
+    index = _numbered(row_ids)
     return mask.new_zeros(mask.shape, dtype=torch.int64).index_add(0, index, mask.long())[index]
+
+
+def _numbered(row_ids: Tensor) -> Tensor:
+    """[M]: ``row_ids`` as numbers from 0, in their order. What ``torch.unique`` calls the inverse,
+    without its wait for the number of rows."""
+    ordered, order = row_ids.sort(stable=True)
+    number = torch.diff(ordered, prepend=ordered[:1]).ne(0).cumsum(0)
+    return torch.empty_like(number).scatter(0, order, number)

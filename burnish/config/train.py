@@ -195,9 +195,9 @@ class TrainConfig(Node):
     one. 0: none."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay. None: none."""
-    logprob_chunk_tokens: int = Field(512, ge=1)
-    """Log-probs are computed this many tokens at a time; [chunk, vocab] fp32 logits are the
-    peak."""
+    logprob_chunk_tokens: int | None = Field(None, ge=1)
+    """Log-probs are computed this many tokens at a time; three [chunk, vocab] fp32 buffers are the
+    peak. None: 512 on a CPU, 2048 on a GPU."""
 
     def rules(self) -> Iterator[str]:
         if self.max_tokens_per_micro_batch and (

@@ -21,7 +21,7 @@ from burnish.algorithms.process import step_cross_entropy
 from burnish.algorithms.reduce import Aggregation
 from burnish.algorithms.value_losses import clipped_value_loss
 from burnish.config.algorithm import AlgorithmConfig, CorrectionConfig
-from burnish.tensors import masked_sum
+from burnish.tensors import masked_sum, upload
 from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats
 
@@ -207,7 +207,7 @@ def with_expert_balance(loss: Loss, coef: float) -> Loss:
 def pair_scores(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
     """(chosen [N/2], rejected [N/2]) scores of a batch of pairs."""
     assert outputs.values is not None
-    last = (batch.offsets[1:] - 1).to(outputs.values.device)
+    last = upload(batch.last_tokens, outputs.values.device)
     scores = outputs.values[last]
     return scores[0::2], scores[1::2]
 

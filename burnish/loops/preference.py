@@ -16,6 +16,7 @@ from burnish.algorithms.preference import mismatched_kl
 from burnish.algorithms.reduce import sum_by_row
 from burnish.config.algorithm import KtoLoss, PreferenceLossConfig
 from burnish.data.unpaired import mismatched
+from burnish.tensors import masked_sum
 from burnish.train.base import HasLogprobs, Loss, Outputs, TrainEngine
 from burnish.types import Batch, Stats
 
@@ -86,8 +87,8 @@ def _kto_objective(config: KtoLoss) -> Loss:
         rewards = (config.beta * (policy - reference)).detach()
         stats = Stats(
             means={
-                "reward_desirable": (rewards[liked].sum(), liked.sum()),
-                "reward_undesirable": (rewards[~liked].sum(), (~liked).sum()),
+                "reward_desirable": (masked_sum(rewards, liked), liked.sum()),
+                "reward_undesirable": (masked_sum(rewards, ~liked), (~liked).sum()),
                 "accuracy": (((rewards > 0) == liked).float().sum(), liked.numel()),
                 "kl_estimate": (batch.kl_estimate * liked.numel(), liked.numel()),
             },

@@ -18,6 +18,7 @@ from burnish.memory.plan import Plan
 from burnish.memory.predict import make_plan
 from burnish.memory.watched import PLANNED_AS, Beside, beside_text
 from burnish.messages import library_text
+from burnish.models.logprobs import chunk_tokens
 
 _TRAINING = ("log-probs", "forward/backward")
 
@@ -166,8 +167,11 @@ def _pass_knobs(config: Any) -> Iterator[Knob]:
     if not train.gradient_checkpointing:
         more = "activations are computed again in backward: about a third more compute"
         yield Knob(("train.gradient_checkpointing=true",), more)
-    if train.logprob_chunk_tokens > 64:
-        chunk = f"train.logprob_chunk_tokens={train.logprob_chunk_tokens // 4}"
+    hardware = _hardware(config)
+    device = "cuda" if hardware is None else hardware.device
+    tokens = chunk_tokens(train.logprob_chunk_tokens, device)
+    if tokens > 64:
+        chunk = f"train.logprob_chunk_tokens={tokens // 4}"
         yield Knob((chunk,), "fewer logits at a time; slower on small chunks")
 
 

@@ -33,6 +33,7 @@ from burnish.memory.role_base import (
     with_loss,
 )
 from burnish.memory.shapes import shape_of
+from burnish.models.logprobs import chunk_tokens
 
 
 def train_role(context: Context, role: str) -> RoleMemory:
@@ -214,7 +215,7 @@ def _passes(
         layout=train.layout,
         dtype=setup.precision.dtype,
         train=False,
-        chunk_tokens=train.logprob_chunk_tokens,
+        chunk_tokens=chunk_tokens(train.logprob_chunk_tokens, context.hardware.device),
         grad_accum_dtype=setup.precision.grad_accum_dtype,
         lora=model_of(config, role)[0].lora,
         states=role == "teacher" and isinstance(config, DistillConfig),

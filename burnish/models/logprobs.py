@@ -18,6 +18,15 @@ from torch import Tensor
 from burnish.models.half_linear import is_slow_half, linear, wide_matmul
 from burnish.models.logit_scaling import UNSCALED, LogitScaling
 
+CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Tokens whose logits are made at a time. Each chunk reads and writes the fp32 sum of the head's
+gradient, [V, H], once; so on a GPU, where that traffic counts, chunks are larger."""
+
+
+def chunk_tokens(wanted: int | None, device_type: str) -> int:
+    """``train.logprob_chunk_tokens``, or what is usual on the device."""
+    return CHUNK_TOKENS.get(device_type, CHUNK_TOKENS["cpu"]) if wanted is None else wanted
+
 
 @dataclass(frozen=True)
 class Head:
@@ -30,7 +39,7 @@ class Head:
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     temperature: float = 1.0
-    chunk_tokens: int = 512
+    chunk_tokens: int = CHUNK_TOKENS["cpu"]
     scaling: LogitScaling = UNSCALED
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from burnish.sync.disk import DiskSender
 from burnish.sync.engine import WeightSender, exhaust, messages
 from burnish.sync.store import serve_store
 from burnish.train.base import Loss, NonFiniteError, StepStats
-from burnish.train.ranks import Ranks, plain_stats
+from burnish.train.ranks import Ranks
 from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
 from burnish.types import Batch, BeingWritten, Stats
 
@@ -305,12 +305,12 @@ class TrainWorker(Worker):
         """Stats over all ranks, as plain numbers."""
         self._seed_pass()
         with self._pass():
-            return plain_stats(self.engine.forward_backward(unpack_batch(packed), loss))
+            return self.engine.forward_backward(unpack_batch(packed), loss).plain()
 
     def measure(self, packed: Packed, loss: Loss) -> Stats:
         """As :meth:`forward_backward`, without gradient."""
         with self._pass():
-            return plain_stats(self.engine.measure(unpack_batch(packed), loss))
+            return self.engine.measure(unpack_batch(packed), loss).plain()
 
     def optim_step(self) -> tuple[StepStats, str | None, int]:
         """What the step did, what NonFiniteError said if it was raised, and the version."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from burnish.models.attention import PackedPlan, Segment, plan_segments
+from burnish.tensors import upload
 from burnish.types import Batch
 
 Layout = Literal["shared_prefix", "packed", "padded"]
@@ -29,7 +30,7 @@ class Arranged:
     input_ids: Tensor  # [R, T]
     position_ids: Tensor  # [R, T]
     plan: PackedPlan | None  # None: plain causal attention (padding stands on the right)
-    place: Tensor  # [M] flat index into [R * T] of each token of the batch
+    place: Tensor  # [M] flat index into [R * T] of each token of the batch; on the CPU
 
 
 Unit = list[int]
@@ -128,7 +129,7 @@ class _Work:
 
 def _prompt_keys(batch: Batch) -> list[int]:
     """[N] numbers, equal where rows are of one group and begin with the same prompt."""
-    tokens, numbers = batch.tokens.cpu().numpy(), dict[tuple[int, bytes], int]()
+    tokens, numbers = batch.on_host.tokens.numpy(), dict[tuple[int, bytes], int]()
     starts, lengths = batch.offsets[:-1].tolist(), batch.prompt_lens.tolist()
     keys = [
         (group, tokens[start : start + length].tobytes())
@@ -201,40 +202,51 @@ def _in_passes(micros: Sequence[list[Unit]], passes: int, work: _Work) -> list[l
 
 
 def arrange(batch: Batch, layout: Layout) -> Arranged:
-    """Lay a micro-batch out on the device its tokens are on."""
+    """Lay a micro-batch out on the device its tokens are on. Indices are computed on the CPU, from
+    ``batch.on_host``, and nothing waits for the device."""
+    host, device = batch.on_host, batch.tokens.device
     if layout == "padded":
-        return _padded(batch)
+        return _padded(host, device)
     groups = (
-        _prefix_groups(batch) if layout == "shared_prefix" else [[i] for i in range(batch.num_rows)]
+        _prefix_groups(host) if layout == "shared_prefix" else [[i] for i in range(host.num_rows)]
     )
-    return _packed(batch, groups)
+    return _packed(host, groups, device)
 
 
 def read_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
     """(tokens whose output predicts, tokens that are predicted), both [K] indices into the batch's
-    tokens.
+    tokens, on the CPU.
 
-    Raises ValueError where the first token of a row is an action: nothing precedes it.
+    Raises ValueError if the first token of a row is an action: nothing precedes it.
     """
-    targets = batch.action_mask.nonzero()[:, 0]
-    starts = batch.offsets[:-1].to(targets.device)
-    if bool(batch.action_mask[starts[batch.lengths.to(starts.device) > 0]].any()):
+    mask = batch.on_host.action_mask
+    targets = mask.nonzero()[:, 0]
+    if bool(mask[batch.offsets[:-1][batch.lengths > 0]].any()):
         raise ValueError("the first token of a row is marked as an action, and nothing precedes it")
     return targets - 1, targets
 
 
-def _padded(batch: Batch) -> Arranged:
-    device = batch.tokens.device
+def fill_rows(out: Tensor, batch: Batch, found: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+    """Copy the results of micro-batches (rows of ``batch``, [m, ...] in line with their tokens)
+    into ``out`` [M, ...] on the CPU. Results on a device come in one copy, so the host waits for
+    the device once."""
+    begins = batch.offsets.tolist()
+    index = [torch.arange(begins[r], begins[r + 1]) for rows, _ in found for r in rows]
+    if index:
+        out[torch.cat(index)] = torch.cat([values for _, values in found]).cpu()
+
+
+def _padded(batch: Batch, device: torch.device) -> Arranged:
     rows, width = batch.num_rows, int(batch.lengths.max())
     position = torch.arange(batch.tokens.numel()) - torch.repeat_interleave(
         batch.offsets[:-1], batch.lengths
     )
     row = torch.repeat_interleave(torch.arange(rows), batch.lengths)
-    place = (row * width + position).to(device)
-    input_ids = torch.zeros(rows * width, dtype=torch.int64, device=device)
+    place = row * width + position
+    input_ids = torch.zeros(rows * width, dtype=torch.int64)
     input_ids[place] = batch.tokens
     positions = torch.arange(width, device=device).expand(rows, width)
-    return Arranged(input_ids.view(rows, width), positions, None, place)
+    return Arranged(upload(input_ids.view(rows, width), device), positions, None, place)
 
 
 def _prefix_groups(batch: Batch) -> list[list[int]]:
@@ -243,7 +255,7 @@ def _prefix_groups(batch: Batch) -> list[list[int]]:
     return [list(run) for _, run in itertools.groupby(range(batch.num_rows), keys.__getitem__)]
 
 
-def _packed(batch: Batch, groups: Sequence[Sequence[int]]) -> Arranged:
+def _packed(batch: Batch, groups: Sequence[Sequence[int]], device: torch.device) -> Arranged:
     """Each group's prompt once, then its rows' remainders; a group of one is an ordinary row."""
     offsets, lengths, prompts = (
         x.tolist() for x in (batch.offsets, batch.lengths, batch.prompt_lens)
@@ -272,11 +284,10 @@ def _packed(batch: Batch, groups: Sequence[Sequence[int]]) -> Arranged:
                 prefix = (prefix_start, shared) if begin else (0, 0)
                 segments.append(Segment(used, count, *prefix))
             used += count
-    device = batch.tokens.device
-    position = torch.cat(positions).to(device)
+    position = upload(torch.cat(positions), device)
     return Arranged(
-        input_ids=batch.tokens[torch.cat(source).to(device)][None],
+        input_ids=upload(batch.tokens[torch.cat(source)][None], device),
         position_ids=position[None],
         plan=plan_segments(segments, position),
-        place=place.to(device),
+        place=place,
     )

@@ -34,6 +34,7 @@ from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, describe
 from burnish.models.lora import merged_weights
 from burnish.train.base import Loss, NonFiniteError, StepStats
+from burnish.train.batching import fill_rows
 from burnish.train.diagnose import first_bad_tensor, sum_is_bad, where_bad, why_stop
 from burnish.train.forward import BatchForward, Forward, enable_checkpointing, no_rows, zero_of
 from burnish.train.optim import lr_factor
@@ -228,18 +229,21 @@ class DeepSpeedTrainEngine:
 
     @torch.no_grad()
     def _no_grad_pass(self, batch: Batch, *, states: bool = False) -> Tensor:
-        out, begins = torch.zeros(batch.tokens.numel()), batch.offsets.tolist()
+        out = torch.zeros(batch.tokens.numel())
         if states:
             out = self.forward.parts.no_states(batch, DTYPES[self.spec.precision.dtype])
-        forward = self.engine or self.forward
+        forward, found = self.engine or self.forward, list[tuple[list[int], Tensor]]()
         for rows in self._split(batch):
             if not rows and self.config.zero_stage < 3:
                 continue
             micro = (batch.select(rows) if rows else no_rows(batch)).to(self.device)
             result = forward(micro, states=states)[0]
             if rows:
-                index = [torch.arange(begins[r], begins[r + 1]) for r in rows]
-                out[torch.cat(index)] = result.cpu()
+                found.append((rows, result))
+            if states:  # [m, H] each: too large to wait on the device for the others
+                fill_rows(out, batch, found)
+                found = []
+        fill_rows(out, batch, found)
         self.ranks.sum_([out])  # exact: an entry is 0 on all ranks but one
         return out
 

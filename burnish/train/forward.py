@@ -23,8 +23,9 @@ from burnish.models.attention import NO_MASK, PackedPlan, takes_plans
 from burnish.models.distill import Lesson, taught_logprobs
 from burnish.models.load import ModelError
 from burnish.models.logit_scaling import UNSCALED, logit_scaling
-from burnish.models.logprobs import Head, token_logprobs
+from burnish.models.logprobs import Head, chunk_tokens, token_logprobs
 from burnish.models.ulysses import SpreadPlan
+from burnish.tensors import upload
 from burnish.train.base import Outputs, Role
 from burnish.train.batching import Arranged, Layout, arrange, read_and_target
 from burnish.types import Batch, rows_to_batch
@@ -90,7 +91,9 @@ class Forward:
         found = self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
         return replace(
             self.named(found),
-            router_logits=_in_rows(out.router_logits, arranged.place, self.body),
+            router_logits=_in_rows(
+                out.router_logits, upload(arranged.place, hidden.device), self.body
+            ),
             experts_per_token=self.experts_per_token,
         )
 
@@ -114,17 +117,19 @@ class Forward:
     def _read(
         self, batch: Batch, hidden: Tensor, place: Tensor, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
+        """``place``: of :class:`Arranged`."""
         read, target = self._reads(batch)
-        return self._ask(batch, hidden[place[read]], target, with_entropy=with_entropy)
+        at_reads = hidden[upload(place[read], hidden.device)]
+        return self._ask(batch, at_reads, upload(target, hidden.device), with_entropy=with_entropy)
 
     def _reads(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[K] tokens whose hidden states are read, and [K] those that the answers are about."""
+        """[K] tokens whose hidden states are read, and [K] those that the answers are about; on the
+        CPU."""
         if self.role == "reward" and batch.step_labels is not None:
-            steps = batch.action_mask.nonzero()[:, 0]
+            steps = batch.on_host.action_mask.nonzero()[:, 0]
             return steps, steps
         if self.role == "reward":
-            last = batch.offsets[1:].to(batch.tokens.device) - 1
-            return last, last
+            return batch.last_tokens, batch.last_tokens
         return read_and_target(batch)
 
     def _ask(
@@ -165,7 +170,7 @@ class Forward:
             weight,
             bias,
             temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
+            chunk_tokens=chunk_tokens(self._chunk_tokens, hidden.device.type),
             scaling=self.scaling,
         )
         if states is not None:
@@ -193,7 +198,10 @@ class Forward:
         if self.packs:  # other models count positions themselves, from the left of each row
             inputs["position_ids"] = positions
         if plan is not None:
-            inputs |= {"plan": plan, "attention_mask": NO_MASK.to(ids.device)}
+            inputs |= {
+                "plan": plan,
+                "attention_mask": torch.empty(NO_MASK.shape, device=ids.device),
+            }
         return self.body(**inputs)
 
 

@@ -131,7 +131,7 @@ class Ranks:
         """
         if self.size == 1:
             return stats
-        gathered = self.gather(plain_stats(stats))
+        gathered = self.gather(stats.plain())
         _check_same_names(gathered)
         return sum(gathered, Stats())
 
@@ -190,15 +190,6 @@ def _buckets(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor
             bucket.append(tensor)
             size += tensor.nbytes
         yield bucket
-
-
-def plain_stats(stats: Stats) -> Stats:
-    """Without tensors: these can be sent anywhere."""
-    return Stats(
-        means={name: (float(num), float(den)) for name, (num, den) in stats.means.items()},
-        maxima={name: float(value) for name, value in stats.maxima.items()},
-        sums={name: float(value) for name, value in stats.sums.items()},
-    )
 
 
 def _check_same_names(by_rank: Sequence[Stats]) -> None:

@@ -19,6 +19,7 @@ from burnish.models.attention import Segment, plan_segments
 from burnish.models.load import ModelError, require_packing
 from burnish.models.support import runs_own_code
 from burnish.models.ulysses import SpreadPlan, sum_over
+from burnish.tensors import upload
 from burnish.train.base import Role
 from burnish.train.batching import Arranged
 from burnish.train.forward import Forward
@@ -105,9 +106,10 @@ class SpreadForward(Forward):
         read, target = self._reads(batch)
         place = arranged.place[read] - stretch.begin
         here = ((place >= 0) & (place < len(hidden))).nonzero()[:, 0]
-        group = self.team.group
+        group, device = self.team.group, hidden.device
         assert group is not None
-        found = self._ask(batch, hidden[place[here]], target[here], with_entropy=with_entropy)
+        at_reads, own = hidden[upload(place[here], device)], upload(target[here], device)
+        found = self._ask(batch, at_reads, own, with_entropy=with_entropy)
         return tuple(sum_over(group, values) for values in found)
 
     def _check_asked(self, plan: SpreadPlan) -> None:

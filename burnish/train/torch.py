@@ -26,11 +26,12 @@ from burnish.models.distill import Lesson
 from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, ModelError, describe
+from burnish.models.logprobs import chunk_tokens
 from burnish.models.lora import adapters_off, merged_weights
 from burnish.models.teacher import LessonSpec
 from burnish.models.tensor_files import Pieces, tensor_sets, write_pieces
 from burnish.train.base import Loss, NonFiniteError, Outputs, Role, StepStats
-from burnish.train.batching import Layout, split_over_ranks
+from burnish.train.batching import Layout, fill_rows, split_over_ranks
 from burnish.train.cuts import Cuts, cut_model
 from burnish.train.diagnose import (
     STAGES,
@@ -98,7 +99,7 @@ class EngineSpec:
 
     def load_lesson(self, device: torch.device) -> Lesson | None:
         """:attr:`lesson` with the teacher's output projection on ``device``."""
-        chunk = self.train.logprob_chunk_tokens
+        chunk = chunk_tokens(self.train.logprob_chunk_tokens, device.type)
         return None if self.lesson is None else self.lesson.load(device, chunk_tokens=chunk)
 
 
@@ -284,19 +285,19 @@ class TorchTrainEngine:
 
     @torch.no_grad()
     def _no_grad_pass(self, batch: Batch, name: str) -> Tensor:
-        out, begins = torch.zeros(batch.tokens.numel()), batch.offsets.tolist()
+        out = torch.zeros(batch.tokens.numel())
         if name == "states":
             out = self.forward.no_states(batch, DTYPES[self.spec.precision.dtype])
+        found: list[tuple[list[int], Tensor]] = []
         for rows in self._split(batch):
             micro = batch.select(rows).to(self.device)
-            if name == "states":
-                outputs = Outputs(states=self._states(micro))
-            else:
-                outputs = self._outputs(micro, with_entropy=False)
-            result = vars(outputs)[name]
+            if name == "states":  # [m, H] each: too large to wait on the device for the others
+                fill_rows(out, batch, [(rows, self._states(micro))])
+                continue
+            result = vars(self._outputs(micro, with_entropy=False))[name]
             assert result is not None
-            for row, values in zip(rows, result.cpu().split(micro.lengths.tolist()), strict=True):
-                out[begins[row] : begins[row + 1]] = values
+            found.append((rows, result))
+        fill_rows(out, batch, found)
         self.peers.sum_([out])  # exact: an entry is 0 on all peers but one
         return out
 

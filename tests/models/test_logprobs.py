@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from burnish.models.logprobs import Head, token_logprobs
+from burnish.models.logprobs import Head, chunk_tokens, token_logprobs
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10, 64])
@@ -76,3 +79,30 @@ def test_half_precision_reduces_in_fp32(dtype: torch.dtype) -> None:
     assert logprobs.dtype == torch.float32
     # a sum of 1000 exponentials in fp32: below 1000 x 6e-8 relative
     torch.testing.assert_close(logprobs.double(), expected, atol=6e-5, rtol=0)
+
+
+def test_chunks_are_larger_on_a_gpu_unless_the_recipe_says() -> None:
+    assert [chunk_tokens(None, device) for device in ("cpu", "cuda", "meta")] == [512, 2048, 512]
+    assert chunk_tokens(7, "cuda") == 7
+
+
+def test_without_a_temperature_no_logit_is_divided() -> None:
+    """Bit for bit: x / 1 is x, so the pass over [chunk, vocab] can be left out."""
+    hidden, weight = torch.randn(6, 8), torch.randn(11, 8)
+
+    class Divisions(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.count += "div" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    with Divisions() as divisions:
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        out, entropy = token_logprobs(
+            leaves[0], torch.arange(6), Head(leaves[1], chunk_tokens=4), with_entropy=True
+        )
+        (out.sum() + entropy.sum()).backward()
+    assert divisions.count == 0
+    expected = (hidden @ weight.T).div(1.0).log_softmax(-1)
+    torch.testing.assert_close(out, expected[torch.arange(6), torch.arange(6)])

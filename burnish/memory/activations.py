@@ -183,7 +183,7 @@ class _Trace:
     def __init__(self, config: Any, shape: ModelShape, work: Pass) -> None:
         self.work, self.scalar = work, shape.scalar
         self.dtype: Dtype = work.dtype
-        if work.device != "cpu" and work.dtype == "fp16":
+        if work.kernels is not None and work.dtype == "fp16":
             self.dtype = "bf16"  # of the same size, and without the detours of fp16 on a CPU
         model = _bare(config, work.lora, scalar=shape.scalar)
         _give_sizes(model)
@@ -199,7 +199,7 @@ class _Trace:
             model.requires_grad_(False)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(DTYPES[self.dtype])
-        if work.device == "cpu":
+        if work.kernels is None:
             use_fp32_products(model, DTYPES[self.dtype])
         self.live = LiveBytes()
         self.output = 0.0

@@ -19,6 +19,7 @@ import yaml
 
 from burnish.config.explain import nearest
 from burnish.memory.shapes import PlanError
+from burnish.models.sdpa import Kernels, installed_torch
 
 GB = 1e9
 GIB = float(1 << 30)
@@ -41,6 +42,8 @@ class Gpu:
     memory_gbs: float
     link_gbs: float
     pcie_gbs: float
+    capability: float = 8.0
+    """Compute capability, of which only "at least 8.0" matters here."""
 
     @property
     def bytes(self) -> float:
@@ -81,6 +84,14 @@ class Hardware:
     def device(self) -> str:
         """``cuda`` or ``cpu``."""
         return "cpu" if self.gpu is None else "cuda"
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """The attention kernels of a GPU under the torch that is installed here."""
+        if self.gpu is None:
+            return None
+        major, minor = divmod(round(self.gpu.capability * 10), 10)
+        return Kernels(installed_torch(), (major, minor))
 
     @property
     def limit(self) -> float:
@@ -131,7 +142,7 @@ def _merge(tree: dict[str, Any], path: Path) -> None:
 def _check_gpu(path: Path, name: str, value: Any) -> None:
     wrong = (
         not isinstance(value, dict)
-        or set(value) != set(_FIELDS)
+        or set(value) - {"capability"} != set(_FIELDS)
         or any(
             isinstance(v, bool) or not isinstance(v, (int, float)) or v <= 0 for v in value.values()
         )
@@ -224,7 +235,12 @@ def visible_gpus(tables: Tables | None = None, *, nodes: int = 1) -> Hardware | 
         if g.name.partition("-")[0].lower() in name and abs(g.bytes / found.total_memory - 1) < 0.1
     ]
     base = near[0] if near else tables.gpus["A100-80GB"]
-    gpu = replace(base, name=found.name.replace(" ", "-"), memory_gib=found.total_memory / GIB)
+    gpu = replace(
+        base,
+        name=found.name.replace(" ", "-"),
+        memory_gib=found.total_memory / GIB,
+        capability=found.major + found.minor / 10,
+    )
     notes = () if near else (f"speeds of {base.name}: {found.name} is not in the table",)
     count = torch.cuda.device_count()
     network = tables.machines["network_gbs"]

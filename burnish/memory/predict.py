@@ -286,7 +286,7 @@ def _assumptions(
             f"{over['nccl_gb']:g} GB for NCCL; {over['fragmentation']:.0%} of passing memory is "
             "lost between blocks"
         )
-        yield from _about_attention(roles)
+        yield _about_attention(hardware)
     if config.cluster.runtime == "ray":
         yield f"Ray ends workers beyond {over['ray_limit']:.0%} of a node's memory"
         if hardware.gpu is not None and "kept-cache" not in assume:
@@ -298,10 +298,13 @@ def _assumptions(
     yield from (ASSUMPTIONS[name] for name in sorted(assume))
 
 
-def _about_attention(roles: Iterable[RoleMemory]) -> Iterable[str]:
-    yield (
-        "attention is a fused kernel that keeps no scores; where torch has none for grouped heads "
-        "with a mask (rows of unequal length) it computes them, which is not counted"
+def _about_attention(hardware: Hardware) -> str:
+    kernels = hardware.kernels
+    assert kernels is not None
+    major, minor = kernels.torch_version
+    return (
+        f"attention uses the kernels that torch {major}.{minor} (installed here) has for this GPU; "
+        "where no fused kernel takes a format or head size, the scores are counted"
     )
 
 

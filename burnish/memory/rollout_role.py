@@ -73,7 +73,7 @@ def _local_role(
     logits = local_logits(shape, slots, graphs=graphs, longest=demand.longest)
     count = max(1, min(slots, engine.max_prefill_tokens // demand.prompt))
     rows = alike(count, demand.prompt + 1, demand.prompt, group=1)
-    work = Pass(rows, dtype=dtype, train=False, device=context.hardware.device)
+    work = Pass(rows, dtype=dtype, train=False, kernels=context.hardware.kernels)
     setup = EngineSetup(
         shape=shape,
         train=TrainConfig(train_batch_size=1),

@@ -219,7 +219,7 @@ def _passes(
         grad_accum_dtype=setup.precision.grad_accum_dtype,
         lora=model_of(config, role)[0].lora,
         states=role == "teacher" and isinstance(config, DistillConfig),
-        device=context.hardware.device,
+        kernels=context.hardware.kernels,
     )
     passes: dict[str, Pass] = {}
     if not setup.trainable or role == "critic" or _needs_old_policy(config, role):

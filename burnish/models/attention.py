@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from burnish.models.family import PACKED
+from burnish.models.sdpa import Kernels, attend, kernels_of
 from burnish.models.ulysses import SpreadPlan, spread_attention
+from burnish.tensors import upload
 
 ATTENTION_NAME = PACKED
 
@@ -59,7 +62,9 @@ class _Bucket:
 
     q_index: Tensor  # [S, Lq] into the packed row; padding repeats a real token
     k_index: Tensor  # [S, Lk]
-    mask: Tensor | None  # [S, 1, Lq, Lk] True = may read; None = plain causal without padding
+    reach: Tensor  # [S, Lq] the last key that a query reads, of its segment's
+    plain: bool
+    """Whether all segments are causal and of one length, so that no mask is needed."""
 
 
 @dataclass(frozen=True)
@@ -69,28 +74,44 @@ class PackedPlan:
     buckets: tuple[_Bucket, ...]
     inverse: Tensor  # [M] place of each token in the buckets' outputs put one after another
     positions: Tensor  # [M] position of each token in its own row (for sliding windows)
+    longest: int
+    """Tokens that a row has at most: a window of as many hides none of them."""
+    kernels: Kernels | None
+    """Which attention kernels compute it. None: a CPU's."""
     cache: KVCache | None = None
     """Where keys and values are also written (prefill), or None."""
     cache_source: Tensor | None = None  # [W] token in the packed row
     cache_slot: Tensor | None = None  # [W] slot it goes to
     cache_position: Tensor | None = None  # [W] position in the slot
-    _windows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
+    _masks: dict[Any, tuple[Tensor | None, ...]] = field(default_factory=dict, compare=False)
 
-    def masks(self, window: int | None) -> tuple[Tensor | None, ...]:
-        """One mask per bucket, limited to a sliding window of ``window`` tokens if there is one."""
-        if window is None or int(self.positions.max()) < window:
-            return tuple(b.mask for b in self.buckets)
-        if window not in self._windows:
-            self._windows[window] = tuple(self._limit(b, window) for b in self.buckets)
-        return self._windows[window]
+    def masks(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """One mask [S, 1, Lq, Lk] per bucket, to be added to its scores: 0 or -inf, in ``dtype``;
+        None: plain causal. ``window``: of a sliding window, in tokens.
 
-    def _limit(self, bucket: _Bucket, window: int) -> Tensor:
-        distance = (
-            self.positions[bucket.q_index][:, None, :, None]
-            - self.positions[bucket.k_index][:, None, None, :]
-        )
-        near = (distance >= 0) & (distance < window)
-        return near if bucket.mask is None else near & bucket.mask
+        Masks are made once, on the device, and shared by all layers: a bool mask would be
+        converted in every call of every layer, and each conversion kept for backward.
+        """
+        if window is not None and window >= self.longest:
+            window = None
+        key = window, dtype
+        if key not in self._masks:
+            self._masks[key] = tuple(
+                None if b.plain and window is None else self._mask(b, window, dtype)
+                for b in self.buckets
+            )
+        return self._masks[key]
+
+    def _mask(self, bucket: _Bucket, window: int | None, dtype: torch.dtype) -> Tensor:
+        (rows, queries), keys = bucket.q_index.shape, bucket.k_index.shape[1]
+        key = torch.arange(keys, device=bucket.k_index.device)
+        hidden = key > bucket.reach[:, None, :, None]
+        if window is not None:
+            last = self.positions[bucket.q_index] - window
+            hidden |= self.positions[bucket.k_index][:, None, None, :] <= last[:, None, :, None]
+        # The memory-efficient kernel copies a mask whose rows do not begin at multiples of 16.
+        wide = torch.zeros(rows, 1, queries, -(-keys // 16) * 16, dtype=dtype, device=key.device)
+        return wide[..., :keys].masked_fill_(hidden, -torch.inf)
 
 
 class KVCache:
@@ -163,7 +184,7 @@ def plan_segments(segments: Sequence[Segment], positions: Tensor) -> PackedPlan:
     device = positions.device
     order = sorted(range(len(segments)), key=lambda i: (segments[i].q_len, segments[i].k_len))
     buckets: list[_Bucket] = []
-    inverse = torch.empty(positions.numel(), dtype=torch.int64)
+    inverse = np.empty(positions.numel(), dtype=np.int64)
     done = 0
     while order:
         largest = segments[order[-1]]
@@ -174,10 +195,16 @@ def plan_segments(segments: Sequence[Segment], positions: Tensor) -> PackedPlan:
         for row, segment in enumerate(chosen):
             first = done + row * width
             tokens = slice(segment.q_start, segment.q_start + segment.q_len)
-            inverse[tokens] = torch.arange(first, first + segment.q_len)
+            inverse[tokens] = np.arange(first, first + segment.q_len)
         done += len(chosen) * width
         buckets.append(_bucket(chosen, device))
-    return PackedPlan(tuple(buckets), inverse.to(device), positions)
+    return PackedPlan(
+        tuple(buckets),
+        upload(torch.tensor(inverse), device),
+        positions,
+        longest=max((s.k_len for s in segments), default=0),
+        kernels=kernels_of(device),
+    )
 
 
 def _fits(segment: Segment, largest: Segment) -> bool:
@@ -186,18 +213,15 @@ def _fits(segment: Segment, largest: Segment) -> bool:
 
 def _bucket(segments: Sequence[Segment], device: torch.device) -> _Bucket:
     starts = torch.tensor([[s.q_start, s.q_len, s.prefix_start, s.prefix_len] for s in segments])
-    q_start, q_len, p_start, p_len = starts.T[:, :, None]  # each [S, 1]
-    q = torch.arange(int(q_len.max()))[None]  # [1, Lq]
-    k = torch.arange(int((p_len + q_len).max()))[None]  # [1, Lk]
-    q_index = q_start + q.minimum(q_len - 1)
+    q_start, q_len, p_start, p_len = upload(starts, device).T[:, :, None]  # each [S, 1]
+    width = max(s.q_len for s in segments)
+    q = torch.arange(width, device=device)[None]  # [1, Lq]
+    k = torch.arange(max(s.k_len for s in segments), device=device)[None]  # [1, Lk]
+    # Padded queries read what the last real one reads, so that no softmax is over nothing.
+    real = q.minimum(q_len - 1)
     k_index = torch.where(k < p_len, p_start + k, q_start + (k - p_len).minimum(q_len - 1))
-    plain = bool((q_len == q_len[0]).all() and (p_len == 0).all())
-    mask = None
-    if not plain:
-        # Padded queries read what the last real one reads, so that no softmax is over nothing.
-        reach = p_len + q.minimum(q_len - 1)  # [S, Lq] last key that query q reads
-        mask = (k[:, None, :] <= reach[:, :, None])[:, None].to(device)
-    return _Bucket(q_index.to(device), k_index.to(device), mask)
+    plain = all(s.q_len == width and s.prefix_len == 0 for s in segments)
+    return _Bucket(q_start + real, k_index, p_len + real, plain)
 
 
 def decode_plan(cache: KVCache, positions: Tensor, length: int) -> DecodePlan:
@@ -355,7 +379,8 @@ def _unpacked(
 
 def _capped(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: _Options) -> Tensor:
     """[B, heads, Tq, dim] attention whose scores are ``softcap * tanh(score / softcap)`` (Gemma 2,
-    arXiv 2408.00118), softmax in fp32. ``mask`` [..., Tq, Tk]: True = may read."""
+    arXiv 2408.00118), softmax in fp32. ``mask`` [..., Tq, Tk]: added to the scores, or bool with
+    True = may read."""
     query, key, value = qkv
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
@@ -364,8 +389,9 @@ def _capped(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: _O
     scores = torch.matmul(grouped, key[:, :, None].transpose(-1, -2)) * options.scale
     scores = torch.tanh(scores / options.softcap) * options.softcap
     if mask is not None:
-        allowed = mask[:, :, None] if mask.dim() == 4 else mask
-        scores = scores.masked_fill(~allowed, -torch.inf)
+        mask = mask[:, :, None] if mask.dim() == 4 else mask
+        added = mask.dtype != torch.bool
+        scores = scores + mask if added else scores.masked_fill(~mask, -torch.inf)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     weights = F.dropout(weights, options.dropout)
     return torch.matmul(weights, value[:, :, None]).reshape(batch, heads, length, value.shape[-1])
@@ -379,23 +405,17 @@ def _packed(plan: PackedPlan, qkv: tuple[Tensor, Tensor, Tensor], options: _Opti
         assert plan.cache_slot is not None and plan.cache_position is not None
         kv = key[plan.cache_source], value[plan.cache_source]
         plan.cache.write(options.layer, plan.cache_slot, plan.cache_position, kv)
-    grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for bucket, mask in zip(plan.buckets, plan.masks(options.window), strict=True):
+    masks = plan.masks(options.window, query.dtype)
+    for bucket, mask in zip(plan.buckets, masks, strict=True):
         q = query[bucket.q_index].transpose(1, 2)
         k = key[bucket.k_index].transpose(1, 2)
         v = value[bucket.k_index].transpose(1, 2)
         if options.softcap is not None:
             out = _capped((q, k, v), _causal(q) if mask is None else mask, options)
         else:
-            out = F.scaled_dot_product_attention(
-                *(q, k, v),
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=options.dropout,
-                scale=options.scale,
-                enable_gqa=grouped,
-            )  # [S, heads, Lq, dim]
+            dropout, scale = options.dropout, options.scale
+            out = attend((q, k, v), mask, plan.kernels, dropout_p=dropout, scale=scale)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat[plan.inverse]

@@ -28,6 +28,7 @@ from burnish.memory.shapes import find_config, shape_of
 from burnish.memory.tracking import LiveBytes
 from burnish.memory.train_role import largest_rows, model_of
 from burnish.messages import library_text
+from burnish.models.gpu import set_up_gpu
 from burnish.models.load import choose_attention, describe, place
 from burnish.models.lora import inject_lora
 from burnish.models.scratch import scratch_tokenizer
@@ -104,8 +105,7 @@ def _measured(work: Work, live: dict[str, float], device: torch.device) -> dict[
 
 def _join(task: dict[str, Any]) -> tuple[Ranks, torch.device]:
     device = torch.device(f"cuda:{task['rank']}" if task["gpu"] else "cpu")
-    if task["gpu"]:
-        torch.cuda.set_device(device)
+    set_up_gpu(device)
     if task["size"] == 1:
         return Ranks(), device
     from torch import distributed

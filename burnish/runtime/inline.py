@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.config.sync import LinkSync, SyncConfig
+from burnish.models.gpu import set_up_gpu
 from burnish.models.load import describe, end_turn_token, load_causal_lm, resolve_device
 from burnish.models.lora import merged_weights
 from burnish.models.value_head import NewHead, load_scalar_model
@@ -51,11 +52,7 @@ class InlineRuntime:
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
         self.ranks = ranks
         self.device = resolve_device(device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            # Products of half operands add up in fp32, partial sums too.
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        set_up_gpu(self.device)
 
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS

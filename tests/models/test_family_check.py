@@ -75,10 +75,7 @@ def _shift_mask(by: int) -> Callable[..., Any]:
 
     def wrong(*args: Any) -> Any:
         bucket = original(*args)
-        if bucket.mask is None:
-            return bucket
-        mask = torch.roll(bucket.mask, by, dims=-1)
-        return dataclasses.replace(bucket, mask=mask)
+        return dataclasses.replace(bucket, reach=bucket.reach + by)
 
     return wrong
 

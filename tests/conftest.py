@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish import shm
@@ -161,6 +162,43 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.change(grad), None
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of tensors by the host, for each of which a GPU's queue runs empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = 0
+        """Single values (``item``, ``int``, ``bool``)."""
+        self.lists: list[tuple[int, ...]] = []
+        """Shapes of what was read by ``tolist``."""
+
+    def __enter__(self) -> HostReads:
+        self._tolist, lists = torch.Tensor.tolist, self.lists
+        tolist = self._tolist
+
+        def counted(tensor: Tensor) -> Any:
+            lists.append(tuple(tensor.shape))
+            return tolist(tensor)
+
+        torch.Tensor.tolist = counted  # type: ignore[assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.values += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def host_reads() -> type[HostReads]:
+    """``with host_reads() as reads:`` counts what is read inside."""
+    return HostReads
 
 
 @pytest.fixture

@@ -45,6 +45,11 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    @property
+    def length(self) -> int:
+        """Prompt and response so far, in tokens."""
+        return len(self.request.prompt_ids) + len(self.tokens)
+
 
 class LocalRolloutEngine:
     """Samples from a HuggingFace causal LM in this process. Implements
@@ -285,7 +290,7 @@ class _Run:
 
     def decode(self) -> None:
         """One token for every active sequence."""
-        length = int(self.positions.max()) + 1
+        length = max(sequence.length for sequence in self.active)
         if self.graphs is not None:
             logits = self.graphs.step(self.tokens, self.positions, length)
         else:
@@ -303,11 +308,12 @@ class _Run:
         tokens, logprobs = sample_tokens(logits, uniforms, self.sampling)
         self.tokens[first:] = tokens
         self.positions[first:] += 1
-        found = logprobs.tolist()
+        # One copy from the device: fp64 holds token ids and fp32 log-probs exactly.
+        ids, found = torch.stack([tokens.double(), logprobs.double()]).tolist()
         if not all(map(math.isfinite, found)):
             raise SamplingError(self.engine.what_is_broken())
-        for sequence, token, logprob in zip(rows, tokens.tolist(), found, strict=True):
-            sequence.tokens.append(token)
+        for sequence, token, logprob in zip(rows, ids, found, strict=True):
+            sequence.tokens.append(int(token))
             sequence.logprobs.append(logprob)
 
     def retire(self) -> Iterator[Completion]:
@@ -326,7 +332,7 @@ class _Run:
             order[hole] = mover
         if movers:
             source, target = torch.tensor(movers), torch.tensor(holes)
-            length = int(self.positions[source.to(self.positions.device)].max())
+            length = max(self.active[mover].length for mover in movers) - 1
             device = self.engine.device
             self.cache.move(source.to(device), target.to(device), length)
         index = torch.tensor(order, dtype=torch.int64, device=self.tokens.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +155,20 @@ def test_the_next_generate_does_not_depend_on_the_last(engine: LocalRolloutEngin
     engine.sleep()
     engine.wake()
     assert by_sample(list(engine.generate(request, Sampling(12)))) == first
+
+
+def test_a_decoded_token_takes_one_copy_from_the_device(
+    engine: LocalRolloutEngine, host_reads: Any
+) -> None:
+    """Whatever the number of sequences: a copy waits for all that was launched before."""
+    counts = []
+    for steps in (8, 16):
+        with host_reads() as reads:
+            requests = [Request(f"r{i}", (7, 8, 9)) for i in range(3)]
+            done = list(engine.generate(requests, Sampling(steps, 0.0)))
+        assert [len(c.token_ids) for c in done] == [steps] * 3
+        counts.append((len(reads.lists), reads.values))
+    assert counts[1][0] - counts[0][0] == 8 and counts[1][1] == counts[0][1]
 
 
 def test_code_between_completions_runs_with_gradients(engine: LocalRolloutEngine) -> None:

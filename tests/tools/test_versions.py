@@ -44,7 +44,7 @@ def test_the_lock_holds_what_the_constraints_pin() -> None:
     assert wanted["deepspeed"] == str(OLDEST)
 
 
-@pytest.mark.parametrize("name", ["cpu", "vllm-cpu", "build"])
+@pytest.mark.parametrize("name", ["cpu", "vllm-cpu", "cuda", "build"])
 def test_every_locked_package_has_hashes(name: str) -> None:
     """pip compares hashes only if every package has one."""
     text = (ROOT / "constraints" / f"{name}.lock.txt").read_text(encoding="utf-8")

@@ -1,10 +1,29 @@
-"""Names of environment variables whose values are never written anywhere."""
+"""Environment variables whose values are never written anywhere, and texts without them."""
 
 from __future__ import annotations
 
+import os
+import re
+
 _PARTS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+_MIN_CHARS = 16
+"""Shorter values, such as the ``false`` of TOKENIZERS_PARALLELISM, are no secrets."""
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def is_secret(name: str) -> bool:
     """Whether a variable of this name may hold a secret, such as ``HF_TOKEN``."""
     return any(part in name.upper() for part in _PARTS)
+
+
+def without_secrets(text: str) -> str:
+    """Return ``text`` with the values of secret environment variables and the user part of URLs
+    replaced by ``***``.
+
+    >>> without_secrets("http://me:password@10.0.0.5/score")
+    'http://***@10.0.0.5/score'
+    """
+    secrets = {v for k, v in os.environ.items() if is_secret(k) and len(v) >= _MIN_CHARS}
+    for value in sorted(secrets, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return _USER_IN_URL.sub("***@", text)

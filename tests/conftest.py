@@ -35,6 +35,11 @@ from burnish.train.base import Outputs, Role
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
+for _name in [name for name in os.environ if name.startswith("WANDB_")]:
+    del os.environ[_name]
+os.environ["WANDB_MODE"] = "offline"  # tests of trackers use no network
+os.environ["WANDB_ERROR_REPORTING"] = "false"
+
 torch.set_num_threads(1)
 
 TINY = ModelConfig(scratch=ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2))

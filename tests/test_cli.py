@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,20 @@ def test_dry_run_of_a_job_without_batches_prints_the_recipe_alone(recipe, tmp_pa
     path.write_text(f"model: {{scratch: {{}}}}\neval: {data}\n")
     result = call("evaluate", path, "--dry-run")
     assert result.exit_code == 0 and result.stdout.startswith("job: evaluate\n")
+
+
+def test_a_dry_run_names_the_missing_package_of_a_tracker_below_the_recipe(
+    recipe, calls, monkeypatch
+):
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    result = call("rl", recipe, "observe.wandb.project=sums", "--dry-run")
+    assert result.exit_code == 2 and result.stdout.startswith(TABLE)
+    assert "observe.wandb needs the package wandb" in result.stderr
+    assert "pip install 'burnish[wandb]'" in result.stderr
+    assert call("rl", recipe, "observe.wandb.project=a/b", "--dry-run").exit_code == 2
 
 
 def test_a_job_runs_its_recipe_with_the_overrides(recipe, calls):

@@ -64,7 +64,12 @@ ALLOWED: dict[str, set[str]] = {
 
 TOP = {"cli", "cli_arguments", "cli_errors", "__main__", "__init__"}
 
-ONLY_IN = {"ray": "runtime/ray.py", "deepspeed": "train/deepspeed.py", "vllm": "rollout/vllm.py"}
+ONLY_IN = {
+    "ray": "runtime/ray.py",
+    "deepspeed": "train/deepspeed.py",
+    "vllm": "rollout/vllm.py",
+    "wandb": "observe/wandb.py",
+}
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:

@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig
+from burnish.config.observe import ObserveConfig
 from burnish.config.rewards import FailurePolicy, RewardConfig, weigh_nothing
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, SamplingConfig
-from burnish.config.train import ObserveConfig
 
 OUTPUT_KINDS = (".jsonl", ".parquet")
 

@@ -12,11 +12,11 @@ from burnish.config.base import Node, PathText
 from burnish.config.cluster import ClusterConfig
 from burnish.config.data import DataConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.observe import ObserveConfig
 from burnish.config.passes import passes_lines, total_rows
 from burnish.config.roles import place_rules
 from burnish.config.train import (
     CheckpointConfig,
-    ObserveConfig,
     TrainConfig,
     checkpoint_rules,
     engine_rules,

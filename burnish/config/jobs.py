@@ -41,6 +41,7 @@ from burnish.config.model import (
     ReferenceConfig,
     lora_advice,
 )
+from burnish.config.observe import TrackersConfig
 from burnish.config.passes import passes_lines, total_rows
 from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import (
@@ -382,6 +383,8 @@ class EvaluateConfig(InferenceJob):
     """What happens when a reward fails."""
     engine: RolloutEngineConfig = LocalEngine()
     """Which engine samples."""
+    observe: TrackersConfig = TrackersConfig()
+    """Where the scores are shown besides the run folder."""
 
     def rules(self) -> Iterator[str]:
         if self.eval.generate_max_len is None:

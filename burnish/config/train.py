@@ -396,14 +396,3 @@ def checkpoint_rules(
             "checkpoint.in_background=true with one rank, whose engine is not in shards and saves "
             "at once; set cluster.runtime=ray and cluster.policy_ranks above 1, or leave it out"
         )
-
-
-class ObserveConfig(Node):
-    """What a run writes about itself (metrics.jsonl always)."""
-
-    tensorboard: bool = False
-    """Also write TensorBoard event files under ``tensorboard/``."""
-    samples_per_step: int = Field(64, ge=0)
-    """Samples kept per step in ``samples/``. 0: none."""
-    log_every_n_steps: int = Field(1, ge=1)
-    """Print progress every this many steps (metrics.jsonl has every step)."""

@@ -28,6 +28,7 @@ EXTRAS = {
     "demo": "burnish demo, and environments of reasoning-gym",
     "serve": "burnish serve-reward",
     "tensorboard": "event files for TensorBoard (observe.tensorboard)",
+    "wandb": "metrics and samples in Weights & Biases (observe.wandb)",
 }
 """Extra of the package -> what it adds."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")

@@ -19,6 +19,7 @@ from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.progress import FILE_ONLY, close_logging, setup_logging, tell
 from burnish.observe.timeline import Timeline
+from burnish.observe.trackers import open_trackers
 from burnish.rewards.base import sum_of_part
 from burnish.rollout.runner import Runner
 from burnish.types import ROUNDING, Group, Prompt
@@ -79,16 +80,16 @@ class EvaluateRun:
     ) -> None:
         self.config, self.run_dir, self.watch, self.timeline = config, run_dir, watch, timeline
         setup_logging(run_dir)
-        self.metrics = MetricsLog(run_dir)
+        self.metrics = MetricsLog(run_dir, open_trackers(config, run_dir))
 
     def __enter__(self) -> EvaluateRun:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with suppress(Exception):  # must not hide the error that ended the run
             self.watch.finish()
         self.timeline.save(self.run_dir / "timeline.json")
-        self.metrics.close()
+        self.metrics.close(ended_by=kind)
         close_logging()
 
     def run(self, evaluator: Evaluator) -> dict[str, float]:
@@ -96,6 +97,7 @@ class EvaluateRun:
         for warning in self.config.warnings():  # the terminal got them when the recipe was loaded
             log.warning(warning, extra=FILE_ONLY)
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        self.metrics.start_trackers()
         samples = self.config.eval.n_samples_per_prompt
         tell(f"evaluating {len(evaluator.prompts):,} prompts, {samples} samples of each")
         started = time.perf_counter()

@@ -37,6 +37,7 @@ from burnish.observe.metrics import MetricsLog, read_metrics
 from burnish.observe.progress import Progress, close_logging, setup_logging
 from burnish.observe.samples import drop_samples_after, write_samples
 from burnish.observe.timeline import Timeline
+from burnish.observe.trackers import open_trackers
 from burnish.rewards.base import NoGroupLeftError, RewardError
 from burnish.rollout.runner import Rollout, Runner
 from burnish.types import Stats
@@ -204,19 +205,19 @@ class GenerateRun:
         self.signals = StopSignals(self._say_stopping)
         self._last: Metrics = {}
         setup_logging(run_dir)
-        self.metrics = MetricsLog(run_dir, tensorboard=self.config.observe.tensorboard)
+        self.metrics = MetricsLog(run_dir, open_trackers(self.config, run_dir))
         every = self.config.observe.log_every_n_steps
         self.progress = Progress(parts.total_steps, every=every)
 
     def __enter__(self) -> GenerateRun:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with suppress(Exception):  # what ended the run is not to be hidden by this
             self.watch.finish()
         self.timeline.save(self.run_dir / "timeline.json")
         self.progress.close()
-        self.metrics.close()
+        self.metrics.close(ended_by=kind)
         close_logging()
 
     def run(self) -> Metrics:
@@ -231,6 +232,7 @@ class GenerateRun:
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
         self.files.write_state(mine)
         self._restore()
+        self.metrics.start_trackers()
         self._say_what_is_left_out()
         with self.signals, rare_collections():
             for step in range(len(self.files.done) + 1, self.parts.total_steps + 1):
@@ -300,9 +302,9 @@ class GenerateRun:
         metrics = self._measure(step, answered, dropped, sums)
         metrics["time/step_s"] = time.perf_counter() - started
         # The part comes last: a step without it is done again, and its other traces are removed.
-        self.metrics.log(step, metrics)
         limit = self.config.observe.samples_per_step
         write_samples(self.run_dir, step, groups, None, limit=limit, split="generate")
+        self.metrics.log(step, metrics)
         num = self.parts.num_questions_of(step)
         self.files.add({"prompts": num, "dropped": dropped, "sums": sums}, chosen.rows)
         self._last |= metrics

@@ -18,6 +18,7 @@ from burnish.data.rows import column, content_column, demonstration_key, prompt_
 from burnish.data.sources import DataError, Row, first_rows
 from burnish.environments.importing import LoadError, check_file
 from burnish.models.paths import ModelError, check_path
+from burnish.observe.trackers import check_trackers
 from burnish.rewards.errors import RewardError
 
 
@@ -27,6 +28,7 @@ def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
 
     A resumed ``generate`` run may be finished and need no input any more, so it is not checked.
     """
+    check_trackers(config)
     if resumed and isinstance(config, GenerateConfig):
         return
     for data in config.nodes_of(DataConfig):

@@ -15,6 +15,8 @@ from burnish.loops.watch import OOM_FILE
 from burnish.memory.launch import PLAN_FILE
 from burnish.memory.watched import MEMORY_FILE, MEMORY_JSON
 from burnish.observe.metrics import METRICS_FILE
+from burnish.observe.tensorboard import TENSORBOARD_DIR
+from burnish.observe.wandb import STATE_FILE, WANDB_DIR
 
 REFERENCE_FILE = "reference_logprobs.safetensors"
 """What ``reference_cache.py`` keeps; written before the policy is loaded."""
@@ -82,6 +84,6 @@ def _holds_something(folder: Path) -> bool:
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
     left = {PLAN_FILE, OOM_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
     if failed_at_start:
-        left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", "tensorboard"}
-        left |= {MEMORY_FILE, MEMORY_JSON}
+        left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json"}
+        left |= {MEMORY_FILE, MEMORY_JSON, TENSORBOARD_DIR, WANDB_DIR, STATE_FILE}
     return bool(names - left)

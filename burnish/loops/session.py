@@ -39,6 +39,7 @@ from burnish.observe.progress import FILE_ONLY, Progress, close_logging, setup_l
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.observe.timeline import Timeline
+from burnish.observe.trackers import open_trackers
 from burnish.rewards.base import RewardError
 from burnish.runtime.base import WorkerLostError
 from burnish.types import BeingWritten
@@ -170,7 +171,7 @@ class Session:
                 self._try_to_finish_writing()
             self.timeline.save(self.run_dir / "timeline.json")
             self.progress.close()
-            self.metrics.close()
+            self.metrics.close(ended_by=kind)
             close_logging()
 
     def _open(self, total_steps: int) -> None:
@@ -178,7 +179,7 @@ class Session:
         model is missing leaves an empty folder, in which the mended recipe can start."""
         self.total_steps = total_steps
         setup_logging(self.run_dir)
-        self.metrics = MetricsLog(self.run_dir, tensorboard=self.config.observe.tensorboard)
+        self.metrics = MetricsLog(self.run_dir, open_trackers(self.config, self.run_dir))
         self.progress = Progress(total_steps, every=self.config.observe.log_every_n_steps)
         self._opened = True
         self.progress.table(
@@ -216,6 +217,7 @@ class Session:
         # Only now is it sure that this recipe and the run in the folder belong together.
         self._tell_changes()
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        self.metrics.start_trackers()
         self._saved_at = time.monotonic()
         with self._signals, rare_collections(), self._watched():
             while not self._survives(state, lambda: self._begin(state, evaluate)):
@@ -393,7 +395,6 @@ class Session:
         """Save the run as it is, or as it was ``before`` the step under way."""
         if self._saved_step == self.step:
             return
-
         self._finish_writing()
         in_background = self.config.checkpoint.in_background
 
@@ -439,8 +440,7 @@ class Session:
         if newest is None and self.store.all():
             raise RunError(
                 f"none of the checkpoints in {self.store.folder} is good (the warnings above say "
-                "why); move that "
-                "folder away to start this run from step 0"
+                "why); move that folder away to start this run from step 0"
             )
         if newest is None and self.step > 0:
             raise RunError(

@@ -5,7 +5,7 @@ terminal and ``run.log``), samples (what the model wrote), report (one HTML page
 A run folder holds::
 
     config.yaml          the resolved recipe
-    metrics.jsonl        one JSON object per log call (tensorboard/ beside it on request)
+    metrics.jsonl        one JSON object per log call (trackers receive the same)
     samples/*.parquet    prompts and responses
     timeline.json        Chrome trace; ui.perfetto.dev opens it
     checkpoints/         see burnish.checkpoint

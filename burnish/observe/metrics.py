@@ -1,5 +1,5 @@
-"""``metrics.jsonl``: one line of strictly valid JSON per log call, always on. TensorBoard beside it
-on request.
+"""``metrics.jsonl``: one line of strictly valid JSON per log call, always on. Trackers receive the
+same numbers.
 
 Names are grouped by a slash: ``train/loss``, ``reward/mean``, ``rollout/tokens_per_s``,
 ``time/rollout_s``, ``eval/pass@1``, ``memory/peak_rss_bytes``. A line is on disk (flushed) before
@@ -15,15 +15,12 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from burnish.observe.files import write_text
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from burnish.observe.tracker import Trackers
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIR = "tensorboard"
 
 _log = logging.getLogger("burnish.metrics")
 
@@ -31,22 +28,20 @@ _log = logging.getLogger("burnish.metrics")
 class MetricsLog:
     """Appends to ``run_dir/metrics.jsonl``. One writer per run folder."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool = False) -> None:
+    def __init__(self, run_dir: Path, trackers: Trackers | None = None) -> None:
         """Open the log, making the folder; an existing log is continued.
 
-        ``tensorboard`` also writes event files under ``run_dir/tensorboard``. Raises ImportError
-        with the package to install where TensorBoard is missing.
+        ``trackers`` receive every step once :meth:`start_trackers` has been called.
         """
-        self._run_dir = Path(run_dir)
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._path = self._run_dir / METRICS_FILE
-        self._tensorboard = _summary_writer(self._run_dir, None) if tensorboard else None
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        self._path = Path(run_dir) / METRICS_FILE
+        self._trackers = trackers or Trackers()
         _cut_torn_line(self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append ``{"step": step, "time": <unix seconds>, **metrics}``; NaN and infinity are
-        written as null.
+        written as null. Then queue the numbers for the trackers.
 
         Raises ValueError for a metric called ``step`` or ``time``, which the line itself uses.
         """
@@ -57,14 +52,12 @@ class MetricsLog:
                 "front, such as 'train/step'"
             )
         numbers = {name: float(value) for name, value in metrics.items()}
+        numbers |= self._trackers.metrics()
         line: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3)}
         line.update((name, x if math.isfinite(x) else None) for name, x in numbers.items())
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        if self._tensorboard is not None:
-            for name, x in numbers.items():
-                self._tensorboard.add_scalar(name, x, int(step))
-            self._tensorboard.flush()
+        self._trackers.log(int(step), numbers)
 
     def rewind(self, step: int) -> None:
         """Forget everything after ``step``, in one atomic replacement (for resuming from its
@@ -76,16 +69,16 @@ class MetricsLog:
         kept = [line for line in _lines(self._path) if _step_of(line) <= step]
         write_text(self._path, "".join(line + "\n" for line in kept))
         self._file = self._path.open("a", encoding="utf-8")
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = _summary_writer(self._run_dir, step + 1)
+        self._trackers.rewind(step, lambda: map(_numbers, kept))
 
-    def close(self) -> None:
-        """Close the files. May be called twice."""
+    def start_trackers(self) -> None:
+        """Start the trackers. Called once it is certain that the run can begin or go on."""
+        self._trackers.start()
+
+    def close(self, *, ended_by: type[BaseException] | None = None) -> None:
+        """Close the file and the trackers (:meth:`Trackers.close`). May be called twice."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        self._trackers.close(ended_by=ended_by)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -109,6 +102,14 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             ) from None
         read.append({k: math.nan if v is None else v for k, v in entry.items()})
     return read
+
+
+def _numbers(line: str) -> tuple[int, dict[str, float]]:
+    """Step and metrics of a line; null reads as NaN."""
+    entry = _parse(line)
+    step = entry.pop("step")
+    del entry["time"]
+    return step, {k: math.nan if v is None else v for k, v in entry.items()}
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -158,15 +159,3 @@ def _cut_torn_line(path: Path) -> None:
     if data and not data.endswith(b"\n"):
         _log.warning("%s: dropped a last line that an earlier run did not finish", path)
         write_text(path, data[: data.rfind(b"\n") + 1].decode("utf-8", errors="replace"))
-
-
-def _summary_writer(run_dir: Path, purge_step: int | None) -> SummaryWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            f"observe.tensorboard=true needs the package tensorboard, and importing it failed "
-            f"({error}); install it with 'pip install tensorboard', or leave observe.tensorboard "
-            "off (metrics.jsonl is always written)"
-        ) from None
-    return SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=purge_step)

@@ -90,6 +90,7 @@ CHARTS = (
     Chart(MACHINE, "GPU memory by phase, reserved", "bytes", ("memory/*/reserved_peak_bytes",)),
     Chart(MACHINE, "Host memory by phase", "bytes", ("memory/*/host_peak_bytes",)),
     Chart(MACHINE, "Rank that held most", "rank", ("memory/*/peak_rank",)),
+    Chart(MACHINE, "Steps that a tracker lost", "since the start", ("observe/*_dropped",)),
     Chart(MACHINE, "Memory", "bytes", ("memory/peak_rss_bytes", "memory/*_bytes")),
 )
 

@@ -40,6 +40,8 @@ SCHEMA = pa.schema(
     ]
 )
 
+_STEMS = {"train": "step", "eval": "eval", "generate": "generate"}
+"""Split -> first part of its file names."""
 _FILE_NAME = re.compile(r"(?P<split>.+)_(?P<step>\d+)\.parquet")
 
 
@@ -72,8 +74,7 @@ def write_samples(
         for group in kept
         for sample in group.samples
     ]
-    stem = "step" if split == "train" else split
-    path = Path(run_dir) / SAMPLES_DIR / f"{stem}_{step:06d}.parquet"
+    path = _path(run_dir, split, step)
     with replacing(path) as scratch:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch, compression="zstd")
     return path
@@ -86,6 +87,12 @@ def sample_files(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(match["step"]), path) for match, path in found if match)
 
 
+def samples_of_step(run_dir: Path, step: int) -> dict[str, Path]:
+    """Split -> file of a step's samples."""
+    paths = {split: _path(run_dir, split, step) for split in _STEMS}
+    return {split: path for split, path in paths.items() if path.is_file()}
+
+
 def read_samples(run_dir: Path) -> list[dict[str, Any]]:
     """Every kept sample as a dict with the columns of :data:`SCHEMA`, oldest step first.
 
@@ -94,9 +101,10 @@ def read_samples(run_dir: Path) -> list[dict[str, Any]]:
     return [row for _, path in sample_files(run_dir) for row in read_sample_file(path)]
 
 
-def read_sample_file(path: Path) -> list[dict[str, Any]]:
-    """The rows of one sample file."""
-    rows: list[dict[str, Any]] = pq.read_table(path, schema=SCHEMA).to_pylist()
+def read_sample_file(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
+    """The rows of one sample file, or the first ``limit`` of them."""
+    table = pq.read_table(path, schema=SCHEMA)
+    rows: list[dict[str, Any]] = table.slice(0, limit).to_pylist()
     return rows
 
 
@@ -105,6 +113,10 @@ def drop_samples_after(run_dir: Path, step: int) -> None:
     for at, path in sample_files(run_dir):
         if at > step:
             path.unlink()
+
+
+def _path(run_dir: Path, split: str, step: int) -> Path:
+    return Path(run_dir) / SAMPLES_DIR / f"{_STEMS[split]}_{step:06d}.parquet"
 
 
 def _row(group: Group, sample: Sample, advantage: float | None) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(rl_recipe, override, s
 
 def test_a_key_like_no_other_is_answered_with_the_keys_that_exist(rl_recipe):
     said = only_problem(rl_recipe, "observe.zzz=1")
-    assert said.endswith("known here: log_every_n_steps, samples_per_step, tensorboard")
+    assert said.endswith("known here: log_every_n_steps, samples_per_step, tensorboard, wandb")
 
 
 @pytest.mark.parametrize(

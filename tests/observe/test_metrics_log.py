@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
 from pathlib import Path
@@ -104,35 +103,3 @@ def test_a_metric_that_would_overwrite_the_step_is_refused(tmp_path: Path) -> No
 
 def test_a_folder_without_the_file_has_no_metrics(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
-
-
-def test_a_missing_tensorboard_package_is_named_with_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_import = builtins.__import__
-
-    def without_tensorboard(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "torch.utils.tensorboard":
-            raise ModuleNotFoundError("No module named 'tensorboard'")
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_tensorboard)
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        MetricsLog(tmp_path, tensorboard=True)
-
-
-def test_tensorboard_gets_the_same_numbers_and_forgets_what_a_rewind_forgets(
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = MetricsLog(tmp_path, tensorboard=True)
-    for step in (1, 2, 3):
-        log.log(step, {"train/loss": float(step)})
-    log.rewind(1)
-    log.log(2, {"train/loss": 20.0})
-    log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]

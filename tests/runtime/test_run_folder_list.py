@@ -25,7 +25,7 @@ def listed() -> set[str]:
 
 def left_by(run_dir: Path) -> set[str]:
     files = {str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if p.is_file()}
-    return {re.sub(r"^(checkpoints/[^/]*/|tensorboard/).*", r"\1", name) for name in files}
+    return {re.sub(r"^(checkpoints/[^/]*/|tensorboard/|wandb/).*", r"\1", name) for name in files}
 
 
 def unlisted(run_dir: Path) -> set[str]:
@@ -54,6 +54,6 @@ def test_every_file_of_every_kind_of_job_is_listed(
     assert {f"samples/{k}_*.parquet" for k in ("step", "eval", "generate")} <= listed()
 
 
-@pytest.mark.parametrize("name", ["stopped.txt", "oom.txt", "tensorboard/"])
+@pytest.mark.parametrize("name", ["stopped.txt", "oom.txt", "tensorboard/", "wandb/", "wandb.json"])
 def test_files_of_runs_that_ended_otherwise_are_listed(name: str) -> None:
     assert name in listed()

@@ -1,0 +1,75 @@
+"""What a run writes about itself, and which trackers receive its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from burnish.config.base import Node
+
+_NOT_IN_PROJECTS = "/\\#?%:"
+_MAX_PROJECT_CHARS, _MAX_TAG_CHARS, _MAX_NAME_CHARS = 128, 64, 128
+"""Limits of Weights & Biases."""
+
+
+class WandbConfig(Node):
+    """Weights & Biases. The API key is never part of a recipe: set WANDB_API_KEY, or run ``wandb
+    login`` once."""
+
+    project: str | None = Field(None, min_length=1, max_length=_MAX_PROJECT_CHARS)
+    """Project of the run. None: the environment variable WANDB_PROJECT, else ``burnish``."""
+    name: str | None = Field(None, min_length=1, max_length=_MAX_NAME_CHARS)
+    """Name of the run. None: the name of the run folder."""
+    entity: str | None = Field(None, min_length=1)
+    """User or team that owns the project. None: WANDB_ENTITY, else the account's default."""
+    group: str | None = Field(None, min_length=1, max_length=_MAX_NAME_CHARS)
+    """Group that the run belongs to, e.g. all seeds of one experiment. None: no group."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run."""
+    mode: Literal["online", "offline"] | None = None
+    """online: upload during the run. offline: write into the run folder and never use the network;
+    ``wandb sync RUN_DIR/wandb`` uploads later. None: WANDB_MODE, else online."""
+    sample_rows: int = Field(16, ge=0, le=1000)
+    """Samples per table, for training and held-out prompts each. At most ``samples_per_step``,
+    which the run folder keeps. 0: no tables."""
+    samples_every_n_steps: int = Field(10, ge=1)
+    """Least number of steps between two tables of the same kind."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Limit of each wait for the server: at the start (after which the run is recorded offline),
+    and at the end of the run for what is not uploaded yet."""
+
+    def rules(self) -> Iterator[str]:
+        found = sorted(set(self.project or "") & set(_NOT_IN_PROJECTS))
+        if found:
+            yield (
+                f"project={self.project} contains {' '.join(found)}, which Weights & Biases does "
+                f"not allow in a project (none of {_NOT_IN_PROJECTS}); choose another name"
+                + (", and set entity for the part before the slash" if "/" in found else "")
+            )
+        for tag in self.tags:
+            if not 1 <= len(tag) <= _MAX_TAG_CHARS:
+                yield (
+                    f"tags has one of {len(tag)} characters ({tag[:20]!r}); Weights & Biases "
+                    f"allows 1 to {_MAX_TAG_CHARS}"
+                )
+
+
+class TrackersConfig(Node):
+    """Trackers that receive the metrics of a run, besides metrics.jsonl. A tracker that fails or
+    hangs does not stop the run."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard event files under ``tensorboard/``."""
+    wandb: WandbConfig | None = None
+    """Also log to Weights & Biases (``pip install 'burnish[wandb]'``). None: no."""
+
+
+class ObserveConfig(TrackersConfig):
+    """What a run writes about itself (metrics.jsonl always)."""
+
+    samples_per_step: int = Field(64, ge=0)
+    """Samples kept per step in ``samples/``. 0: none."""
+    log_every_n_steps: int = Field(1, ge=1)
+    """Print progress every this many steps (metrics.jsonl has every step)."""

@@ -1,0 +1,7 @@
+"""Errors of this package. Imports nothing heavy."""
+
+from __future__ import annotations
+
+
+class TrackerError(RuntimeError):
+    """A tracker that the recipe asks for and that cannot be used. Says what to do."""

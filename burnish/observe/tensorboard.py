@@ -1,0 +1,59 @@
+"""TensorBoard as a tracker: event files under ``tensorboard/`` in the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from burnish.observe.errors import TrackerError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from burnish.observe.tracker import Samples
+
+TENSORBOARD_DIR = "tensorboard"
+
+
+class TensorBoardTracker:
+    """Writes scalars. Samples are not shown."""
+
+    name = "tensorboard"
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raise TrackerError if the package cannot be imported."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise TrackerError(
+                "observe.tensorboard=true needs the package tensorboard, and importing it failed "
+                f"({error}); install it with: pip install 'burnish[tensorboard]', or leave "
+                "observe.tensorboard out (metrics.jsonl is always written)"
+            ) from error
+        self._open = SummaryWriter
+        self._folder = str(run_dir / TENSORBOARD_DIR)
+        self._writer: SummaryWriter | None = None
+
+    def start(self) -> None:
+        """Open a new event file."""
+        self._writer = self._open(self._folder)
+
+    def log(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
+        """Write one scalar per metric."""
+        assert self._writer is not None
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def rewind(self, step: int) -> int:
+        """Start an event file that hides the later steps of those before it."""
+        assert self._writer is not None
+        self._writer.close()
+        self._writer = self._open(self._folder, purge_step=step + 1)
+        return step
+
+    def close(self, *, failed: bool) -> None:
+        """Close the event file."""
+        assert self._writer is not None
+        self._writer.close()

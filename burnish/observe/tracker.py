@@ -1,0 +1,298 @@
+"""What a tracker is, and the queue that keeps a slow or broken one away from training.
+
+A :class:`Tracker` shows the metrics of a run somewhere else: TensorBoard, Weights & Biases.
+Training never calls one directly. Each tracker has a :class:`TrackerQueue`: a bounded queue and one
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from burnish.observe.progress import tell
+from burnish.observe.samples import read_sample_file, samples_of_step
+from burnish.secret import without_secrets
+
+MAX_QUEUED_STEPS = 1024
+_QUIET_S = 2.0
+"""Seconds of waiting at the end of a run after which the terminal says so."""
+
+_log = logging.getLogger("burnish.tracker")
+
+Samples = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Split (``train``, ``eval``, ``generate``) -> rows with the columns of
+:data:`burnish.observe.samples.SCHEMA`."""
+
+
+Logged = Callable[[], Iterable[tuple[int, Mapping[str, float]]]]
+"""Steps and metrics of the log up to a rewind, oldest first."""
+
+
+class Tracker(Protocol):
+    """A place that shows the metrics of a run.
+
+    A queue calls every method from one thread, in the order of the run. Each call may block, and
+    may raise.
+    """
+
+    @property
+    def name(self) -> str:
+        """The key of the tracker in ``observe``."""
+        ...
+
+    def start(self) -> None:
+        """Open or resume the tracker's run. Called once, before any other method."""
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
+        """Record everything of a step. ``metrics`` may contain NaN and infinity."""
+        ...
+
+    def rewind(self, step: int) -> int:
+        """Expect the steps after ``step`` once more: the run goes back to a checkpoint. Return the
+        last step that is recorded; those between it and ``step`` are logged again."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Deliver the rest and end the tracker's run. ``failed``: the training run ended with an
+        error."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampleRate:
+    """How many samples a tracker receives, and how often."""
+
+    rows: int
+    """Rows per split and table. 0: none."""
+    every_n_steps: int
+    """Least number of steps between two tables of one split."""
+
+
+@dataclass(frozen=True)
+class TrackerLimits:
+    """Bounds on what a tracker may cost."""
+
+    close_timeout_s: float
+    samples: SampleRate = SampleRate(0, 1)
+    max_queued_steps: int = MAX_QUEUED_STEPS
+
+
+@dataclass(frozen=True)
+class _Step:
+    number: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Rewind:
+    step: int
+    logged: Logged
+
+
+class TrackerQueue:
+    """One tracker behind a bounded queue and a daemon thread.
+
+    Contract: :meth:`start`, :meth:`log` and :meth:`rewind` return at once, whatever the tracker
+    does. A step that finds the queue full, or whose delivery raises, is dropped and counted. The
+    first problem is logged when it occurs, and the number of dropped steps once, by :meth:`close`,
+    which waits for at most ``limits.close_timeout_s``. Samples are read from the run folder, in the
+    thread.
+    """
+
+    def __init__(self, tracker: Tracker, run_dir: Path, limits: TrackerLimits) -> None:
+        self.name = tracker.name
+        self._tracker, self._run_dir, self._limits = tracker, Path(run_dir), limits
+        self._items: deque[_Step | _Rewind] = deque()
+        self._changed = threading.Condition()
+        """Guards every field below, and the queue."""
+        self._dropped = 0
+        self._delivering = 0
+        """Steps taken from the queue and neither delivered nor dropped: 0 or 1."""
+        self._problem_told = False
+        self._closing = self._abandoned = self._failed = False
+        self._deadline = 0.0
+        """End of the wait for the thread, by the monotonic clock."""
+        self._thread: threading.Thread | None = None
+        self._shown: dict[str, int] = {}
+        """Split -> step of its last table. Used by the thread alone."""
+
+    @property
+    def dropped(self) -> int:
+        """Steps that the tracker will never receive, so far."""
+        with self._changed:
+            return self._dropped
+
+    def start(self) -> None:
+        """Start the tracker, and deliver what was queued before."""
+        self._thread = threading.Thread(
+            target=self._work, name=f"burnish-tracker-{self.name}", daemon=True
+        )
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue a step, or drop it if the queue is full."""
+        with self._changed:
+            waiting = len(self._items)
+            if waiting < self._limits.max_queued_steps:
+                self._items.append(_Step(step, dict(metrics)))
+                self._changed.notify()
+                return
+            self._dropped += 1
+        self._tell_problem(f"{waiting} steps are waiting for it, so new ones are dropped")
+
+    def rewind(self, step: int, logged: Logged) -> None:
+        """Queue a rewind. Queued steps after ``step`` come again and are removed. The thread fills
+        in steps up to ``step`` that the tracker lacks from ``logged``: those that an earlier
+        process had queued when it was killed, or that were dropped."""
+        with self._changed:
+            kept = [x for x in self._items if not isinstance(x, _Step) or x.number <= step]
+            self._items = deque([*kept, _Rewind(step, logged)])
+            self._changed.notify()
+
+    def finish(self, *, failed: bool, wait: bool) -> None:
+        """Ask the thread to close the tracker after the queued steps, and return at once."""
+        with self._changed:
+            self._closing, self._failed = True, failed
+            self._deadline = time.monotonic() + (self._limits.close_timeout_s if wait else 0.0)
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Wait for the thread until the deadline of :meth:`finish`, then log the number of dropped
+        steps, if any."""
+        if self._thread is not None:
+            left_s = max(0.0, self._deadline - time.monotonic())
+            self._thread.join(min(left_s, _QUIET_S))
+            if self._thread.is_alive() and left_s > _QUIET_S:
+                tell(f"observe.{self.name}: waiting up to {left_s:.0f} s for the last steps")
+                self._thread.join(left_s - _QUIET_S)
+        with self._changed:
+            hangs = self._thread is not None and self._thread.is_alive()
+            self._abandoned = True
+            left = self._delivering + sum(isinstance(x, _Step) for x in self._items)
+            self._dropped += left if self._thread is not None else 0
+            self._delivering = 0
+            self._items.clear()
+            dropped = self._dropped
+            self._changed.notify()
+        if dropped:
+            _log.warning(
+                "observe.%s: number of steps that did not reach it: %d (metrics.jsonl has them)",
+                self.name,
+                dropped,
+            )
+        elif hangs:
+            self._tell_problem(f"it did not close within {self._limits.close_timeout_s:g} s")
+
+    # ---- the thread --------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        started = self._tries(self._tracker.start, "could not start")
+        while (item := self._next()) is not None:
+            if isinstance(item, _Rewind):
+                if started:
+                    self._tries(lambda to=item: self._rewind(to), "going back failed")
+                continue
+            done = started and self._tries(lambda one=item: self._deliver(one), "a step failed")
+            with self._changed:
+                if not self._abandoned:
+                    self._dropped += not done
+                    self._delivering = 0
+        if started and not self._abandoned:
+            self._tries(lambda: self._tracker.close(failed=self._failed), "closing failed")
+
+    def _next(self) -> _Step | _Rewind | None:
+        """The next item; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._closing or self._abandoned)
+            if self._abandoned or not self._items:
+                return None
+            item = self._items.popleft()
+            self._delivering = int(isinstance(item, _Step))
+            return item
+
+    def _rewind(self, item: _Rewind) -> None:
+        self._shown = {k: at for k, at in self._shown.items() if at <= item.step}
+        recorded = self._tracker.rewind(item.step)
+        for step, metrics in item.logged() if recorded < item.step else ():
+            if recorded < step <= item.step:
+                self._deliver(_Step(step, metrics))
+
+    def _deliver(self, item: _Step) -> None:
+        self._tracker.log(item.number, item.metrics, self._samples(item.number))
+
+    def _samples(self, step: int) -> Samples:
+        rate, found = self._limits.samples, {}
+        for split, path in samples_of_step(self._run_dir, step).items() if rate.rows else ():
+            if step - self._shown.get(split, -math.inf) >= rate.every_n_steps:
+                found[split] = read_sample_file(path, limit=rate.rows)
+                self._shown[split] = step
+        return found
+
+    def _tries(self, action: Any, what: str) -> bool:
+        try:
+            action()
+        except BaseException as error:  # house: ok no failure of a tracker reaches training
+            self._tell_problem(f"{what}: {type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _tell_problem(self, what: str) -> None:
+        """Log the first problem. More of them are in the count at the end."""
+        with self._changed:
+            told, self._problem_told = self._problem_told, True
+        if not told:
+            _log.warning(
+                "observe.%s: %s. Training goes on; metrics.jsonl has every step, and the metric "
+                "observe/%s_dropped counts the steps that are lost there",
+                self.name,
+                without_secrets(what),
+                self.name,
+            )
+
+
+class Trackers:
+    """All trackers of a run; none by default."""
+
+    def __init__(self, queues: Sequence[TrackerQueue] = ()) -> None:
+        self._queues = list(queues)
+
+    def start(self) -> None:
+        """Start every tracker. Steps that were logged before are delivered first."""
+        for queue in self._queues:
+            queue.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue a step for every tracker."""
+        for queue in self._queues:
+            queue.log(step, metrics)
+
+    def rewind(self, step: int, logged: Logged) -> None:
+        """Tell every tracker that the run goes back to ``step``, with ``logged`` up to there."""
+        for queue in self._queues:
+            queue.rewind(step, logged)
+
+    def metrics(self) -> dict[str, float]:
+        """``observe/<name>_dropped``: steps that the tracker will never receive, so far."""
+        return {f"observe/{queue.name}_dropped": float(queue.dropped) for queue in self._queues}
+
+    def close(self, *, ended_by: type[BaseException] | None = None) -> None:
+        """Close all trackers at the same time, each within its time limit. May be called twice.
+
+        ``ended_by``: class of the exception that ended the run. If it is not an Exception, such as
+        the KeyboardInterrupt of a second Ctrl-C, steps that are not delivered are abandoned.
+        """
+        queues, self._queues = self._queues, []
+        wait = ended_by is None or issubclass(ended_by, Exception)
+        for queue in queues:
+            queue.finish(failed=ended_by is not None, wait=wait)
+        for queue in queues:
+            queue.join()

@@ -1,0 +1,71 @@
+"""From a recipe's ``observe`` to the trackers of a run. Heavy imports are inside the functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from burnish.config import dump_yaml
+from burnish.config.job import JobConfig
+from burnish.config.observe import TrackersConfig
+from burnish.observe.errors import TrackerError
+
+if TYPE_CHECKING:
+    from burnish.observe.tracker import TrackerQueue, Trackers
+
+_GRACE_S = 5.0
+"""A tracker that keeps its own time limit has this much longer, so that it can report its end."""
+_TENSORBOARD_TIMEOUT_S = 30.0
+
+
+def check_trackers(config: JobConfig) -> None:
+    """Raise TrackerError for a tracker that the recipe asks for and that cannot be used here.
+
+    Imports nothing for a recipe without trackers, and never torch.
+    """
+    for observe in config.nodes_of(TrackersConfig):
+        if observe.tensorboard and not _installed("tensorboard"):
+            raise TrackerError(
+                "observe.tensorboard=true needs the package tensorboard, which is not installed; "
+                "pip install 'burnish[tensorboard]', or leave observe.tensorboard out "
+                "(metrics.jsonl is always written)"
+            )
+        if observe.wandb is not None:
+            from burnish.observe.wandb import check_wandb
+
+            check_wandb(observe.wandb)
+
+
+def open_trackers(config: JobConfig, run_dir: Path) -> Trackers:
+    """The trackers of a run, not started yet. Raise TrackerError as :func:`check_trackers`."""
+    from burnish.observe.tracker import Trackers
+
+    nodes = config.nodes_of(TrackersConfig)
+    return Trackers([queue for observe in nodes for queue in _queues(observe, config, run_dir)])
+
+
+def _queues(observe: TrackersConfig, config: JobConfig, run_dir: Path) -> Iterator[TrackerQueue]:
+    from burnish.observe.tracker import SampleRate, TrackerLimits, TrackerQueue
+
+    if observe.tensorboard:
+        from burnish.observe.tensorboard import TensorBoardTracker
+
+        limits = TrackerLimits(_TENSORBOARD_TIMEOUT_S)
+        yield TrackerQueue(TensorBoardTracker(run_dir), run_dir, limits)
+    if observe.wandb is not None:
+        from burnish.observe.wandb import WandbTracker, wandb_mode
+
+        if wandb_mode(observe.wandb) != "disabled":
+            rate = SampleRate(observe.wandb.sample_rows, observe.wandb.samples_every_n_steps)
+            limits = TrackerLimits(observe.wandb.timeout_s + _GRACE_S, rate)
+            recipe = yaml.safe_load(dump_yaml(config))
+            yield TrackerQueue(WandbTracker(observe.wandb, run_dir, recipe), run_dir, limits)
+
+
+def _installed(module: str) -> bool:
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None  # a folder of this name has no origin

@@ -1,0 +1,257 @@
+"""Weights & Biases as a tracker. The only file that imports wandb.
+
+Steps on the server are those of the run, and each exists once: Weights & Biases keeps the first
+values of a step and has no supported way to replace them. A run that goes back to a checkpoint
+therefore sends only the steps that are not recorded yet. ``wandb.json`` in the run folder holds the
+id of the tracker's run and its last step, so that a resumed run continues it, online or offline.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from burnish.config.observe import WandbConfig
+from burnish.observe.errors import TrackerError
+from burnish.observe.files import write_text
+from burnish.observe.progress import tell
+from burnish.secret import without_secrets
+
+if TYPE_CHECKING:
+    from wandb import Run, Table
+
+    from burnish.observe.tracker import Samples
+
+WANDB_DIR = "wandb"
+"""The folder that wandb makes in ``dir``."""
+STATE_FILE = "wandb.json"
+MIN_VERSION = (0, 31)
+"""The first that resumes offline runs: ``wandb sync`` appends their parts instead of replacing."""
+MAX_TEXT_CHARS = 10_000
+"""Longer texts are cut in tables. wandb warns of cells above 100,000 bytes."""
+
+_INSTALL = "pip install 'burnish[wandb]'"
+_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline"}
+
+_log = logging.getLogger("burnish.tracker")
+
+
+def wandb_mode(config: WandbConfig) -> Literal["online", "offline", "disabled"]:
+    """The mode of the recipe, else of WANDB_MODE, else online. Raise TrackerError for another
+    value of the variable."""
+    if config.mode is not None:
+        return config.mode
+    given = os.environ.get("WANDB_MODE") or "online"
+    if given == "disabled":
+        return "disabled"
+    if given not in _MODES:
+        raise TrackerError(
+            f"WANDB_MODE={given}: observe.wandb knows online, offline and disabled; change the "
+            "environment variable, or set observe.wandb.mode"
+        )
+    return "offline" if _MODES[given] == "offline" else "online"
+
+
+def check_wandb(config: WandbConfig) -> None:
+    """Raise TrackerError if the package is missing, too old or broken, or if an online run would
+    have no credentials."""
+    mode = wandb_mode(config)
+    if mode == "disabled":
+        return
+    wandb = _import()
+    if mode == "offline" or wandb.run is not None:  # else the caller has logged in
+        return
+    wandb.setup(settings=wandb.Settings(silent=True, mode="online"))  # whatever WANDB_MODE says
+    try:
+        found = wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:
+        raise TrackerError(f"observe.wandb: {without_secrets(str(error))}") from error
+    if not found:
+        raise TrackerError(
+            "observe.wandb: Weights & Biases has no API key on this machine; set the environment "
+            "variable WANDB_API_KEY (never in the recipe), run 'wandb login' once, or use "
+            "observe.wandb.mode=offline"
+        )
+
+
+def _import() -> Any:
+    try:
+        found = metadata.version("wandb")
+    except metadata.PackageNotFoundError:
+        raise TrackerError(
+            f"observe.wandb needs the package wandb, which is not installed; {_INSTALL}, or leave "
+            "observe.wandb out (metrics.jsonl is always written)"
+        ) from None
+    if tuple(int(part) for part in found.split(".")[:2]) < MIN_VERSION:
+        least = ".".join(map(str, MIN_VERSION))
+        raise TrackerError(
+            f"observe.wandb: wandb {found} cannot resume offline runs; install {least} or newer: "
+            f"{_INSTALL}"
+        )
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise TrackerError(
+            f"observe.wandb: importing wandb {found} failed ({error}); reinstall it: {_INSTALL}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _State:
+    """Content of ``wandb.json``."""
+
+    id: str
+    project: str
+    entity: str | None
+    step: int = -1
+    """Last step that was handed to wandb."""
+
+
+class WandbTracker:
+    """A run of Weights & Biases, new or continued."""
+
+    name = "wandb"
+
+    def __init__(self, config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any]) -> None:
+        """``recipe`` is shown as the run's config. Raise TrackerError as :func:`check_wandb`."""
+        check_wandb(config)
+        self._wandb = _import()
+        self._config, self._run_dir, self._recipe = config, run_dir.absolute(), recipe
+        self._run: Run | None = None
+        self._state = self._saved_state()
+        self._num_skipped = 0
+
+    @property
+    def run_id(self) -> str:
+        """Id of the tracker's run, which a resumed run keeps."""
+        return self._state.id
+
+    @property
+    def last_step(self) -> int:
+        """Last step that is recorded; -1 if none is."""
+        return self._state.step
+
+    def start(self) -> None:
+        """Open the run, offline if the server cannot be reached."""
+        mode = wandb_mode(self._config)
+        try:
+            self._run = self._init(mode)
+        except (self._wandb.Error, TimeoutError) as error:
+            if mode == "offline" or self._wandb.run is not None:
+                raise
+            _log.warning(
+                "observe.wandb: the server could not be reached, or refused (%s); the run is "
+                "recorded offline instead",
+                without_secrets(str(error)),
+            )
+            self._wandb.teardown()  # the service process keeps the id of the failed run
+            self._run = self._init("offline")
+        self._run.config.update(_clean(self._recipe), allow_val_change=True)
+        if self._run.resumed:
+            self._state = _State(
+                **asdict(self._state) | {"step": max(self._state.step, self._run.starting_step - 1)}
+            )
+        if self._run.offline:
+            folder = self._run_dir / WANDB_DIR
+            tell(f"Weights & Biases: recorded offline; upload with: wandb sync {folder}")
+        else:
+            tell(f"Weights & Biases: {self._run.url}")
+
+    def log(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
+        """Record a step, unless an earlier part of this run has recorded it."""
+        if step <= self._state.step:
+            if not self._num_skipped:
+                _log.info(
+                    "observe.wandb: steps up to %d are recorded already, and are not sent again",
+                    self._state.step,
+                )
+            self._num_skipped += 1
+            return
+        assert self._run is not None
+        tables = {f"samples/{split}": self._table(rows) for split, rows in samples.items()}
+        self._run.log({**metrics, **tables}, step=step, commit=True)
+        self._save_state(step)
+
+    def rewind(self, step: int) -> int:
+        """Return the last recorded step. :meth:`log` leaves out those up to there."""
+        return self._state.step
+
+    def close(self, *, failed: bool) -> None:
+        """Upload the rest, for at most ``timeout_s``."""
+        assert self._run is not None
+        self._run.finish(exit_code=int(failed))
+
+    def _init(self, mode: str) -> Run:
+        config, timeout_s = self._config, self._config.timeout_s
+        self._save_state(self._state.step)
+        run: Run = self._wandb.init(
+            project=self._state.project,
+            entity=config.entity,
+            name=config.name or self._run_dir.name,
+            group=config.group,
+            tags=config.tags or None,
+            job_type=str(self._recipe.get("job", "")) or None,
+            id=self._state.id,
+            dir=str(self._run_dir),
+            mode=mode,
+            resume="allow",
+            reinit="create_new",  # a run of the calling program stays as it is
+            settings=self._wandb.Settings(
+                console="off",  # the terminal belongs to the progress bar
+                silent=True,
+                init_timeout=timeout_s,
+                finish_timeout=timeout_s,
+            ),
+        )
+        return run
+
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Table:
+        columns = [name for name in rows[0] if name != "split"]
+        cells = [[_cut(row[name]) for name in columns] for row in rows]
+        table: Table = self._wandb.Table(columns=columns, data=cells)
+        return table
+
+    # ---- wandb.json --------------------------------------------------------------------------
+
+    def _saved_state(self) -> _State:
+        """The state of the run folder; a new one if there is none, or the recipe names another
+        project or entity."""
+        project = self._config.project or os.environ.get("WANDB_PROJECT") or "burnish"
+        new = _State(secrets.token_hex(8), project, self._config.entity)
+        path = self._run_dir / STATE_FILE
+        if not path.is_file():
+            return new
+        try:
+            saved = _State(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise TrackerError(
+                f"{path} cannot be read ({error}); remove it to start a new run of Weights & Biases"
+            ) from error
+        return saved if (saved.project, saved.entity) == (new.project, new.entity) else new
+
+    def _save_state(self, step: int) -> None:
+        self._state = _State(**asdict(self._state) | {"step": step})
+        write_text(self._run_dir / STATE_FILE, json.dumps(asdict(self._state)) + "\n")
+
+
+def _cut(cell: Any) -> Any:
+    if isinstance(cell, str) and len(cell) > MAX_TEXT_CHARS:
+        return f"{cell[:MAX_TEXT_CHARS]} [{len(cell) - MAX_TEXT_CHARS} more characters]"
+    return cell
+
+
+def _clean(value: Any) -> Any:
+    """``value`` without secrets in its texts."""
+    if isinstance(value, Mapping):
+        return {key: _clean(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_clean(one) for one in value]
+    return without_secrets(value) if isinstance(value, str) else value

@@ -112,11 +112,13 @@ def gather_facts() -> Facts:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    """Version of each installed distribution. If there are several copies, that of the one which
+    is imported, the first on ``sys.path``."""
+    found: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
-            found[re.sub(r"[-_.]+", "-", name).lower()] = distribution.version
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
     return found
 
 

@@ -236,3 +236,18 @@ def test_this_machine_can_be_read() -> None:
     assert not any("TOKEN" in name for name in facts.environment)
     assert any(line.startswith("CPU: ") for line in command.machine_lines("0", facts))
     assert len(list(command.extra_lines(facts))) == len(command.EXTRAS)
+
+
+def test_of_two_copies_of_a_package_the_imported_one_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As after ``pip install --target FOLDER`` with PYTHONPATH=FOLDER."""
+    for folder, version in (("first", "2.0"), ("second", "1.0")):
+        info = tmp_path / folder / f"two_copies-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: two_copies\nVersion: {version}\n"
+        )
+    for folder in ("second", "first"):
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert gather_facts().versions["two-copies"] == "2.0"

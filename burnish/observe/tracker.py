@@ -201,11 +201,7 @@ class TrackerQueue:
                 if started:
                     self._tries(lambda to=item: self._rewind(to), "going back failed")
                 continue
-            done = started and self._tries(lambda one=item: self._deliver(one), "a step failed")
-            with self._changed:
-                if not self._abandoned:
-                    self._dropped += not done
-                    self._delivering = 0
+            self._deliver(item, started=started)
         if started and not self._abandoned:
             self._tries(lambda: self._tracker.close(failed=self._failed), "closing failed")
 
@@ -223,11 +219,20 @@ class TrackerQueue:
         self._shown = {k: at for k, at in self._shown.items() if at <= item.step}
         recorded = self._tracker.rewind(item.step)
         for step, metrics in item.logged() if recorded < item.step else ():
-            if recorded < step <= item.step:
-                self._deliver(_Step(step, metrics))
+            if recorded < step <= item.step and not self._abandoned:
+                self._deliver(_Step(step, metrics), started=True)
 
-    def _deliver(self, item: _Step) -> None:
-        self._tracker.log(item.number, item.metrics, self._samples(item.number))
+    def _deliver(self, item: _Step, *, started: bool) -> None:
+        """Log a step, or count it as dropped."""
+
+        def log() -> None:
+            self._tracker.log(item.number, item.metrics, self._samples(item.number))
+
+        done = started and self._tries(log, "a step failed")
+        with self._changed:
+            if not self._abandoned:
+                self._dropped += not done
+                self._delivering = 0
 
     def _samples(self, step: int) -> Samples:
         rate, found = self._limits.samples, {}
@@ -241,7 +246,8 @@ class TrackerQueue:
         try:
             action()
         except BaseException as error:  # house: ok no failure of a tracker reaches training
-            self._tell_problem(f"{what}: {type(error).__name__}: {error}")
+            if not self._abandoned:
+                self._tell_problem(f"{what}: {type(error).__name__}: {error}")
             return False
         return True
 

@@ -185,9 +185,16 @@ class WandbTracker:
         return self._state.step
 
     def close(self, *, failed: bool) -> None:
-        """Upload the rest, for at most ``timeout_s``."""
+        """Upload the rest. Raise TrackerError if that takes longer than ``timeout_s``."""
         assert self._run is not None
-        self._run.finish(exit_code=int(failed))
+        part = Path(self._run.dir).parent
+        try:
+            self._run.finish(exit_code=int(failed))
+        except TimeoutError as error:
+            raise TrackerError(
+                f"not everything was uploaded within {self._config.timeout_s:g} s; upload the rest "
+                f"with: wandb sync --include-online {part}"
+            ) from error
 
     def _init(self, mode: str) -> Run:
         config, timeout_s = self._config, self._config.timeout_s
@@ -209,6 +216,7 @@ class WandbTracker:
                 silent=True,
                 init_timeout=timeout_s,
                 finish_timeout=timeout_s,
+                finish_timeout_raises=True,
             ),
         )
         return run

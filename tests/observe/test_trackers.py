@@ -32,9 +32,9 @@ class Recorder:
 
     name = "recorder"
 
-    def __init__(self, recorded: int | None = None) -> None:
-        """``recorded``: last step that an earlier process has recorded."""
-        self.recorded = recorded
+    def __init__(self) -> None:
+        self.recorded: int | None = None
+        """Last step that an earlier process has recorded. None: all."""
         self.calls: list[tuple[Any, ...]] = []
         self.tables: dict[int, dict[str, list[str]]] = {}
 
@@ -236,19 +236,22 @@ def test_a_rewind_replaces_the_queued_steps_that_come_again(tmp_path: Path) -> N
 
 
 def test_steps_that_an_earlier_process_could_not_deliver_are_filled_in(tmp_path: Path) -> None:
-    """Of steps 1 to 5 the tracker has 1 and 2, and the run goes back to the checkpoint of 4."""
+    """Of steps 1 to 5 the tracker has 1, and the run goes back to the checkpoint of 4. It fails on
+    step 2."""
     log = MetricsLog(tmp_path)
     for step in range(1, 6):
         log.log(step, {"train/loss": math.nan if step == 3 else float(step)})
     log.close()
-    tracker = Recorder(recorded=2)
-    log = MetricsLog(tmp_path, Trackers([TrackerQueue(tracker, tmp_path, LIMITS)]))
+    tracker = Failing(lambda _method, step: step == 2)
+    tracker.recorded = 1
+    queue = TrackerQueue(tracker, tmp_path, LIMITS)
+    log = MetricsLog(tmp_path, Trackers([queue]))
     log.rewind(4)
     log.start_trackers()
     log.log(5, {"train/loss": 50.0})
     log.close()
     losses = {call[1]: call[2]["train/loss"] for call in tracker.calls if call[0] == "log"}
-    assert tracker.steps == [3, 4, 5]
+    assert tracker.steps == [3, 4, 5] and queue.dropped == 1
     assert math.isnan(losses[3]) and (losses[4], losses[5]) == (4.0, 50.0)
 
 

@@ -216,6 +216,20 @@ def test_a_resumed_run_sends_nothing_that_the_server_has(
     assert json.loads((tmp_path / "wandb.json").read_text())["step"] == 7
 
 
+def test_an_upload_that_does_not_end_in_time_names_the_command_that_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = MagicMock(resumed=False, offline=False, url="", dir=str(tmp_path / "part" / "files"))
+    run.finish.side_effect = TimeoutError
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    tracker = WandbTracker(WandbConfig(mode="offline", timeout_s=2), tmp_path, {})
+    tracker.start()
+    with pytest.raises(
+        TrackerError, match=rf"within 2 s; .* sync --include-online {tmp_path / 'part'}$"
+    ):
+        tracker.close(failed=False)
+
+
 def test_another_project_is_another_run(tmp_path: Path) -> None:
     def state(**more: str) -> tuple[str, int]:
         tracker = WandbTracker(WandbConfig(mode="offline", **more), tmp_path, {})  # type: ignore[arg-type]

@@ -61,11 +61,12 @@ def _machine(record: dict[str, Any]) -> list[str]:
     facts = record["facts"]
     gpus = ", ".join(sorted({gpu["name"] for gpu in facts["gpus"]})) or "no GPU"
     have = [f"{n} {facts['versions'][n]}" for n in SHOWN if n in facts["versions"]]
+    locks = " and ".join(f"`constraints/{lock}`" for lock in locks_of(record))
     lines = [
         f"**{facts['cpu']}, {facts['cpus']} CPUs, {gpus}**; Python {facts['python']}, Burnish "
         f"{record['burnish']}: {', '.join(have)}",
         "",
-        f"Versions of {' and '.join(f'`constraints/{lock}`' for lock in locks_of(record))}.",
+        f"Versions of {locks or 'no lock file'}.",
         "",
         "| self-test | |",
         "| --- | --- |",

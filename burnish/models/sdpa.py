@@ -80,8 +80,10 @@ def way_of(kernels: Kernels | None, call: Call) -> Way:
         return "grouped"
     half = call.dtype in (torch.float16, torch.bfloat16)
     ampere, (dim, value_dim) = kernels.capability >= (8, 0), call.head_dims
-    if not call.masked and half and ampere and dim == value_dim <= 256:
-        return "grouped"  # the flash kernel
+    # The flash kernel. For sizes from 193 to 224 it has no backward pass on some GPUs (8.6, 8.9).
+    flash = dim == value_dim <= 256 and not 192 < dim <= 224
+    if not call.masked and half and ampere and flash:
+        return "grouped"
     if not _efficient(kernels, call, half=half, ampere=ampere):
         return "scores"
     takes_groups = kernels.torch_version >= GROUPED_EFFICIENT and not kernels.hip

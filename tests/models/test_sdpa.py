@@ -31,6 +31,7 @@ WAYS: list[tuple[Way, Kernels, Call]] = [
     ("repeated", Kernels(OLD, H100), Call(BF16, (64, 64), masked=True, grouped=True)),
     ("repeated", Kernels(OLD, A100), Call(FP32, (64, 64), masked=False, grouped=True)),
     ("repeated", Kernels(OLD, A100), Call(BF16, (192, 128), masked=False, grouped=True)),
+    ("repeated", Kernels(OLD, A100), Call(BF16, (200, 200), masked=False, grouped=True)),
     ("repeated", Kernels(OLD, V100), Call(FP16, (64, 64), masked=False, grouped=True)),
     ("grouped", Kernels(NEW, A100), Call(BF16, (128, 128), masked=True, grouped=True)),
     ("repeated", Kernels(NEW, A100, hip=True), Call(BF16, (64, 64), masked=True, grouped=True)),

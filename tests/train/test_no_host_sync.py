@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,9 +32,11 @@ from transformers import (
 )
 
 import burnish.train.torch as torch_engine
+from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from burnish.config.model import ModelConfig
 from burnish.config.train import TrainConfig
+from burnish.loops.distill import distill_objective
 from burnish.loops.objectives import (
     policy_objective,
     process_objective,
@@ -43,7 +46,9 @@ from burnish.loops.objectives import (
     with_expert_balance,
 )
 from burnish.loops.preference import preference_objective
+from burnish.models.distill import Lesson
 from burnish.models.load import choose_attention
+from burnish.models.logprobs import Head
 from burnish.models.value_head import ScalarModel
 from burnish.tensors import upload
 from burnish.train.base import Loss
@@ -209,6 +214,17 @@ def test_no_objective_waits_for_the_device(case: str, layout: str) -> None:
     engine = engine_of("llama", role=role, layout=layout)
     copies = passes_without_waiting(engine, batch_of(**arrays), loss)
     assert copies.uploads > 0
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_student_does_not_wait_for_the_device(kind: str) -> None:
+    options = {"beta": 0.5} if kind == "jsd" else {}
+    teacher = Head(torch.randn(50, 24, device=META), chunk_tokens=7)
+    divergence, slope = (partial(x[kind], **options) for x in (DIVERGENCES, SLOPES))
+    engine = engine_of("llama")
+    engine.forward.lesson = Lesson(teacher, divergence, slope, forward_kl)
+    batch = batch_of(teacher_states=lambda b: torch.randn(b.tokens.numel(), 24))
+    passes_without_waiting(engine, batch, distill_objective(temperature=1.0, nll_weight=0.5))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -225,7 +225,7 @@ def test_running_moments_take_large_numbers_and_refuse_larger_ones() -> None:
     seed=st.integers(0, 999),
     length=st.sampled_from([1, 5, 32, 33, 70, 1100]),
     bad=st.sampled_from([math.nan, math.inf, -math.inf]),
-    gamma=st.sampled_from([1.0, 0.9]),
+    gamma=st.sampled_from([1.0, 0.9, 0.0]),
 )
 def test_a_reward_that_is_not_finite_reaches_no_later_token(
     seed: int, length: int, bad: float, gamma: float
@@ -243,7 +243,9 @@ def test_a_reward_that_is_not_finite_reaches_no_later_token(
     later = mask.clone()
     later[0, : at + 1] = False
     assert torch.equal(found[later], clean[later]) and bool(found[~mask].eq(0).all())
-    assert not bool(found[0, : at + 1][mask[0, : at + 1]].isfinite().any())
+    reached = slice(0 if gamma else at, at + 1)  # nothing is added up with a discount of 0
+    assert not bool(found[0, reached][mask[0, reached]].isfinite().any())
+    assert torch.equal(found[0, : reached.start], clean[0, : reached.start])
     plain = gae(rewards, values, mask, gamma=gamma, lam=0.9)
     broken_values = values.clone()
     broken_values[0, at] = bad

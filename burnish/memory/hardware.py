@@ -148,7 +148,10 @@ def _check_gpu(path: Path, name: str, value: Any) -> None:
         )
     )
     if wrong:
-        raise PlanError(f"{path}: the GPU {name} needs a positive {', '.join(_FIELDS)}, no more")
+        raise PlanError(
+            f"{path}: the GPU {name} needs a positive {', '.join(_FIELDS)}, and besides may "
+            "have a capability"
+        )
 
 
 def parse_cluster(

@@ -321,12 +321,18 @@ def test_a_folder_with_a_config_alone_is_enough(tmp_path, tiny_model):
 
 def test_users_add_gpus_in_a_file(tmp_path):
     more = tmp_path / "gpus.yaml"
-    fields = "bf16_tflops: 1, fp32_tflops: 1, memory_gbs: 1, link_gbs: 1, pcie_gbs: 1"
+    fields = (
+        "capability: 7.5, bf16_tflops: 1, fp32_tflops: 1, memory_gbs: 1, link_gbs: 1, pcie_gbs: 1"
+    )
     more.write_text(
         f"gpus:\n  Z1-8GB: {{memory_gib: 7.5, {fields}}}\nefficiency: {{matmul: 0.3}}\n"
     )
     tables = load_tables(more)
     assert parse_cluster("2xZ1-8GB", tables=tables).limit == 7.5 * 2**30
+    capabilities = [
+        parse_cluster(name, tables=tables).kernels.capability for name in ("Z1-8GB", "V100-32GB")
+    ]
+    assert capabilities == [(7, 5), (7, 0)]
     assert tables.efficiency["matmul"] == 0.3
     for wrong in ("gpus: {X: {memory_gib: 1}}", "speed: {x: 1}", "overhead: {nccl: 1}", "[1", "3"):
         more.write_text(wrong)

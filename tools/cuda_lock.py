@@ -9,6 +9,7 @@ Nothing is installed. All Pythons must get the same versions, so that there is o
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -123,13 +124,21 @@ def _copied(name: str) -> Entry:
 
 
 def main() -> int:
-    """Write the lock."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = []
-        for major, minor in PYTHONS:
-            found.append(resolve(f"{major}.{minor}", Path(folder)))
-            print(f"Python {major}.{minor}: {len(found[-1])} packages", file=sys.stderr)
-    packages = merged(found)
+    """Write the lock; 1 if there is none to write, 2 if uv is missing."""
+    if shutil.which("uv") is None:
+        print("error: uv is not installed; pip install uv", file=sys.stderr)
+        return 2
+    found = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for major, minor in PYTHONS:
+                found.append(resolve(f"{major}.{minor}", Path(folder)))
+                print(f"Python {major}.{minor}: {len(found[-1])} packages", file=sys.stderr)
+        packages = merged(found)
+    except (subprocess.CalledProcessError, ValueError) as error:
+        why = error if isinstance(error, ValueError) else "uv found no versions, see above"
+        print(f"error: {why}; {LOCK.name} is unchanged", file=sys.stderr)
+        return 1
     packages[WITHOUT_DEPENDENCIES] = _copied(WITHOUT_DEPENDENCIES)
     LOCK.write_text(text(packages), encoding="utf-8")
     return 0

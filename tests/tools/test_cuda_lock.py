@@ -248,3 +248,16 @@ def test_a_lock_is_one_set_for_all_pythons(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(ValueError, match="the Pythons get different versions"):
             lock.merged([old, other])
     assert lock.text(old).endswith("a==1 \\\n    --hash=sha256:x\nb==2 \\\n    --hash=sha256:y\n")
+
+
+def test_without_uv_or_without_a_solution_the_lock_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tool("cuda_lock", monkeypatch)
+    monkeypatch.setattr(lock, "LOCK", tmp_path / "cuda.lock.txt")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert lock.main() == 2 and "pip install uv" in capsys.readouterr().err
+    (tmp_path / "uv").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "uv").chmod(0o755)
+    assert lock.main() == 1 and "cuda.lock.txt is unchanged" in capsys.readouterr().err
+    assert not lock.LOCK.exists()

@@ -32,7 +32,7 @@ NOT_IMPORTED = ("burnish.__main__",)
 
 
 def installed(name: str) -> str | None:
-    """Version of a distribution; None if it is absent."""
+    """Return the version of a distribution, None if it is absent."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -74,7 +74,7 @@ def imports(setup: Setup, report: Report) -> None:
 
 
 def import_module(name: str) -> str | None:
-    """Import it; the optional package without which that cannot be, or None."""
+    """Import a module. Return the optional package whose absence prevents it, or None."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -86,7 +86,7 @@ def import_module(name: str) -> str | None:
 
 
 def about(setup: Setup, torch: Any) -> dict[str, str]:
-    """For the head of the report: where, when, with what."""
+    """Return the head of the report: device, date, versions, commit."""
     names = ("torch", "triton", "transformers", "peft")
     versions = ", ".join(f"{n} {v}" for n in names if (v := installed(n)))
     device = "CPU, tiny shapes" if setup.tiny else torch.cuda.get_device_name(0)
@@ -99,7 +99,7 @@ def about(setup: Setup, torch: Any) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of this checkout; empty if it is no git checkout."""
+    """Return the commit of this checkout, empty if it is no git checkout."""
     words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
@@ -111,7 +111,7 @@ def commit() -> str:
 
 
 def environment(setup: Setup, report: Report) -> None:
-    """What the machine is, and what it reaches of its data sheet."""
+    """Describe the machine, and measure its rates."""
     import torch
 
     from burnish.doctor.facts import gather_facts
@@ -128,7 +128,7 @@ def environment(setup: Setup, report: Report) -> None:
 
 
 def nvidia_smi() -> str:
-    """Driver, clocks and power of the devices."""
+    """Return driver, clocks and power of the devices."""
     fields = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -136,7 +136,7 @@ def nvidia_smi() -> str:
 
 
 def rates(setup: Setup, report: Report) -> None:
-    """Matrix products, memory and the link to the host, beside the data sheet."""
+    """Measure matrix products, memory and the link to the host; compare with the data sheet."""
     import torch
 
     from burnish.doctor.calibrate import ON_GPU, Sizes, copy_rate, gpu_of, matmul_flops, read_rate
@@ -174,7 +174,7 @@ def rates(setup: Setup, report: Report) -> None:
 
 
 class Outcomes:
-    """A pytest plugin that writes down how each test ended, at once."""
+    """A pytest plugin that reports the outcome of each test at once."""
 
     def __init__(self, report: Report) -> None:
         self.report, self.ends = report, dict[str, str]()
@@ -196,13 +196,13 @@ class Outcomes:
             self.report.problem(f"{report.nodeid}: {str(report.longrepr)[-TAIL_CHARS:]}")
 
     def counts(self) -> dict[str, int]:
-        """Tests by how they ended."""
+        """Count the tests by outcome."""
         kinds = [end.partition(":")[0] for end in self.ends.values()]
         return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
 def tests(setup: Setup, report: Report) -> None:
-    """``tests/gpu``, in this process. Without a GPU all are collected and skipped."""
+    """Run ``tests/gpu`` in this process. Without a GPU all tests are collected and skipped."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the machine's own are not those of our set
     import pytest
 

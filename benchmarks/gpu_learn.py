@@ -39,7 +39,7 @@ checkpoint: {{every_n_steps: 0}}
 
 
 def write_job(setup: Setup, folder: Path) -> Path:
-    """The recipe and what it reads; its path."""
+    """Write the recipe and the files that it reads. Return the recipe's path."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": f"{i} {i + 1}", "label": "7"} for i in range(64)]
     text = "".join(json.dumps(row) + "\n" for row in rows)

@@ -25,13 +25,11 @@ from gpu_report import Setup
 from plan_accuracy import random_model
 
 from burnish.config import load_config
-from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.model import ModelConfig
 from burnish.doctor.calibrate import gpu_of
 from burnish.memory.hardware import load_tables
 from burnish.memory.shapes import find_config, matrix_flops, shape_of
-from burnish.models.scratch import scratch_tokenizer
-from burnish.observe.timeline import Timeline
-from burnish.runtime.inline import InlineRuntime
+from burnish.models.gpu import set_up_gpu
 from burnish.train.base import Outputs
 from burnish.train.torch import EngineSpec, TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
@@ -81,7 +79,7 @@ class Group:
 
 
 def model_folder(setup: Setup) -> Path:
-    """A folder with the model's config alone."""
+    """Return a folder with the model's config alone."""
     folder = setup.work / "model"
     if not (folder / "config.json").is_file():
         found = find_config(ModelConfig(path=SHAPE))[0]
@@ -92,7 +90,7 @@ def model_folder(setup: Setup) -> Path:
 
 
 def make_recipe(setup: Setup, **train: Any) -> Any:
-    """A recipe of supervised fine-tuning, of which only the model and the engine are used."""
+    """Return a recipe of supervised fine-tuning. Only its model and engine are used."""
     tree = {
         "job": "sft",
         "model": {"path": str(model_folder(setup))},
@@ -103,19 +101,9 @@ def make_recipe(setup: Setup, **train: Any) -> Any:
     return load_config(tree)
 
 
-def set_up_device(setup: Setup) -> None:
-    """Give torch the settings that a run of Burnish gives it."""
-    InlineRuntime(
-        scratch_tokenizer("01"),
-        precision=PrecisionConfig(),
-        device=setup.device,
-        timeline=Timeline(),
-    )
-
-
 def make_engine(setup: Setup, *, with_entropy: bool, **train: Any) -> TorchTrainEngine:
-    """A train engine over random weights. ``train``: keys of the recipe."""
-    set_up_device(setup)
+    """Make a train engine over random weights. ``train``: keys of the recipe."""
+    set_up_gpu(torch.device(setup.device))
     config = make_recipe(setup, **train)
     torch.manual_seed(0)
     model = random_model(config, torch.device(setup.device))
@@ -131,7 +119,7 @@ def make_engine(setup: Setup, *, with_entropy: bool, **train: Any) -> TorchTrain
 
 
 def make_batch(groups: Sequence[Group], vocabulary: int) -> Batch:
-    """Rows of random tokens; responses are trained on."""
+    """Make rows of random tokens. Responses are trained on."""
     generator = random.Random(0)
     rows, masks, prompts, ids = [], [], [], []
     for number, group in enumerate(groups):
@@ -145,13 +133,13 @@ def make_batch(groups: Sequence[Group], vocabulary: int) -> Batch:
 
 
 def nll(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
-    """Minus the mean log-prob of the trained tokens."""
+    """Compute minus the mean log-prob of the trained tokens."""
     assert outputs.logprobs is not None
     return -outputs.logprobs.sum() / batch.num_tokens, Stats()
 
 
 def train_flops(setup: Setup, groups: Sequence[Group]) -> float:
-    """Of a training pass over the groups, by the formula above."""
+    """Return the FLOPs of a training pass over the groups, by the formula above."""
     shape = shape_of(ModelConfig(path=str(model_folder(setup))))
     text = shape.text
     head = 2.0 * text.vocab_size * text.hidden_size
@@ -163,7 +151,7 @@ def train_flops(setup: Setup, groups: Sequence[Group]) -> float:
 
 
 def peak_flops(setup: Setup) -> float | None:
-    """FLOPs a second of this GPU on its data sheet; None if the table does not have it."""
+    """Return this GPU's FLOPs per second on its data sheet, None if the table lacks it."""
     if setup.tiny:
         return None
     memory = torch.cuda.get_device_properties(0).total_memory
@@ -172,7 +160,7 @@ def peak_flops(setup: Setup) -> float | None:
 
 
 def vocabulary_of(setup: Setup) -> int:
-    """Tokens of the model."""
+    """Return the number of tokens in the model's vocabulary."""
     return int(shape_of(ModelConfig(path=str(model_folder(setup)))).text.vocab_size)
 
 
@@ -183,7 +171,7 @@ def synchronize(setup: Setup) -> None:
 
 
 def free(setup: Setup) -> None:
-    """Give back what is not referenced, so that one case's peak is not another's."""
+    """Free unreferenced memory and reset the peak, so that each case has its own."""
     gc.collect()
     if setup.device == "cuda":
         torch.cuda.empty_cache()
@@ -191,7 +179,7 @@ def free(setup: Setup) -> None:
 
 
 def peak_gb(setup: Setup) -> tuple[float, float] | None:
-    """(tensors, reserved) at most since :func:`free`, in GB; None on a CPU."""
+    """Return the peaks (tensors, reserved) since :func:`free` in GB, None on a CPU."""
     if setup.device != "cuda":
         return None
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -26,7 +26,7 @@ itself was killed, and ``cut``, when its call was over.)"""
 
 @dataclass(frozen=True)
 class Setup:
-    """What a step gets."""
+    """Arguments of a step."""
 
     out: Path
     """Folder of results, small."""
@@ -37,7 +37,7 @@ class Setup:
 
     @property
     def device(self) -> str:
-        """Where to compute."""
+        """The device that is measured."""
         return "cpu" if self.tiny else "cuda"
 
 
@@ -50,12 +50,12 @@ def write_json(path: Path, tree: Any) -> None:
 
 
 def tail(error: BaseException) -> str:
-    """The end of a traceback."""
+    """Return the end of a traceback."""
     return "".join(traceback.format_exception(error))[-TAIL_CHARS:]
 
 
 class Report:
-    """Findings of one step, on disk after every call."""
+    """Findings of one step. Each method writes the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class Report:
         self._write()
 
     def add(self, **values: Any) -> None:
-        """Keep named values."""
+        """Store named values."""
         self.values["values"].update(values)
         self._write()
 
@@ -78,13 +78,13 @@ class Report:
         self._write()
 
     def problem(self, text: str) -> None:
-        """Keep something that is wrong. The step goes on; the session's exit code says it."""
+        """Store a problem. The step continues; the session's exit code will be 1."""
         self.values["problems"].append(text)
         self._write()
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """One of several cases: an exception in it becomes a problem, and the next case runs."""
+        """Turn an exception of one of several cases into a problem, so that the next case runs."""
         try:
             yield
         except Exception as error:
@@ -117,21 +117,21 @@ class Results:
         self.tree = found
 
     def step(self, name: str) -> dict[str, Any]:
-        """What is known of a step; empty if it has not begun."""
+        """Return the record of a step, empty if it has not begun."""
         return dict(self.tree["steps"].get(name, {}))
 
     def set(self, name: str, **fields: Any) -> None:
-        """Replace what is known of a step."""
+        """Replace the record of a step."""
         self.tree["steps"][name] = fields
         self.write()
 
     def write(self) -> None:
-        """To disk, atomically."""
+        """Write the file atomically."""
         write_json(self.path, self.tree)
 
 
 def result_cell(step: dict[str, Any]) -> str:
-    """One line about how a step ended and what it found."""
+    """Return one line with the state and the findings of a step."""
     state, found = step.get("state"), step.get("found") or {}
     if state is None:
         return "not run"
@@ -146,8 +146,8 @@ def result_cell(step: dict[str, Any]) -> str:
 
 
 def markdown(steps: Sequence[tuple[str, str]], tree: dict[str, Any]) -> str:
-    """The report: where and when, one row per step (``steps``: name, what it measures), then every
-    table that the steps filled."""
+    """Return the report: device and versions, one row per step (``steps``: name, what it measures),
+    then every table of every step."""
     about = tree.get("about") or {}
     head = [f"{name}: {value}" for name, value in about.items() if value]
     rows = []

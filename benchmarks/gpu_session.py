@@ -87,7 +87,7 @@ class Session:
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def run(self, wanted: Sequence[str], *, redo: bool) -> int:
-        """Run the wanted steps that have not ended; the exit code."""
+        """Run the wanted steps that have not ended. Return the exit code."""
         for step in self.steps:
             known = self.results.step(step.name)
             if step.name not in wanted or (known.get("state") in ENDED and not redo):
@@ -100,11 +100,12 @@ class Session:
             if self.left() < WORTHWHILE * self.limit(step):
                 print(f"{step.name}: not begun, the call is over; call again to continue")
                 break
-            self.run_step(step, attempts=known.get("attempts", 0) + 1)
+            before = 0 if known.get("state") in ENDED else known.get("attempts", 0)
+            self.run_step(step, attempts=before + 1)
         return self.exit_code()
 
     def exit_code(self) -> int:
-        """How all the steps of the session are."""
+        """Return the exit code for the states of all steps."""
         states = [self.results.step(step.name) for step in self.steps]
         if any(known.get("state") not in ENDED for known in states):
             return LEFT
@@ -112,11 +113,11 @@ class Session:
         return DONE if clean else FAILED
 
     def limit(self, step: Step) -> float:
-        """Seconds that the step may take."""
+        """Return the most seconds that the step may take."""
         return step.limit_s * self.budget / BUDGET_MIN
 
     def left(self) -> float:
-        """Seconds until the call is over."""
+        """Return the seconds until the call is over."""
         return float("inf") if self.ends is None else self.ends - time.monotonic()
 
     def run_step(self, step: Step, *, attempts: int) -> None:
@@ -156,7 +157,7 @@ class Session:
         self.record(step, **fields)
 
     def child_words(self, step: Step, path: Path) -> list[str]:
-        """The command line of a step's process, after the script."""
+        """Return the command line of a step's process, after the script."""
         words = ["--child", step.target, str(path), "--out", str(self.setup.out)]
         return [*words, "--work", str(self.setup.work), *(["--tiny"] if self.setup.tiny else [])]
 
@@ -172,7 +173,7 @@ class Session:
         self.process = None
 
     def record(self, step: Step, **fields: Any) -> None:
-        """Keep how a step ended, and renew the report."""
+        """Store how a step ended, print it, and write the report."""
         self.results.set(step.name, **fields)
         found = fields.get("found", {})
         if "about" in found.get("values", {}):
@@ -187,7 +188,7 @@ class Session:
         sys.stdout.flush()
 
     def write_report(self) -> None:
-        """results.md."""
+        """Write results.md."""
         text = markdown([(s.name, s.what) for s in self.steps], self.results.tree)
         (self.setup.out / "results.md").write_text(text, encoding="utf-8")
 
@@ -199,7 +200,7 @@ def _state(code: int | None) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a step found; nothing if it did not come to that."""
+    """Return the findings of a step, empty if it wrote none."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
@@ -207,7 +208,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def child(target: str, path: Path, setup: Setup) -> int:
-    """Run one step in this process; the exit code. It ends with the session that started it."""
+    """Run one step in this process and return the exit code. The process ends when the session
+    does."""
     threading.Thread(target=_end_with_parent, args=(os.dup(0),), daemon=True).start()
     report = Report(path)
     module, _, function = target.partition(":")
@@ -258,7 +260,7 @@ def require_cuda(env: dict[str, str]) -> None:
 
 
 def environment_of(site: Path | None, *, tiny: bool) -> dict[str, str]:
-    """Environment variables of the steps."""
+    """Return the environment variables of the steps."""
     before = os.environ.get("PYTHONPATH")
     paths = [*([str(site)] if site else []), str(ROOT), str(HERE), *([before] if before else [])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
@@ -272,11 +274,11 @@ def environment_of(site: Path | None, *, tiny: bool) -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    names, plus = [step.name for step in STEPS], cast(Any, {"metavar": "M", "type": _minutes})
+    names, plus = [step.name for step in STEPS], cast(Any, {"metavar": "M", "type": minutes})
     parser.add_argument("--out", type=Path, default=Path("gpu-session"), help="folder of results")
     parser.add_argument("--work", type=Path, help="folder of models and run folders (OUT-work)")
     parser.add_argument("--wheels", type=Path, help="folder of gpu_wheels.py")
@@ -294,7 +296,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _minutes(text: str) -> float:
+def minutes(text: str) -> float:
+    """Parse a positive number of minutes."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
@@ -306,7 +309,7 @@ def _stop(number: int, _: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the session, or, started by it, one step."""
+    """Run the session or, with --child, one step."""
     started = time.monotonic()
     args = parse(arguments)
     setup = Setup(args.out, args.work, args.tiny)

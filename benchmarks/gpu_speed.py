@@ -17,7 +17,6 @@ from gpu_model import (
     nll,
     peak_flops,
     peak_gb,
-    set_up_device,
     synchronize,
     train_flops,
     vocabulary_of,
@@ -26,6 +25,7 @@ from gpu_report import Report, Setup
 from plan_accuracy import in_process, random_model
 
 from burnish.config.rollout import LocalEngine
+from burnish.models.gpu import set_up_gpu
 from burnish.models.scratch import scratch_tokenizer
 from burnish.oom import is_out_of_memory
 from burnish.rollout.base import Request, Sampling
@@ -47,12 +47,12 @@ class Case:
 
 
 def single(*lengths: int) -> tuple[Group, ...]:
-    """Rows that share no prompt, all of whose tokens but the first are trained on."""
+    """Return rows that share no prompt. All tokens but the first are trained on."""
     return tuple(Group(1, (length - 1,)) for length in lengths)
 
 
 def sft_cases(*, tiny: bool) -> list[Case]:
-    """Two micro-batches of 16k tokens: rows of 8k, and ragged rows up to 8k."""
+    """Return cases with two micro-batches of 16k tokens: rows of 8k, and ragged rows up to 8k."""
     k = 8 if tiny else 1024
     equal, ragged = single(*[8 * k] * 4), single(8 * k, 6 * k, 2 * k, 7 * k, 5 * k, 4 * k)
     return [
@@ -63,7 +63,7 @@ def sft_cases(*, tiny: bool) -> list[Case]:
 
 
 def rl_cases(*, tiny: bool) -> list[Case]:
-    """Groups with shared prompts: responses of about 2k, and ragged ones with rows up to 16k."""
+    """Return groups with shared prompts: rows of about 2k, and ragged rows up to 16k."""
     k = 8 if tiny else 1024
     short = Group(k // 2, tuple(k + k * i // 4 for i in range(8)))
     long = Group(2 * k, (14 * k, 8 * k, 4 * k, 2 * k))
@@ -75,12 +75,12 @@ def rl_cases(*, tiny: bool) -> list[Case]:
 
 
 def sft(setup: Setup, report: Report) -> None:
-    """Tokens per second, MFU and peak memory of supervised fine-tuning."""
+    """Measure tokens per second, MFU and peak memory of supervised fine-tuning."""
     _all(setup, report, "SFT", sft_cases(tiny=setup.tiny), with_entropy=False)
 
 
 def rl(setup: Setup, report: Report) -> None:
-    """The same of an RL update, with entropies."""
+    """Measure the same of an RL update, with entropies."""
     _all(setup, report, "RL", rl_cases(tiny=setup.tiny), with_entropy=True)
 
 
@@ -103,7 +103,7 @@ def _all(
 
 
 def train_case(setup: Setup, case: Case, *, with_entropy: bool) -> dict[str, Any]:
-    """Measure one case; without numbers if it does not fit."""
+    """Measure one case. Return a note instead if it runs out of memory."""
     try:
         return _train_case(setup, case, with_entropy=with_entropy)
     except Exception as error:
@@ -152,7 +152,7 @@ def _train_case(setup: Setup, case: Case, *, with_entropy: bool) -> dict[str, An
 
 
 def plan_cases(*, tiny: bool) -> list[dict[str, Any]]:
-    """Of benchmarks/plan_accuracy.py, which has more."""
+    """Return some of the cases of benchmarks/plan_accuracy.py."""
     packed, shared = {"layout": "packed"}, {"layout": "shared_prefix"}
     sft, rl, rollout = {"job": "sft"}, {"job": "rl"}, {"job": "rollout"}
     cases: list[dict[str, Any]] = [
@@ -171,7 +171,7 @@ def plan_cases(*, tiny: bool) -> list[dict[str, Any]]:
 
 
 def plan(setup: Setup, report: Report) -> None:
-    """Predicted against measured peaks of memory."""
+    """Compare predicted with measured peaks of memory."""
     ratios = []
     for case in plan_cases(tiny=setup.tiny):
         told = ", ".join(f"{k} {v}" for k, v in case.items() if k not in ("job", "size"))
@@ -190,10 +190,10 @@ def plan(setup: Setup, report: Report) -> None:
 
 
 def rollout(setup: Setup, report: Report) -> None:
-    """New tokens per second of the local engine."""
+    """Measure new tokens per second of the local engine."""
     prompts, prompt, new = (2, 8, 8) if setup.tiny else (8, 512, 512)
     config = make_recipe(setup)
-    set_up_device(setup)
+    set_up_gpu(torch.device(setup.device))
     torch.manual_seed(0)
     model = random_model(config, torch.device(setup.device))
     model = model.to(torch.float32 if setup.tiny else torch.bfloat16).eval()
@@ -222,7 +222,7 @@ def rollout(setup: Setup, report: Report) -> None:
 def sample_case(
     setup: Setup, engine: LocalRolloutEngine, requests: list[Request], new: int
 ) -> dict[str, Any]:
-    """Seconds of a second call (the first records graphs), and what it took."""
+    """Measure a second call; the first records graphs."""
     seconds = []
     for _ in range(2):
         synchronize(setup)

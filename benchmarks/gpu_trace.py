@@ -61,7 +61,7 @@ class Gap:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The complete events of a Chrome trace, by start."""
+    """Return the complete events of a Chrome trace, sorted by start."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
@@ -80,7 +80,7 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def gaps_of(spans: Iterable[Span]) -> list[Gap]:
-    """Between what ran on the device, all streams together, in order.
+    """Return the gaps between kernels and copies on the device, all streams together, in order.
 
     >>> kernel = lambda name, start, end: Span(name, "kernel", start, end)
     >>> busy = [kernel("a", 0, 4), kernel("b", 2, 3), kernel("c", 10, 12), kernel("d", 12, 13)]
@@ -98,7 +98,7 @@ def gaps_of(spans: Iterable[Span]) -> list[Gap]:
 
 
 class Overlaps:
-    """Spans, to be asked for those that overlap an interval."""
+    """An index of spans by interval."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
@@ -106,13 +106,13 @@ class Overlaps:
         self.ends = np.array([span.end for span in spans])
 
     def within(self, start: float, end: float) -> list[Span]:
-        """Those that share some of [start, end], in order."""
+        """Return the spans that overlap [start, end], in order."""
         found = np.flatnonzero((self.starts < end) & (self.ends > start))
         return [self.spans[i] for i in found.tolist()]
 
 
 class Host:
-    """What the host did, for questions about gaps."""
+    """The host's side of a trace."""
 
     def __init__(self, spans: Sequence[Span], root: Path | None = None) -> None:
         self.launched = {
@@ -130,7 +130,7 @@ class Host:
         )
 
     def cause(self, gap: Gap) -> tuple[float, str, str]:
-        """(microseconds of the gap until the launch, Burnish's function, operation)."""
+        """Return (microseconds of the gap until the launch, Burnish's function, operation)."""
         link = gap.after.link
         launch = gap.end if link is None else self.launched.get(link, gap.end)
         until = min(max(launch, gap.start), gap.end)
@@ -144,7 +144,8 @@ class Host:
 
 
 def longest(spans: Sequence[Span], start: float, end: float) -> str:
-    """Name of the innermost span that covers most of [start, end]; spans are sorted by start.
+    """Return the name of the innermost span that covers most of [start, end]. ``spans`` are sorted
+    by start.
 
     >>> spans = [Span("outer", "", 0, 100), Span("first", "", 1, 20), Span("second", "", 21, 80)]
     >>> longest(spans, 15, 60), longest(spans, 2, 3), longest(spans, 90, 95)
@@ -160,7 +161,8 @@ def longest(spans: Sequence[Span], start: float, end: float) -> str:
 
 
 def shares(spans: Sequence[Span]) -> dict[str, Any]:
-    """Milliseconds of the device: from the first to the last kernel, busy, and by kernel."""
+    """Return the device's milliseconds from the first to the last kernel, its idle share, and the
+    time of each kernel."""
     device = [s for s in spans if s.kind in ON_DEVICE]
     if not device:
         return {}
@@ -184,7 +186,7 @@ def shares(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def trace(setup: Setup, report: Report) -> None:
-    """Profile, and take the profiles apart."""
+    """Profile a training pass and report kernels, idle share and gaps."""
     case = rl_cases(tiny=setup.tiny)[0]
     engine = make_engine(setup, with_entropy=True, layout=case.layout)
     batch = make_batch(case.groups[:1], vocabulary_of(setup))
@@ -221,7 +223,7 @@ def trace(setup: Setup, report: Report) -> None:
 
 
 def profiled(setup: Setup, run: Callable[[], None], path: Path, *, stacks: bool) -> list[Span]:
-    """The trace of one run."""
+    """Return the trace of one run."""
     activities = [ProfilerActivity.CPU]
     if setup.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -232,7 +234,7 @@ def profiled(setup: Setup, run: Callable[[], None], path: Path, *, stacks: bool)
 
 
 def name_gaps(setup: Setup, report: Report, spans: Sequence[Span]) -> None:
-    """The longest gaps, and the functions that stand behind most of the idle time."""
+    """Report the longest gaps, and the functions with the most idle time."""
     host, gaps = Host(spans, Path(__file__).resolve().parents[1]), gaps_of(spans)
     by_function: Counter[str] = Counter()
     longest_first = sorted(gaps, key=lambda gap: -gap.length)

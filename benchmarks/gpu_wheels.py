@@ -44,7 +44,7 @@ OLD_TAGS = {
 
 
 def locked_versions(text: str) -> dict[str, str]:
-    """Version of every package in a lock file, by normalized name.
+    """Return the version of every package in a lock file, by normalized name.
 
     >>> locked_versions("Typing_Extensions==4.1 \\\\\\n    --hash=sha256:00\\n# a comment\\n")
     {'typing-extensions': '4.1'}
@@ -54,7 +54,7 @@ def locked_versions(text: str) -> dict[str, str]:
 
 
 def requirements(versions: dict[str, str]) -> list[str]:
-    """``NAME==VERSION`` of all packages. Raises SystemExit if the lock file lacks one."""
+    """Return ``NAME==VERSION`` of all packages. Raises SystemExit if the lock file lacks one."""
     names = [name for packages in NEEDED_BY.values() for name in packages]
     if missing := sorted(set(names) - set(versions)):
         raise SystemExit(f"{LOCK.name} has no version of {', '.join(missing)}; lock them first")
@@ -62,7 +62,7 @@ def requirements(versions: dict[str, str]) -> list[str]:
 
 
 def platform_tags(machine: str) -> list[str]:
-    """Wheel platforms of ``machine`` for pip's --platform, newest glibc last."""
+    """Return the wheel platforms of ``machine`` for pip's --platform, newest glibc last."""
     return [
         *(f"{old}_{machine}" for old in OLD_TAGS[machine]),
         *(f"manylinux_2_{minor}_{machine}" for minor in GLIBC),
@@ -70,7 +70,7 @@ def platform_tags(machine: str) -> list[str]:
 
 
 def pip_command(python: str, machine: str, out: Path, wanted: Iterable[str]) -> list[str]:
-    """The download for one version of Python."""
+    """Return the command that downloads for one version of Python."""
     tags = [word for tag in platform_tags(machine) for word in ("--platform", tag)]
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
     target = ["--implementation", "cp", "--python-version", python, *tags]
@@ -78,7 +78,7 @@ def pip_command(python: str, machine: str, out: Path, wanted: Iterable[str]) -> 
 
 
 def size_problem(sizes: dict[str, int], limit_mib: float) -> str | None:
-    """Why the wheels are too large together; None if they are not."""
+    """Return why the wheels are too large together, None if they are not."""
     total = sum(sizes.values()) / 2**20
     if total <= limit_mib:
         return None
@@ -90,7 +90,7 @@ def size_problem(sizes: dict[str, int], limit_mib: float) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Download, list, and check the sum."""
+    """Download and list the wheels, and check their sum."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import gpu_attention  # noqa: E402
+import gpu_engines  # noqa: E402
 import gpu_model  # noqa: E402
 import gpu_session  # noqa: E402
 import gpu_trace  # noqa: E402
@@ -227,6 +229,14 @@ def test_the_limits_of_all_steps_fit_into_the_budget() -> None:
     assert halved.limit(gpu_session.STEPS[0]) == gpu_session.STEPS[0].limit_s / 2
 
 
+def test_a_step_that_is_done_again_has_both_attempts_again(
+    session: Callable[..., Session], setup: Setup
+) -> None:
+    run(session(good=60))
+    run(session(good=60), redo=True)
+    assert kept(setup)["good"]["attempts"] == 1
+
+
 # ---- wheels --------------------------------------------------------------------------------------
 
 
@@ -303,6 +313,28 @@ def test_flops_of_a_training_pass_are_those_counted_by_hand(setup: Setup) -> Non
     groups = [gpu_model.Group(2, (1, 2))]
     assert gpu_model.train_flops(setup, groups) == 3 * 214_144
     assert doctest.testmod(gpu_model).failed == 0
+
+
+def test_a_kernel_that_contradicts_burnishs_rules_is_a_problem(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 24 calls 6 are decode steps, for which there is no rule."""
+    report = Report(setup.work / "step.json")
+    monkeypatch.setattr(gpu_attention, "way_of", lambda case, device: "scores")
+    gpu_attention.attention(setup, report)
+    assert len(report.values["problems"]) == 18
+    assert "against burnish/models/sdpa.py" in report.values["problems"][0]
+
+
+def test_an_engine_that_is_off_is_a_problem(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN is not within tolerance either: 3 formats x 3 layouts, 3 formats x 2."""
+    report = Report(setup.work / "step.json")
+    monkeypatch.setattr(gpu_engines, "train_errors", lambda *_: (float("nan"), 0.0))
+    monkeypatch.setattr(gpu_engines, "sample_errors", lambda *_: (0.0, float("nan")))
+    monkeypatch.setattr(gpu_engines, "greedy", lambda *_, **__: [])
+    gpu_engines.engines(setup, report)
+    assert report.values["summary"] == "0 of 15 comparisons within tolerance"
+    assert len(report.values["problems"]) == 15
 
 
 def test_every_step_is_in_the_document() -> None:

@@ -155,19 +155,18 @@ def plan_cases(*, tiny: bool) -> list[dict[str, Any]]:
     """Return some of the cases of benchmarks/plan_accuracy.py."""
     packed, shared = {"layout": "packed"}, {"layout": "shared_prefix"}
     sft, rl, rollout = {"job": "sft"}, {"job": "rl"}, {"job": "rollout"}
-    cases: list[dict[str, Any]] = [
-        {**sft, "size": "0.1B", "micro": 8, "checkpointing": False, **packed},
-        {**rollout, "size": "0.1B", "batch": 64},
-    ]
-    if not tiny:
-        cases += [
-            {**rl, "size": "0.5B", "micro": 8, "checkpointing": False, **shared},
-            {**sft, "size": "0.6B", "micro": 4, "checkpointing": False, **packed},
-            {**rl, "size": "1.5B", "micro": 8, "checkpointing": True, **shared},
-            {**rollout, "size": "0.5B", "batch": 128},
-            {**rl, "size": "1.5B", "micro": 4, "checkpointing": True, **packed, "lora": 32},
+    if tiny:
+        return [
+            {**sft, "size": "0.1B", "micro": 8, "checkpointing": False, **packed},
+            {**rollout, "size": "0.1B", "batch": 64},
         ]
-    return cases
+    return [
+        {**sft, "size": "0.6B", "micro": 4, "checkpointing": False, **packed},
+        {**rl, "size": "0.5B", "micro": 8, "checkpointing": False, **shared},
+        {**rollout, "size": "0.5B", "batch": 128},
+        {**rl, "size": "1.5B", "micro": 8, "checkpointing": True, **shared},
+        {**rl, "size": "1.5B", "micro": 4, "checkpointing": True, **packed, "lora": 32},
+    ]
 
 
 def plan(setup: Setup, report: Report) -> None:

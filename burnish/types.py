@@ -255,7 +255,7 @@ class Stats:
     A mean is kept as (numerator, denominator), so the mean over any split of the data is the mean
     over the data: ``Stats(means={"clip_frac": (3, 40)}) + Stats(means={"clip_frac": (1, 10)})``
     has clip_frac 4/50. Values may be detached tensors; nothing waits for the device until
-    :meth:`floats`.
+    :meth:`floats` or :meth:`plain` reads them all in one copy.
     """
 
     means: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)

@@ -18,15 +18,12 @@ without loading and without the held-out measurements. Needs the extra ``bench``
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from common import cpu_seconds, inline_runtime
-from learning_results import Results
+from learning_results import Results, run_in_process
 from learning_tasks import TASKS, TRL, VARIANTS, Task, recipe
 
 OUT = Path("runs/learning.jsonl")
@@ -109,19 +106,10 @@ def run(args: argparse.Namespace) -> None:
         for name in args.names:
             if results.has(args.task, name, seed):
                 continue
-            child(args.out, "one", "--task", args.task, "--name", name, "--seed", str(seed))
+            run_in_process(
+                args.out, "one", "--task", args.task, "--name", name, "--seed", str(seed)
+            )
             print(args.task, name, seed, flush=True)
-
-
-def child(out: Path, *words: str) -> None:
-    """One run in its own process, which adds it to ``out``."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, __file__, "--out", str(out), *words],
-        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
 
 
 def main() -> None:  # house: ok one parser

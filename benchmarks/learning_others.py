@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common import inline_runtime, model_folder
-from learning_results import Results
+from learning_results import Results, run_in_process
 from learning_tasks import ROOT, SORT_MODEL
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -153,13 +153,11 @@ def _preferred(kind: str, data: Path, folder: Path, seed: int) -> Path:
 def hacking(args: argparse.Namespace) -> None:
     """SmolLM2 goes on from neutral openings; VADER's sentiment is the reward. Without a KL term it
     learns to repeat one happy word, with a strong one it stays a language model."""
-    from learning import child
-
     for seed in args.seeds:
         for kl in KL_COEFS:
             if Results(args.out).has("hacking", f"{kl:g}", seed):
                 continue
-            child(args.out, "one-hacking", "--kl", str(kl), "--seed", str(seed))
+            run_in_process(args.out, "one-hacking", "--kl", str(kl), "--seed", str(seed))
             print("KL weight", kl, "seed", seed, flush=True)
 
 

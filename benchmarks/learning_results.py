@@ -1,8 +1,12 @@
-"""Where ``learning.py`` keeps its runs: one file, a JSON object a line, only ever added to."""
+"""The runs of ``learning.py``: processes that make them, and the file that keeps them (one JSON
+object per line, append-only)."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +36,19 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab", buffering=0) as file:
             file.write(json.dumps(run).encode() + b"\n")
+
+
+def run_in_process(out: Path, *words: str) -> None:
+    """Call ``learning.py`` with ``words`` in a process of its own, which adds one run to ``out``.
+    Raises SystemExit with its last output if it fails."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    script = str(Path(__file__).with_name("learning.py"))
+    done = subprocess.run(
+        [sys.executable, script, "--out", str(out), *words],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr[-3000:]}")

@@ -1,5 +1,5 @@
 """Check the house rules that a machine can check: sizes, documentation, types, no getattr, flat
-folders.
+folders, no import cycle, no use of another module's private names.
 
 ``python tools/house.py [FILE ...]`` prints ``file:line: message`` for each break and exits with 1.
 Without files it reads burnish/, tools/, benchmarks/ and tests/. ``# house: ok <reason>`` at the end
@@ -15,6 +15,9 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from imports import find_cycle, own_modules, private_names
 
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
@@ -50,6 +53,7 @@ def check_file(path: Path, text: str) -> list[Finding]:
                 findings += _sizes(node)
     if not is_test:
         findings += _documentation(tree, marks)
+        findings += [f for f in private_names(tree) if not marks.get(f[0])]
     if in_package:
         findings += _getattr(tree, marks)
     return sorted(set(findings))
@@ -169,7 +173,10 @@ def main(arguments: list[str]) -> int:
         for line, message in check_file(name, path.read_text(encoding="utf-8")):
             print(f"{name}:{line}: {message}")
             num_findings += 1
-    return 1 if num_findings else 0
+    cycle = [] if arguments else find_cycle(own_modules(root))
+    if cycle:
+        print(f"modules import each other: {' -> '.join(cycle)}")
+    return 1 if num_findings or cycle else 0
 
 
 if __name__ == "__main__":

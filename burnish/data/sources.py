@@ -361,7 +361,7 @@ class _EnvironmentRows:
     """Items of an environment; each row says how the reward finds the item again."""
 
     def __init__(self, config: EnvironmentSource) -> None:
-        from burnish.environments.base import make_environment
+        from burnish.environments.make import make_environment
 
         self._environment = make_environment(
             config.environment, dict(config.options), size=config.size, seed=config.seed

@@ -1,4 +1,4 @@
 """Tasks that make prompts and score the answers.
 
-Reading order: base (the interface), importing (a user's own class), reasoning_gym.
+Reading order: base (the interface), make (by name), importing (a user's own class), reasoning_gym.
 """

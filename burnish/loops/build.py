@@ -79,7 +79,7 @@ def build_rl(
     """The parts of an RL run and its evaluator. Data and rewards first: their mistakes are the
     quickest to find."""
     new_tokens = config.rollout.generate_max_len
-    data = _within_positions(config.data, config.model, new_tokens=new_tokens)
+    data = within_positions(config.data, config.model, new_tokens=new_tokens)
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
     held_out = _held_out(config.eval, config, runtime.tokenizer, new_tokens)
     ptx = _ptx(config, runtime)
@@ -150,7 +150,7 @@ def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["me
 def _ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
     if config.ptx is None:
         return None
-    data = _within_positions(config.ptx.data, config.model, field="ptx.data")
+    data = within_positions(config.ptx.data, config.model, field="ptx.data")
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
     return Ptx(
         timed(stream, runtime.timeline, {"next": "data"}),
@@ -181,7 +181,7 @@ def build_evaluation(
 def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
     """The parts of a ``generate`` job. Data and rewards first, as for rl."""
     new_tokens = config.rollout.generate_max_len
-    data = _within_positions(config.data, config.model, new_tokens=new_tokens)
+    data = within_positions(config.data, config.model, new_tokens=new_tokens)
     questions = Questions(
         data,
         runtime.tokenizer,
@@ -211,7 +211,7 @@ def build_supervised(
     sft = isinstance(config, SFTConfig)
     stream, eval_batch = _supervised_data(config, runtime.tokenizer)
     total = config.steps_for(len(stream))
-    spec = _supervised_spec(config, "policy" if sft else "reward", total)
+    spec = supervised_spec(config, "policy" if sft else "reward", total)
     spans = {"forward_backward": "train", "optim_step": "optim"}
     if sft:
         engine = runtime.language_model(spec, {**spans, "logprobs": "eval"})
@@ -263,7 +263,8 @@ def tell_noise(model: ModelConfig, role: Role) -> None:
         )
 
 
-def _supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> EngineSpec:
+def supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> EngineSpec:
+    """Return the spec of the model that a supervised job trains."""
     return EngineSpec(
         role=role,
         train=config.train,
@@ -275,7 +276,7 @@ def _supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> Eng
     )
 
 
-def _within_positions(
+def within_positions(
     data: Data, model: ModelConfig, *, new_tokens: int = 0, field: str = "data"
 ) -> Data:
     """``data`` with its length limit lowered to what the model has positions for, so that
@@ -408,7 +409,7 @@ def _held_out(
     if config is None:
         return ()
     new_tokens = config.generate_max_len or new_tokens
-    data = _within_positions(config.data, job.model, new_tokens=new_tokens, field="eval.data")
+    data = within_positions(config.data, job.model, new_tokens=new_tokens, field="eval.data")
     return load_prompts(data, tokenizer, limit=config.num_prompts)
 
 
@@ -424,26 +425,26 @@ def _supervised_data(
 ) -> tuple[SFTStream | PreferenceStream | StepsStream, Batch | None]:
     """The training stream and all held-out rows."""
     if isinstance(config, SFTConfig):
-        data = _within_positions(config.data, config.model)
-        rows = _held_out_data(config.eval_data, config.model)
+        data = within_positions(config.data, config.model)
+        rows = held_out_data(config.eval_data, config.model)
         held_out = load_rows(rows, tokenizer) if rows is not None else None
         return SFTStream(data, tokenizer, seed=config.seed), held_out
     other = config.eval_data
     if isinstance(config.data, StepsDataConfig):
-        steps = _within_positions(config.data, config.model)
-        held = _held_out_data(other if isinstance(other, StepsDataConfig) else None, config.model)
+        steps = within_positions(config.data, config.model)
+        held = held_out_data(other if isinstance(other, StepsDataConfig) else None, config.model)
         solutions = load_solutions(held, tokenizer) if held is not None else None
         return StepsStream(steps, tokenizer, seed=config.seed), solutions
-    own = _within_positions(config.data, config.model)
-    kept = _held_out_data(other if isinstance(other, PairsDataConfig) else None, config.model)
+    own = within_positions(config.data, config.model)
+    kept = held_out_data(other if isinstance(other, PairsDataConfig) else None, config.model)
     pairs = load_pairs(kept, tokenizer) if kept is not None else None
     return PreferenceStream(own, tokenizer, seed=config.seed), pairs
 
 
-def _held_out_data(data: Data | None, *models: ModelConfig) -> Data | None:
+def held_out_data(data: Data | None, *models: ModelConfig) -> Data | None:
     """``eval_data`` within the positions of all ``models``."""
     for model in models:
-        data = None if data is None else _within_positions(data, model, field="eval_data")
+        data = None if data is None else within_positions(data, model, field="eval_data")
     return data
 
 

@@ -13,9 +13,9 @@ from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config import DistillConfig
 from burnish.data.sft import SFTStream, load_rows
 from burnish.loops.build import (
-    _held_out_data,
-    _supervised_spec,
-    _within_positions,
+    held_out_data,
+    supervised_spec,
+    within_positions,
 )
 from burnish.loops.distill import distill_objective, make_teacher, measure_distill
 from burnish.loops.objectives import with_expert_balance
@@ -27,13 +27,13 @@ from burnish.runtime.base import Runtime
 
 def build_distill(config: DistillConfig, runtime: Runtime) -> tuple[Supervised, int]:
     """The parts of a distillation, and its number of optimizer steps."""
-    data = _within_positions(config.data, config.model)
-    data = _within_positions(data, config.teacher.model)
-    other = _held_out_data(config.eval_data, config.model, config.teacher.model)
+    data = within_positions(config.data, config.model)
+    data = within_positions(data, config.teacher.model)
+    other = held_out_data(config.eval_data, config.model, config.teacher.model)
     held_out = load_rows(other, runtime.tokenizer) if other is not None else None
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
     total = config.steps_for(len(stream))
-    spec = _supervised_spec(config, "policy", total)
+    spec = supervised_spec(config, "policy", total)
     teacher = make_teacher(config.teacher, config.model, spec, runtime)
     lesson = lesson_spec(config, teacher.vocabulary)
     spans = {"forward_backward": "train", "optim_step": "optim", "measure": "eval"}

@@ -14,10 +14,10 @@ from burnish.config.data import PreferenceDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import HalvesStream, UnpairedStream, load_judged
 from burnish.loops.build import (
-    _held_out_data,
-    _supervised_spec,
-    _within_positions,
+    held_out_data,
+    supervised_spec,
     tell_noise,
+    within_positions,
 )
 from burnish.loops.degenerate import SignalWatch, pair_signal, verdict_signal
 from burnish.loops.objectives import with_expert_balance
@@ -46,15 +46,15 @@ def build_preference(
 ) -> tuple[Supervised, int]:
     """The parts of a preference run, and its number of optimizer steps."""
     kto = isinstance(config.loss, KtoLoss)
-    data = _within_positions(config.data, config.model)
-    other = _held_out_data(config.eval_data, config.model)
+    data = within_positions(config.data, config.model)
+    other = held_out_data(config.eval_data, config.model)
     held_out = None
     if other is not None:
         held_out = (load_judged if kto else load_pairs)(other, runtime.tokenizer)
     kind = PreferenceStream if not kto else UnpairedStream if data.label_key else HalvesStream
     stream = kind(data, runtime.tokenizer, seed=config.seed)
     total = config.steps_for(len(stream))
-    spec = replace(_supervised_spec(config, "policy", total), dropout=False)
+    spec = replace(supervised_spec(config, "policy", total), dropout=False)
     tell_noise(config.model, "policy")
     rows: list[Batch] = []
     if config.reference is not None and config.reference.precompute:

@@ -85,7 +85,7 @@ def load_causal_lm(
         if config.scratch is not None:
             model = scratch_model(config.scratch, torch.float32)
         else:
-            model = _from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
+            model = from_pretrained(AutoModelForCausalLM, config, DTYPES[dtype])
         model = place(model, dtype=dtype, device=device)
     choose_attention(model, describe(config))
     in_parts = any(p.is_meta or not p.numel() for p in model.parameters())
@@ -310,7 +310,10 @@ def describe(config: ModelConfig) -> str:
     return f"{config.path}/{config.gguf_file}" if config.gguf_file else str(config.path)
 
 
-def _from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of the folder, file or hub name in ``config``, of transformers'
+    ``auto_class``, in ``dtype``. Raises ModelError if it cannot be loaded or weights are missing.
+    """
     check_path(config, warn=True)
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     if not config.gguf_file:

@@ -18,10 +18,10 @@ from burnish.config.model import Dtype, ModelConfig
 from burnish.models.load import (
     DTYPES,
     ModelError,
-    _from_pretrained,
     check_support,
     choose_attention,
     describe,
+    from_pretrained,
     hf_config,
     load_causal_lm,
     place,
@@ -65,7 +65,7 @@ def load_scalar_model(
         auto_class = AutoModelForSequenceClassification
         model: Any = without_weights(auto_class, config, dtype) if empty else None
         if model is None:
-            model = _from_pretrained(auto_class, config, DTYPES[dtype])
+            model = from_pretrained(auto_class, config, DTYPES[dtype])
             model = place(model, dtype=dtype, device=device)
         if model.config.num_labels != 1:
             raise ModelError(

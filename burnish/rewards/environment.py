@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from burnish.environments.base import StepResult, make_environment
+from burnish.environments.base import StepResult
+from burnish.environments.make import make_environment
 from burnish.rewards.base import RewardInput, SampleError
 
 

@@ -149,9 +149,9 @@ def test_an_environment_row_says_how_to_find_the_item_again(
         asked.append((name, options, size, seed))
         return FakeEnvironment()
 
-    module = types.ModuleType("burnish.environments.base")
+    module = types.ModuleType("burnish.environments.make")
     module.make_environment = make  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "burnish.environments.base", module)
+    monkeypatch.setitem(sys.modules, "burnish.environments.make", module)
     options = {"dataset": "chain_sum"}
     source = open_source(EnvironmentSource(environment="gym", options=options, size=3, seed=7))
     assert asked == [("gym", options, 3, 7)]

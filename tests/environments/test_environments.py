@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from burnish.environments.base import Environment, EnvironmentSetupError, make_environment
+from burnish.environments.base import Environment, EnvironmentSetupError
+from burnish.environments.make import make_environment
 from burnish.environments.reasoning_gym import ReasoningGym
 
 OWN = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from burnish.environments.base import make_environment
+from burnish.environments.make import make_environment
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.environment import EnvironmentReward
 from burnish.types import Group

@@ -1,5 +1,6 @@
 """The size script finds each broken rule, at its line, and nothing in tidy code."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -162,8 +163,9 @@ def test_a_text_that_looks_like_an_exception_is_none():
 def test_the_command_prints_where_and_exits_with_1(tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "burnish").mkdir()
+    for name in ("house.py", "imports.py"):
+        (tmp_path / "tools" / name).write_text((ROOT / "tools" / name).read_text())
     script = tmp_path / "tools" / "house.py"
-    script.write_text((ROOT / "tools" / "house.py").read_text())
     (tmp_path / "burnish" / "bad.py").write_text("x = 1\n")
     command = [sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -173,3 +175,34 @@ def test_the_command_prints_where_and_exits_with_1(tmp_path):
     )
     (tmp_path / "burnish" / "bad.py").write_text('"""Fine now."""\n')
     assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from burnish.other import _hidden\n",
+        "from burnish import other\nx = other._hidden\n",
+        "import burnish.other as other\nx = other._hidden\n",
+    ],
+)
+def test_private_names_of_other_modules_are_found(line: str) -> None:
+    assert "_hidden is private to burnish.other" in only(TIDY + line)[1]
+
+
+def test_private_names_of_libraries_and_of_classes_are_not_house_matters() -> None:
+    assert not findings(TIDY + "from torch import _C\n")
+    assert not findings(TIDY + "from burnish.other import Box\nx = Box._made\n")
+
+
+def test_cycles_are_found_also_through_imports_inside_functions() -> None:
+    texts = {
+        "burnish.a": "from burnish.b import f",
+        "burnish.b": "def f():\n    import burnish.part.c",
+        "burnish.part": "",
+        "burnish.part.c": "from burnish import a",
+    }
+    modules = {name: ast.parse(text) for name, text in texts.items()}
+    cycle = house.find_cycle(modules)
+    assert cycle[0] == cycle[-1] and set(cycle) == {"burnish.a", "burnish.b", "burnish.part.c"}
+    for_checkers = "if TYPE_CHECKING:\n    from burnish import a"
+    assert house.find_cycle(modules | {"burnish.part.c": ast.parse(for_checkers)}) == []

@@ -1,0 +1,67 @@
+"""Make environments by their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from burnish.config.explain import nearest
+from burnish.environments.base import Environment, EnvironmentSetupError
+from burnish.environments.importing import LoadError, load_object
+from burnish.environments.reasoning_gym import ReasoningGym
+
+BUILT_IN = ("reasoning_gym",)
+
+
+def make_environment(name: str, options: Mapping[str, Any], *, size: int, seed: int) -> Environment:
+    """The environment ``name``; the same arguments give the same object.
+
+    ``name`` is ``reasoning_gym``, or ``package.module:Class`` or ``path/to/file.py:Class`` of your
+    own, whose constructor is called with ``(options, size=size, seed=seed)``. ``size``: number of
+    items, from 1. ``options`` must be what JSON can hold: they travel with every prompt to the
+    reward.
+
+    Raises EnvironmentSetupError: unknown name or option, missing package, or an object that is not
+    an :class:`Environment`.
+    """
+    try:
+        as_json = json.dumps(options, sort_keys=True)
+    except TypeError as error:
+        raise EnvironmentSetupError(
+            f"environment {name!r}: options {dict(options)!r} do not fit into JSON ({error}); they "
+            "travel with every prompt, so use strings, numbers, booleans, lists and mappings only"
+        ) from None
+    return _make(name, as_json, size, seed)
+
+
+@cache
+def _make(name: str, options_json: str, size: int, seed: int) -> Environment:
+    options = json.loads(options_json)
+    if name == "reasoning_gym":
+        return ReasoningGym(options, size=size, seed=seed)
+    if ":" not in name:
+        raise EnvironmentSetupError(
+            f"there is no environment {name!r}{nearest(name, BUILT_IN)}; built in: "
+            f"{', '.join(BUILT_IN)}; your own is package.module:Class or path/to/file.py:Class"
+        )
+    return _make_own(name, options, size=size, seed=seed)
+
+
+def _make_own(name: str, options: Mapping[str, Any], *, size: int, seed: int) -> Environment:
+    try:
+        made = load_object(name)(options, size=size, seed=seed)
+    except LoadError as error:
+        raise EnvironmentSetupError(f"environment {error}") from error
+    except Exception as error:
+        raise EnvironmentSetupError(
+            f"environment {name}: calling it with (options, size={size}, seed={seed}) raised "
+            f"{type(error).__name__}: {error}; options were {dict(options)!r}"
+        ) from error
+    if not isinstance(made, Environment):
+        raise EnvironmentSetupError(
+            f"environment {name} made a {type(made).__name__} that lacks some of what environments "
+            "need: name, __len__(), item(i), step(i, response); see burnish/environments/base.py"
+        )
+    return made

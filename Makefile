@@ -1,4 +1,5 @@
-# `make demo` and `make test` do everything from a fresh clone. Only Python 3.11+ and a package index are needed.
+# `make demo` and `make test` do everything from a fresh clone. They need Python 3.11+ with its headers, a C compiler
+# (for pycosat, a dependency of reasoning-gym without a wheel), and a package index.
 #
 # On a machine with a GPU: `make install-cuda` first (docs/install.md). To use a torch that is already installed, make
 # .venv yourself (`python3 -m venv --system-site-packages .venv`) and leave the versions out: `make demo CONSTRAINTS=`.
@@ -67,9 +68,9 @@ hunt: $(VENV)/.dev  ## random cases of relations that must hold (ARGS="--seconds
 models: $(VENV)/.dev  ## every type of language model of transformers through the project: docs/models.md
 	OMP_NUM_THREADS=1 $(BIN)/python tools/models.py --jobs $(JOBS) $(ARGS)
 
-docs: $(VENV)/.dev  ## write what is generated: docs/config.md and the tree in README.md
+docs: $(VENV)/.dev  ## write what is generated: docs/config.md and docs/code-map.md
 	$(BIN)/python -m burnish config --all --markdown > docs/config.md
-	$(BIN)/python tools/tree.py --write
+	$(BIN)/python tools/code_map.py --write
 
 clean:  ## remove the environment and what tools left behind
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,8 +2,8 @@
 
 Exit codes: 0 done; 1 anything else, with a traceback; 2 an error with a known cause, with a message
 on stderr; 3 stopped by itself after saving (numbers not finite, nothing to learn); 4 a plan that
-does not fit; 128 + n stopped by signal n, after saving if the job trains or generates. (README.md
-lists them too.)"""
+does not fit; 128 + n stopped by signal n, after saving if the job trains or generates.
+(docs/commands.md lists them too.)"""
 
 from __future__ import annotations
 

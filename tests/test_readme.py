@@ -1,4 +1,4 @@
-"""What the README shows is true: its tree, its recipe, its example, the functions it names."""
+"""What README.md and the pages it names show is true: recipes, the example, functions, commands."""
 
 import importlib
 import importlib.util
@@ -17,35 +17,43 @@ from burnish.config.yaml_text import RecipeLoader
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+REWARDS, API, COMMANDS, ALGORITHMS = (
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("rewards", "api", "commands", "algorithms")
+)
 
 
-def block(kind: str) -> str:
-    """The text of the one code block whose fence says ``kind``."""
-    (text,) = re.findall(rf"```{re.escape(kind)}\n(.*?)```", README, flags=re.DOTALL)
+def block(page: str, kind: str) -> str:
+    """The text of the one code block of ``page`` whose fence says ``kind``."""
+    (text,) = re.findall(rf"```{re.escape(kind)}\n(.*?)```", page, flags=re.DOTALL)
     return text
 
 
-def test_the_tree_is_up_to_date():
+def test_the_readme_is_read_in_five_minutes():
+    assert len(README.encode()) < 11_000
+
+
+def test_the_code_map_is_up_to_date():
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "tree.py"], capture_output=True, text=True
+        [sys.executable, ROOT / "tools" / "code_map.py"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
 
 
 def test_the_recipe_is_valid():
-    config = load_config(yaml.load(block("yaml recipe"), Loader=RecipeLoader))
+    config = load_config(yaml.load(block(README, "yaml recipe"), Loader=RecipeLoader))
     assert config.train.lr == 1e-6 and config.rewards[0].kind == "math"
 
 
 def test_the_remote_reward_is_valid():
-    recipe = yaml.load(block("yaml recipe"), Loader=RecipeLoader)
-    config = load_config(recipe | yaml.load(block("yaml remote"), Loader=RecipeLoader))
+    recipe = yaml.load(block(README, "yaml recipe"), Loader=RecipeLoader)
+    config = load_config(recipe | yaml.load(block(REWARDS, "yaml remote"), Loader=RecipeLoader))
     assert config.rewards[0].kind == "remote" and len(config.rewards[0].urls) == 2
 
 
 @pytest.mark.slow
 def test_the_python_example_runs(tmp_path):
-    code = block("python example")
+    code = block(API, "python example")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
@@ -56,7 +64,7 @@ def test_the_python_example_runs(tmp_path):
 
 
 def test_every_function_in_the_table_exists():
-    rows = re.findall(r"`(burnish\.algorithms\.\w+)\.(\w+)`((?:, `\w+`)*)", README)
+    rows = re.findall(r"`(burnish\.algorithms\.\w+)\.(\w+)`((?:, `\w+`)*)", ALGORITHMS)
     assert len(rows) >= 11
     for module, first, more in rows:
         for name in [first, *re.findall(r"\w+", more)]:
@@ -67,9 +75,9 @@ def test_every_algorithm_a_recipe_can_name_is_in_the_table():
     from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
 
     for name in ADVANTAGES:
-        assert f"`advantage: {name}`" in README
+        assert f"`advantage: {name}`" in ALGORITHMS
     for name in POLICY_LOSSES:
-        assert f"`policy_loss: {name}`" in README
+        assert f"`policy_loss: {name}`" in ALGORITHMS
 
 
 def commands() -> dict[str, set[str]]:
@@ -82,8 +90,9 @@ def commands() -> dict[str, set[str]]:
 
 
 def test_every_command_is_in_the_table():
-    named = re.findall(r"^\| `burnish ([\w-]+)", README, flags=re.MULTILINE)
-    assert sorted(named) == sorted(commands())
+    for page in (README, COMMANDS):
+        named = re.findall(r"^\| `burnish ([\w-]+)", page, flags=re.MULTILINE)
+        assert sorted(named) == sorted(commands())
 
 
 SHOWN = re.compile(r"(?:^|[`(]|&& |: |#   )burnish (--debug )?([a-z][\w-]*)([^`\n]*)", re.MULTILINE)
@@ -106,6 +115,6 @@ def test_commands_that_are_shown_exist_and_have_the_options_that_are_shown(path)
 
 
 def test_the_exit_codes_are_those_of_the_command_line():
-    codes = re.findall(r"^\| (\d+(?: \+ n)?) \|", README, flags=re.MULTILINE)
+    codes = re.findall(r"^\| (\d+(?: \+ n)?) \|", COMMANDS, flags=re.MULTILINE)
     said = vars(importlib.import_module("burnish.cli_errors"))["__doc__"]
     assert codes == re.findall(r"(?:: |; )(\d+(?: \+ n)?) ", said.replace("\n", " "))

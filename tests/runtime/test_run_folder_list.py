@@ -1,4 +1,4 @@
-"""README.md lists every file that a run leaves in its folder."""
+"""docs/commands.md lists every file that a run leaves in its folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import burnish
 from burnish.config import JobConfig
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
 
 
 def listed() -> set[str]:
     """Names and patterns in the first column of the table."""
-    (section,) = re.findall(r"## The run folder\n(.*?)\n## ", README, flags=re.DOTALL)
+    (section,) = re.findall(r"## The run folder\n(.*)", PAGE, flags=re.DOTALL)
     cells = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
     also = re.findall(r"`(parts/|generate\.json)`", section)
     return {name for cell in cells for name in re.findall(r"`(.*?)`", cell)} | set(also)

@@ -193,7 +193,7 @@ def prepared(case: Case, device: str, *, longer: int, by: str) -> Callable[[], N
 
 
 def mask_of(case: Case, shape: tuple[int, int, int], like: Tensor) -> Tensor | None:
-    """Return [rows, 1, queries, keys]: True (or 0) where a query may read a key; None if causal.
+    """Return [rows, 1, queries, keys]: True (or 0) if a query may read a key; None if causal.
     Rows get shorter one by one. ``like``: has the device, and the format of an additive mask."""
     if case.mask == "causal":
         return None

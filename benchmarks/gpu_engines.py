@@ -52,7 +52,7 @@ SLACK = 4.0
 FLOOR = {"fp32": 2e-5, "bf16": 0.1, "fp16": 0.02}
 """Nats. Logits are of size 10; fp32 has 24 bits, bf16 8 and fp16 11, in some tens of roundings."""
 GRADIENT_FLOOR = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.01}
-"""Of the gradient's norm."""
+"""Fractions of the gradient's norm."""
 LONG = 40 << 20
 """Values: several chunks of a fingerprint on a GPU."""
 NEW_TOKENS = 80

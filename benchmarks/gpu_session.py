@@ -1,6 +1,6 @@
 """The first hour on a CUDA machine: check and measure Burnish there, with one command.
 
-    python benchmarks/gpu_wheels.py --out wheels          # where there is a network
+    python benchmarks/gpu_wheels.py --out wheels          # on a machine with a network
     python benchmarks/gpu_session.py --wheels wheels      # on the CUDA machine: 40 minutes
     python benchmarks/gpu_session.py --tiny               # on a CPU: the same steps, tiny shapes
 
@@ -74,7 +74,7 @@ STEPS = (
 
 @dataclass
 class Session:
-    """One call: which steps, where, and until when."""
+    """One call: its steps, its folders, and its deadline."""
 
     steps: Sequence[Step]
     setup: Setup

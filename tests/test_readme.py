@@ -1,4 +1,4 @@
-"""What README.md and the pages it names show is true: recipes, the example, functions, commands."""
+"""README.md and the pages it names are true: recipes, the example, functions, commands."""
 
 import importlib
 import importlib.util

@@ -384,7 +384,7 @@ class EvaluateConfig(InferenceJob):
     engine: RolloutEngineConfig = LocalEngine()
     """Which engine samples."""
     observe: TrackersConfig = TrackersConfig()
-    """Where the scores are shown besides the run folder."""
+    """Trackers of the scores, besides the run folder."""
 
     def rules(self) -> Iterator[str]:
         if self.eval.generate_max_len is None:

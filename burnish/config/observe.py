@@ -1,4 +1,4 @@
-"""What a run writes about itself, and which trackers receive its metrics."""
+"""Config of a run's records: reports, samples, and trackers of its metrics."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TrackersConfig(Node):
 
 
 class ObserveConfig(TrackersConfig):
-    """What a run writes about itself (metrics.jsonl always)."""
+    """Records of a run (metrics.jsonl is always written)."""
 
     samples_per_step: int = Field(64, ge=0)
     """Samples kept per step in ``samples/``. 0: none."""

@@ -304,7 +304,7 @@ def _about_attention(hardware: Hardware) -> str:
     major, minor = kernels.torch_version
     return (
         f"attention uses the kernels that torch {major}.{minor} (installed here) has for this GPU; "
-        "where no fused kernel takes a format or head size, the scores are counted"
+        "if no fused kernel takes a format or head size, the scores are counted"
     )
 
 

@@ -64,7 +64,7 @@ class _Bucket:
     k_index: Tensor  # [S, Lk]
     reach: Tensor  # [S, Lq] the last key that a query reads, of its segment's
     plain: bool
-    """Whether all segments are causal and of one length, so that no mask is needed."""
+    """All segments are causal and of one length, so that no mask is needed."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PackedPlan:
     longest: int
     """Tokens that a row has at most: a window of as many hides none of them."""
     kernels: Kernels | None
-    """Which attention kernels compute it. None: a CPU's."""
+    """The attention kernels that compute it. None: a CPU's."""
     cache: KVCache | None = None
     """Where keys and values are also written (prefill), or None."""
     cache_source: Tensor | None = None  # [W] token in the packed row

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Way = Literal["grouped", "repeated", "scores"]
-"""How a call is computed. grouped: a fused kernel takes keys and values as they are. repeated: one
-does after they are repeated for every query head. scores: none does."""
+"""The way to compute a call. grouped: a fused kernel takes keys and values as they are. repeated: a
+fused kernel takes them after they are repeated for every query head. scores: no kernel does."""
 
 GROUPED_EFFICIENT = (2, 14)
 """First version of torch whose memory-efficient kernel takes grouped heads on CUDA."""
@@ -33,7 +33,7 @@ GROUPED_EFFICIENT = (2, 14)
 
 @dataclass(frozen=True)
 class Kernels:
-    """What decides which attention kernels a GPU has."""
+    """Facts of a GPU and its torch that decide which attention kernels exist."""
 
     torch_version: tuple[int, int]
     capability: tuple[int, int]
@@ -44,11 +44,11 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Call:
-    """What decides which kernel takes a call."""
+    """Facts of a call that decide which kernel takes it."""
 
     dtype: torch.dtype
     head_dims: tuple[int, int]
-    """Of queries and keys, and of values."""
+    """Sizes of the heads of queries and keys, and of values."""
     masked: bool
     grouped: bool
     """Fewer key/value heads than query heads."""
@@ -75,7 +75,7 @@ def installed_torch() -> tuple[int, int]:
 
 
 def way_of(kernels: Kernels | None, call: Call) -> Way:
-    """How torch computes ``call`` without scores, or that it cannot."""
+    """Return how torch computes ``call`` without scores, or that it cannot."""
     if kernels is None:
         return "grouped"
     half = call.dtype in (torch.float16, torch.bfloat16)
@@ -91,7 +91,7 @@ def way_of(kernels: Kernels | None, call: Call) -> Way:
 
 
 def _efficient(kernels: Kernels, call: Call, *, half: bool, ampere: bool) -> bool:
-    """Whether the memory-efficient kernel takes the format and the head sizes of ``call``."""
+    """Return whether the memory-efficient kernel takes format and head sizes of ``call``."""
     if call.dtype == torch.bfloat16 and not ampere:
         return False
     if not half and call.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""What a tracker is, and the queue that keeps a slow or broken one away from training.
+"""The tracker protocol, and the queue that keeps slow or broken trackers away from training.
 
 A :class:`Tracker` shows the metrics of a run somewhere else: TensorBoard, Weights & Biases.
 Training never calls one directly. Each tracker has a :class:`TrackerQueue`: a bounded queue and one
@@ -69,7 +69,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class SampleRate:
-    """How many samples a tracker receives, and how often."""
+    """The number of samples that a tracker receives, and the interval."""
 
     rows: int
     """Rows per split and table. 0: none."""

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Sleep:
-    """Which parts of the memory of ``llm``, vLLM's LLMEngine, are freed."""
+    """Free and take back parts of the memory of ``llm``, vLLM's LLMEngine."""
 
     def __init__(self, llm: Any, *, on_cpu: bool) -> None:
         """``on_cpu``: vLLM has no sleep there, and nothing happens."""

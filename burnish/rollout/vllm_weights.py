@@ -73,7 +73,7 @@ class WeightStream:
         self._wanted.finish()
 
     def compare(self, reports: Sequence[dict[str, Any]]) -> list[str]:
-        """What is wrong with what the workers say they hold; empty if nothing is.
+        """Return the differences between the weights given and those that the workers hold.
 
         vLLM's tensors are compared one by one, and weights for which no tensor is known (or the
         other way round) as a sum over their layer, so that renaming inside a layer is not a

@@ -26,7 +26,7 @@ again."""
 
 
 def parcel_seconds(workers: int) -> float:
-    """How long one of ``workers`` rollout workers gathers completions before it sends them."""
+    """Return the seconds that one of ``workers`` rollout workers collects completions."""
     return max(0.5, workers / PARCELS_PER_S)
 
 
@@ -77,7 +77,7 @@ class RolloutWorker(Worker):
         self.engine.wake()
 
     def take(self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any) -> Metrics:
-        """Take a hand-over that was kept for us. Raises SyncError where it is not whole."""
+        """Take a hand-over that was kept for us. Raises SyncError if it is incomplete."""
         self.engine.receiver.close()
         self._stored.fill(headers, payloads)
         source = LinkReceiver(self._stored, expected=self._expected, check=verify)

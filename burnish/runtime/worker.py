@@ -138,7 +138,7 @@ class Seat:
 
 
 class Worker:
-    """What train workers and rollout workers have in common."""
+    """The common base of train workers and rollout workers."""
 
     def __init__(self, place: Place, policy: ModelConfig, precision: PrecisionConfig) -> None:
         """``policy``: whose tokenizer it is. Nothing is read here: what a constructor raises would

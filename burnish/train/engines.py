@@ -36,7 +36,7 @@ def make_engine(
 
 
 def load_device(spec: EngineSpec, device: torch.device, ranks: Ranks = ALONE) -> torch.device:
-    """Return where the model of an engine that computes on ``device`` is loaded.
+    """Return the device on which the model of an engine on ``device`` is loaded.
 
     The fp32 weights that DeepSpeed and an offloaded FSDP2 start from would fill a GPU on which the
     shards, or the half-precision weights, fit: they stay in host memory.

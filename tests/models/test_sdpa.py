@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels takes a call, and that each way computes the same."""
+"""The choice of torch's attention kernel for a call; all choices compute the same."""
 
 from __future__ import annotations
 

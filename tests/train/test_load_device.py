@@ -1,4 +1,4 @@
-"""Where the weights of a model are read to before its engine takes them."""
+"""The device to which weights are read before an engine takes them."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from burnish.checkpoint.export import export
     from burnish.config import load_config
+    from burnish.loops.errors import Interrupted
     from burnish.loops.run import RunResult, run
-    from burnish.loops.session import Interrupted
     from burnish.observe.report import build_report
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Interrupted": "burnish.loops.session",
+    "Interrupted": "burnish.loops.errors",
     "RunResult": "burnish.loops.run",
     "build_report": "burnish.observe.report",
     "export": "burnish.checkpoint.export",

@@ -7,7 +7,6 @@ does not fit; 128 + n stopped by signal n, after saving if the job trains or gen
 
 from __future__ import annotations
 
-import importlib
 import signal
 from typing import Any
 
@@ -15,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from burnish.config import JOBS
+from burnish.errors import BurnishError
 
 
 class CommandGroup(TyperGroup):
@@ -27,32 +27,9 @@ class CommandGroup(TyperGroup):
             KeyboardInterrupt
         ):  # before a run has installed its own handlers: nothing to save yet
             raise typer.Exit(128 + signal.SIGINT) from None
-        except Exception as error:
-            code = _explain(error, command=ctx.invoked_subcommand or "")
-            if code is None or ctx.params.get("debug"):
+        except BurnishError as error:
+            command = ctx.invoked_subcommand
+            typer.echo(error.text_for(command if command in JOBS else "rl"), err=True)
+            if ctx.params.get("debug"):
                 raise
-            raise typer.Exit(code) from None
-
-
-def _explain(error: Exception, *, command: str) -> int | None:
-    """Say on stderr what a project error means and return its exit code; None for any other
-    exception.
-
-    An exception class that this package defines is one whose message is written for the user.
-    """
-    module, name = type(error).__module__, type(error).__name__
-    if module.partition(".")[0] != "burnish":
-        return None
-    if (module, name) == ("burnish.loops.session", "Interrupted"):
-        interrupted = importlib.import_module(module).Interrupted
-        assert isinstance(error, interrupted)
-        number, run_dir = error.signal_number, error.run_dir
-        job = command if command in JOBS else "rl"
-        typer.echo(
-            f"stopped by {signal.Signals(number).name}; the run is saved. "
-            f"Go on with: burnish {job} --resume {run_dir}",
-            err=True,
-        )
-        return 128 + int(number)
-    typer.echo(f"error: {error}", err=True)
-    return 3 if name == "StoppedError" else 2
+            raise typer.Exit(error.exit_code) from None

@@ -19,6 +19,8 @@ from jinja2 import TemplateRuntimeError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from burnish.errors import BurnishError
+
 if TYPE_CHECKING:  # recipes are checked without transformers
     from transformers import PreTrainedTokenizerBase
 
@@ -36,7 +38,7 @@ _WIDE = re.compile(r"\*|\d{6,}")
 _UNBOUNDED = frozenset({"translate", "format_map"})
 
 
-class TemplateLimitError(TemplateRuntimeError):
+class TemplateLimitError(BurnishError, TemplateRuntimeError):
     """A template that needs more time or memory than any conversation does."""
 
 

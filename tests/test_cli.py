@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import burnish
 from burnish.cli import app
 from burnish.config import load_config
-from burnish.loops.session import Interrupted
+from burnish.loops.errors import Interrupted
 
 RECIPE = """
 job: rl

@@ -13,7 +13,7 @@ import burnish
 PACKAGE = Path(burnish.__file__).parent
 
 MATHS = {"types", "tensors", "formats"}
-BASE = MATHS | {"config", "messages", "oom", "secret", "shm", "templates"}
+BASE = MATHS | {"config", "errors", "messages", "oom", "secret", "shm", "templates"}
 LOOPS = BASE | {
     *(
         "memory",
@@ -32,15 +32,16 @@ LOOPS = BASE | {
 
 ALLOWED: dict[str, set[str]] = {
     "types": {"tensors"},
+    "errors": set(),
     "formats": set(),
     "messages": set(),
     "oom": set(),
     "secret": set(),
-    "templates": set(),
+    "templates": {"errors"},
     "shm": set(),
     "tensors": set(),
     "algorithms": MATHS,
-    "config": set(),
+    "config": {"errors"},
     # engines and what feeds them; neighbours only where one is made of the other
     "models": BASE,
     "environments": BASE,

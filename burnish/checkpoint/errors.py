@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from burnish.errors import BurnishError
 
-class CheckpointError(RuntimeError):
+
+class CheckpointError(BurnishError, RuntimeError):
     """A checkpoint cannot be written or read. The message names the path, the cause and what to
     do."""

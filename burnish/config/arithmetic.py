@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from burnish.errors import BurnishError
 
-class BatchError(ValueError):
+
+class BatchError(BurnishError, ValueError):
     """Batch sizes that contradict each other. The message names the nearest values that work."""
 
 

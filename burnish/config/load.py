@@ -17,11 +17,12 @@ from burnish.config.jobs import JobConfig
 from burnish.config.overrides import OverrideError, apply_override
 from burnish.config.registry import JOBS
 from burnish.config.yaml_text import compose, construct, dump
+from burnish.errors import BurnishError
 
 _log = logging.getLogger("burnish")
 
 
-class ConfigError(ValueError):
+class ConfigError(BurnishError, ValueError):
     """A recipe that cannot be run. The message lists every problem found, with where and what to
     do."""
 

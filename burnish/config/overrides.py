@@ -10,9 +10,10 @@ import yaml
 from burnish.config.base import Node
 from burnish.config.schema import is_list, item_of, kinds_of, nodes_in, value_of
 from burnish.config.yaml_text import field_value
+from burnish.errors import BurnishError
 
 
-class OverrideError(ValueError):
+class OverrideError(BurnishError, ValueError):
     """One override that cannot be applied: which, where it fails, and what can be written there."""
 
 

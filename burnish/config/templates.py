@@ -6,9 +6,10 @@ import string
 from collections.abc import Iterator, Sequence
 
 from burnish.config.columns import missing_columns
+from burnish.errors import BurnishError
 
 
-class TemplateError(ValueError):
+class TemplateError(BurnishError, ValueError):
     """A template that cannot be filled with columns: which part, why, what to write."""
 
 

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 from burnish.config.columns import LARGEST_JSON, json_value
 from burnish.config.data import EnvironmentSource, FileSource, HubSource, SourceConfig
 from burnish.config.explain import nearest
+from burnish.errors import BurnishError
 
 _CSV_FIELD_LIMIT = 2**31 - 1  # csv's own limit of 131072 characters is shorter than a long document
 
 
-class DataError(ValueError):
+class DataError(BurnishError, ValueError):
     """Data, or a description of it, that cannot be used: what, where, why, what to do."""
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from burnish.errors import BurnishError
+
 _log = logging.getLogger(__name__)
 
 Rows = Iterable[Mapping[str, Any]]
@@ -38,7 +40,7 @@ def read_lines(body: bytes) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-class ColumnError(ValueError):
+class ColumnError(BurnishError, ValueError):
     """A column that has to stay as it is and whose values do not go together."""
 
 

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from burnish.errors import BurnishError
 
-class EnvironmentSetupError(ValueError):
+
+class EnvironmentSetupError(BurnishError, ValueError):
     """An environment that cannot be made: which name or option is wrong, and the nearest."""
 
 

@@ -14,9 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from burnish.config.explain import nearest
+from burnish.errors import BurnishError
 
 
-class LoadError(ValueError):
+class LoadError(BurnishError, ValueError):
     """A ``file.py:name`` or ``module:name`` that cannot be loaded, with the nearest that can."""
 
 

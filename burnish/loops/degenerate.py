@@ -20,7 +20,7 @@ from burnish.config.algorithm import (
     GroupAdvantage,
     OnPolicyDistillAdvantage,
 )
-from burnish.loops.session import StoppedError
+from burnish.loops.errors import StoppedError
 from burnish.rewards.base import RewardSet
 from burnish.types import Batch, Group, Prompt, all_equal
 

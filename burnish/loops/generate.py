@@ -26,8 +26,9 @@ from burnish.config.changes import changed_settings
 from burnish.config.rewards import ModelReward
 from burnish.data.choosing import DROPS, Selection, select
 from burnish.data.questions import Question, Questions
+from burnish.loops.errors import Interrupted, RunError
 from burnish.loops.parts import STATE_FILE, Parts
-from burnish.loops.session import Interrupted, RunError, rare_collections, seed_everything
+from burnish.loops.session import rare_collections, seed_everything
 from burnish.loops.signals import StopSignals
 from burnish.loops.watch import OOM_FILE, MemoryWatch
 from burnish.models.digest import weights_digest

@@ -26,7 +26,7 @@ from typing import Any
 
 from burnish.data.questions import OWN_COLUMNS
 from burnish.data.write import ColumnError, json_line, read_lines, write_parquet
-from burnish.loops.session import RunError
+from burnish.loops.errors import RunError
 from burnish.observe.files import create_new, replacing, write_text
 
 log = logging.getLogger("burnish")

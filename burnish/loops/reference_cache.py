@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from burnish.config.model import ModelConfig
+from burnish.loops.errors import RunError
 from burnish.loops.run_dir import REFERENCE_FILE
-from burnish.loops.session import RunError
 from burnish.models.digest import weights_digest
 from burnish.models.load import describe
 from burnish.train.base import HasLogprobs

@@ -25,9 +25,9 @@ from burnish.data.prompts import PromptStream
 from burnish.loops.credit import assign_advantages
 from burnish.loops.degenerate import SignalWatch, reward_signal
 from burnish.loops.distill import Teacher, teacher_stats
+from burnish.loops.errors import StoppedError
 from burnish.loops.ptx import Ptx
 from burnish.loops.saving import save_engines
-from burnish.loops.session import StoppedError
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Sync
 from burnish.train.base import HasLogprobs, Loss, NonFiniteError, StepStats, TrainEngine

@@ -31,18 +31,14 @@ from burnish.loops.build import (
 )
 from burnish.loops.build_distill import build_distill
 from burnish.loops.build_preference import build_preference
+from burnish.loops.errors import RunError, StoppedError
 from burnish.loops.evaluate import EvaluateRun
 from burnish.loops.families import check_families
 from burnish.loops.generate import GenerateRun, check_output, check_same_recipe, finished
 from burnish.loops.inputs import check_inputs
 from burnish.loops.rl import RLState, rl_step
 from burnish.loops.run_dir import prepare_run_dir
-from burnish.loops.session import (
-    RunError,
-    Session,
-    StoppedError,
-    seed_everything,
-)
+from burnish.loops.session import Session, seed_everything
 from burnish.loops.splits import check_splits
 from burnish.loops.supervised import SupervisedState, supervised_eval, supervised_step
 from burnish.loops.watch import MemoryWatch

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from burnish.config.jobs import JobConfig
-from burnish.loops.session import RunError
+from burnish.loops.errors import RunError
 from burnish.loops.watch import OOM_FILE
 from burnish.memory.launch import PLAN_FILE
 from burnish.memory.watched import MEMORY_FILE, MEMORY_JSON

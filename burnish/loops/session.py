@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from burnish.config.changes import changed_settings
 from burnish.config.jobs import TrainingJob
 from burnish.config.train import better
 from burnish.data.sources import DataError
+from burnish.loops.errors import Interrupted, RunError, StoppedError
 from burnish.loops.signals import StopSignals
 from burnish.loops.watch import OOM_FILE, MemoryWatch
 from burnish.observe.files import write_text
@@ -48,28 +48,6 @@ log = logging.getLogger("burnish")
 
 Metrics = dict[str, float]
 STOPPED_FILE = "stopped.txt"
-
-
-class RunError(RuntimeError):
-    """A run that cannot start or go on. Says why and what to do."""
-
-
-class StoppedError(RunError):
-    """A step that is whole and after which going on makes no sense. ``metrics`` are the step's."""
-
-    def __init__(self, why: str, metrics: Metrics) -> None:
-        super().__init__(why)
-        self.metrics = metrics
-
-
-class Interrupted(Exception):
-    """A run that stopped on a signal, after saving. ``run_dir`` says where to resume."""
-
-    def __init__(self, run_dir: Path, signal_number: int) -> None:
-        super().__init__(
-            f"stopped by {signal.Signals(signal_number).name}; resume with --resume {run_dir}"
-        )
-        self.run_dir, self.signal_number = run_dir, signal_number
 
 
 class State(Protocol):

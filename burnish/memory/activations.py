@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 from burnish.config.model import Dtype, LoraConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
+from burnish.errors import BurnishError
 from burnish.memory.passes import Pass, fake_plan
 from burnish.memory.shapes import ModelShape, blocks_of
 from burnish.memory.tracking import LiveBytes
@@ -72,7 +73,7 @@ class Peaks:
         return max(self.other.values())
 
 
-class TraceError(RuntimeError):
+class TraceError(BurnishError, RuntimeError):
     """A model that cannot be run on fake tensors."""
 
 

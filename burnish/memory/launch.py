@@ -12,6 +12,7 @@ from typing import Any
 
 from burnish.config.jobs import InferenceJob, JobConfig
 from burnish.config.placement import places_of
+from burnish.errors import BurnishError
 from burnish.memory.hardware import Hardware, parse_cluster, this_machine, visible_gpus
 from burnish.memory.plan import Plan
 from burnish.memory.predict import make_plan
@@ -22,7 +23,7 @@ log = logging.getLogger("burnish")
 PLAN_FILE = "plan.txt"
 
 
-class DoesNotFitError(RuntimeError):
+class DoesNotFitError(BurnishError, RuntimeError):
     """A run that cannot fit into memory. Has the verdict, and what to try."""
 
 

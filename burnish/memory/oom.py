@@ -12,6 +12,7 @@ from burnish.config.jobs import EvaluateConfig, GenerateConfig, InferenceJob, Jo
 from burnish.config.load import ConfigError, load_config
 from burnish.config.rollout import VllmEngine
 from burnish.config.train import DeepSpeedEngine, on_oom_problem
+from burnish.errors import BurnishError
 from burnish.memory.hardware import Hardware
 from burnish.memory.launch import hardware_of
 from burnish.memory.plan import Plan
@@ -23,7 +24,7 @@ from burnish.models.logprobs import chunk_tokens
 _TRAINING = ("log-probs", "forward/backward")
 
 
-class RunOutOfMemoryError(RuntimeError):
+class RunOutOfMemoryError(BurnishError, RuntimeError):
     """A run that needed more memory than there is. Says where, and what to change."""
 
 

@@ -29,6 +29,7 @@ from transformers import (
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.config.paths import folder_problem
+from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.load import describe
 from burnish.models.scratch import scratch_tokenizer
@@ -36,7 +37,7 @@ from burnish.models.scratch import scratch_tokenizer
 _ENDINGS = re.compile(r"-(instruct|it|chat|base|hf|v0\.3|sft|dpo|\d{4})$")
 
 
-class PlanError(ValueError):
+class PlanError(BurnishError, ValueError):
     """A plan that cannot be made. Says what is not known, and what would be."""
 
 

@@ -31,6 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from burnish.errors import BurnishError
 from burnish.models.family import PACKED
 from burnish.models.sdpa import Kernels, attend, kernels_of
 from burnish.models.ulysses import SpreadPlan, spread_attention
@@ -233,7 +234,7 @@ def decode_plan(cache: KVCache, positions: Tensor, length: int) -> DecodePlan:
     return DecodePlan(cache, slots, positions, length, mask)
 
 
-class UnsupportedAttention(NotImplementedError):
+class UnsupportedAttention(BurnishError, NotImplementedError):
     """A model uses an attention option that packed and cached attention do not support."""
 
 

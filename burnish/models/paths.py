@@ -7,11 +7,12 @@ from pathlib import Path
 
 from burnish.config.model import ModelConfig
 from burnish.config.paths import folder_problem
+from burnish.errors import BurnishError
 
 log = logging.getLogger("burnish")
 
 
-class ModelError(ValueError):
+class ModelError(BurnishError, ValueError):
     """A model or tokenizer that cannot be loaded or trained. Says which, why, and what to do."""
 
 

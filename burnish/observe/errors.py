@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from burnish.errors import BurnishError
 
-class TrackerError(RuntimeError):
+
+class TrackerError(BurnishError, RuntimeError):
     """A tracker that the recipe asks for and that cannot be used. Says what to do."""

@@ -24,6 +24,7 @@ import jinja2
 import yaml
 from plotly.offline import get_plotlyjs
 
+from burnish.errors import BurnishError
 from burnish.observe.files import write_text
 from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.progress import format_duration
@@ -64,7 +65,7 @@ _HEADLINES: tuple[tuple[str, str, bool, tuple[str, ...]], ...] = (
 )
 
 
-class ReportError(ValueError):
+class ReportError(BurnishError, ValueError):
     """A folder that no report can be made of. The message says what is missing."""
 
 

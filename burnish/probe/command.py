@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.jobs import JobConfig
+from burnish.errors import BurnishError
 from burnish.memory.hardware import Hardware
 from burnish.memory.launch import hardware_of
 from burnish.memory.shapes import PlanError
@@ -117,7 +118,7 @@ def _run(rung: Rung, phases: list[str], *, on_gpu: bool) -> dict[str, Any] | str
                 process.wait()
 
 
-class _FailedError(Exception):
+class _FailedError(BurnishError):
     """A rank that gave no measurement."""
 
 

@@ -1,5 +1,7 @@
 """The error of rewards, for whatever checks them without torch."""
 
+from burnish.errors import BurnishError
 
-class RewardError(RuntimeError):
+
+class RewardError(BurnishError, RuntimeError):
     """A reward failed or cannot be created. Names the reward, the place, the reply, the remedy."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
+from burnish.errors import BurnishError
 from burnish.rewards.math_numbers import (
     LARGEST_EXPONENT,
     Quantity,
@@ -67,7 +68,7 @@ _MARKS = 20
 """Only this many of the last places that say "answer is" are looked at."""
 
 
-class LabelError(ValueError):
+class LabelError(BurnishError, ValueError):
     """A label that cannot be compared with an answer: why, and what to do."""
 
 

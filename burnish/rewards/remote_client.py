@@ -24,6 +24,7 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt
 
 from burnish.config.rewards import RemoteReward
+from burnish.errors import BurnishError
 from burnish.formats import FORMATS
 
 log = logging.getLogger("burnish")
@@ -39,7 +40,7 @@ _TEMPORARY = (408, 425, 429)
 request, too early, too busy."""
 
 
-class RemoteError(Exception):
+class RemoteError(BurnishError):
     """No reply that can be used: which URL, what came, what was expected. The same server would
     say the same again; others may do well."""
 
@@ -322,7 +323,7 @@ class RewardClient:
         return text if len(text) <= _EXCERPT else f"{text[:half]} ... {text[-half:]}"
 
 
-class _WrongShapeError(ValueError):
+class _WrongShapeError(BurnishError, ValueError):
     """JSON, but not a reply."""
 
 

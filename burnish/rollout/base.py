@@ -9,10 +9,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from burnish.errors import BurnishError
 from burnish.types import FinishReason
 
 
-class SamplingError(ArithmeticError):
+class SamplingError(BurnishError, ArithmeticError):
     """The policy's logits are not numbers, so nothing can be sampled from them."""
 
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
 from burnish.config.rollout import VllmEngine
+from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
@@ -73,7 +74,7 @@ _alive: set[int] = set()
 them for all."""
 
 
-class StaleWeightsError(RuntimeError):
+class StaleWeightsError(BurnishError, RuntimeError):
     """vLLM did not take the weights it was given, or does not compute with them."""
 
 

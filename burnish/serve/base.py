@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from burnish.config.model import Dtype
+from burnish.errors import BurnishError
 
 
-class ServeError(RuntimeError):
+class ServeError(BurnishError, RuntimeError):
     """The server cannot start: what is wrong, and what to do."""
 
 

@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from burnish.errors import BurnishError
 from burnish.serve.scorer import Row
 
 log = logging.getLogger("burnish")
 
 
-class QueueFullError(RuntimeError):
+class QueueFullError(BurnishError, RuntimeError):
     """More rows wait than may."""
 
 
-class ScoreError(RuntimeError):
+class ScoreError(BurnishError, RuntimeError):
     """The pass that a row was in failed, or the server is stopping."""
 
 

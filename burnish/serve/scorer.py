@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
+from burnish.errors import BurnishError
 from burnish.models.load import describe, load_tokenizer, num_positions
 from burnish.rewards.model import facts_of, load_reward_engine, score_rows
 from burnish.rewards.rows import encode_text
@@ -15,7 +16,7 @@ from burnish.serve.base import ServeError, ServeOptions
 from burnish.train.base import TrainEngine
 
 
-class TextError(ValueError):
+class TextError(BurnishError, ValueError):
     """A text that cannot be scored: why, and what to do."""
 
 

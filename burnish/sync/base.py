@@ -23,11 +23,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from burnish.errors import BurnishError
+
 Metrics = dict[str, float]
 Shape = tuple[int, ...]
 
 
-class SyncError(RuntimeError):
+class SyncError(BurnishError, RuntimeError):
     """Weights did not get over whole. Says what was expected, what came, and what to do."""
 
 

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from burnish.errors import BurnishError
 from burnish.types import Batch, BeingWritten, Stats
 
 Role = Literal["policy", "critic", "reference", "reward", "teacher"]
@@ -82,7 +83,7 @@ class StepStats:
     that ends the run (``train.on_oom=fail``)"""
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(BurnishError, ArithmeticError):
     """Training cannot go on: the loss or the gradient is not finite, again and again, or with the
     loss scale at its floor. Says where it begins and what to try. The step was skipped and the
     engine is whole, so it can be saved."""
@@ -92,7 +93,7 @@ class NonFiniteError(ArithmeticError):
         self.stats = stats
 
 
-class EngineLostError(RuntimeError):
+class EngineLostError(BurnishError, RuntimeError):
     """The process of an engine is gone or hangs. It says nothing about what was computed, so it is
     never taken for a bad sample or a bad reward."""
 

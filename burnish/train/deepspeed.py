@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, engine_rules
+from burnish.errors import BurnishError
 from burnish.models import buffers as state
 from burnish.models.checks import check_compute_dtype, check_head
 from burnish.models.dropout import start_training
@@ -66,7 +67,7 @@ OLDEST = Version("0.19.8")
 WEIGHT_BUCKET_BYTES = 256 << 20
 
 
-class DeepSpeedError(RuntimeError):
+class DeepSpeedError(BurnishError, RuntimeError):
     """DeepSpeed is missing, of a version that cannot be used, or asked for what it cannot do."""
 
 

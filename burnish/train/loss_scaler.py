@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from burnish.config.model import PrecisionConfig
+from burnish.errors import BurnishError
 
 State = dict[str, float | int]
 
 
-class LossScaleFloorError(ArithmeticError):
+class LossScaleFloorError(BurnishError, ArithmeticError):
     """A gradient overflowed with the loss scale at its minimum: a smaller scale will not cure
     it."""
 

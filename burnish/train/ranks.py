@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from burnish.errors import BurnishError
 from burnish.types import Stats
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class CollectiveTimeoutError(RuntimeError):
+class CollectiveTimeoutError(BurnishError, RuntimeError):
     """A rank waited for the others in a collective until the limit. Says how long, and where."""
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from burnish.config.algorithm import PreferenceLossConfig
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.loops.errors import RunError
 from burnish.loops.preference import preference_objective, preparation
 from burnish.loops.reference_cache import CachedReference, compute, load, save
-from burnish.loops.session import RunError
 from burnish.models.load import load_causal_lm
 from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats, rows_to_batch

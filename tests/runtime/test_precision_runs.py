@@ -20,7 +20,7 @@ import burnish
 from burnish.checkpoint.errors import CheckpointError
 from burnish.cli import app
 from burnish.config import ConfigError, JobConfig, dump_yaml
-from burnish.loops.session import StoppedError
+from burnish.loops.errors import StoppedError
 from burnish.observe.metrics import read_metrics
 from burnish.rollout.base import SamplingError
 

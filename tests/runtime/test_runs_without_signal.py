@@ -14,7 +14,8 @@ import torch
 import burnish
 from burnish.config import JobConfig, load_config
 from burnish.loops.degenerate import pair_signal, verdict_signal
-from burnish.loops.session import STOPPED_FILE, StoppedError
+from burnish.loops.errors import StoppedError
+from burnish.loops.session import STOPPED_FILE
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError
 from burnish.types import rows_to_batch

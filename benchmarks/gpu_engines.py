@@ -43,7 +43,8 @@ from burnish.rollout.local import LocalRolloutEngine
 from burnish.rollout.weights import fingerprint, read_fingerprints
 from burnish.sync.checksum import word_sums
 from burnish.sync.inproc import InprocSync
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch
 
 FORMATS: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")

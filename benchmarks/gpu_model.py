@@ -31,7 +31,8 @@ from burnish.memory.hardware import load_tables
 from burnish.memory.shapes import find_config, matrix_flops, shape_of
 from burnish.models.gpu import set_up_gpu
 from burnish.train.base import Outputs
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 SHAPE = "Qwen/Qwen3-0.6B"

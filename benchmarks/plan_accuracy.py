@@ -210,7 +210,8 @@ def _train(config: Any, model: Any) -> tuple[Any, list[Any]]:
     from burnish.memory.role_base import positions
     from burnish.memory.shapes import shape_of
     from burnish.memory.train_role import largest_rows
-    from burnish.train.torch import EngineSpec, TorchTrainEngine
+    from burnish.train.spec import EngineSpec
+    from burnish.train.torch import TorchTrainEngine
     from burnish.types import Stats, rows_to_batch
 
     plan = config.batch_plan()

@@ -207,7 +207,7 @@ def make_engine(dtype: str, model: str, *, micro: int | None, device: str) -> An
     from burnish.models.load import load_tokenizer
     from burnish.observe.timeline import Timeline
     from burnish.runtime.inline import InlineRuntime
-    from burnish.train.torch import EngineSpec
+    from burnish.train.spec import EngineSpec
 
     config = ModelConfig.model_validate(model_source(model))
     scale = {"initial_scale_power": FIRST_SCALE_POWER} if dtype == "fp16" else {}

@@ -125,7 +125,7 @@ def _sample(dtype: str, args: argparse.Namespace) -> Any:
 def _trainer_logprobs(dtype: str, sampled: dict[str, Any], args: argparse.Namespace) -> Any:
     """Sampler's format -> [actions] log-probs of its responses by the trainer of ``dtype``."""
     from burnish.config.train import TrainConfig
-    from burnish.train.torch import EngineSpec
+    from burnish.train.spec import EngineSpec
 
     runtime, model = _runtime(dtype, args)
     spec = EngineSpec("policy", TrainConfig(), model, micro_batch_size=32, trainable=False)

@@ -37,7 +37,8 @@ from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.decoding import make_local_engine
 from burnish.train.base import Outputs
 from burnish.train.engines import make_engine
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 Layout = Literal["padded", "packed", "shared_prefix"]

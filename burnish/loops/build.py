@@ -61,7 +61,7 @@ from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
 from burnish.train.base import HasLogprobs, Loss, Role, TrainEngine
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Group, Prompt, Stats
 
 log = logging.getLogger("burnish")

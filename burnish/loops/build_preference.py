@@ -35,7 +35,7 @@ from burnish.loops.supervised import Supervised
 from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime
 from burnish.train.base import HasLogprobs, TrainEngine
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.types import Batch
 
 log = logging.getLogger("burnish")

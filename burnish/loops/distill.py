@@ -25,7 +25,7 @@ from burnish.models.teacher import by_id, shared_vocabulary
 from burnish.runtime.base import Runtime
 from burnish.tensors import masked_sum
 from burnish.train.base import Loss, Outputs, TrainEngine
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 
 UNKNOWN_LOGPROB = -30.0

@@ -27,7 +27,7 @@ from burnish.memory.rollout_role import rollout_role
 from burnish.memory.shapes import PlanError
 from burnish.memory.train_role import train_role
 from burnish.train.engines import shares_weights
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 
 LENGTHS = (0.25, 0.5, 1.0)
 """Shares of the recipe's lengths."""

@@ -41,7 +41,8 @@ from burnish.rollout.local import LocalRolloutEngine
 from burnish.train.base import Outputs, Role
 from burnish.train.engines import load_device, make_engine
 from burnish.train.ranks import Ranks
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 Work = dict[str, Callable[[], Any]]

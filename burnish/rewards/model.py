@@ -27,7 +27,8 @@ from burnish.rewards.base import RewardInput
 from burnish.rewards.rows import Encode, RowEncoder, sampled_ids
 from burnish.rewards.steps import step_ends
 from burnish.train.base import TrainEngine
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import rows_to_batch, steps_to_batch
 
 

@@ -16,7 +16,7 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine
 from burnish.sync.base import Metrics
 from burnish.train.base import EngineLostError, HasLogprobs, TrainEngine
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 
 POLICY_SPANS = {"logprobs": "logprobs", "forward_backward": "train", "optim_step": "optim"}
 CRITIC_SPANS = {"values": "values", "forward_backward": "critic", "optim_step": "critic"}

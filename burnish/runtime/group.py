@@ -13,7 +13,7 @@ from burnish.runtime.limits import Limits
 from burnish.runtime.worker import NO_SPANS, TrainWorker
 from burnish.train.base import Role
 from burnish.train.ranks import CollectiveTimeoutError
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 
 if TYPE_CHECKING:
     from burnish.runtime.ray import RayRuntime

@@ -34,7 +34,8 @@ from burnish.train.engines import (
     shares_weights,
 )
 from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import FrozenBase, TorchTrainEngine
 
 
 class InlineRuntime:

@@ -45,7 +45,7 @@ from burnish.runtime.remote import (
 from burnish.runtime.worker import Place
 from burnish.secret import is_secret
 from burnish.train.base import HasLogprobs, TrainEngine
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 
 log = logging.getLogger("burnish")
 

@@ -40,7 +40,8 @@ from burnish.sync.engine import WeightSender, exhaust, messages
 from burnish.sync.store import serve_store
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.ranks import Ranks
-from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import FrozenBase, TorchTrainEngine
 from burnish.types import Batch, BeingWritten, Stats
 
 if TYPE_CHECKING:

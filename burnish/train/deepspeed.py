@@ -40,6 +40,7 @@ from burnish.train.diagnose import first_bad_tensor, sum_is_bad, where_bad, why_
 from burnish.train.forward import BatchForward, Forward, enable_checkpointing, no_rows, zero_of
 from burnish.train.optim import lr_factor
 from burnish.train.ranks import ALONE, Ranks
+from burnish.train.spec import EngineSpec
 from burnish.train.state import (
     ShardedState,
     description,
@@ -47,7 +48,7 @@ from burnish.train.state import (
     take_counts,
     write_description,
 )
-from burnish.train.torch import EngineSpec, parts_of
+from burnish.train.torch import parts_of
 from burnish.train.zero import (
     ZeroAdamW,
     buckets,

@@ -14,7 +14,8 @@ from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, TorchEngine
 from burnish.train.fsdp import is_sharded, torch_engine
 from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 
 
 def make_engine(

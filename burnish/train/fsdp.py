@@ -42,8 +42,9 @@ from burnish.train.forward import NO_ROWS
 from burnish.train.optim import Optimizer
 from burnish.train.ranks import ALONE, Ranks
 from burnish.train.sharded_state import PendingSave, ShardedOptimizer, local, own_rows
+from burnish.train.spec import EngineSpec
 from burnish.train.state import write_description
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats
 
 log = logging.getLogger("burnish")

@@ -267,7 +267,7 @@ class Described(Protocol):
 
 
 class Source(Protocol):
-    """Which model an engine is of: its :class:`burnish.train.torch.EngineSpec`."""
+    """Which model an engine is of: its :class:`burnish.train.spec.EngineSpec`."""
 
     @property
     def role(self) -> Role: ...

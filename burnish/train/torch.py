@@ -7,7 +7,7 @@ Reading order: ``forward_backward`` -> ``train/forward.py`` -> ``train/batching.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -18,19 +18,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 import burnish.train.optim as optim
-from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.train import TorchEngine
 from burnish.models.buffers import buffers_now, load_buffers, num_buffer_bytes
 from burnish.models.checks import check_compute_dtype, check_weights
-from burnish.models.distill import Lesson
 from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, ModelError, describe
-from burnish.models.logprobs import chunk_tokens
 from burnish.models.lora import adapters_off, merged_weights
-from burnish.models.teacher import LessonSpec
 from burnish.models.tensor_files import Pieces, tensor_sets, write_pieces
-from burnish.train.base import Loss, NonFiniteError, Outputs, Role, StepStats
+from burnish.train.base import Loss, NonFiniteError, Outputs, StepStats
 from burnish.train.batching import Layout, fill_rows, split_over_ranks
 from burnish.train.cuts import Cuts, cut_model
 from burnish.train.diagnose import (
@@ -46,6 +42,7 @@ from burnish.train.forward import enable_checkpointing
 from burnish.train.oom import SmallerPasses
 from burnish.train.optim import Optimizer
 from burnish.train.ranks import ALONE, Ranks
+from burnish.train.spec import EngineSpec
 from burnish.train.spread import make_forward, teams_of
 from burnish.train.state import (
     description,
@@ -55,52 +52,6 @@ from burnish.train.state import (
     write_together,
 )
 from burnish.types import Batch, BeingWritten, Stats, Written
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine needs to know beside its model."""
-
-    role: Role
-    train: TrainConfig
-    model: ModelConfig
-    """Where the model comes from."""
-    micro_batch_size: int | None = None
-    """Rows (units) per pass; None with a token budget, or to take all at once."""
-    total_steps: int = 1
-    """Optimizer steps of the whole run, for the schedule."""
-    lr: float | None = None
-    """Peak learning rate. None: ``train.lr``."""
-    temperature: float = 1.0
-    """Sampling temperature at which log-probs are computed."""
-    with_entropy: bool = True
-    """Compute the entropy in forward_backward."""
-    trainable: bool = True
-    """False: no optimizer (reference and reward models)."""
-    precision: PrecisionConfig = PrecisionConfig()
-    """Number formats and loss scaling. The model may come in any format: trained weights in fp32
-    become the masters as they are."""
-    dtype: Dtype | None = None
-    """Compute format of a frozen model that has its own. None: the precision's."""
-    lesson: LessonSpec | None = None
-    """What a student learns from."""
-    seed: int = 0
-    """Of the run: new adapters and dropout on a cluster's workers."""
-    as_written: ModelConfig | None = None
-    """The model as the recipe names it, where ``model`` has full paths instead. Checkpoints hold
-    this, so that they may move with the folder that holds the recipe and the base of a LoRA."""
-    dropout: bool = True
-    """Whether training passes have the dropout and router noise of the model's own config."""
-
-    def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
-        """The spec with the job's number formats, or its own."""
-        own = precision if self.dtype is None else PrecisionConfig(dtype=self.dtype)
-        return replace(self, precision=own)
-
-    def load_lesson(self, device: torch.device) -> Lesson | None:
-        """:attr:`lesson` with the teacher's output projection on ``device``."""
-        chunk = chunk_tokens(self.train.logprob_chunk_tokens, device.type)
-        return None if self.lesson is None else self.lesson.load(device, chunk_tokens=chunk)
 
 
 def parts_of(batch: Batch, spec: EngineSpec, ranks: Ranks, layout: Layout) -> list[list[int]]:

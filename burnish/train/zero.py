@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import DeepSpeedEngine
 from burnish.train.ranks import Ranks
+from burnish.train.spec import EngineSpec
 from burnish.train.state import Shard, Shards
-from burnish.train.torch import EngineSpec
 
 
 def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.shrink import build, shrink
 from burnish.train.base import Loss
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch
 
 

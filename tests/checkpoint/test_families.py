@@ -46,7 +46,8 @@ from burnish.sync.stored import StoredLink
 from burnish.train.base import Loss
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch
 
 MakeEngine = Callable[..., TorchTrainEngine]

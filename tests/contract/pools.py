@@ -38,7 +38,7 @@ from burnish.sync.buckets import LinkReceiver
 from burnish.sync.stored import StoredLink
 from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
 from burnish.train.ranks import Ranks
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 
 NAME = "tests.contract.pools"

@@ -30,7 +30,8 @@ from burnish.sync.engine import WeightSender
 from burnish.sync.store import connect_store, serve_store
 from burnish.train.base import Outputs
 from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 SIZES = ScratchConfig(hidden_size=64, tie_word_embeddings=False)

@@ -16,7 +16,8 @@ from burnish.models.gpu import set_up_gpu
 from burnish.models.load import load_causal_lm
 from burnish.models.sdpa import Call, kernels_of, way_of
 from burnish.train.batching import Layout
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, rows_to_batch
 
 pytestmark = [

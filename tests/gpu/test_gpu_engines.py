@@ -15,7 +15,8 @@ from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.train.base import Loss
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 pytestmark = [

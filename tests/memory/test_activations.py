@@ -15,7 +15,8 @@ from burnish.memory.tracking import LiveBytes, num_bytes
 from burnish.models.load import load_causal_lm
 from burnish.models.sdpa import Kernels
 from burnish.train.batching import arrange
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Stats, rows_to_batch
 
 A100 = Kernels((2, 13), (8, 0))

@@ -20,7 +20,8 @@ from burnish.memory.tracking import LiveBytes, num_bytes
 from burnish.models.load import load_causal_lm
 from burnish.train import cuts
 from burnish.train.ranks import Ranks
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Stats, rows_to_batch
 
 

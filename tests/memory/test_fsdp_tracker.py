@@ -24,7 +24,7 @@ from burnish.memory.train_role import _in_pass
 from burnish.models.load import load_causal_lm
 from burnish.train.fsdp import ShardedTrainEngine
 from burnish.train.ranks import Ranks
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 
 RANKS = 4

@@ -21,7 +21,8 @@ from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import SPECIAL, build, shrink
 from burnish.train.base import Loss, Outputs
 from burnish.train.engines import make_engine
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 transformers_logging.set_verbosity_error()

@@ -21,7 +21,8 @@ from burnish.models.dropout import noise_of, start_training
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.train.base import Outputs
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

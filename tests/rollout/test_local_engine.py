@@ -17,7 +17,8 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import rows_to_batch
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)

@@ -35,7 +35,8 @@ from burnish.rollout.local import LocalRolloutEngine
 from burnish.rollout.vllm import INSTALL, StaleWeightsError, VllmRolloutEngine
 from burnish.rollout.vllm_sleep import Sleep
 from burnish.train.base import Loss
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, rows_to_batch
 
 pytestmark = [

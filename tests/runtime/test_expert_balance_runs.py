@@ -27,7 +27,8 @@ from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.tensors import pad_rows
 from burnish.train.base import Outputs
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {

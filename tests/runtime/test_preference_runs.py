@@ -17,7 +17,7 @@ from burnish.models.load import load_causal_lm
 from burnish.observe.metrics import read_metrics
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.base import TrainEngine
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 
 SCRATCH = {
     "alphabet": "0123456789+=",

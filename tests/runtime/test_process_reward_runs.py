@@ -21,7 +21,8 @@ from burnish.rewards.base import RewardInput
 from burnish.rewards.model import ProcessReward, load_model_reward, score_rows
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.serve.scorer import load_text_scorer
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Prompt, Sample
 
 SCRATCH = {

@@ -33,7 +33,7 @@ from burnish.runtime.group import Group
 from burnish.runtime.ray import RayRuntime, worker_environment
 from burnish.runtime.remote import RemoteRolloutEngine
 from burnish.train.ranks import CollectiveTimeoutError
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 
 ray = pytest.importorskip("ray")
 MODEL = ModelConfig(scratch=ScratchConfig())

@@ -28,7 +28,7 @@ from burnish.runtime.worker import Sending, TrainWorker
 from burnish.sync.base import NotReadyError, SyncError
 from burnish.sync.stored import HandOver
 from burnish.train.base import Outputs
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

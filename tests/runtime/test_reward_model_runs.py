@@ -17,7 +17,8 @@ from burnish.models.load import ModelError, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.model import load_model_reward
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 
 SCRATCH = {
     "alphabet": "0123456789+=",

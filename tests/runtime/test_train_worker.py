@@ -16,7 +16,7 @@ from burnish.models.load import ModelError
 from burnish.runtime.worker import Place, TrainWorker, pack_batch
 from burnish.train.base import Outputs
 from burnish.train.ranks import Ranks
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32), lora=LoraConfig(lora_dropout=0.5))

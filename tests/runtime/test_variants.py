@@ -21,7 +21,7 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.base import Role
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.types import rows_to_batch
 
 MakeConfig = Callable[..., JobConfig]

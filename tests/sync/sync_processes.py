@@ -38,7 +38,8 @@ from burnish.sync.engine import SyncedEngine, WeightSender
 from burnish.sync.ipc import SharedReceiver, SharedSender
 from burnish.sync.store import Channel, connect_store, serve_store
 from burnish.train.base import Outputs
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))

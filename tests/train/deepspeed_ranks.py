@@ -30,7 +30,8 @@ from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, NonFiniteError, Outputs, TrainEngine
 from burnish.train.deepspeed import DeepSpeedTrainEngine, loading
 from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec, FrozenBase, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import FrozenBase, TorchTrainEngine
 from burnish.types import Batch, Stats
 
 _SPEC = importlib.util.spec_from_file_location(

@@ -36,7 +36,7 @@ from burnish.train.base import Loss, Role
 from burnish.train.deepspeed import DeepSpeedTrainEngine
 from burnish.train.fsdp import torch_engine
 from burnish.train.ranks import CollectiveTimeoutError, Ranks
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.types import Batch
 
 _SPEC = importlib.util.spec_from_file_location(

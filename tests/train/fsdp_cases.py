@@ -20,7 +20,8 @@ from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.train.fsdp import ShardedTrainEngine, torch_engine
 from burnish.train.ranks import Ranks
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 
 _SPEC = importlib.util.spec_from_file_location(
     "two_ranks", Path(__file__).with_name("two_ranks.py")

@@ -33,7 +33,8 @@ from burnish.models.value_head import load_scalar_model
 from burnish.train.base import NonFiniteError
 from burnish.train.fsdp import ShardedTrainEngine, torch_engine
 from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec, FrozenBase
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import FrozenBase
 from burnish.types import Batch
 
 _SPEC = importlib.util.spec_from_file_location(

@@ -35,7 +35,7 @@ from burnish.models.ulysses import SpreadPlan, spread_attention
 from burnish.train.base import NonFiniteError
 from burnish.train.fsdp import torch_engine
 from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 
 _SPEC = importlib.util.spec_from_file_location(
     "fsdp_cases", Path(__file__).with_name("fsdp_cases.py")

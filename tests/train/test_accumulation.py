@@ -26,7 +26,8 @@ from burnish.loops.objectives import (
 )
 from burnish.models.load import load_causal_lm
 from burnish.train.base import Loss, Outputs, Role
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 # fp32 sums over some hundred tokens in another order, relative to the largest entry where that is

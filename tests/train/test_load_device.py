@@ -16,7 +16,7 @@ from burnish.runtime import inline
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.engines import load_device
 from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 
 GPU, CPU = torch.device("cuda:1"), torch.device("cpu")
 

@@ -19,7 +19,8 @@ from burnish.models.load import DTYPES, ModelError, load_causal_lm
 from burnish.train.base import Loss, NonFiniteError, Outputs
 from burnish.train.loss_scaler import DynamicLossScaler
 from burnish.train.optim import Optimizer
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats
 
 TINY = ModelConfig(scratch=ScratchConfig(hidden_size=32))

@@ -53,7 +53,8 @@ from burnish.models.value_head import ScalarModel
 from burnish.tensors import upload
 from burnish.train.base import Loss
 from burnish.train.batching import arrange
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 META = torch.device("meta")

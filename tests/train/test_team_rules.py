@@ -16,8 +16,9 @@ from burnish.models.load import ModelError, load_causal_lm
 from burnish.models.tensor_parallel import cut_layers, layer_styles
 from burnish.train.batching import arrange
 from burnish.train.ranks import ALONE, Ranks
+from burnish.train.spec import EngineSpec
 from burnish.train.spread import check_heads, stretch_of
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import rows_to_batch
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=48, num_heads=6, num_kv_heads=3))

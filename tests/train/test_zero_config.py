@@ -8,7 +8,7 @@ import pytest
 
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.train import DeepSpeedEngine, TrainConfig
-from burnish.train.torch import EngineSpec
+from burnish.train.spec import EngineSpec
 from burnish.train.zero import ds_config, zero_section
 
 

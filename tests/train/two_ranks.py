@@ -31,7 +31,8 @@ from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, NonFiniteError, Outputs
 from burnish.train.batching import split_over_ranks
 from burnish.train.ranks import ALONE, Ranks
-from burnish.train.torch import EngineSpec, TorchTrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats
 
 _SPEC = importlib.util.spec_from_file_location(

@@ -36,12 +36,6 @@ def masked_mean(x: Tensor, mask: Tensor, dim: Dim = None, *, keepdim: bool = Fal
     return masked_sum(x, mask, dim, keepdim=keepdim) / count.clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, dim: Dim = None) -> Tensor:
-    """Population variance (over n, not n - 1) of ``x`` where ``mask`` is true. 0 over nothing."""
-    x = torch.where(mask, at_least_fp32(x), 0.0)
-    return masked_mean((x - masked_mean(x, mask, dim, keepdim=True)).square(), mask, dim)
-
-
 def masked_max(x: Tensor, mask: Tensor) -> Tensor:
     """Largest entry of a non-negative ``x`` where ``mask`` is true, a scalar. 0 over nothing."""
     inside = torch.where(mask, at_least_fp32(x), 0.0).flatten()

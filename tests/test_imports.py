@@ -12,7 +12,7 @@ import burnish
 
 PACKAGE = Path(burnish.__file__).parent
 
-MATHS = {"types", "tensors", "formats"}
+MATHS = {"types", "tensors"}
 BASE = MATHS | {"config", "errors", "messages", "oom", "secret", "shm", "templates"}
 LOOPS = BASE | {
     *(
@@ -33,7 +33,6 @@ LOOPS = BASE | {
 ALLOWED: dict[str, set[str]] = {
     "types": {"tensors"},
     "errors": set(),
-    "formats": set(),
     "messages": set(),
     "oom": set(),
     "secret": set(),

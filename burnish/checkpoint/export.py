@@ -31,7 +31,6 @@ from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.save import CheckpointStore
 from burnish.checkpoint.state import FACTS, load_state
 from burnish.config.model import Dtype, ModelConfig
-from burnish.formats import FORMATS
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
 from burnish.models.lora import merged_weights, peft_config
@@ -230,7 +229,7 @@ def _check_range(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
         if beyond.any():
             largest = float(weight[beyond].abs().max())
             raise CheckpointError(
-                f"fp16 holds numbers up to {FORMATS['fp16'].largest:g}, and {name} has one of "
+                f"fp16 holds numbers up to {torch.finfo(dtype).max:g}, and {name} has one of "
                 f"{largest:g}, which would be written as infinite; use --dtype bf16 or fp32"
             )
 

@@ -21,8 +21,6 @@ from burnish.memory.watched import PLANNED_AS, Beside, beside_text
 from burnish.messages import library_text
 from burnish.models.logprobs import chunk_tokens
 
-_TRAINING = ("log-probs", "forward/backward")
-
 
 class RunOutOfMemoryError(BurnishError, RuntimeError):
     """A run that needed more memory than there is. Says where, and what to change."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 PHASES = ("load", "rollout", "log-probs", "forward/backward", "step", "sync", "checkpoint")
 ITEMS = (
@@ -122,7 +121,7 @@ class Plan:
         return "\n".join([f"verdict: {head}", *(f"  {x}" for x in (*lines, *self.problems))])
 
     def to_json(self) -> str:
-        """The plan as JSON, with the verdict; :func:`from_json` reads it back."""
+        """Return the plan as JSON, with the verdict."""
         worst = self.worst
         extra = {
             "fits": self.fits,
@@ -146,19 +145,6 @@ class Plan:
         parts.append("assumed:\n" + "\n".join(f"  - {a}" for a in self.assumptions))
         parts.append(self.verdict())
         return "\n\n".join(p for p in parts if p)
-
-
-def from_json(text: str) -> Plan:
-    """What :meth:`Plan.to_json` wrote."""
-    tree: dict[str, Any] = json.loads(text)
-    for name in ("fits", "margin_bytes", "margin_frac"):
-        tree.pop(name, None)
-    tree["rows"] = tuple(Row(**row) for row in tree["rows"])
-    tree["peaks"] = tuple(Peak(**peak) for peak in tree["peaks"])
-    tree["batch"] = tuple(tuple(row) for row in tree["batch"])
-    for name in ("models", "assumptions", "problems"):
-        tree[name] = tuple(tree[name])
-    return Plan(**tree)
 
 
 def _peak_text(peak: Peak) -> str:

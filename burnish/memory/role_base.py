@@ -41,8 +41,6 @@ class RoleMemory:
     """By phase: what only the first rank has, in host memory."""
     setup: EngineSetup | None = None
     disk: float = 0.0
-    gives_back: bool = False
-    """Frees what it does not need for other processes to take (a vLLM that sleeps)."""
     works: tuple[Pass, ...] = ()
     """The passes that were traced."""
     notes: tuple[str, ...] = ()

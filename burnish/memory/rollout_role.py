@@ -172,7 +172,6 @@ def _vllm_role(
         resident=resident,
         passing={},
         first=first,
-        gives_back=engine.sleep_between_rollouts,
         problem=found.problem,
         notes=(
             f"rollout: vLLM's cache holds {found.cache_tokens} tokens, "

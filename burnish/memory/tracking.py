@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -91,8 +90,3 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind ``tensors``, each counted once."""
     storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has sizes and no memory."""
-    return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.formats import FORMATS
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.paths import ModelError
 
@@ -86,7 +85,7 @@ def check_weights(weights: Iterable[tuple[str, Tensor]], name: str) -> None:
         if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
             raise ModelError(
                 f"{name}: the weight {parameter_name} is not finite in {parameter.dtype} (fp16 "
-                f"ends at {FORMATS['fp16'].largest:g}); if it is in precision.dtype=fp32, "
+                f"ends at {torch.finfo(torch.float16).max:g}); if it is in precision.dtype=fp32, "
                 "use bf16 or fp32, else the model is broken"
             )
 

@@ -129,16 +129,6 @@ class WandbTracker:
         self._state = self._saved_state()
         self._num_skipped = 0
 
-    @property
-    def run_id(self) -> str:
-        """Id of the tracker's run, which a resumed run keeps."""
-        return self._state.id
-
-    @property
-    def last_step(self) -> int:
-        """Last step that is recorded; -1 if none is."""
-        return self._state.step
-
     def start(self) -> None:
         """Open the run, offline if the server cannot be reached."""
         mode = wandb_mode(self._config)

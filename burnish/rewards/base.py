@@ -18,7 +18,6 @@ import torch
 
 from burnish.algorithms.running import RunningMoments
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.formats import FORMATS
 from burnish.rewards.errors import RewardError as RewardError
 from burnish.rewards.shaping import clip, shaped
 from burnish.train.base import EngineLostError
@@ -30,7 +29,7 @@ RESERVED_NAMES = (
 )
 """Names that metrics and samples use beside those of the rewards."""
 
-_LARGEST = FORMATS["fp32"].largest  # what losses and advantages are computed in
+_LARGEST = torch.finfo(torch.float32).max  # what losses and advantages are computed in
 _RETURN_A_NUMBER = "return one finite number for each response (0.0 for a wrong answer)"
 
 

@@ -90,7 +90,7 @@ class FunctionReward:
         if not waiting:
             return answers
         self._loop = self._loop or LoopThread(f"reward-{self.name}")
-        results = self._loop.run(_gather([answers[i] for i in waiting]))
+        results = self._loop.run(_gather, [answers[i] for i in waiting])
         finished = dict(zip(waiting, results, strict=True))
         return [finished.get(i, answer) for i, answer in enumerate(answers)]
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import TypeVar
+
+from anyio.from_thread import start_blocking_portal
 
 T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers that are not coroutines, all on one loop, so that a client object
-    that belongs to a loop can be kept from call to call."""
+    """Run coroutine functions for callers that are not coroutines, all on one loop, so that a
+    client object that belongs to a loop can be kept from call to call."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+        self._stack = ExitStack()
+        self._portal = self._stack.enter_context(start_blocking_portal(name=name))
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What ``coroutine`` returns or raises. Where the wait is interrupted, it is cancelled."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def run(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
+        """Return or raise what ``function(*args)`` comes to. An interrupted wait cancels it."""
+        future = self._portal.start_task_soon(function, *args)
         try:
             return future.result()
         except BaseException:
@@ -29,14 +29,6 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
-        self.run(self._cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancel running calls and end the thread."""
+        self._portal.call(self._portal.stop, True)
+        self._stack.close()

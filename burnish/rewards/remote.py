@@ -66,7 +66,7 @@ class RemoteReward:
         if self._loop is None or self._client is None:
             self._client = RewardClient(self._config, name=self.name, token=self._token)
             self._loop = LoopThread(f"reward-{self.name}")
-        answers = self._loop.run(self._client.ask_all(requests))
+        answers = self._loop.run(self._client.ask_all, requests)
         scores: list[float | SampleError] = []
         for part, answer in zip(parts, answers, strict=True):
             if isinstance(answer, Reply):
@@ -93,7 +93,7 @@ class RemoteReward:
         self._loop = self._client = None
         if loop is not None and client is not None:
             try:
-                loop.run(client.close())
+                loop.run(client.close)
             finally:
                 loop.close()
 

@@ -21,11 +21,11 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
+import torch
 from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt
 
 from burnish.config.rewards import RemoteReward
 from burnish.errors import BurnishError
-from burnish.formats import FORMATS
 
 log = logging.getLogger("burnish")
 
@@ -376,7 +376,7 @@ def _mean(value: Any, count: int) -> tuple[float, int] | None:
     where it is something else, or so large that sums of it may be infinite."""
     values = value if isinstance(value, list) else [value] * count
     numbers = [float(v) for v in values if isinstance(v, bool) or _is_number(v)]
-    numbers = [number for number in numbers if abs(number) <= FORMATS["fp32"].largest]
+    numbers = [number for number in numbers if abs(number) <= torch.finfo(torch.float32).max]
     return (math.fsum(numbers), count) if len(numbers) == len(values) == count else None
 
 

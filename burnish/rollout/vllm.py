@@ -34,7 +34,6 @@ from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.gate import StepGate
 from burnish.rollout.requests import StopRule, check_requests, end_tokens
 from burnish.rollout.vllm_experts import use_plain_experts
 from burnish.rollout.vllm_model import (
@@ -108,7 +107,6 @@ class VllmRolloutEngine:
         self._problem: str | None = "it has no weights yet; call load_weights first"
         self._samples: dict[str, _Sample] = {}
         self._num_samples = 0
-        self._gate = StepGate()
         if _alive:
             raise ModelError(
                 "this process has a vLLM engine already, and vLLM keeps one set of process groups "
@@ -214,15 +212,6 @@ class VllmRolloutEngine:
         """Take memory again (CUDA)."""
         self._sleep.wake("weights", "kv_cache")
 
-    def pause(self) -> None:
-        """From another thread: no further step until :meth:`resume`; running requests keep what
-        they have. (New weights end them, paused or not.)"""
-        self._gate.shut()
-
-    def resume(self) -> None:
-        """Go on after :meth:`pause`."""
-        self._gate.open()
-
     def abort(self) -> None:
         """End all running requests; a generate that waits for them raises RuntimeError."""
         running, self._samples = list(self._samples), {}
@@ -268,8 +257,7 @@ class VllmRolloutEngine:
         return name
 
     def step(self) -> None:
-        """One step of vLLM over the requests of all open runs, once the engine is not paused."""
-        self._gate.wait()
+        """Run one step of vLLM over the requests of all open runs."""
         with torch.random.fork_rng(devices=[]):  # vLLM draws from the process's generator
             outputs = self._llm.step()
         for output in outputs:

@@ -1,9 +1,8 @@
 """The two ends of a hand-over: the trainer that pushes and the rollout engine that receives.
 
 What a failed hand-over leaves behind decides what the rollout engine may do. Nothing was written
-yet: its old weights are whole, it refuses to sample until a good hand-over, or until somebody says
-that the old ones will do (:meth:`SyncedEngine.keep_old`). Something was written: it holds half of
-two versions and refuses until a good hand-over, whatever anybody says.
+yet: its old weights are whole, and it refuses to sample until a good hand-over. Something was
+written: it holds half of two versions, and refuses as well.
 """
 
 from __future__ import annotations
@@ -185,17 +184,6 @@ class SyncedEngine:
         incoming.close(None)
         return transfer_metrics(incoming, time.perf_counter() - started)
 
-    def keep_old(self) -> None:
-        """After a hand-over that failed before anything was written: go on with the old weights.
-
-        Raises NotReadyError where the engine does not hold one version whole.
-        """
-        if self.trouble is not None and not self.trouble.whole:
-            raise NotReadyError(
-                f"there are no old weights to go on with: {self.trouble.reason}; push again"
-            )
-        self.trouble = None
-
     # ---- the rollout engine ------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
@@ -263,8 +251,7 @@ class SyncedEngine:
 
     def _check_ready(self) -> None:
         if self.trouble is not None:
-            old = "; or keep_old() to go on with the old weights" if self.trouble.whole else ""
             raise NotReadyError(
                 f"the rollout engine has no weights to sample from: {self.trouble.reason}; push "
-                f"and receive again{old}"
+                "and receive again"
             )

@@ -117,15 +117,6 @@ class HasLogprobs(Protocol):
         ...
 
 
-class HasStates(Protocol):
-    """All that learning from a teacher's whole distribution needs of the teacher."""
-
-    def states(self, batch: Batch) -> Tensor:
-        """[M, H] last hidden states from which action token t is predicted (0 elsewhere), without
-        gradient, in the engine's compute format."""
-        ...
-
-
 class TrainEngine(Protocol):
     """One model in one role."""
 

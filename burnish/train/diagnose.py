@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from burnish.config.model import PrecisionConfig
-from burnish.formats import FORMATS
 from burnish.train.base import Role, StepStats
 
 Stage = Literal["weight", "forward", "loss", "backward", "gradient"]
@@ -102,7 +101,7 @@ def why_stop(
     if precision.loss_scale:
         hint += f"; or a loss_scale below {stats.loss_scale:g}, or a dynamic one (0)"
     if precision.dtype == "fp16":
-        largest = FORMATS["fp16"].largest
+        largest = torch.finfo(torch.float16).max
         hint += f"; or, for values beyond {largest:g}, {precision.overrides_for('bf16')}"
     return (
         f"{skips} steps of the {role} in a row were skipped because the loss or the gradient was "

@@ -17,9 +17,9 @@ async def fails() -> None:
 
 def test_results_and_exceptions_come_back() -> None:
     loop = LoopThread("x")
-    assert loop.run(asyncio.sleep(0, result=3)) == 3
+    assert loop.run(asyncio.sleep, 0, 3) == 3
     with pytest.raises(ZeroDivisionError):
-        loop.run(fails())
+        loop.run(fails)
     loop.close()
     assert not any(thread.name == "x" for thread in threading.enumerate())
 
@@ -32,7 +32,7 @@ def test_close_cancels_what_still_runs() -> None:
         await asyncio.sleep(1000)
 
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(loop.run, waits())
+        future = pool.submit(loop.run, waits)
         assert running.wait(30)
         loop.close()
         assert isinstance(future.exception(30), CancelledError)

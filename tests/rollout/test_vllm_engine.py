@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import random
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -523,37 +522,6 @@ def test_two_generators_at_once_do_not_mix(loaded: VllmRolloutEngine) -> None:
         assert {k: c.token_ids for k, c in together.items()} == {
             k: c.token_ids for k, c in apart.items()
         }
-
-
-def test_a_paused_engine_takes_no_step_and_goes_on_to_the_same_tokens(
-    loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Paused from this thread while another one samples; the third step waits."""
-    requests, sampling = [Request("a", (7, 8, 9))], Sampling(12, 0.0)
-    expected = [c.token_ids for c in loaded.generate(requests, sampling)]
-    step, taken, found = loaded._llm.step, [], []
-    reached, paused = threading.Event(), threading.Event()
-
-    def counted() -> Any:
-        taken.append(1)
-        if len(taken) == 2:
-            reached.set()
-            assert paused.wait(60)
-        return step()
-
-    monkeypatch.setattr(loaded._llm, "step", counted)
-    other = threading.Thread(
-        target=lambda: found.extend(c.token_ids for c in loaded.generate(requests, sampling))
-    )
-    other.start()
-    assert reached.wait(60)
-    loaded.pause()
-    paused.set()
-    other.join(0.5)
-    assert len(taken) == 2 and other.is_alive() and not found
-    loaded.resume()
-    other.join(60)
-    assert found == expected and len(taken) > 2
 
 
 def test_new_weights_abort_what_runs_and_its_generator_says_so(loaded: VllmRolloutEngine) -> None:

@@ -233,7 +233,7 @@ def test_an_upload_that_does_not_end_in_time_names_the_command_that_continues_it
 def test_another_project_is_another_run(tmp_path: Path) -> None:
     def state(**more: str) -> tuple[str, int]:
         tracker = WandbTracker(WandbConfig(mode="offline", **more), tmp_path, {})  # type: ignore[arg-type]
-        return tracker.run_id, tracker.last_step
+        return tracker._state.id, tracker._state.step
 
     saved = {"id": "abc", "project": "burnish", "entity": None, "step": 7}
     (tmp_path / "wandb.json").write_text(json.dumps(saved))

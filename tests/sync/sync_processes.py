@@ -252,8 +252,7 @@ def faults(context: Context, kind: str) -> dict[str, Any]:
         for version, fault in enumerate(FAULTS, 1):
             report = {"receive": tried(lambda v=version: synced.receive(v))}
             report["generate"] = tried(lambda: tokens(synced))
-            report["keep_old"] = tried(synced.keep_old)
-            report["old"] = tried(lambda: tokens(synced))
+            report["old"] = tried(lambda: tokens(synced.engine))
             context.meet(f"{name} {fault}")
             report["again"] = tried(lambda v=version: synced.receive(v))
             out[fault] = report | {"tokens": tokens(synced)}

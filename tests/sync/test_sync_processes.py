@@ -94,12 +94,10 @@ def test_a_fault_on_the_way_is_caught_and_nothing_is_sampled_until_a_good_push(
         assert TOLD[fault] in worker["generate"]["error"]
         if fault == "corrupt the first":  # nothing was written: the old weights are whole
             assert f"before version {before} was touched" in worker["generate"]["error"]
-            assert worker["keep_old"] == {"result": None}
             good = reports[0][f"faults {kind}"][sync_processes.FAULTS[before - 1]]["tokens"]
             assert worker["old"]["result"] == good
         else:
             assert "two versions are mixed" in worker["generate"]["error"]
-            assert worker["keep_old"]["type"] == worker["old"]["type"] == "NotReadyError"
         assert worker["again"]["result"]["sync/version"] == before + 1
         assert worker["tokens"] == trainer["tokens"], "whole again"
 

@@ -75,12 +75,10 @@ def test_nothing_is_sampled_before_the_first_hand_over(memory_link_type: Any) ->
     synced = SyncedEngine(Recorder(), LinkReceiver(memory_link_type(64)))
     with pytest.raises(NotReadyError, match=r"no weights have come yet; push and receive again$"):
         sampled(synced)
-    with pytest.raises(NotReadyError, match="no old weights to go on with"):
-        synced.keep_old()
     with pytest.raises(LinkError, match="nothing more came"):
         synced.receive()
     with pytest.raises(NotReadyError, match="no weights have come yet"):
-        synced.keep_old()
+        sampled(synced)
     assert sampled(SyncedEngine(Recorder(), LinkReceiver(memory_link_type(64)), ready=True))
 
 
@@ -107,10 +105,10 @@ def test_damage_in_the_first_bucket_leaves_the_old_weights_whole(ends: Any) -> N
     break_bucket(link, 0)
     with pytest.raises(SyncError, match="bucket 0 of version 3 is damaged"):
         synced.receive()
-    with pytest.raises(NotReadyError, match=r"before version 3 was touched.*or keep_old\(\)"):
+    with pytest.raises(NotReadyError, match="before version 3 was touched"):
         sampled(synced)
-    synced.keep_old()
-    assert sampled(synced) == [3, 3]
+    assert all(torch.equal(synced.engine.held[n], t) for n, t in WEIGHTS.items())
+    assert synced.engine.version == 3
 
 
 def test_damage_after_the_first_weight_needs_a_good_hand_over(ends: Any) -> None:
@@ -123,8 +121,6 @@ def test_damage_after_the_first_weight_needs_a_good_hand_over(ends: Any) -> None
     for _ in range(2):
         with pytest.raises(NotReadyError, match="two versions are mixed"):
             sampled(synced)
-        with pytest.raises(NotReadyError, match="two versions are mixed"):
-            synced.keep_old()
         with pytest.raises(LinkError):  # a failure that writes nothing does not make it whole
             synced.receive()
     assert synced.version == 3, "the last good one"

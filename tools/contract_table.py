@@ -1,4 +1,4 @@
-"""The table of docs/engines.md: which engine passes which property of the contract suite.
+"""The table of docs/engine-tests.md: which engine passes which property of the contract suite.
 
 ``python tools/contract_table.py`` runs ``tests/contract`` (some minutes) and writes what it saw
 between the markers; ``--check`` only collects the suite and says whether the table lists the same
@@ -19,7 +19,7 @@ import pytest
 
 BEGIN, END = "<!-- contract table -->", "<!-- end of contract table -->"
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "engines.md"
+PAGE = ROOT / "docs" / "engine-tests.md"
 SUITE = "tests/contract"
 WORST = ("FAILED", "refused", "not run", "pass")
 """Of a property with several cases the first of these that one of them has is written."""

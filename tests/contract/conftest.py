@@ -2,7 +2,7 @@
 
 Every test of the suite is one property; ``engine_name`` says of which engine. What is known to be
 refused is in ``REFUSED``: then the refusal is what is tested. ``tools/contract_table.py`` writes
-all results into docs/engines.md.
+all results into docs/engine-tests.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/engines.md says of every engine and every property of the contract suite how it went."""
+"""docs/engine-tests.md has the result of every property of the contract suite for every engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_table_lists_the_engines_and_properties_of_the_suite() -> None:
 
 
 def test_nothing_in_the_table_failed() -> None:
-    text = tool.between((ROOT / "docs" / "engines.md").read_text(encoding="utf-8"))
+    text = tool.between((ROOT / "docs" / "engine-tests.md").read_text(encoding="utf-8"))
     assert "FAILED" not in text and "| pass |" in text
 
 

@@ -29,11 +29,12 @@ from burnish.cli_arguments import (
 )
 from burnish.cli_errors import CommandGroup
 from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
-from burnish.config.docs import FieldRow, class_text, config_markdown, fields_table, job_markdown
+from burnish.config.docs import FieldRow, class_text, fields_table, job_markdown
 from burnish.config.explain import nearest
 from burnish.config.jobs import TrainingJob
 from burnish.config.paths import folder_problem
 from burnish.config.placement import placement_text
+from burnish.config.reference import config_markdown
 from burnish.config.splits import splits_of
 from burnish.loops.families import check_families
 from burnish.loops.inputs import check_inputs
@@ -191,7 +192,9 @@ def doctor(
 def config(
     job: Annotated[str | None, typer.Argument(metavar="JOB", help=", ".join(JOBS))] = None,
     every: Annotated[bool, typer.Option("--all", help="Every job.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/config.md.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="As Markdown; with --all: docs/config.md.")
+    ] = False,
 ) -> None:
     """Every key of a job's recipe, with its type, default and meaning."""
     if job is not None and job not in JOBS:

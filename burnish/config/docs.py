@@ -1,4 +1,4 @@
-"""The config tree as a table: what ``burnish config`` prints and ``docs/config.md`` is made of.
+"""Print the config tree of one job as a table: ``burnish config``.
 
 Every text is the docstring under the field, so a field is documented where it is declared and
 nowhere else."""
@@ -16,16 +16,6 @@ from pydantic_core import PydanticUndefined
 from burnish.config.base import Node
 from burnish.config.registry import JOBS
 from burnish.config.schema import is_list, kinds_of, nodes_in, type_words
-
-_INTRO = """# Configuration
-
-Every key of every job, with its type, default and meaning. This page is generated
-(`make docs`); the texts stand under the fields in `burnish/config/`.
-
-Keys are set in the recipe (YAML) or on the command line (`train.lr=1e-6`); the dotted name is the
-same. A text that begins with a name in brackets is of a key that exists for that `kind` only.
-`N` stands for an item's number in a list: `rewards.0.weight=2`. An unknown key is an error.
-"""
 
 
 class FieldRow(NamedTuple):
@@ -45,19 +35,20 @@ def fields_table(job: str) -> list[FieldRow]:
     return list(_rows(JOBS[job], "", seen={}))
 
 
-def config_markdown() -> str:
-    """The whole of ``docs/config.md``."""
-    return _INTRO + "".join(f"\n{job_markdown(job)}" for job in JOBS)
-
-
 def job_markdown(job: str) -> str:
-    """One job's section of ``docs/config.md``."""
+    """Return every key of one job as a Markdown table."""
     lines = [f"## {job}", "", class_text(JOBS[job]), "", "| key | type | default | meaning |"]
     lines.append("| --- | --- | --- | --- |")
     for row in fields_table(job):
-        cells = (f"`{row.path}`", row.type, f"`{row.default}`" if row.default else "", row.text)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append(table_row(row.path, row.type.replace("|", "\\|"), row.default, row.text))
     return "\n".join(lines) + "\n"
+
+
+def table_row(path: str, kind: str, default: str, text: str) -> str:
+    """Return one row of a Markdown table. Vertical bars in ``kind`` must be escaped already."""
+    cells = (f"`{path}`", f"`{default}`" if default else "", text)
+    key, value, meaning = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {key} | {kind} | {value} | {meaning} |"
 
 
 def class_text(cls: type[Node]) -> str:
@@ -65,14 +56,19 @@ def class_text(cls: type[Node]) -> str:
     return _one_line(inspect.getdoc(cls) or "")
 
 
+def own_text(cls: type[Node]) -> str:
+    """Return the docstring that a class has itself, on one line; empty if it has none."""
+    return _one_line(inspect.cleandoc(vars(cls).get("__doc__") or ""))
+
+
 def _rows(node: type[Node], above: str, *, seen: dict[type[Node], str]) -> Iterator[FieldRow]:
     for name, field in node.model_fields.items():
         path, below = f"{above}{name}", nodes_in(field.annotation)
-        text = _one_line(field.description or "")
+        text = field_text(field)
         known = [seen[variant] for variant in below if variant in seen]
         if known:
             text = f"{text} Keys as under `{known[0]}`.".strip()
-        yield FieldRow(path, type_words(field.annotation), _default(field), text)
+        yield FieldRow(path, type_words(field.annotation), default_text(field), text)
         if not known:
             seen.update({variant: path for variant in below})
             inner = f"{path}.N." if is_list(field.annotation) else f"{path}."
@@ -97,7 +93,8 @@ def _variant_rows(
             yield row._replace(text=f"{label} {row.text}")
 
 
-def _default(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
+    """Return the default of a field as YAML, or ``required``; empty for a node without kinds."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -117,6 +114,11 @@ def _as_yaml(value: Any) -> str:
     style = '"' if isinstance(plain, str) and "\n" in plain else None
     text = yaml.safe_dump(plain, default_flow_style=True, default_style=style, width=1000)
     return text.strip().removesuffix("...").strip()
+
+
+def field_text(field: FieldInfo) -> str:
+    """Return the help text of a field on one line, with Markdown's single backticks."""
+    return _one_line(field.description or "")
 
 
 def _one_line(text: str) -> str:

@@ -92,7 +92,10 @@ class SFTConfig(SupervisedJob):
 
 class RewardModelConfig(SupervisedJob):
     """``burnish rm``: a reward model from preference pairs (Bradley-Terry), or a process reward
-    model from solutions with a label on every step."""
+    model from solutions with a label on every step.
+
+    ``data`` and ``eval_data`` have one kind. Steps refuse ``center_coef`` and take the loss
+    ``process`` only. Pairs refuse ``label_key``, and ``margin_key`` with the loss ``log_exp``."""
 
     job: Literal["rm"] = "rm"
     """Which job the recipe is for."""
@@ -144,7 +147,11 @@ class PreferenceReferenceConfig(ReferenceConfig):
 
 
 class PreferenceConfig(SupervisedJob):
-    """``burnish preference``: a policy from preferences, without rollouts (DPO and its family)."""
+    """``burnish preference``: a policy from preferences, without rollouts (DPO and its family).
+
+    ``margin_key`` is refused, ``label_key`` with any loss but kto, ``reference`` with simpo and
+    orpo, ``nll_coef`` with orpo and kto. kto counts single responses in ``train_batch_size`` (a
+    pair is two), and refuses ``drop_last: false`` and ``reference.precompute``."""
 
     job: Literal["preference"] = "preference"
     """Which job the recipe is for."""
@@ -251,7 +258,11 @@ class PreferenceConfig(SupervisedJob):
 
 
 class RLConfig(TrainingJob):
-    """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family)."""
+    """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family).
+
+    Advantages that compare the samples of a prompt need ``n_samples_per_prompt`` of 2 or more.
+    ``critic`` is refused without gae, and ``reference`` without a KL weight. ``reinforce`` needs
+    one optimizer step per rollout. ``correction`` needs ``top_p: 1`` and ``top_k: 0``."""
 
     job: Literal["rl"] = "rl"
     """Which job the recipe is for."""
@@ -369,7 +380,9 @@ class InferenceJob(JobConfig):
 
 
 class EvaluateConfig(InferenceJob):
-    """``burnish evaluate``: pass@1 and pass@k of a model on held-out prompts."""
+    """``burnish evaluate``: pass@1 and pass@k of a model on held-out prompts.
+
+    ``eval.generate_max_len`` is required, because there is no ``rollout`` to take it from."""
 
     job: Literal["evaluate"] = "evaluate"
     """Which job the recipe is for."""
@@ -401,7 +414,11 @@ class EvaluateConfig(InferenceJob):
 
 class GenerateConfig(GenerateFields, InferenceJob):
     """``burnish generate``: answers to a file of prompts as rows of a file, all of them or chosen
-    by reward; data for the next job."""
+    by reward; data for the next job.
+
+    Modes other than ``all`` need a reward with a weight, and ``best_of_n`` and ``pairs`` need
+    ``n_samples_per_prompt`` of 2 or more. ``running_norm`` of a reward and
+    ``data.overlong: truncate_left`` are refused."""
 
     job: Literal["generate"] = "generate"
     """Which job the recipe is for."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+import fork_server
 from burnish import shm
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
@@ -49,6 +50,14 @@ LIVELY = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=F
 # A machine that is busy with something else is no finding.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    distributes = getattr(config.option, "numprocesses", None) and not hasattr(
+        config, "workerinput"
+    )
+    if not distributes:
+        fork_server.start(tempfile.gettempdir())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -259,7 +268,7 @@ def _run_together(
     try:
         for path, words in zip(logs, arguments, strict=True):
             with path.open("w") as out:
-                command = [sys.executable, str(script), *words]
+                command = [*fork_server.command(), str(script), *words]
                 processes.append(
                     subprocess.Popen(
                         command, env=os.environ | own | env, stdout=out, stderr=subprocess.STDOUT
@@ -295,6 +304,7 @@ def leftovers() -> Callable[[], list[str]]:
     return lambda: [_described(process) for process in started_here()]
 
 
+_HELPERS = re.compile(r"from multiprocessing\.|fork_server\.py serve")
 _RAYS = re.compile(r"(^|[/\s])ray(let|::|/|-)")
 
 
@@ -306,7 +316,7 @@ def started_here() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["ppid", "cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or [])
-        helper = process.info["ppid"] == me and "from multiprocessing." in line
+        helper = process.info["ppid"] == me and _HELPERS.search(line)
         ended = process.info["status"] == psutil.STATUS_ZOMBIE
         if process.pid == me or helper or ended or _RAYS.search(line):
             continue

@@ -227,7 +227,7 @@ class RayCluster:
 
     def workers(self, kind: str = "") -> list[psutil.Process]:
         """Processes of this cluster that hold one of our classes."""
-        return ray_workers(psutil.Process(self._holder.pid), kind)
+        return ray_workers(psutil.Process(), kind)
 
     def assert_nothing_is_left(self) -> None:
         """No worker, no place, no CPU taken, within a minute."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import psutil
 import pytest
 
@@ -185,7 +186,7 @@ def test_a_ray_that_a_run_started_ends_with_its_killed_controller(
     """All but two agents of Ray's own, which try to report its end for a minute or two."""
     before = set(glob.glob("/dev/shm/*"))
     config = recipe("grpo", "max_steps=500", "cluster.runtime=ray", "cluster.policy_ranks=2")
-    process = children.start(config)
+    process = children.start(config, environment={fork_server.ADDRESS: ""})
     _wait_for_lines(Path(config.run_dir), 2, process)
     below = psutil.Process(process.pid).children(recursive=True)
     assert sum("ray::TrainWorker" in " ".join(p.cmdline()) for p in below) == 2

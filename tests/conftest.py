@@ -11,13 +11,13 @@ os.environ["BURNISH_TESTS_PROCESS"] = str(os.getpid())  # whatever a test starts
 
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import hypothesis
 import psutil
 import pytest
@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-import fork_server
 from burnish import shm
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import GeneratorType
 from typing import Any
 
+import fork_server
 import numpy as np
 import torch
 from torch import Tensor
@@ -225,7 +226,7 @@ class Processes:
         self._processes = []
         with Listener(address, "AF_UNIX") as listener:
             for rank in range(2):
-                command = [sys.executable, __file__, address, str(rank), "2"]
+                command = [*fork_server.command(), __file__, address, str(rank), "2"]
                 self._processes.append(subprocess.Popen(command, env=env))
                 self.pipes.append(listener.accept())
         host, port = self.all("meeting_place", PATIENCE_S)[0]

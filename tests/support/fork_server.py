@@ -1,16 +1,19 @@
-"""Start Python processes by a fork of one process that has the large libraries imported.
+"""Start Python processes as forks of one process that has the large libraries imported.
 
-Importing torch and transformers' model classes takes about 7 s of CPU, and the tests start some 400
-processes that need them. A server imports them once, at the first request, and computes nothing; the command
+Importing torch and transformers' model classes takes about 7 s of CPU time, and the tests start
+some 400 processes that need them. A server imports them once, at the first request, and computes
+nothing. The command
 
     python -S -E tests/support/fork_server.py run SCRIPT [ARGUMENT ...]
 
-behaves like ``python SCRIPT ARGUMENT ...``: the process that runs the script is forked from the
-server with the command's arguments, environment, working folder and standard streams, and both end
-together, with the same exit status. If no server runs, or the environment differs in a variable
-that a library reads at import, the command becomes a plain ``python``.
+behaves like ``python SCRIPT ARGUMENT ...``: the server forks a process that runs the script with
+the command's arguments, environment, working folder and standard streams. The command ends with
+the exit status of that process, and killing the command kills it. If no server answers, or if the
+environment differs in a variable that a library reads at import, the command becomes a plain
+``python``.
 
-Ray starts its workers by this command (see :func:`runtime_env_hook`), :func:`command` starts ranks.
+Ray starts its workers by this command (:func:`runtime_env_hook`); tests that start ranks call
+:func:`command`.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from typing import Any
 
 ADDRESS = "BURNISH_FORK_SERVER"
-"""Environment variable that holds the server's socket."""
+"""Environment variable that holds the path of the server's socket."""
 PYTHON = "BURNISH_FORK_PYTHON"
-"""Environment variable that holds the interpreter of the server."""
+"""Environment variable that holds the path of the server's interpreter."""
 READ_AT_IMPORT = ("CUDA_", "DS_", "HF_", "KMP_", "LD_", "MKL_", "OMP_", "TORCH", "TRANSFORMERS_")
 """Prefixes of environment variables that a library reads when it is imported or loaded."""
 PRELOADED = (
@@ -39,10 +43,12 @@ PRELOADED = (
     "google.protobuf.descriptor_pb2",
     "peft",
 )
+OTHER_PYTHON = b"exec"
+"""Answer of the server: the request needs an interpreter with another environment."""
 
 
-def fixed(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that have to be equal in the server and in a process forked from it."""
+def read_at_import(environment: dict[str, str]) -> dict[str, str]:
+    """Return the variables that must be equal in the server and in a process forked from it."""
     return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
 
 
@@ -50,125 +56,158 @@ def fixed(environment: dict[str, str]) -> dict[str, str]:
 
 
 def run(words: list[str]) -> None:
-    """Have the server fork a process that runs ``words`` and end as it ends."""
+    """Have the server fork a process that runs ``words``, wait for it, and end as it ends."""
     import array
     import json
 
-    address = os.environ[ADDRESS]
-    here = os.environ[PYTHON]
+    python = os.environ[PYTHON]
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(address)
+        connection.connect(os.environ[ADDRESS])
     except OSError:
-        os.execv(here, [here, *words])
+        os.execv(python, [python, *words])
     request = {"words": words, "cwd": os.getcwd(), "environment": dict(os.environ)}
-    streams = array.array("i", [0, 1, 2])
     data = json.dumps(request).encode()
-    header = len(data).to_bytes(8, "little")
-    connection.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+    connection.sendmsg([len(data).to_bytes(8, "little")], streams)
     connection.sendall(data)
-    answer = connection.recv(16)  # the exit status; nothing, if the server has ended
-    if answer == b"exec":
-        os.execv(here, [here, *words])
-    status = int(answer) if answer else 1
-    if status < 0:
-        os.kill(os.getpid(), -status)
-    os._exit(status)
+    answer = connection.recv(16)  # the exit code, or nothing if the server has ended
+    if answer == OTHER_PYTHON:
+        os.execv(python, [python, *words])
+    code = int(answer) if answer else 1
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 # ---- the server --------------------------------------------------------------------------------
 
 
-def serve(address: str) -> None:
-    """Fork a process for each connection until standard input ends."""
-    import selectors
-    import signal
+class Server:
+    """Forks a process for each connection until standard input ends, then kills all of them."""
 
-    needed = fixed(dict(os.environ))
-    imported = False
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
-    awake, wake = socket.socketpair()
-    awake.setblocking(False)
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno())
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    children: dict[int, socket.socket] = {}
-    selector = selectors.DefaultSelector()
-    for source in (listener, awake, sys.stdin):
-        selector.register(source, selectors.EVENT_READ)
-    print("ready", flush=True)
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is sys.stdin:
-                _end(children)
-                os.unlink(address)
+    def __init__(self, address: str) -> None:
+        import selectors
+        import signal
+
+        self.environment = read_at_import(dict(os.environ))
+        self.imported = False
+        self.children: dict[int, socket.socket] = {}
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(address)
+        self.listener.listen(64)
+        self.ended, wake = socket.socketpair()
+        for end in (self.ended, wake):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno())
+        self._wake = wake
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(sys.stdin, selectors.EVENT_READ, self.close)
+        self.selector.register(self.ended, selectors.EVENT_READ, self.report)
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+
+    def serve(self) -> None:
+        while True:
+            for key, _ in self.selector.select():
+                key.data()
+
+    def close(self) -> None:
+        for pid in self.children:
+            self._kill(pid)
+        os.unlink(self.listener.getsockname())
+        sys.exit()
+
+    def accept(self) -> None:
+        """Fork the process that one connection asks for."""
+        import selectors
+
+        connection, _ = self.listener.accept()
+        received = _receive(connection)
+        if received is None:
+            return
+        request, streams = received
+        if read_at_import(request["environment"]) != self.environment:
+            connection.sendall(OTHER_PYTHON)
+            connection.close()
+        elif (pid := self._fork(request, streams)) is not None:
+            self.children[pid] = connection
+            self.selector.register(connection, selectors.EVENT_READ, lambda: self.drop(pid))
+        for stream in streams:
+            os.close(stream)
+
+    def _fork(self, request: dict[str, Any], streams: list[int]) -> int:
+        import gc
+
+        if not self.imported:
+            _import()
+            self.imported = True
+        gc.freeze()
+        pid = os.fork()
+        if pid == 0:
+            _become(request, streams)
+        return pid
+
+    def drop(self, pid: int) -> None:
+        """The command was killed: kill its process."""
+        self.selector.unregister(self.children[pid])
+        self._kill(pid)
+
+    def _kill(self, pid: int) -> None:
+        import signal
+
+        os.kill(pid, signal.SIGKILL)  # a child that was not waited for: the number is its own
+
+    def report(self) -> None:
+        """Send the exit codes of ended processes to their commands."""
+        import contextlib
+
+        self.ended.recv(4096)
+        while self.children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
                 return
-            if key.fileobj is awake:
-                awake.recv(4096)
-                _reap(children, selector)
-            elif key.fileobj is listener:
-                connection, _ = listener.accept()
-                imported = imported or _import()
-                pid = _fork(connection, needed)
-                if pid is not None:
-                    children[pid] = connection
-                    selector.register(connection, selectors.EVENT_READ, pid)
-            elif key.data in children:  # the command was killed: so is its process
-                selector.unregister(key.fileobj)
-                os.kill(key.data, signal.SIGKILL)
+            connection = self.children.pop(pid)
+            with contextlib.suppress(KeyError):  # dropped
+                self.selector.unregister(connection)
+            with contextlib.suppress(BrokenPipeError):
+                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            connection.close()
 
 
-def _import() -> bool:
+def _import() -> None:
     import importlib
     import threading
 
     for name in PRELOADED:
         importlib.import_module(name)
-    assert threading.active_count() == 1, threading.enumerate()
-    return True
+    assert threading.active_count() == 1, "a fork would lose these threads"
 
 
-def _fork(connection: socket.socket, needed: dict[str, str]) -> int | None:
-    """The process that runs what the connection asks for; None, if it has to be another Python."""
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return a request and its standard streams; None if the command ended before it asked."""
     import array
-    import gc
     import json
 
     streams = array.array("i")
     header, extra, *_ = connection.recvmsg(8, socket.CMSG_SPACE(3 * streams.itemsize))
-    for _, _, data in extra:
-        streams.frombytes(data)
-    if len(header) < 8:
-        return None
+    for _, _, numbers in extra:
+        streams.frombytes(numbers)
     size, data = int.from_bytes(header, "little"), b""
     while len(data) < size and (more := connection.recv(size - len(data))):
         data += more
-    request = json.loads(data)
-    if fixed(request["environment"]) != needed:
-        connection.sendall(b"exec")
-        connection.close()
-        pid = None
-    else:
-        gc.freeze()
-        pid = os.fork()
-        if pid == 0:
-            _become(request, list(streams))
-    for stream in streams:
-        os.close(stream)
-    return pid
+    return (json.loads(data), list(streams)) if header and len(data) == size else None
 
 
-def _become(request: dict[str, object], streams: list[int]) -> None:
-    """Run the script of the request in this process, which is a fork of the server."""
-    import random
+def _become(request: dict[str, Any], streams: list[int]) -> None:
+    """Run the script of a request in this process, a fork of the server. Does not return."""
+    import atexit
     import runpy
     import signal
     import traceback
 
-    status = 1
+    code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -176,66 +215,44 @@ def _become(request: dict[str, object], streams: list[int]) -> None:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.closerange(3, 4096)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115
-        environment, words = request["environment"], request["words"]
-        assert isinstance(environment, dict) and isinstance(words, list)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the server's has read ahead
         os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(str(request["cwd"]))
-        random.seed()
+        os.environ.update(request["environment"])
+        os.chdir(request["cwd"])
+        words: list[str] = request["words"]
         sys.argv = words[:]
-        sys.path[0] = os.path.dirname(words[0])
-        added = environment.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[1:1] = [path for path in added if path and path not in sys.path]
+        added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:1] = [os.path.dirname(words[0]), *added]
+        _reseed()
         runpy.run_path(words[0], run_name="__main__")
-        status = 0
+        code = 0
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        import atexit
-
-        atexit._run_exitfuncs()
-        os._exit(status & 0xFF)
+        os._exit(code & 0xFF)
 
 
-def _reap(children: dict[int, socket.socket], selector: object) -> None:
-    """Tell the commands of ended processes how these ended."""
-    import contextlib
+def _reseed() -> None:
+    """Draw new seeds where an import does: forks would share them."""
+    import random
 
-    while children:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        connection = children.pop(pid)
-        with contextlib.suppress(KeyError, ValueError):
-            selector.unregister(connection)  # type: ignore[attr-defined]
-        with contextlib.suppress(OSError):
-            connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-        connection.close()
+    import numpy as np
 
-
-def _end(children: dict[int, socket.socket]) -> None:
-    import contextlib
-    import signal
-
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    random.seed()
+    np.random.seed()
 
 
 # ---- for tests ---------------------------------------------------------------------------------
 
 
-def runtime_env_hook(runtime_env: dict[str, object] | None) -> dict[str, object]:
+def runtime_env_hook(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
     """Have Ray start its workers by :func:`run` (``RAY_RUNTIME_ENV_HOOK`` names this function)."""
     if not os.environ.get(ADDRESS):
         return runtime_env or {}
@@ -243,13 +260,13 @@ def runtime_env_hook(runtime_env: dict[str, object] | None) -> dict[str, object]
 
 
 def command() -> list[str]:
-    """The words that take the place of the interpreter's name in a command."""
+    """Return the words that replace the interpreter in a command."""
     return [os.environ[PYTHON], "-S", "-E", os.path.abspath(__file__), "run"]
 
 
 def start(folder: str) -> None:
-    """Start a server that ends with this process. What this process starts finds it by the
-    environment."""
+    """Start a server that ends with this process. Processes that this one starts inherit the
+    environment variables that lead to it."""
     import subprocess
 
     address = os.path.join(folder, f"fork-server-{os.getpid()}")
@@ -259,16 +276,21 @@ def start(folder: str) -> None:
         stdout=subprocess.PIPE,
     )
     assert server.stdout is not None and server.stdout.readline() == b"ready\n"
-    os.environ[ADDRESS], os.environ[PYTHON] = address, sys.executable
-    os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.{runtime_env_hook.__name__}"
     _running.append(server)
+    os.environ[ADDRESS], os.environ[PYTHON] = address, sys.executable
+    paths = [os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.{runtime_env_hook.__name__}"
 
 
-_running: list[object] = []
+_running: list[Any] = []
+"""Keeps the server's standard input open."""
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         run(sys.argv[2:])
     else:
-        serve(sys.argv[2])
+        made = Server(sys.argv[2])
+        print("ready", flush=True)
+        made.serve()

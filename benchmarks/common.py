@@ -141,7 +141,7 @@ def held(turns: Turns, report: Callable[[], dict[str, float]]) -> Any:
     and then tells what the step took and ``report`` says."""
     from transformers import TrainerCallback
 
-    class Held(TrainerCallback):
+    class MemoryPeak(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             if not turns.wait():
                 raise SystemExit
@@ -155,7 +155,7 @@ def held(turns: Turns, report: Callable[[], dict[str, float]]) -> Any:
                 **report(),
             )
 
-    return Held()
+    return MemoryPeak()
 
 
 def inline_runtime(config: Any) -> Any:

@@ -73,8 +73,8 @@ def run_burnish(args: argparse.Namespace) -> None:
     import torch
 
     from burnish.config import PreferenceConfig, load_config
-    from burnish.loops.build_preference import build_preference
-    from burnish.loops.supervised import supervised_step
+    from burnish.jobs.build_preference import build_preference
+    from burnish.jobs.supervised import supervised_step
 
     torch.set_num_threads(args.threads)
     folder = Path(tempfile.mkdtemp())

@@ -140,7 +140,7 @@ def rates(setup: Setup, report: Report) -> None:
     import torch
 
     from burnish.doctor.calibrate import ON_GPU, Sizes, copy_rate, gpu_of, matmul_flops, read_rate
-    from burnish.memory.hardware import load_tables
+    from burnish.plan.hardware import load_tables
 
     device = torch.device(setup.device)
     sizes = Sizes(64, 64, 1 << 20) if setup.tiny else ON_GPU
@@ -149,7 +149,7 @@ def rates(setup: Setup, report: Report) -> None:
         memory = torch.cuda.get_device_properties(0).total_memory
         gpu = gpu_of(load_tables(), torch.cuda.get_device_name(0), memory)
         if gpu is None:
-            report.problem("burnish/memory/hardware.yaml has no entry for this GPU: no MFU")
+            report.problem("burnish/plan/hardware.yaml has no entry for this GPU: no MFU")
     half, full = torch.bfloat16, torch.float32
     cases: dict[str, tuple[Callable[[], float], float, str]] = {
         "bf16, TFLOP/s": (lambda: matmul_flops(sizes, device, half), 1e12, "bf16_tflops"),

@@ -8,7 +8,7 @@ what is computed once (a shared prompt; no padding, no recomputation):
 with N parameters in the matrices of the layers, T tokens, vocabulary V, hidden size H, A trained
 tokens (the head is computed for these alone), h heads of dimension d, L layers, and P pairs of a
 token and one that it reads (itself included). 3: backward takes twice the forward. MFU is that over
-seconds and over the dense bf16 (or fp32) rate of the GPU in burnish/memory/hardware.yaml.
+seconds and over the dense bf16 (or fp32) rate of the GPU in burnish/plan/hardware.yaml.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from plan_accuracy import random_model
 from burnish.config import load_config
 from burnish.config.model import ModelConfig
 from burnish.doctor.calibrate import gpu_of
-from burnish.memory.hardware import load_tables
-from burnish.memory.shapes import find_config, matrix_flops, shape_of
 from burnish.models.gpu import set_up_gpu
+from burnish.plan.hardware import load_tables
+from burnish.plan.shapes import find_config, matrix_flops, shape_of
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine

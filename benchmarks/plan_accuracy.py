@@ -125,9 +125,9 @@ def run_case(case: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
 
     from burnish.config import load_config
     from burnish.config.model import ModelConfig
-    from burnish.memory.hardware import this_machine, visible_gpus
-    from burnish.memory.predict import make_plan
-    from burnish.memory.shapes import find_config
+    from burnish.plan.hardware import this_machine, visible_gpus
+    from burnish.plan.predict import make_plan
+    from burnish.plan.shapes import find_config
 
     gpu = torch.cuda.is_available() and not tiny
     with tempfile.TemporaryDirectory() as name:
@@ -164,7 +164,7 @@ def _measure(config: Any, case: dict[str, Any], *, gpu: bool) -> tuple[float, fl
     """(peak of live tensors, peak that the allocator reserved) in bytes."""
     import torch
 
-    from burnish.memory.tracking import LiveBytes
+    from burnish.plan.tracking import LiveBytes
 
     torch.manual_seed(0)
     device = torch.device("cuda" if gpu else "cpu")
@@ -191,9 +191,9 @@ def random_model(config: Any, device: Any) -> Any:
     """The model of a recipe with random weights, as a train engine wants it."""
     from transformers import AutoModelForCausalLM
 
-    from burnish.memory.shapes import find_config
     from burnish.models.load import choose_attention, describe, place
     from burnish.models.lora import inject_lora
+    from burnish.plan.shapes import find_config
 
     with device:
         model: Any = AutoModelForCausalLM.from_config(find_config(config.model)[0])
@@ -207,9 +207,9 @@ def random_model(config: Any, device: Any) -> Any:
 
 def _train(config: Any, model: Any) -> tuple[Any, list[Any]]:
     """One optimizer step's passes and the step, over rows of full length."""
-    from burnish.memory.role_base import positions
-    from burnish.memory.shapes import shape_of
-    from burnish.memory.train_role import largest_rows
+    from burnish.plan.role_base import positions
+    from burnish.plan.shapes import shape_of
+    from burnish.plan.train_role import largest_rows
     from burnish.train.spec import EngineSpec
     from burnish.train.torch import TorchTrainEngine
     from burnish.types import Stats, rows_to_batch

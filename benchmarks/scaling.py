@@ -36,16 +36,16 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import LocalEngine
-from burnish.loops.credit import assign_advantages
-from burnish.loops.rl import advantage_by_sample
-from burnish.loops.session import rare_collections
-from burnish.observe.peaks import Held, peak_metrics
+from burnish.jobs.credit import assign_advantages
+from burnish.jobs.rl import advantage_by_sample
+from burnish.jobs.session import rare_garbage_collection
+from burnish.observe.peaks import MemoryPeak, peak_metrics
 from burnish.rewards.base import RewardInput, RewardSet
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.runner import Runner
-from burnish.runtime.heartbeat import Beats, Watch
+from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
 from burnish.runtime.remote import RemoteRolloutEngine, worker_peaks
-from burnish.runtime.rollout_worker import parcel_seconds
+from burnish.runtime.rollout_worker import chunk_seconds
 from burnish.runtime.worker import pack_batch
 from burnish.train.batching import split_over_ranks
 from burnish.types import Prompt, groups_to_batch
@@ -90,20 +90,20 @@ class SimulatedWorker:
     """Answers at once."""
 
     def __init__(self, tokens: int, workers: int) -> None:
-        self.parcels = max(1, int(ROLLOUT_S / parcel_seconds(workers)))
+        self.parcels = max(1, int(ROLLOUT_S / chunk_seconds(workers)))
         self.tokens, self.logprobs = tuple(range(tokens)), (-0.5,) * tokens
 
     def build(self, *_: Any, ready: bool) -> None:
         """Nothing to load."""
 
-    def take(self, *_: Any) -> None:
+    def receive_snapshot(self, *_: Any) -> None:
         """Nothing to keep."""
 
-    def peaks(self) -> dict[str, Held]:
+    def peaks(self) -> dict[str, MemoryPeak]:
         """What it held in its two phases."""
-        return {"rollout": Held(1e9, 2e9, 3e9), "rollout_sync": Held(1e9, 2e9, 3e9)}
+        return {"rollout": MemoryPeak(1e9, 2e9, 3e9), "rollout_sync": MemoryPeak(1e9, 2e9, 3e9)}
 
-    def beat(self, *_: Any) -> tuple[str, int]:
+    def heartbeat(self, *_: Any) -> tuple[str, int]:
         """Is always there."""
         return "node", 0
 
@@ -149,7 +149,7 @@ class FakeRay:
     def actor(self, worker: SimulatedWorker) -> Any:
         """A handle whose methods have ``remote``."""
         kind = SimulatedWorker
-        plain = (kind.build, kind.take, kind.beat, kind.peaks)
+        plain = (kind.build, kind.receive_snapshot, kind.heartbeat, kind.peaks)
         methods = {m.__name__: SimpleNamespace(remote=_called(m, worker)) for m in plain}
         stream = SimpleNamespace(remote=lambda *a: self._stream(worker, pickle.dumps(a)))
         return SimpleNamespace(
@@ -177,23 +177,23 @@ def _called(method: Callable[..., Any], worker: SimulatedWorker) -> Callable[...
 class SimulatedRuntime:
     """In the place of ``RayRuntime``: nothing is placed, nothing dies."""
 
-    silence = "hangs"
+    unresponsive_reason = "hangs"
 
-    def __init__(self, ray: Any, board: Any, handles: Sequence[Any], *, workers: int) -> None:
+    def __init__(self, ray: Any, registry: Any, handles: Sequence[Any], *, workers: int) -> None:
         self.ray, self.handles = ray, handles
         self.config = ClusterConfig(
             runtime="ray", rollout_workers=workers, layout="separate", heartbeat_timeout_s=600
         )
-        self.watch = Watch(ray, board, timeout_s=self.config.heartbeat_timeout_s)
+        self.monitor = HeartbeatMonitor(ray, registry, timeout_s=self.config.heartbeat_timeout_s)
         self.rollouts: list[Any] = []
 
     def start_one(self, role: str, kind: type, index: int, size: int) -> Any:
         """One of the handles that are there."""
         handle = self.handles[index % len(self.handles)]
-        self.watch.add(handle, f"{role} worker {index}")
+        self.monitor.add(handle, f"{role} worker {index}")
         return handle
 
-    def meet(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
+    def wait_started(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
         """All are there."""
         return []
 
@@ -234,13 +234,13 @@ def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) ->
     batch = clock.stage("advantages", lambda: assign_advantages(batch, algorithm, kl_coef=0))
     clock.stage("advantage by sample", lambda: advantage_by_sample(groups, batch))
 
-    def hand_over() -> None:
+    def send_minibatches() -> None:
         quarter = -(-batch.num_rows // 4)
         for begin in range(0, batch.num_rows, quarter):
             rows = range(begin, min(begin + quarter, batch.num_rows))
             engine.runtime.ray.put(pack_batch(batch.select(rows).with_global_counts()))
 
-    clock.stage("four minibatches, to the ranks", hand_over)
+    clock.stage("four minibatches, to the ranks", send_minibatches)
     few = [("weight", torch.zeros(1))]  # the bytes are the ranks' work
     clock.stage("weights announced", lambda: engine.load_weights(1, few))
     asked = [("rollout", engine.workers)]
@@ -258,8 +258,8 @@ def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedRu
     if not args.ray:
         ray = FakeRay(clock)
         handles = [ray.actor(SimulatedWorker(args.tokens, workers)) for _ in range(workers)]
-        board = SimpleNamespace(read=SimpleNamespace(remote=dict))
-        return SimulatedRuntime(ray, board, handles, workers=workers)
+        registry = SimpleNamespace(read=SimpleNamespace(remote=dict))
+        return SimulatedRuntime(ray, registry, handles, workers=workers)
     import ray as real
 
     if not real.is_initialized():
@@ -274,9 +274,9 @@ def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedRu
         real.init(address="local", num_cpus=args.ray + 1, **options)
     kind = real.remote(SimulatedWorker).options(num_cpus=0)
     handles = [kind.remote(args.tokens, workers) for _ in range(min(args.ray, workers))]
-    real.get([h.beat.remote() for h in handles])
+    real.get([h.heartbeat.remote() for h in handles])
     return SimulatedRuntime(
-        real, real.remote(Beats).options(num_cpus=0).remote(), handles, workers=workers
+        real, real.remote(HeartbeatRegistry).options(num_cpus=0).remote(), handles, workers=workers
     )
 
 
@@ -286,7 +286,7 @@ def measure(workers: int, args: argparse.Namespace) -> dict[str, tuple[float, fl
     runtime: Any = connect(clock, workers, args)
     model = ModelConfig(scratch=ScratchConfig(alphabet="01"))
     engine = RemoteRolloutEngine(runtime, model, LocalEngine(), max_len=None)
-    with rare_collections():
+    with rare_garbage_collection():
         step(engine, clock, args)
     return clock.stages
 

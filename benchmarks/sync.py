@@ -195,10 +195,10 @@ def measure(args: argparse.Namespace, kind: str, store: Any, policy: Weights) ->
         bare = bare_copy(args.rank, num_bytes)
     else:
         bare = bare_file(store, args.rank, folder, num_bytes)
-    hand_over = make_ends(args, kind, store, policy)
+    receive = make_ends(args, kind, store, policy)
     seconds: dict[str, list[float]] = {"bare": [], "sync": [], "bare cpu": [], "sync cpu": []}
     for i in range(args.rounds + 1):
-        for name, run in (("bare", bare), ("sync", hand_over)):
+        for name, run in (("bare", bare), ("sync", receive)):
             wait_for_both(store, f"{kind}/{name}/{i}", args.rank)
             started, cpu = time.perf_counter(), time.process_time()
             run()
@@ -220,7 +220,7 @@ def make_ends(
 ) -> Callable[[], Any]:
     """What this process does in one hand-over."""
     from burnish.config.sync import DiskSync, LinkSync
-    from burnish.sync.connect import Meeting, open_receiver, open_sender
+    from burnish.sync.connect import Rendezvous, open_receiver, open_sender
 
     bucket_bytes, verify = args.bucket_mb << 20, not args.no_verify
     sync: LinkSync | DiskSync
@@ -231,12 +231,12 @@ def make_ends(
         sync = LinkSync.model_validate(
             {"kind": kind, "bucket_bytes": bucket_bytes, "verify": verify}
         )
-    meeting = Meeting(store, kind, num_receivers=1, rank=args.rank)
+    rendezvous = Rendezvous(store, kind, num_receivers=1, rank=args.rank)
     if args.rank == 0:
-        sender = open_sender(sync, policy, meeting, dtype="bf16")
+        sender = open_sender(sync, policy, rendezvous, dtype="bf16")
         return sender.push
     loader: Any = Loader({n: t.shape for n, t in policy.tensors.items()})
-    return open_receiver(sync, loader, meeting).receive
+    return open_receiver(sync, loader, rendezvous).receive
 
 
 # ---- the parent ----------------------------------------------------------------------------------

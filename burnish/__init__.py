@@ -3,7 +3,7 @@ used.
 
 ``load_config`` reads a recipe, ``run`` runs it, ``export`` turns a checkpoint into a HuggingFace
 folder, ``build_report`` writes a run's page. Reading order of the code: ``types.py``,
-``loops/rl.py``, then what it calls."""
+``jobs/rl.py``, then what it calls."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from burnish.checkpoint.export import export
     from burnish.config import load_config
-    from burnish.loops.errors import Interrupted
-    from burnish.loops.run import RunResult, run
+    from burnish.jobs.errors import Interrupted
+    from burnish.jobs.run import RunResult, run
     from burnish.observe.report import build_report
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Interrupted": "burnish.loops.errors",
-    "RunResult": "burnish.loops.run",
+    "Interrupted": "burnish.jobs.errors",
+    "RunResult": "burnish.jobs.run",
     "build_report": "burnish.observe.report",
     "export": "burnish.checkpoint.export",
     "load_config": "burnish.config",
-    "run": "burnish.loops.run",
+    "run": "burnish.jobs.run",
 }
 
 __all__ = [

@@ -32,12 +32,12 @@ from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, fields_table, job_markdown
 from burnish.config.explain import nearest
 from burnish.config.jobs import TrainingJob
+from burnish.config.parallelism import parallel_degrees
 from burnish.config.paths import folder_problem
 from burnish.config.placement import placement_text
 from burnish.config.reference import config_markdown
-from burnish.config.splits import splits_of
-from burnish.loops.families import check_families
-from burnish.loops.inputs import check_inputs
+from burnish.jobs.families import check_families
+from burnish.jobs.inputs import check_inputs
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -124,7 +124,7 @@ def _job(
             typer.echo(_dry_run_text(config))
         raise
     if dry_run:
-        _check_splits(config)
+        _check_head_divisibility(config)
         notes = check_families(config, download=False)
         typer.echo("\n".join([*(f"# {note}" for note in notes), _dry_run_text(config)]))
         return
@@ -134,12 +134,12 @@ def _job(
     typer.echo(f"run folder: {result.run_dir}")
 
 
-def _check_splits(config: JobConfig) -> None:
+def _check_head_divisibility(config: JobConfig) -> None:
     """What only the models' own configs say, where a recipe shares models out and they are here."""
-    if splits_of(config):  # else nothing heavy is imported
-        from burnish.loops.splits import check_splits
+    if parallel_degrees(config):  # else nothing heavy is imported
+        from burnish.jobs.parallelism import check_head_divisibility
 
-        check_splits(config, download=False)
+        check_head_divisibility(config, download=False)
 
 
 def _dry_run_text(config: JobConfig) -> str:
@@ -310,7 +310,7 @@ def plan(  # house: ok typer makes the options from the signature
 ) -> None:
     """Whether a recipe fits into a cluster's memory, and about how long a step takes, without
     weights and without a GPU. Exit code 4: it does not fit."""
-    from burnish.memory.command import PlanOptions, check_probe_options, plan_text
+    from burnish.plan.command import PlanOptions, check_probe_options, plan_text
 
     recipe, overrides = split("plan", arguments or [], resume=None)
     options = PlanOptions(
@@ -325,7 +325,7 @@ def plan(  # house: ok typer makes the options from the signature
         write=write,
     )
     if probe:
-        from burnish.probe.command import probe_recipe
+        from burnish.plan.probe_command import probe_recipe
 
         check_probe_options(options)
         if not probe_recipe(load_config(recipe, overrides), typer.echo).whole:

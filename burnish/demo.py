@@ -18,7 +18,7 @@ from rich.table import Table
 
 from burnish.config import RLConfig, load_config
 from burnish.config.paths import folder_problem
-from burnish.loops.run import run
+from burnish.jobs.run import run
 from burnish.models.load import ModelError
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples

@@ -385,7 +385,7 @@ def groups_to_batch(groups: Sequence[Group]) -> Batch:
     )
 
 
-class BeingWritten(Protocol):
+class PendingSave(Protocol):
     """A part of a checkpoint that is written while other things go on."""
 
     @property
@@ -398,8 +398,8 @@ class BeingWritten(Protocol):
         ...
 
 
-class Written:
-    """A part that was written at once. Implements :class:`BeingWritten`."""
+class FinishedSave:
+    """A part that was written at once. Implements :class:`PendingSave`."""
 
     done = True
 

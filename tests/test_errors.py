@@ -11,7 +11,7 @@ import pytest
 
 import burnish
 from burnish.errors import BurnishError
-from burnish.loops.errors import Interrupted, RunError, StoppedError
+from burnish.jobs.errors import Interrupted, RunError, StoppedError
 
 PACKAGE = Path(burnish.__file__).parent
 CONTROL_FLOW = {"_Found", "_BadAnswer"}

@@ -16,7 +16,7 @@ MATHS = {"types", "tensors"}
 BASE = MATHS | {"config", "errors", "messages", "oom", "secret", "shm", "templates"}
 LOOPS = BASE | {
     *(
-        "memory",
+        "plan",
         "algorithms",
         "train",
         "rollout",
@@ -52,13 +52,12 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": BASE | {"models", "rewards", "environments"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
     "serve": BASE | {"models", "train", "rewards"},
-    "memory": BASE | {"models", "train"},
+    "plan": BASE | {"models", "observe", "rollout", "train"},
     # runtime builds engines; loops ask it for them
     "runtime": LOOPS,
-    "loops": LOOPS | {"runtime"},
-    "demo": LOOPS | {"loops", "runtime"},
-    "probe": LOOPS,
-    "doctor": LOOPS | {"loops", "runtime", "memory"},
+    "jobs": LOOPS | {"runtime"},
+    "demo": LOOPS | {"jobs", "runtime"},
+    "doctor": LOOPS | {"jobs", "runtime", "plan"},
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""
 
@@ -134,7 +133,7 @@ def test_a_run_starts_without_what_only_its_report_or_other_engines_need():
     """A machine without these trains with the torch engine and the local rollout."""
     others = {"plotly", "pandas", "matplotlib", "datasets", "math_verify", "gguf", "starlette"}
     others |= {"tensorboard", "ray", "deepspeed", "vllm", "bitsandbytes", "wandb"}
-    code = f"import sys, burnish.loops.run; print(*sorted({others} & set(sys.modules)))"
+    code = f"import sys, burnish.jobs.run; print(*sorted({others} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, capture_output=True, text=True
     )

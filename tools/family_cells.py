@@ -32,7 +32,7 @@ from burnish.models.load import ModelError, load_causal_lm, num_positions
 from burnish.models.lora import merged_weights
 from burnish.models.scratch import scratch_tokenizer
 from burnish.models.shrink import SPECIAL, build, shrink
-from burnish.models.tensor_parallel import check_sizes, cut_dims
+from burnish.models.tensor_parallel import check_head_counts, shard_dims
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.decoding import make_local_engine
 from burnish.train.base import Outputs
@@ -323,8 +323,8 @@ class Subject:
         """Whether the layers can be divided over two ranks."""
         model = load_causal_lm(self.model)
         body = model.get_decoder()
-        check_sizes(body.config, 2)
-        return Cell("plan", text=f"{len(cut_dims(body))} parameters")
+        check_head_counts(body.config, 2)
+        return Cell("plan", text=f"{len(shard_dims(body))} parameters")
 
     # ---- parts -----------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ retention.py (what is kept), state.py (nested state as JSON and safetensors).
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import Manifest, read_manifest, verify, write_manifest
 from burnish.checkpoint.retention import Entry, best_step, to_delete
-from burnish.checkpoint.save import CheckpointStore, Writing
+from burnish.checkpoint.save import CheckpointStore, PendingCheckpoint
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "CheckpointStore",
     "Entry",
     "Manifest",
-    "Writing",
+    "PendingCheckpoint",
     "best_step",
     "capture_rng",
     "load_state",

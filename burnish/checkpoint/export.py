@@ -29,7 +29,7 @@ from transformers import (
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import verify
 from burnish.checkpoint.save import CheckpointStore
-from burnish.checkpoint.state import FACTS, load_state
+from burnish.checkpoint.state import EXPORT_METADATA, load_state
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
 from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
@@ -257,7 +257,7 @@ def _shell(
             config.num_labels = 1
             for name in SCORE_STATS & set(vars(config)):  # of the model the run began with
                 delattr(config, name)
-            config.update(_facts(source))
+            config.update(_export_metadata(source))
             if not averaged:  # held-out rows were scored with the weights themselves
                 config.update(_score_stats(source))
         shell: PreTrainedModel = auto.from_config(config, dtype=dtype, **code)
@@ -288,11 +288,11 @@ def _save_merged(
     shell.save_pretrained(target, max_shard_size=shard)
 
 
-def _facts(source: Path) -> dict[str, Any]:
+def _export_metadata(source: Path) -> dict[str, Any]:
     """What the run knows of its reward model: of a process reward model, its step separator."""
-    if source.name != "reward" or not (source.parent / f"{FACTS}.json").is_file():
+    if source.name != "reward" or not (source.parent / f"{EXPORT_METADATA}.json").is_file():
         return {}
-    return load_state(source.parent, FACTS)
+    return load_state(source.parent, EXPORT_METADATA)
 
 
 def _score_stats(source: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import fsync, read_manifest, sync_tree, verify, write_manifest
 from burnish.checkpoint.retention import BestMode, Entry, best_step, to_delete
-from burnish.types import BeingWritten
+from burnish.types import PendingSave
 
 logger = logging.getLogger("burnish")
 
@@ -38,10 +38,10 @@ _REPLACED = re.compile(r"\.replaced-step_(\d{6,})")
 _TRASH = re.compile(r"\.trash-.*")
 
 
-class Writing:
+class PendingCheckpoint:
     """A checkpoint that is not there yet."""
 
-    def __init__(self, pending: Sequence[BeingWritten], finish: Callable[[], Path]) -> None:
+    def __init__(self, pending: Sequence[PendingSave], finish: Callable[[], Path]) -> None:
         self._pending = pending
         self.finish = finish
         """Waits for all parts and makes the checkpoint: its folder. Raises CheckpointError."""
@@ -66,7 +66,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        write: Callable[[Path], Sequence[BeingWritten] | None],
+        write: Callable[[Path], Sequence[PendingSave] | None],
         *,
         metric: float | None = None,
         num_bytes: int | None = None,
@@ -78,13 +78,13 @@ class CheckpointStore:
     def begin(
         self,
         step: int,
-        write: Callable[[Path], Sequence[BeingWritten] | None],
+        write: Callable[[Path], Sequence[PendingSave] | None],
         *,
         metric: float | None = None,
         num_bytes: int | None = None,
-    ) -> Writing:
+    ) -> PendingCheckpoint:
         """Have ``write`` fill a folder; what it returns may go on writing there. The checkpoint of
-        ``step`` is there after :meth:`Writing.finish`; begin no other one before.
+        ``step`` is there after :meth:`PendingCheckpoint.finish`; begin no other one before.
 
         An earlier checkpoint of the same step is replaced; it stays until the new one is whole.
         ``metric``: what "best" goes by; None, NaN or infinite: never best. ``num_bytes``: expected
@@ -97,14 +97,14 @@ class CheckpointStore:
         final = self.folder / f"step_{step:06d}"
         temporary = self.folder / f".tmp-{final.name}-{os.getpid()}"
         self._prepare(final, num_bytes)
-        with self._whole_or_not_at_all(temporary, final):
+        with self._atomic(temporary, final):
             temporary.mkdir()
             pending = tuple(write(temporary) or ())
         if metric is not None:
             metric = float(metric) if math.isfinite(metric) else None
 
         def finish() -> Path:
-            with self._whole_or_not_at_all(temporary, final):
+            with self._atomic(temporary, final):
                 for part in pending:
                     part.wait()
                 write_manifest(temporary, step=step, extra={"metric": metric})
@@ -113,10 +113,10 @@ class CheckpointStore:
             self._retire()
             return final
 
-        return Writing(pending, finish)
+        return PendingCheckpoint(pending, finish)
 
     @contextmanager
-    def _whole_or_not_at_all(self, temporary: Path, final: Path) -> Iterator[None]:
+    def _atomic(self, temporary: Path, final: Path) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -124,7 +124,8 @@ class CheckpointStore:
             if not isinstance(error, Exception):
                 raise
             raise CheckpointError(
-                f"checkpoint {final} could not be written: {error} ({_free_text(self.folder)} free "
+                f"checkpoint {final} could not be written: {error} "
+                f"({_free_space_text(self.folder)} free "
                 "now). What was written of it is removed, older checkpoints are as they were. If "
                 "the disk is full, free some space, lower checkpoint.keep_last or move run_dir to "
                 "a larger disk."
@@ -280,7 +281,7 @@ def _other_process_lives(pid: int) -> bool:
     return True
 
 
-def _free_text(folder: Path) -> str:
+def _free_space_text(folder: Path) -> str:
     try:
         return _size_text(shutil.disk_usage(folder).free)
     except OSError:

@@ -31,7 +31,7 @@ from torch import Tensor
 from burnish.checkpoint.errors import CheckpointError
 
 FORMAT_VERSION = 1
-FACTS = "facts"
+EXPORT_METADATA = "facts"
 """Name of a checkpoint's state that exports copy into the model's config."""
 _NUMPY_KINDS = "biufcmMSU"
 logger = logging.getLogger("burnish")

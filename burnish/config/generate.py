@@ -70,7 +70,7 @@ class BestWorstPairs(_Chosen):
     """Leave a prompt out where the two rewards differ by less than this. 0: no bound."""
 
 
-class Conditioned(_Chosen):
+class RewardConditioned(_Chosen):
     """One row for every response, with its reward stated in the prompt (``condition.template``):
     ``prompt``, ``response``. SFT data for a policy that is told which reward to reach."""
 
@@ -82,7 +82,9 @@ def _kind_alone(value: Any) -> Any:
 
 
 GenerateMode = Annotated[
-    Annotated[AllSamples | BestOfN | BestWorstPairs | Conditioned, Field(discriminator="kind")],
+    Annotated[
+        AllSamples | BestOfN | BestWorstPairs | RewardConditioned, Field(discriminator="kind")
+    ],
     BeforeValidator(_kind_alone),
 ]
 

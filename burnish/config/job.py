@@ -14,15 +14,15 @@ from burnish.config.data import DataConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.passes import passes_lines, total_rows
-from burnish.config.roles import place_rules
+from burnish.config.roles import placement_rules
 from burnish.config.train import (
     CheckpointConfig,
     TrainConfig,
     checkpoint_rules,
     engine_rules,
     expert_rules,
+    parallel_rules,
     ranks_per_row,
-    team_rules,
 )
 
 
@@ -45,7 +45,7 @@ class JobConfig(Node):
 
     @model_validator(mode="after")
     def _report_all_broken_rules(self) -> JobConfig:
-        problems = [*self.broken_rules(), *place_rules(self)]
+        problems = [*self.broken_rules(), *placement_rules(self)]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -157,4 +157,4 @@ def training_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
     yield from engine_rules(train, job.precision)
     yield from checkpoint_rules(job.checkpoint, train, ranks=job.cluster.policy_ranks)
     yield from expert_rules(train, job.model)
-    yield from team_rules(train, job.cluster)
+    yield from parallel_rules(train, job.cluster)

@@ -12,7 +12,7 @@ from burnish.config.roles import roles_of, rollout_parallel_size, sharing
 
 
 @dataclass(frozen=True)
-class Places:
+class PlacementGroupSpec:
     """Equal places; in each stands one worker of every group in ``roles``."""
 
     roles: tuple[str, ...]
@@ -29,15 +29,15 @@ class Places:
         return f"{self.count} x {'+'.join(self.roles)} ({what} each)"
 
 
-def places_of(config: JobConfig) -> list[Places]:
+def placement_groups(config: JobConfig) -> list[PlacementGroupSpec]:
     """Every set of places that the job takes on a cluster."""
     size = rollout_parallel_size(config)
-    return places_for(config.cluster, roles_of(config), tensor_parallel_size=size)
+    return placement_groups_for(config.cluster, roles_of(config), tensor_parallel_size=size)
 
 
-def places_for(
+def placement_groups_for(
     cluster: ClusterConfig, roles: Sequence[str], *, tensor_parallel_size: int = 1
-) -> list[Places]:
+) -> list[PlacementGroupSpec]:
     """The places of the groups ``roles``. A rollout engine with ``tensor_parallel_size`` t is one
     worker on t times the CPUs and GPUs of the others."""
     together = sharing(cluster, roles)
@@ -48,7 +48,7 @@ def places_for(
         size = tensor_parallel_size if group == ["rollout"] else 1
         count = max(cluster.ranks(role) for role in group)
         cpus, gpus = cluster.cpus_per_worker * size, cluster.gpus_per_worker * size
-        found.append(Places(tuple(group), count, cpus=cpus, gpus=gpus))
+        found.append(PlacementGroupSpec(tuple(group), count, cpus=cpus, gpus=gpus))
     return found
 
 
@@ -59,13 +59,13 @@ def placement_text(config: JobConfig) -> str:
     """
     if config.cluster.runtime == "inline":
         return ""
-    places = places_of(config)
-    lines = [f"cluster ({config.cluster.layout}): {total_text(places)}"]
-    return "\n".join([*lines, *(f"  {p}" for p in places)])
+    placements = placement_groups(config)
+    lines = [f"cluster ({config.cluster.layout}): {total_text(placements)}"]
+    return "\n".join([*lines, *(f"  {p}" for p in placements)])
 
 
-def total_text(places: Sequence[Places]) -> str:
+def total_text(placements: Sequence[PlacementGroupSpec]) -> str:
     """What all places need together, e.g. ``72 GPUs, 65 CPUs``."""
-    gpus = sum(p.count * p.gpus for p in places)
-    cpus = sum(p.count * p.cpus for p in places)
+    gpus = sum(p.count * p.gpus for p in placements)
+    cpus = sum(p.count * p.cpus for p in placements)
     return (f"{gpus:g} GPUs, " if gpus else "") + f"{cpus:g} CPUs"

@@ -80,7 +80,7 @@ def rollout_parallel_size(config: Any) -> int:
     return engine.tensor_parallel_size if isinstance(engine, VllmEngine) else 1
 
 
-def place_rules(config: Any) -> Iterator[str]:
+def placement_rules(config: Any) -> Iterator[str]:
     """One sentence for each thing in a recipe that cannot be about the places of its job's groups,
     with the key in front."""
     cluster: ClusterConfig = config.cluster

@@ -52,14 +52,14 @@ class TorchEngine(Node):
         return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
-    def team(self) -> str:
+    def parallel_setting(self) -> str:
         """The setting by which ranks compute the same rows, as it is written."""
         tensor = self.tensor_parallel_size > 1
         name = "tensor_parallel_size" if tensor else "sequence_parallel_size"
         return f"train.engine.{name}={self.ranks_per_row}"
 
     @property
-    def team_problem(self) -> str | None:
+    def parallel_problem(self) -> str | None:
         """Why ranks cannot compute rows together in this way; None: they can."""
         if self.sequence_parallel_size == 1 or self.tensor_parallel_size == 1:
             return None
@@ -71,8 +71,8 @@ class TorchEngine(Node):
         )
 
     def rules(self) -> Iterator[str]:
-        if self.team_problem is not None:
-            yield self.team_problem
+        if self.parallel_problem is not None:
+            yield self.parallel_problem
         if self.sharding == "none":
             for name in ("reshard_after_forward", "reduce_gradients", "cpu_offload"):
                 if self.model_dump()[name] != type(self).model_fields[name].default:
@@ -229,7 +229,7 @@ def on_oom_problem(train: TrainConfig) -> str | None:
     elif engine.sharding == "full":
         how = "engine.sharding=full"
     elif engine.ranks_per_row > 1:
-        how = engine.team.removeprefix("train.")
+        how = engine.parallel_setting.removeprefix("train.")
     if how is None:
         return None
     return (
@@ -252,7 +252,7 @@ def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
     elif engine.sharding == "full":
         how = "train.engine.sharding=full"
     elif engine.ranks_per_row > 1:
-        how = engine.team
+        how = engine.parallel_setting
     if how is not None:
         yield (
             f"{name} with {how}: only the torch engine's replicas read what routers chose; use "
@@ -290,7 +290,7 @@ def engine_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str
         )
 
 
-def team_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
+def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
     """One sentence for each role whose ranks do not make whole teams of those that compute the same
     rows."""
     if not isinstance(train.engine, TorchEngine):
@@ -303,7 +303,8 @@ def team_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
         if ranks % size and ranks not in told:
             told.add(ranks)
             yield (
-                f"{train.engine.team} does not divide {name}={ranks}, and {size} ranks compute the "
+                f"{train.engine.parallel_setting} does not divide {name}={ranks}, and {size} ranks "
+                f"compute the "
                 f"same rows; use a multiple of {size}"
             )
 

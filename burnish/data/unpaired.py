@@ -20,18 +20,18 @@ from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.stream import RowRef
 from burnish.types import Batch, rows_to_batch
 
-VERDICTS = {"true": True, "false": False, "1": True, "0": False}
+DESIRABLE_LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True)
-class Judged:
+class UnpairedExample:
     """One response, and whether somebody liked it."""
 
     row: TokenRow
     desirable: bool
 
 
-class UnpairedStream(EncodedStream[Judged]):
+class UnpairedStream(EncodedStream[UnpairedExample]):
     """Judged responses without end, each once per epoch of its source, resumable exactly."""
 
     def __init__(
@@ -40,7 +40,7 @@ class UnpairedStream(EncodedStream[Judged]):
         """``config`` has a ``label_key``. Raises DataError where a source or the tokenizer cannot
         be used."""
         sources = open_sources(config.sources)
-        encoder = _JudgedEncoder(config, tokenizer, sources)
+        encoder = _UnpairedEncoder(config, tokenizer, sources)
         super().__init__(config, encoder, seed=seed, sources=sources)
 
     def next(self, num_rows: int) -> Batch:
@@ -48,7 +48,7 @@ class UnpairedStream(EncodedStream[Judged]):
         return _batch(self.take(num_rows), first_group=self.counts["rows_seen"] - num_rows)
 
 
-class HalvesStream(PreferenceStream):
+class SplitPairsStream(PreferenceStream):
     """Pairs, each as a liked and a disliked response."""
 
     def __len__(self) -> int:
@@ -56,25 +56,25 @@ class HalvesStream(PreferenceStream):
 
     def next(self, num_rows: int) -> Batch:
         """The next ``num_rows`` responses, of half as many pairs."""
-        return halves(super().next(num_rows // 2))
+        return split_pairs(super().next(num_rows // 2))
 
 
-def load_judged(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
+def load_unpaired(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
     """All responses once, in file order. Raises DataError as the streams do."""
     if config.label_key is None:
-        return halves(load_pairs(config, tokenizer))
+        return split_pairs(load_pairs(config, tokenizer))
     sources = open_sources(config.sources)
-    encoder = _JudgedEncoder(config, tokenizer, sources)
+    encoder = _UnpairedEncoder(config, tokenizer, sources)
     return _batch(load_all(sources, config, encoder), first_group=0)
 
 
-def halves(pairs: Batch) -> Batch:
+def split_pairs(pairs: Batch) -> Batch:
     """A batch of pairs as one of single responses: even rows were liked."""
     labels = torch.arange(pairs.num_rows) % 2 == 0
     return replace(pairs, rows_per_unit=1, labels=labels, margins=None)
 
 
-def mismatched(batch: Batch, *, max_len: int) -> Batch:
+def mismatched_pairs(batch: Batch, *, max_len: int) -> Batch:
     """Every prompt of the batch with the response of another one: the sample from which KTO
     estimates how far policy and reference are apart.
 
@@ -112,7 +112,7 @@ def _of_the_next_prompt(prompts: Sequence[tuple[int, ...]]) -> list[int]:
     return found
 
 
-class _JudgedEncoder:
+class _UnpairedEncoder:
     unit = "row"
     limit_name = "max_len"
 
@@ -127,7 +127,7 @@ class _JudgedEncoder:
         self._config, self._tokenizer = config, tokenizer
         self._repeated = RepeatedPrompts(config, [config.response_key], sources)
 
-    def encode(self, row: Row, ref: RowRef) -> Judged:
+    def encode(self, row: Row, ref: RowRef) -> UnpairedExample:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
         if prompt in ("", []):
@@ -136,12 +136,14 @@ class _JudgedEncoder:
         given = self._repeated.strip(ref.source, given)
         encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
         assert config.label_key is not None
-        return Judged(encoded, _verdict(column(row, config.label_key, "label_key"), config))
+        return UnpairedExample(
+            encoded, _desirable_label(column(row, config.label_key, "label_key"), config)
+        )
 
-    def length(self, item: Judged) -> int:
+    def length(self, item: UnpairedExample) -> int:
         return len(item.row.ids)
 
-    def cut(self, item: Judged) -> Judged | None:
+    def cut(self, item: UnpairedExample) -> UnpairedExample | None:
         excess = self.length(item) - self.limit
         if excess >= item.row.prompt_len:
             return None
@@ -149,8 +151,8 @@ class _JudgedEncoder:
         return None if row is None else replace(item, row=row)
 
 
-def _verdict(value: Any, config: PreferenceDataConfig) -> bool:
-    found = VERDICTS.get(str(value).strip().lower())
+def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
+    found = DESIRABLE_LABELS.get(str(value).strip().lower())
     if found is None:
         raise DataError(
             f"column {config.label_key!r} (label_key) holds {value!r}; true or 1 says that the "
@@ -159,7 +161,7 @@ def _verdict(value: Any, config: PreferenceDataConfig) -> bool:
     return found
 
 
-def _batch(items: Sequence[Judged], *, first_group: int) -> Batch:
+def _batch(items: Sequence[UnpairedExample], *, first_group: int) -> Batch:
     batch = rows_to_batch(
         [item.row.ids for item in items],
         [item.row.mask for item in items],

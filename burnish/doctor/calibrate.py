@@ -1,7 +1,7 @@
 """``burnish doctor --calibrate``: what this machine reaches of what ``burnish plan`` assumes.
 
 A few matrix products, reads, copies and optimizer steps, each long enough to be timed; the results
-go into the user's own table (``burnish/memory/hardware.py`` reads it), so that the times of later
+go into the user's own table (``burnish/plan/hardware.py`` reads it), so that the times of later
 plans are this machine's. Of the links it is the one between the first two GPUs; the network between
 nodes is not measured.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from burnish.memory.hardware import Gpu, Tables
+from burnish.plan.hardware import Gpu, Tables
 
 REPEATS = 5
 ADAM_BYTES = 28

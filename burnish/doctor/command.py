@@ -14,10 +14,10 @@ from burnish.doctor.calibrate import calibrate, remember
 from burnish.doctor.facts import EXTRAS, Facts, gather_facts, requirements
 from burnish.doctor.known import Finding, findings
 from burnish.doctor.selftest import Outcome, names, run
-from burnish.loops.families import find_support
-from burnish.memory.hardware import USER_FILE, load_tables
+from burnish.jobs.families import find_support
 from burnish.messages import library_text
 from burnish.models.load import ModelError, num_positions
+from burnish.plan.hardware import USER_FILE, load_tables
 
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy")
 OK, UNWELL = 0, 1

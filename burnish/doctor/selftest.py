@@ -89,7 +89,7 @@ def _what_was_raised(stderr: str) -> str:
 
 def _train(name: str) -> str:
     """Five steps of supervised fine-tuning."""
-    from burnish.loops.run import run as run_job
+    from burnish.jobs.run import run as run_job
     from burnish.observe.metrics import read_metrics
 
     rows = [{"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(8)]

@@ -11,7 +11,8 @@ own keys
   (its row, or the group's shared prompt followed by its own response). Nothing is computed on
   padding outside the attention itself, and rows of like length are padded together inside it;
 * :class:`DecodePlan`: one new token per sequence reads the slots of a :class:`KVCache`;
-* :class:`SpreadPlan`: a packed row whose tokens are spread over ranks (``models/ulysses.py``).
+* :class:`SequenceParallelPlan`: a packed row whose tokens are spread over ranks
+  (``models/ulysses.py``).
 
 Not here: how rows become plans (``train/batching.py``, ``rollout/local.py``).
 """
@@ -34,7 +35,7 @@ from transformers.masking_utils import sdpa_mask
 from burnish.errors import BurnishError
 from burnish.models.family import PACKED
 from burnish.models.sdpa import Kernels, attend, kernels_of
-from burnish.models.ulysses import SpreadPlan, spread_attention
+from burnish.models.ulysses import SequenceParallelPlan, sequence_parallel_attention
 from burnish.tensors import upload
 
 ATTENTION_NAME = PACKED
@@ -335,7 +336,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    plan: PackedPlan | DecodePlan | SpreadPlan | None = None,
+    plan: PackedPlan | DecodePlan | SequenceParallelPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # house: ok the signature is HuggingFace's
     """HuggingFace attention interface: query [B, heads, T, dim] -> output [B, T, heads, dim]."""
@@ -345,11 +346,11 @@ def _attention(
     if isinstance(plan, DecodePlan):
         return _decode(plan, (query, key, value), options), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
-    if not isinstance(plan, SpreadPlan):
+    if not isinstance(plan, SequenceParallelPlan):
         return _packed(plan, (q, k, v), options)[None], None
     whole = plan.whole
     plan.layers.add(options.layer)
-    out = spread_attention(plan, (q, k, v), lambda x: _packed(whole, x, options))
+    out = sequence_parallel_attention(plan, (q, k, v), lambda x: _packed(whole, x, options))
     return out[None], None
 
 

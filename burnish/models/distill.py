@@ -23,7 +23,7 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Lesson:
+class DistillTarget:
     """What a student is measured against, and how. ``log_p``, ``log_q`` [K, V]: log-probs of
     student and teacher at ``temperature``."""
 
@@ -39,7 +39,7 @@ class Lesson:
 
 
 @dataclass(frozen=True)
-class Taught:
+class DistillOutputs:
     """What a student says beside its teacher, [K] each, fp32."""
 
     logprobs: Tensor
@@ -51,17 +51,17 @@ class Taught:
     """1 where both think the same token the most likely, else 0"""
 
 
-def taught_logprobs(
-    hidden: Tensor, targets: Tensor, head: Head, *, states: Tensor, lesson: Lesson
-) -> Taught:
+def distill_logprobs(
+    hidden: Tensor, targets: Tensor, head: Head, *, states: Tensor, distill_target: DistillTarget
+) -> DistillOutputs:
     """Log-probs and divergences. ``hidden`` [K, H]: of the student; ``targets`` [K] int64;
     ``states`` [K, H']: the teacher's hidden states of the same tokens.
 
     ``logprobs`` and ``divergence`` have gradients to hidden and to the student's head.
     """
     assert head.temperature == 1.0, "a lesson has a temperature of its own"
-    work = _Work(targets, head, states, lesson)
-    return Taught(*_TaughtLogprobs.apply(hidden, head.weight, head.bias, work))
+    work = _Work(targets, head, states, distill_target)
+    return DistillOutputs(*_DistillLogprobs.apply(hidden, head.weight, head.bias, work))
 
 
 @dataclass(frozen=True)
@@ -71,29 +71,29 @@ class _Work:
     targets: Tensor
     head: Head
     states: Tensor
-    lesson: Lesson
+    distill_target: DistillTarget
 
     def rows(self, hidden: Tensor, begin: int) -> tuple[slice, Tensor, Tensor]:
         """The chunk that begins there: its rows, the student's logits [k, V_s] and the teacher's
         log-probs [k, V]."""
         rows = slice(begin, begin + self.head.chunk_tokens)
-        log_q = self.lesson.head.logits(self.states[rows])
-        log_q = _at(log_q, self.lesson.temperature)
+        log_q = self.distill_target.head.logits(self.states[rows])
+        log_q = _at(log_q, self.distill_target.temperature)
         return rows, self.head.logits(hidden[rows]), log_q.sub_(log_q.logsumexp(-1, keepdim=True))
 
     def log_p(self, logits: Tensor) -> Tensor:
         """The student's log-probs [k, V] over the tokens that both know."""
-        known = logits[:, : self.lesson.head.weight.shape[0]]
-        scale = self.lesson.temperature
+        known = logits[:, : self.distill_target.head.weight.shape[0]]
+        scale = self.distill_target.temperature
         return (known if scale == 1.0 else known / scale).log_softmax(-1)
 
 
-class _TaughtLogprobs(torch.autograd.Function):
+class _DistillLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work
     ) -> tuple[Tensor, ...]:
-        lesson, count = work.lesson, hidden.shape[0]
+        distill_target, count = work.distill_target, hidden.shape[0]
         outputs = [hidden.new_zeros(count, dtype=torch.float32) for _ in range(4)]
         logprobs, divergence, kl, agreement = outputs
         log_norm = torch.empty_like(logprobs)
@@ -105,9 +105,9 @@ class _TaughtLogprobs(torch.autograd.Function):
             own = logits.gather(-1, work.targets[rows, None])[:, 0]
             logprobs[rows] = own - log_norm[rows]
             log_p = work.log_p(logits)
-            divergence[rows] = lesson.divergence(log_p, log_q)
-            same = lesson.kl is lesson.divergence
-            kl[rows] = divergence[rows] if same else lesson.kl(log_p, log_q)
+            divergence[rows] = distill_target.divergence(log_p, log_q)
+            same = distill_target.kl is distill_target.divergence
+            kl[rows] = divergence[rows] if same else distill_target.kl(log_p, log_q)
             agreement[rows] = (log_p.argmax(-1) == log_q.argmax(-1)).float()
             del log_p
             last = rows, logits, log_q
@@ -122,7 +122,7 @@ class _TaughtLogprobs(torch.autograd.Function):
         of_logprobs, of_divergence = grads[:2]
         hidden, weight, bias, log_norm = ctx.saved_tensors
         work: _Work = ctx.work
-        lesson, size = work.lesson, work.lesson.head.weight.shape[0]
+        distill_target, size = work.distill_target, work.distill_target.head.weight.shape[0]
         sums = HeadGradients(hidden, weight, bias, wanted=ctx.needs_input_grad[:3])
         for begin in reversed(range(0, hidden.shape[0], work.head.chunk_tokens)):
             (rows, logits, log_q), ctx.last = ctx.last or work.rows(hidden, begin), None
@@ -135,9 +135,9 @@ class _TaughtLogprobs(torch.autograd.Function):
             if of_divergence is not None:
                 log_p = work.log_p(logits)
                 del logits
-                slope = lesson.slope(log_p, log_q)
+                slope = distill_target.slope(log_p, log_q)
                 del log_p, log_q
-                grad[:, :size] += slope.mul_(of_divergence[rows, None] / lesson.temperature)
+                grad[:, :size] += slope.mul_(of_divergence[rows, None] / distill_target.temperature)
                 del slope
             sums.add(rows, work.head.projection_grad_(grad, capped))
             del grad, capped

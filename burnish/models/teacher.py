@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig
-from burnish.models.distill import Divergence, Lesson
+from burnish.models.distill import DistillTarget, Divergence
 from burnish.models.empty import fill_rows
 from burnish.models.load import (
     DTYPES,
@@ -35,8 +35,8 @@ log = logging.getLogger("burnish")
 
 
 @dataclass(frozen=True)
-class LessonSpec:
-    """What a student's engine measures itself against (see ``models/distill.Lesson``)."""
+class DistillTargetSpec:
+    """What a student's engine measures itself against (see ``models/distill.DistillTarget``)."""
 
     teacher: ModelConfig
     dtype: Dtype
@@ -48,7 +48,7 @@ class LessonSpec:
     kl: Divergence
     temperature: float = 1.0
 
-    def load(self, device: torch.device, *, chunk_tokens: int) -> Lesson:
+    def load(self, device: torch.device, *, chunk_tokens: int) -> DistillTarget:
         """The lesson, with the teacher's output projection on ``device``."""
         head = load_head(
             self.teacher,
@@ -57,7 +57,7 @@ class LessonSpec:
             device=device,
             chunk_tokens=chunk_tokens,
         )
-        return Lesson(head, self.divergence, self.slope, self.kl, self.temperature)
+        return DistillTarget(head, self.divergence, self.slope, self.kl, self.temperature)
 
 
 def shared_vocabulary(

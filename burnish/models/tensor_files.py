@@ -3,8 +3,8 @@ rest.
 
 A set of tensors is one file (``master.safetensors``) or, written by several ranks, one file each
 (``master-00001-of-00002.safetensors``) with some rows of every tensor. Which rows is in the file's
-own header (metadata ``pieces``: name -> [first row, shape of the whole tensor]), so a set says
-everything about itself and a reader does not care how many ranks wrote it.
+own header (metadata ``tensor_shards``: name -> [first row, shape of the whole tensor]), so a set
+says everything about itself and a reader does not care how many ranks wrote it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """Some rows of a tensor."""
 
     tensor: Tensor
@@ -38,7 +38,7 @@ class Piece:
     """Of the whole tensor"""
 
 
-Pieces = Mapping[str, Mapping[str, Piece]]
+TensorShards = Mapping[str, Mapping[str, TensorShard]]
 """set -> name -> what one rank writes of it"""
 
 
@@ -98,10 +98,10 @@ class TensorFiles:
 
     def _add(self, path: Path) -> None:
         file = self._file(path)
-        pieces = json.loads((file.metadata() or {}).get("pieces", "{}"))
+        tensor_shards = json.loads((file.metadata() or {}).get("pieces", "{}"))
         for name in file.keys():  # noqa: SIM118 (not a mapping)
             own = tuple(file.get_slice(name).get_shape())
-            begin, shape = pieces.get(name, (0, own))
+            begin, shape = tensor_shards.get(name, (0, own))
             rows = own[0] if own else 1
             self._shapes[name] = tuple(shape)
             self._stored.setdefault(name, []).append(_Stored(path, begin, begin + rows))
@@ -140,27 +140,32 @@ def tensor_sets(folder: Path) -> dict[str, TensorFiles]:
     return {name: TensorFiles(paths) for name, paths in found.items()}
 
 
-def write_part(folder: Path, name: str, pieces: Mapping[str, Piece], part: tuple[int, int]) -> Path:
-    """Write one rank's ``pieces`` as part (k from 0, of n) of the set ``name``; returns the file.
+def write_shard_file(
+    folder: Path, name: str, tensor_shards: Mapping[str, TensorShard], part: tuple[int, int]
+) -> Path:
+    """Write one rank's ``tensor_shards`` as part (k from 0, of n) of the set ``name``; returns the
+    file.
 
     Pieces without rows are left out, unless the whole tensor has none.
     """
     number, count = part
     kept = {
-        key: piece
-        for key, piece in pieces.items()
-        if piece.tensor.numel() or (number == 0 and 0 in piece.shape)
+        key: tensor_shard
+        for key, tensor_shard in tensor_shards.items()
+        if tensor_shard.tensor.numel() or (number == 0 and 0 in tensor_shard.shape)
     }
     path = folder / f"{name}-{number + 1:05d}-of-{count:05d}.safetensors"
-    where = {key: [piece.begin, list(piece.shape)] for key, piece in kept.items()}
-    tensors = {key: piece.tensor.contiguous() for key, piece in kept.items()}
+    where = {
+        key: [tensor_shard.begin, list(tensor_shard.shape)] for key, tensor_shard in kept.items()
+    }
+    tensors = {key: tensor_shard.tensor.contiguous() for key, tensor_shard in kept.items()}
     save_file(tensors, path, metadata={"format": "pt", "pieces": json.dumps(where)})
     return path
 
 
-def write_pieces(folder: Path, kinds: Pieces, part: tuple[int, int]) -> None:
+def write_shards(folder: Path, kinds: TensorShards, part: tuple[int, int]) -> None:
     """Write a rank's pieces as part (k from 0, of n) of every set of tensors; what has no rows is
     the first part's."""
-    for kind, pieces in kinds.items():
-        own = {n: p for n, p in pieces.items() if p.shape or part[0] == 0}
-        write_part(folder, kind, own, part)
+    for kind, tensor_shards in kinds.items():
+        own = {n: p for n, p in tensor_shards.items() if p.shape or part[0] == 0}
+        write_shard_file(folder, kind, own, part)

@@ -7,7 +7,8 @@ first projections of attention and MLP by their outputs (``colwise``), the last 
 ranks; what comes out of the last is a part of a sum, and summed. All else (embeddings, norms, the
 head) is whole on every rank, and computed by all alike. Source: Megatron-LM, arXiv:1909.08053.
 
-Weights are plain tensors, each rank's own; ``train/cuts.py`` knows what they are part of.
+Weights are plain tensors, each rank's own; ``train/tensor_parallel.py`` knows what they are part
+of.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ own heads with them."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """What a rank has of a parameter."""
 
     dim: int | None
@@ -41,7 +42,7 @@ class Cut:
     """Of the whole parameter."""
 
 
-def cut_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, Cut]:
+def shard_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, ShardSpec]:
     """Keep this rank's part of every layer of ``body``, and let its layers compute with the
     others'. Returns what was done, by the parameter's name in ``body``.
 
@@ -52,12 +53,12 @@ def cut_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, Cut]:
     setting = f"train.engine.tensor_parallel_size={size}"
     require_packing(body.config, setting, trust=runs_own_code(body))
     styles = layer_styles(body)
-    check_sizes(body.config, size)
-    cuts: dict[str, Cut] = {}
+    check_head_counts(body.config, size)
+    specs: dict[str, ShardSpec] = {}
     for name, style in styles.items():
         for leaf, parameter in body.get_submodule(name).named_parameters():
             dim, full = _dim(style, leaf, name), f"{name}.{leaf}"
-            cuts[full] = Cut(dim, tuple(parameter.shape))
+            specs[full] = ShardSpec(dim, tuple(parameter.shape))
             if dim is None:
                 continue
             if parameter.shape[dim] % size:
@@ -72,10 +73,10 @@ def cut_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, Cut]:
         body.get_submodule(parent).register_forward_pre_hook(
             partial(_share_input, group), with_kwargs=True
         )
-    return cuts
+    return specs
 
 
-def cut_dims(body: PreTrainedModel) -> dict[str, int | None]:
+def shard_dims(body: PreTrainedModel) -> dict[str, int | None]:
     """Along which dimension each parameter of ``body`` that belongs to a layer's plan is cut; None:
     it is whole on every rank. Raises ModelError as :func:`layer_styles`."""
     return {
@@ -122,7 +123,7 @@ def layer_styles(body: PreTrainedModel) -> dict[str, str]:
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
-def check_sizes(config: Any, size: int) -> None:
+def check_head_counts(config: Any, size: int) -> None:
     """Raise ModelError where ``size`` ranks cannot share the heads of a model of this HuggingFace
     ``config``."""
     text = config.get_text_config()

@@ -4,7 +4,7 @@ Each rank holds a stretch of the tokens, and computes for it all that looks at o
 Attention looks at all of them: around it stretches with all heads are exchanged for all tokens with
 some of the heads, and back. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
 
-Not here: which tokens are whose (``train/spread.py``).
+Not here: which tokens are whose (``train/sequence_parallel.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class SpreadPlan:
+class SequenceParallelPlan:
     """Who reads whom in a packed row of M tokens, of which each of n ranks holds C = ceil(M / n);
     the last ones are padding."""
 
@@ -41,7 +41,9 @@ class SpreadPlan:
     mix those of a stretch only.)"""
 
 
-def spread_attention(plan: SpreadPlan, qkv: QKV, attend: Callable[[QKV], Tensor]) -> Tensor:
+def sequence_parallel_attention(
+    plan: SequenceParallelPlan, qkv: QKV, attend: Callable[[QKV], Tensor]
+) -> Tensor:
     """Attention of all tokens to all.
 
     ``qkv``: each [C, heads, dim], of this rank's tokens; the ranks together must divide the query

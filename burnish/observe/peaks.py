@@ -19,7 +19,7 @@ UNWATCHED = frozenset({"data"})
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryPeak:
     """Most bytes held at once."""
 
     host: float
@@ -29,9 +29,9 @@ class Held:
     reserved: float | None = None
     """On its GPU, taken by torch's allocator."""
 
-    def __or__(self, other: Held) -> Held:
+    def __or__(self, other: MemoryPeak) -> MemoryPeak:
         """The larger of each."""
-        return Held(
+        return MemoryPeak(
             max(self.host, other.host),
             _larger(self.allocated, other.allocated),
             _larger(self.reserved, other.reserved),
@@ -50,7 +50,7 @@ class ProcessPeaks:
     role: str
     """Whose process; ``all``: of all roles."""
     rank: int
-    phases: Mapping[str, Held]
+    phases: Mapping[str, MemoryPeak]
 
 
 class PhasePeaks:
@@ -61,7 +61,7 @@ class PhasePeaks:
         self.phase: str | None = first
         """Where the process is; the last phase, once that is over."""
         self._open = True
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, MemoryPeak] = {}
         self._thread = threading.get_ident()
         self._begun_at = 0.0
 
@@ -74,7 +74,7 @@ class PhasePeaks:
         self._close()
         self.phase, self._open = phase, True
 
-    def collect(self) -> dict[str, Held]:
+    def collect(self) -> dict[str, MemoryPeak]:
         """Peaks by phase since the last call, in bytes."""
         self._close()
         self._open = False
@@ -87,7 +87,7 @@ class PhasePeaks:
             host, device = since_reset()
             if host is None:  # no system call for it: what is held at its two ends
                 host = max(self._begun_at, float(current_rss_bytes()))
-            found = Held(host, *(device or (None, None)))
+            found = MemoryPeak(host, *(device or (None, None)))
             have = self._held.get(self.phase)
             self._held[self.phase] = found if have is None else have | found
         if not reset_peaks():
@@ -98,7 +98,7 @@ def peak_metrics(processes: Iterable[ProcessPeaks]) -> dict[str, float]:
     """``memory/<phase>/host_peak_bytes``, and with a GPU ``peak_bytes`` and
     ``reserved_peak_bytes``: the most of all processes. Where several were in a phase,
     ``peak_rank`` is the rank of the one that held most."""
-    phases: dict[str, list[tuple[int, Held]]] = {}
+    phases: dict[str, list[tuple[int, MemoryPeak]]] = {}
     for process in processes:
         for phase, held in process.phases.items():
             phases.setdefault(phase, []).append((process.rank, held))

@@ -122,7 +122,7 @@ def load_model_reward(
     it is a process reward model is asked for every step. Raises ModelError if it has no trained
     head.
     """
-    told = facts_of(config.model)
+    told = metadata_of(config.model)
     _check_steps(config, told)
     spec = _spec(config.model, micro_batch_size=config.micro_batch_size)
     own = load_tokenizer(config.model)
@@ -138,7 +138,7 @@ def load_model_reward(
     return ProcessReward(reward, own, separator=separator, how=how)
 
 
-def facts_of(model: ModelConfig) -> dict[str, Any]:
+def metadata_of(model: ModelConfig) -> dict[str, Any]:
     """What the model's own config says; nothing where it cannot be read."""
     found = hf_config(model)
     return {} if found is None else found.to_dict()

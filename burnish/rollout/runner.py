@@ -51,7 +51,7 @@ class Runner:
         Raises RewardError where that many fresh prompts in a row do not help.
         """
         groups: list[Group] = []
-        spare: list[Group] = []
+        rejected: list[Group] = []
         stats = Stats()
         failure: NoGroupLeftError | None = None
         refills = _MAX_REFILLS if self.dynamic is None else self.dynamic.max_refills
@@ -63,21 +63,21 @@ class Runner:
                 stats += Stats(sums={"reward/groups_dropped": error.num_dropped})
                 continue
             for group in rollout.groups:
-                (groups if self._teaches(group) else spare).append(group)
+                (groups if self._has_signal(group) else rejected).append(group)
             stats += rollout.stats
             if len(groups) == count:
                 break
         missing = count - len(groups)
         if self.dynamic is not None:
-            used = min(missing, len(spare))
-            stats += _filter_stats(len(spare), used)
+            used = min(missing, len(rejected))
+            stats += _filter_stats(len(rejected), used)
             if used:
                 log.warning(
                     "rollout.dynamic_sampling: %d of %d groups after %d refills teach nothing and "
                     "are trained on all the same, to fill the step",
                     *(used, count, refills),
                 )
-                groups += spare[len(spare) - used :]
+                groups += rejected[len(rejected) - used :]
         if len(groups) == count:
             return Rollout(tuple(_numbered(g, i) for i, g in enumerate(groups)), stats)
         raise RewardError(
@@ -86,7 +86,7 @@ class Runner:
             + (f". The last refill: {failure}" if failure else "")
         ) from failure
 
-    def _teaches(self, group: Group) -> bool:
+    def _has_signal(self, group: Group) -> bool:
         """Whether a group is trained on: its scores differ once they are clipped, before the
         penalties, and the mean of the plain scores lies inside the band."""
         if self.dynamic is None:
@@ -95,9 +95,9 @@ class Runner:
             return False
         scores = [self.rewards.total(sample.reward_parts) for sample in group.samples]
         mean = sum(scores) / len(scores)
-        above = self.dynamic.above is None or mean > self.dynamic.above
-        below = self.dynamic.below is None or mean < self.dynamic.below
-        return above and below
+        above_min = self.dynamic.above is None or mean > self.dynamic.above
+        below_max = self.dynamic.below is None or mean < self.dynamic.below
+        return above_min and below_max
 
     def run(self, prompts: Sequence[Prompt]) -> Rollout:
         """Sample and score all of ``prompts``, in their order."""

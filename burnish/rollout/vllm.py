@@ -39,7 +39,7 @@ from burnish.rollout.vllm_experts import use_plain_experts
 from burnish.rollout.vllm_model import (
     cache_bytes,
     check_head_dim,
-    check_split,
+    check_parallel_size,
     longest_row,
     skeleton_of,
 )
@@ -427,7 +427,7 @@ def _check(skeleton: PreTrainedModel, config: VllmEngine, dtype: Dtype) -> None:
     """Raise ModelError for what vLLM would find out late or say badly."""
     from vllm.platforms import current_platform
 
-    check_split(skeleton.config, config.tensor_parallel_size)
+    check_parallel_size(skeleton.config, config.tensor_parallel_size)
     if DTYPES[dtype] not in current_platform.supported_dtypes:
         raise ModelError(
             f"vLLM cannot compute in {dtype} on {current_platform.device_type}; set "

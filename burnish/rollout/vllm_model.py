@@ -32,7 +32,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     return bare
 
 
-def check_split(config: Any, parallel: int) -> None:
+def check_parallel_size(config: Any, parallel: int) -> None:
     """Raise ModelError where ``parallel`` processes cannot share the heads evenly."""
     for name, heads in (
         ("attention", config.num_attention_heads),

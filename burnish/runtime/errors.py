@@ -20,14 +20,14 @@ def failure(ray: Any, ref: Any) -> BaseException | None:
     return None
 
 
-def is_loss(ray: Any, error: BaseException) -> bool:
+def is_worker_loss(ray: Any, error: BaseException) -> bool:
     """Whether an error is about a process or a machine that is gone, and not raised by one."""
     return isinstance(error, ray.exceptions.RayError) and not isinstance(
         error, ray.exceptions.RayTaskError
     )
 
 
-def never_made(ray: Any, error: BaseException, name: str) -> ClusterError | None:
+def constructor_error(ray: Any, error: BaseException, name: str) -> ClusterError | None:
     """The error of a worker that could not come to be for a reason that the next would have as
     well: its class could not be loaded or made where it was to run, or what it is to run in could
     not be set up. None: that is not what ``error`` says."""
@@ -51,7 +51,7 @@ def why_lost(ray: Any, error: BaseException) -> str:
         error = cause if isinstance(cause, BaseException) else error
     if isinstance(error, ray.exceptions.ObjectLostError):
         raise WorkerLostError(f"weights in the object store are lost ({library_text(error)})")
-    if not is_loss(ray, error):
+    if not is_worker_loss(ray, error):
         raise error
     return died(error)
 

@@ -1,13 +1,14 @@
 """Which workers still answer, whatever they are busy with.
 
-A thread of every worker process reports to one small process beside the controller (:class:`Beats`)
-a few times per time-out. It can do so only while the worker's interpreter runs: a process that is
-stopped or whose interpreter is held by a deadlock, and a machine that is gone, fall silent. One
-that computes for long, or waits in a collective for another, does not.
+A thread of every worker process reports to one small process beside the controller
+(:class:`HeartbeatRegistry`) a few times per time-out. It can do so only while the worker's
+interpreter runs: a process that is stopped or whose interpreter is held by a deadlock, and a
+machine that is gone, fall silent. One that computes for long, or waits in a collective for another,
+does not.
 
-:class:`Watch` is the controller's side: it waits for results and counts silence meanwhile. It
-counts how often it looked in vain and trusts no clock, so a pause of the controller, or of
-everything at once, is taken for nobody's death.
+:class:`HeartbeatMonitor` is the controller's side: it waits for results and counts silence
+meanwhile. It counts how often it looked in vain and trusts no clock, so a pause of the controller,
+or of everything at once, is taken for nobody's death.
 
 Plain classes: Ray is handed in.
 """
@@ -23,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-BEATS_PER_TIMEOUT = 6
+HEARTBEATS_PER_TIMEOUT = 6
 """Silence is counted in whole intervals from the first look that found no beat, so a worker is
 called silent after 5 of them: at most 6 after its last beat."""
 
@@ -32,13 +33,13 @@ _MANY, _GATHER_S = 32, 0.05
 """Looking at a thousand results costs milliseconds, so with many a moment is waited for more."""
 
 
-class Beats:
+class HeartbeatRegistry:
     """The process that workers report to: how often each did."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
 
-    def beat(self, worker: int) -> None:
+    def heartbeat(self, worker: int) -> None:
         """``worker`` is there."""
         self.counts[worker] = self.counts.get(worker, 0) + 1
 
@@ -48,24 +49,25 @@ class Beats:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Reports one worker; called in its process."""
 
-    board: Any
-    """Handle of :class:`Beats`."""
+    registry: Any
+    """Handle of :class:`HeartbeatRegistry`."""
     worker: int
 
     def __call__(self) -> None:
-        self.board.beat.remote(self.worker)
+        self.registry.heartbeat.remote(self.worker)
 
 
-def start_beating(beat: Callable[[], None], every_s: float) -> tuple[str, int]:
-    """Call ``beat`` in a thread of this process from now on. Returns (host name, process id)."""
+def start_heartbeat(heartbeat: Callable[[], None], every_s: float) -> tuple[str, int]:
+    """Call ``heartbeat`` in a thread of this process from now on. Returns (host name, process
+    id)."""
 
     def run() -> None:
         while True:
             with suppress(Exception):  # a beat that is not heard is the controller's business
-                beat()
+                heartbeat()
             time.sleep(every_s)
 
     threading.Thread(target=run, name="burnish-beat", daemon=True).start()
@@ -73,47 +75,48 @@ def start_beating(beat: Callable[[], None], every_s: float) -> tuple[str, int]:
 
 
 @dataclass
-class _Watched:
+class _WorkerRecord:
     handle: Any  # also keeps it, and so its id(), alive
     name: str
     number: int
     counted: int = 0
-    silent_s: float = 0.0
-    met: bool = False
+    missed_s: float = 0.0
+    started: bool = False
 
 
-class Watch:
+class HeartbeatMonitor:
     """Waits for workers and knows who has fallen silent."""
 
-    def __init__(self, ray: Any, board: Any, *, timeout_s: float) -> None:
-        """``board``: a handle of :class:`Beats`. ``timeout_s``: the longest silence."""
-        self.ray, self.board, self.timeout_s = ray, board, timeout_s
-        self.every_s = timeout_s / BEATS_PER_TIMEOUT
-        self._watched: dict[int, _Watched] = {}
+    def __init__(self, ray: Any, registry: Any, *, timeout_s: float) -> None:
+        """``registry``: a handle of :class:`HeartbeatRegistry`. ``timeout_s``: the longest
+        silence."""
+        self.ray, self.registry, self.timeout_s = ray, registry, timeout_s
+        self.every_s = timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._workers: dict[int, _WorkerRecord] = {}
         self._number = 0
-        self._looked = time.monotonic()
+        self._polled_at = time.monotonic()
 
     # ---- who is who ------------------------------------------------------------------------
 
-    def add(self, handle: Any, name: str) -> Beat:
+    def add(self, handle: Any, name: str) -> Heartbeat:
         """Know a worker by name. Returns what it has to call."""
         self._number += 1
-        self._watched[id(handle)] = _Watched(handle, name, self._number)
-        return Beat(self.board, self._number)
+        self._workers[id(handle)] = _WorkerRecord(handle, name, self._number)
+        return Heartbeat(self.registry, self._number)
 
-    def met(self, handle: Any, where: tuple[str, int]) -> None:
+    def mark_started(self, handle: Any, where: tuple[str, int]) -> None:
         """It beats from now on, on this node and in this process."""
-        watched = self._watched[id(handle)]
+        worker = self._workers[id(handle)]
         node, pid = where
-        watched.met, watched.name = True, f"{watched.name} (node {node}, pid {pid})"
+        worker.started, worker.name = True, f"{worker.name} (node {node}, pid {pid})"
 
     def drop(self, handle: Any) -> None:
         """It is gone, knowingly."""
-        self._watched.pop(id(handle), None)
+        self._workers.pop(id(handle), None)
 
     def name(self, handle: Any) -> str:
         """For messages: role, rank, and node and process where they are known."""
-        return self._watched[id(handle)].name
+        return self._workers[id(handle)].name
 
     def names(self, handles: Iterable[Any]) -> str:
         """Several of them."""
@@ -133,49 +136,51 @@ class Watch:
             if ready and len(refs) > 1:  # and whatever else is ready by now
                 more = _GATHER_S if len(refs) > _MANY else 0
                 ready, _ = self.ray.wait(list(refs), num_returns=len(refs), timeout=more)
-            silent = self.silent(handles)
+            unresponsive = self.unresponsive(handles)
             waited += part
-            if ready or silent or waited >= limit_s:
-                return ready, silent
+            if ready or unresponsive or waited >= limit_s:
+                return ready, unresponsive
 
-    def silent(self, handles: Iterable[Any]) -> list[Any]:
+    def unresponsive(self, handles: Iterable[Any]) -> list[Any]:
         """Those of ``handles`` that have not been heard for too long."""
-        self._look()
-        enough = (BEATS_PER_TIMEOUT - 1) * self.every_s
-        return [h for h in handles if self._watched[id(h)].silent_s >= enough]
+        self._poll()
+        enough = (HEARTBEATS_PER_TIMEOUT - 1) * self.every_s
+        return [h for h in handles if self._workers[id(h)].missed_s >= enough]
 
-    def settle(self, handles: Sequence[Any]) -> list[Any]:
+    def wait_for_heartbeats(self, handles: Sequence[Any]) -> list[Any]:
         """Wait until each of ``handles`` has been heard anew or is silent; returns the silent."""
-        self._look(at_once=True)  # beats from before do not count
-        before = {id(h): self._watched[id(h)].counted for h in handles}
+        self._poll(at_once=True)  # beats from before do not count
+        before = {id(h): self._workers[id(h)].counted for h in handles}
         while True:
-            silent = self.silent(handles)
-            open_ = [h for h in handles if self._watched[id(h)].counted == before[id(h)]]
-            if len(open_) <= len(silent):
-                return silent
+            unresponsive = self.unresponsive(handles)
+            open_ = [h for h in handles if self._workers[id(h)].counted == before[id(h)]]
+            if len(open_) <= len(unresponsive):
+                return unresponsive
             time.sleep(self.every_s)
 
-    def _look(self, *, at_once: bool = False) -> None:
+    def _poll(self, *, at_once: bool = False) -> None:
         """Count beats, at most once per interval."""
         now = time.monotonic()
-        if now - self._looked < self.every_s and not at_once:
+        if now - self._polled_at < self.every_s and not at_once:
             return
-        passed, self._looked = min(now - self._looked, 2 * self.every_s), now
+        passed, self._polled_at = min(now - self._polled_at, 2 * self.every_s), now
         counts = self._read()
-        for watched in self._watched.values():
-            count = counts.get(watched.number, 0)
-            if count != watched.counted or not watched.met:
-                watched.counted, watched.silent_s = count, 0.0
+        for worker in self._workers.values():
+            count = counts.get(worker.number, 0)
+            if count != worker.counted or not worker.started:
+                worker.counted, worker.missed_s = count, 0.0
             else:
-                watched.silent_s += passed
+                worker.missed_s += passed
 
     def _read(self) -> dict[int, int]:
         """Beats so far. Where the board itself does not answer nobody is silent: it is killed, and
         Ray starts it anew."""
         try:
-            counts: dict[int, int] = self.ray.get(self.board.read.remote(), timeout=self.timeout_s)
+            counts: dict[int, int] = self.ray.get(
+                self.registry.read.remote(), timeout=self.timeout_s
+            )
         except self.ray.exceptions.GetTimeoutError:
-            self.ray.kill(self.board, no_restart=False)
+            self.ray.kill(self.registry, no_restart=False)
             return {}
         except self.ray.exceptions.RayActorError:
             return {}

@@ -30,10 +30,10 @@ from burnish.train.engines import (
     load_device,
     loading,
     make_engine,
-    reads_own_rows,
+    reads_own_shards,
     shares_weights,
 )
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import FrozenBase, TorchTrainEngine
 
@@ -48,7 +48,7 @@ class InlineRuntime:
         precision: PrecisionConfig,
         device: str,
         timeline: Timeline,
-        ranks: Ranks = ALONE,
+        ranks: RankGroup = SINGLE,
     ) -> None:
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
         self.ranks = ranks
@@ -61,7 +61,7 @@ class InlineRuntime:
         """A train engine over a causal LM (policy, reference)."""
         dtype = self._load_dtype(spec)
         with loading(spec, dtype, self.ranks):
-            empty = reads_own_rows(spec, self.ranks)
+            empty = reads_own_shards(spec, self.ranks)
             model = load_causal_lm(
                 spec.model,
                 dtype=dtype,
@@ -86,7 +86,7 @@ class InlineRuntime:
                 device=load_device(spec, self.device, self.ranks),
                 seed=seed,
                 new_head=new_head if spec.trainable else None,
-                empty=reads_own_rows(spec, self.ranks),
+                empty=reads_own_shards(spec, self.ranks),
             )
         return self._engine(model, spec, spans)
 

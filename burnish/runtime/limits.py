@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from burnish.train.ranks import CollectiveTimeoutError, waited_in
+from burnish.train.process_group import CollectiveTimeoutError, timed_out_collective
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def limited(limits: Limits | None, groups: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        collective = waited_in(error)
+        collective = timed_out_collective(error)
         if collective is None:
             raise
         raise CollectiveTimeoutError(

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.placement import Places
+from burnish.config.placement import PlacementGroupSpec
 from burnish.config.roles import free_name
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
@@ -32,17 +32,17 @@ from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, ClusterError, Sync, WorkerLostError
 from burnish.runtime.cluster import join_ray, start_ray
-from burnish.runtime.errors import failure, is_loss, never_made
-from burnish.runtime.group import Group
-from burnish.runtime.handover import ray_sync
-from burnish.runtime.heartbeat import Beats, Watch
+from burnish.runtime.errors import constructor_error, failure, is_worker_loss
+from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
 from burnish.runtime.remote import (
     RemoteFrozenBase,
     RemoteRolloutEngine,
     RemoteTrainEngine,
     worker_peaks,
 )
-from burnish.runtime.worker import Place
+from burnish.runtime.weight_sync import ray_sync
+from burnish.runtime.worker import WorkerInfo
+from burnish.runtime.worker_group import WorkerGroup
 from burnish.secret import is_secret
 from burnish.train.base import HasLogprobs, TrainEngine
 from burnish.train.spec import EngineSpec
@@ -71,11 +71,11 @@ class RayRuntime:
         model: ModelConfig,
         config: ClusterConfig,
         *,
-        places: Sequence[Places],
+        placements: Sequence[PlacementGroupSpec],
         precision: PrecisionConfig,
         timeline: Timeline,
     ) -> None:
-        """Join or start Ray and reserve ``places``.
+        """Join or start Ray and reserve ``placements``.
 
         Raises ClusterError where the cluster is too small or cannot be reached.
         """
@@ -83,26 +83,28 @@ class RayRuntime:
         self.model = model.with_absolute_paths()
         self.precision, self.timeline = precision, timeline
         self.ray = _ray()
-        self.groups: list[Group] = []
+        self.groups: list[WorkerGroup] = []
         self.rollouts: list[RemoteRolloutEngine] = []
         self.restarts = 0
-        self._first_beats: dict[int, Any] = {}
+        self._first_heartbeats: dict[int, Any] = {}
         self._connected_here = False
         self._restore: Callable[[], None] = lambda: None
-        self._board: Any = None
-        self._places: dict[str, tuple[Any, Places]] = {}
-        self._connect(places)
+        self._registry: Any = None
+        self._placements: dict[str, tuple[Any, PlacementGroupSpec]] = {}
+        self._connect(placements)
         try:
-            self._reserve(places)
-            self._board = self._start_board()
+            self._reserve(placements)
+            self._registry = self._start_registry()
         except BaseException:
             self.close()
             raise
-        self.watch = Watch(self.ray, self._board, timeout_s=config.heartbeat_timeout_s)
+        self.monitor = HeartbeatMonitor(
+            self.ray, self._registry, timeout_s=config.heartbeat_timeout_s
+        )
 
     # ---- the cluster -----------------------------------------------------------------------
 
-    def _connect(self, places: Sequence[Places]) -> None:
+    def _connect(self, placements: Sequence[PlacementGroupSpec]) -> None:
         if self.ray.is_initialized():
             return
         environment = {"OMP_NUM_THREADS": str(self._threads())}
@@ -110,7 +112,7 @@ class RayRuntime:
             limit = self.config.start_timeout_s
             join_ray(self.ray, self.config.ray_address, timeout_s=limit, environment=environment)
         else:
-            cpus = sum(p.cpus * p.count for p in places)
+            cpus = sum(p.cpus * p.count for p in placements)
             # Ray's own count of CPUs is what it hands out, not what it uses; a local run may have
             # more workers than cores (tests, laptops), which is slow and works.
             most = max(os.cpu_count() or 1, int(cpus + 0.999))
@@ -120,60 +122,61 @@ class RayRuntime:
     def _threads(self) -> int:
         return max(1, int(self.config.cpus_per_worker))
 
-    def _reserve(self, places: Sequence[Places]) -> None:
+    def _reserve(self, placements: Sequence[PlacementGroupSpec]) -> None:
         """A placement group for every set of places; checked against the whole cluster first."""
         from ray.util.placement_group import placement_group
 
         have = self.ray.cluster_resources()
         for kind, need in (
-            ("GPU", sum(p.gpus * p.count for p in places)),
-            ("CPU", sum(p.cpus * p.count for p in places)),
+            ("GPU", sum(p.gpus * p.count for p in placements)),
+            ("CPU", sum(p.cpus * p.count for p in placements)),
         ):
             if need > have.get(kind, 0.0):
                 raise ClusterError(
                     f"the layout {self.config.layout} needs {need:g} {kind}s "
-                    f"({'; '.join(map(str, places))}) and the cluster has "
+                    f"({'; '.join(map(str, placements))}) and the cluster has "
                     f"{have.get(kind, 0.0):g}; use fewer ranks or workers, a layout that shares "
                     "more, or a larger cluster"
                 )
-        self._check_nodes(places)
-        for place in places:
-            bundle = {"CPU": place.cpus} | ({"GPU": place.gpus} if place.gpus else {})
-            made = placement_group([bundle] * place.count, strategy="PACK")
-            self._places |= {role: (made, place) for role in place.roles}
+        self._check_nodes(placements)
+        for placement in placements:
+            bundle = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus else {})
+            made = placement_group([bundle] * placement.count, strategy="PACK")
+            self._placements |= {role: (made, placement) for role in placement.roles}
             ready, _ = self.ray.wait([made.ready()], timeout=self.config.start_timeout_s)
             if not ready:
                 raise ClusterError(
-                    f"no room for {place} within {self.config.start_timeout_s:g} s "
+                    f"no room for {placement} within {self.config.start_timeout_s:g} s "
                     f"(cluster.start_timeout_s): the cluster has {have} in all, and other jobs may "
                     "hold it"
                 )
 
-    def _check_nodes(self, places: Sequence[Places]) -> None:
+    def _check_nodes(self, placements: Sequence[PlacementGroupSpec]) -> None:
         """Raise ClusterError where a place is larger than every node: it would be waited for in
         vain."""
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        for place in places:
-            need = {"CPU": place.cpus, "GPU": place.gpus}
+        for placement in placements:
+            need = {"CPU": placement.cpus, "GPU": placement.gpus}
             if any(all(n.get(kind, 0.0) >= size for kind, size in need.items()) for n in nodes):
                 continue
             largest = " or ".join(
                 sorted({f"{n.get('GPU', 0):g} GPUs and {n.get('CPU', 0):g} CPUs" for n in nodes})
             )
             raise ClusterError(
-                f"one place of {place} needs {place.gpus:g} GPUs and {place.cpus:g} CPUs of one "
+                f"one place of {placement} needs {placement.gpus:g} GPUs and {placement.cpus:g} "
+                f"CPUs of one "
                 f"node, and a node of this cluster has {largest}; use a smaller "
                 "tensor_parallel_size, cluster.gpus_per_worker or cluster.cpus_per_worker, or "
                 "larger nodes"
             )
 
-    def _start_board(self) -> Any:
+    def _start_registry(self) -> Any:
         """The process that workers report to, on the controller's node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = self.ray.get_runtime_context().get_node_id()
         return (
-            self.ray.remote(Beats)
+            self.ray.remote(HeartbeatRegistry)
             .options(
                 num_cpus=0,
                 max_restarts=-1,
@@ -187,25 +190,25 @@ class RayRuntime:
         names those that do not, once all are ended."""
         workers = [self.start_one(group, worker_class, i, size) for i in range(size)]
         try:
-            lost = self.meet(workers)
+            lost = self.wait_started(workers)
         except BaseException:
             self.end(workers)
             raise
         if lost:
-            said = ", ".join(f"{self.watch.name(worker)} {why}" for worker, why in lost)
+            said = ", ".join(f"{self.monitor.name(worker)} {why}" for worker, why in lost)
             self.end(workers)
             raise WorkerLostError(f"{len(lost)} of {size} workers did not start: {said}")
         return workers
 
     def start_one(self, group: str, worker_class: type, rank: int, size: int) -> Any:
-        """One worker process, which may not be there yet: :meth:`meet` waits for it."""
+        """One worker process, which may not be there yet: :meth:`wait_started` waits for it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        reserved, place = self._places[group]
-        gpus = place.gpus / len(place.roles)
+        reserved, placement = self._placements[group]
+        gpus = placement.gpus / len(placement.roles)
         device = "cuda" if gpus else "cpu"
         remote = self.ray.remote(worker_class).options(
-            num_cpus=place.cpus / len(place.roles),
+            num_cpus=placement.cpus / len(placement.roles),
             num_gpus=gpus,
             max_restarts=0,  # a worker without its state is of no use: it is replaced, knowingly
             scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -214,20 +217,22 @@ class RayRuntime:
             runtime_env={"env_vars": worker_environment(on_gpu=bool(gpus))},
         )
         worker = remote.remote(
-            Place(group, rank, size, device, self._threads(), shared=len(place.roles) > 1),
+            WorkerInfo(group, rank, size, device, self._threads(), shared=len(placement.roles) > 1),
             self.model,
             self.precision,
         )
         kind = "rollout worker" if group == "rollout" else "rank"
         name = f"{kind} {rank}" + ("" if group == "rollout" else f" of the {group}")
-        beat = self.watch.add(worker, name)
-        self._first_beats[id(worker)] = worker.beat.remote(beat, self.watch.every_s)
+        heartbeat = self.monitor.add(worker, name)
+        self._first_heartbeats[id(worker)] = worker.heartbeat.remote(
+            heartbeat, self.monitor.every_s
+        )
         return worker
 
-    def meet(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
+    def wait_started(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
         """Wait until fresh workers answer; from then on they are watched. Returns those that do
         not, with the reason. Raises ClusterError where a worker's class cannot be made there."""
-        refs = [self._first_beats.pop(id(worker)) for worker in workers]
+        refs = [self._first_heartbeats.pop(id(worker)) for worker in workers]
         limit = self.config.start_timeout_s
         ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=limit)
         lost: list[tuple[Any, str]] = []
@@ -237,17 +242,17 @@ class RayRuntime:
                 why = f"did not start within {limit:g} s (cluster.start_timeout_s)"
                 lost.append((worker, why))
             elif failed is None:
-                self.watch.met(worker, self.ray.get(ref))
-            elif never := never_made(self.ray, failed, self.watch.name(worker)):
+                self.monitor.mark_started(worker, self.ray.get(ref))
+            elif never := constructor_error(self.ray, failed, self.monitor.name(worker)):
                 raise never from failed
-            elif is_loss(self.ray, failed):
+            elif is_worker_loss(self.ray, failed):
                 lost.append((worker, f"died while it started: {library_text(failed)}"))
             else:
                 raise failed
         return lost
 
     @property
-    def silence(self) -> str:
+    def unresponsive_reason(self) -> str:
         """What is said of a worker that is not heard any more."""
         limit = self.config.heartbeat_timeout_s
         return f"hangs: it was not heard for {limit:g} s (cluster.heartbeat_timeout_s)"
@@ -255,10 +260,10 @@ class RayRuntime:
     def end(self, workers: Iterable[Any]) -> None:
         """End workers at once, stopped ones too."""
         for worker in workers:
-            self.watch.drop(worker)
+            self.monitor.drop(worker)
             self.ray.kill(worker)
 
-    def spend_restart(self, what: str) -> None:
+    def count_restart(self, what: str) -> None:
         """Count a replacement. Raises ClusterError where there were too many."""
         self.restarts += 1
         if self.restarts > self.config.max_restarts:
@@ -271,9 +276,9 @@ class RayRuntime:
 
     def recover(self, lost: WorkerLostError) -> None:
         """Replace all train groups that are not whole, with fresh weights."""
-        self.spend_restart(str(lost))
+        self.count_restart(str(lost))
         for group in self.groups:
-            if not group.whole():
+            if not group.is_complete():
                 group.restart()
 
     # ---- engines ---------------------------------------------------------------------------
@@ -294,10 +299,10 @@ class RayRuntime:
 
     def _group(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str]
-    ) -> Group:
+    ) -> WorkerGroup:
         name = free_name(spec.role, [group.name for group in self.groups])
         here = with_absolute_paths(spec)
-        group = Group(self, here, scalar=scalar, seed=seed, spans=spans, name=name)
+        group = WorkerGroup(self, here, scalar=scalar, seed=seed, spans=spans, name=name)
         self.groups.append(group)
         return group
 
@@ -367,11 +372,11 @@ class RayRuntime:
             group.end()
         for rollout in self.rollouts:
             rollout.close()
-        for places in {id(made): made for made, _ in self._places.values()}.values():
-            remove_placement_group(places)
-        if self._board is not None:
-            self.ray.kill(self._board)
-        self.groups, self.rollouts, self._places, self._board = [], [], {}, None
+        for placements in {id(made): made for made, _ in self._placements.values()}.values():
+            remove_placement_group(placements)
+        if self._registry is not None:
+            self.ray.kill(self._registry)
+        self.groups, self.rollouts, self._placements, self._registry = [], [], {}, None
         if self._connected_here:  # a Ray that was started here ends; one that was joined goes on
             self.ray.shutdown()
             self._connected_here = False
@@ -380,11 +385,13 @@ class RayRuntime:
 
 def with_absolute_paths(spec: EngineSpec) -> EngineSpec:
     """The spec for workers, which on a cluster that runs already work in another folder."""
-    lesson = spec.lesson
-    if lesson is not None:
-        lesson = replace(lesson, teacher=lesson.teacher.with_absolute_paths())
+    distill_target = spec.distill_target
+    if distill_target is not None:
+        distill_target = replace(
+            distill_target, teacher=distill_target.teacher.with_absolute_paths()
+        )
     here = spec.model.with_absolute_paths()
-    return replace(spec, model=here, as_written=spec.model, lesson=lesson)
+    return replace(spec, model=here, recipe_model=spec.model, distill_target=distill_target)
 
 
 _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")

@@ -1,8 +1,8 @@
 """Engines made of workers in other processes; the loops cannot tell them from local ones.
 
 ``runtime`` is a ``ray.RayRuntime``: Ray itself is reached through it, and imported there alone.
-Reading order: RemoteTrainEngine (on a ``group.Group`` of ranks), RemoteRolloutEngine. What hands
-weights from one to the other is in ``handover.py``.
+Reading order: RemoteTrainEngine (on a ``worker_group.WorkerGroup`` of ranks), RemoteRolloutEngine.
+What hands weights from one to the other is in ``weight_sync.py``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from burnish.messages import library_text
 from burnish.observe.peaks import ProcessPeaks
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.errors import failure, why_lost
-from burnish.runtime.group import Group
 from burnish.runtime.rollout_worker import RolloutWorker
 from burnish.runtime.worker import (
-    Sending,
+    TransferOptions,
     pack_batch,
     to_tensor,
 )
+from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.base import encode
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.engine import messages
-from burnish.sync.stored import HandOver, StoredLink
+from burnish.sync.stored import SnapshotLink, WeightSnapshot
 from burnish.train.base import Loss, NonFiniteError, StepStats
-from burnish.types import Batch, BeingWritten, Stats
+from burnish.types import Batch, PendingSave, Stats
 
 if TYPE_CHECKING:
     from burnish.runtime.ray import RayRuntime
@@ -52,7 +52,7 @@ Refill = Callable[[Sequence[int]], Lost]
 class RemoteTrainEngine:
     """A group of ranks as one ``train.base.TrainEngine``."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self.group, self.role = group, group.role
         self.version = 0
 
@@ -98,26 +98,26 @@ class RemoteTrainEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace name, tensor) on the controller. (A sync moves buckets instead.)"""
-        kept = self.hand_over(0, Sending(BUCKET_BYTES, None, verify=True))
-        link = StoredLink()
+        kept = self.transfer_weights(0, TransferOptions(BUCKET_BYTES, None, verify=True))
+        link = SnapshotLink()
         link.fill(kept.headers, [self.group.runtime.ray.get(ref) for ref in kept.payloads])
         incoming = LinkReceiver(link, hold=True).open(self.version)
         yield from incoming
         incoming.close(None)
 
-    def hand_over(self, push: int, how: Sending) -> HandOver[Any]:
+    def transfer_weights(self, push: int, options: TransferOptions) -> WeightSnapshot[Any]:
         """The weights as rank 0 gives them: headers here, bytes in the object store."""
         streams: list[Any] = []
 
         def start(worker: Any) -> Any:
-            method = worker.hand_over.options(num_returns="streaming")
-            streams.append(method.remote(push, how))
+            method = worker.transfer_weights.options(num_returns="streaming")
+            streams.append(method.remote(push, options))
             return streams[-1].completed()
 
         self.group.all(start)
         refs = list(streams[-self.group.size])  # rank 0's: a bucket's bytes, then its header
         headers = self.group.runtime.ray.get(refs[1::2])
-        return HandOver(tuple(headers), tuple(refs[0:-2:2]))  # the end has no bytes
+        return WeightSnapshot(tuple(headers), tuple(refs[0:-2:2]))  # the end has no bytes
 
     @property
     def state_bytes(self) -> int:
@@ -131,7 +131,7 @@ class RemoteTrainEngine:
         path = str(Path(folder).absolute())
         self.group.all(lambda w: w.save.remote(path))
 
-    def save_async(self, folder: Path) -> BeingWritten:
+    def save_async(self, folder: Path) -> PendingSave:
         """:meth:`save` as of now; ranks that can write while training goes on."""
         path = str(Path(folder).absolute())
         self.group.all(lambda w: w.save_async.remote(path))
@@ -147,9 +147,9 @@ class RemoteTrainEngine:
 
 
 class RemoteSave:
-    """A checkpoint that ranks write while training goes on. Implements ``BeingWritten``."""
+    """A checkpoint that ranks write while training goes on. Implements ``PendingSave``."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self.group = group
 
     @property
@@ -215,10 +215,10 @@ class RemoteRolloutEngine:
         while streams:
             ready, lost = self._wait(list(streams), [worker for worker, _ in streams.values()])
             for stream in ready:
-                parcel = self._next(stream, streams[stream][0], lost)
-                if parcel is None:
+                chunk = self._next(stream, streams[stream][0], lost)
+                if chunk is None:
                     del streams[stream]
-                yield from _new(parcel or (), done)
+                yield from _new(chunk or (), done)
             again = [(s, worker, part) for s, (worker, part) in streams.items() if worker in lost]
             self.replace(lost)
             for stream, worker, part in again:
@@ -248,11 +248,11 @@ class RemoteRolloutEngine:
         the worker of each."""
         limit = limit_s or self.runtime.config.call_timeout_s
         workers = {id(self.workers[i]): i for i in busy}
-        ready, silent = self.runtime.watch.wait(
+        ready, unresponsive = self.runtime.monitor.wait(
             refs, [self.workers[i] for i in busy], limit_s=limit
         )
-        if ready or silent:
-            return ready, {workers[id(w)]: self.runtime.silence for w in silent}
+        if ready or unresponsive:
+            return ready, {workers[id(w)]: self.runtime.unresponsive_reason for w in unresponsive}
         return [], dict.fromkeys(
             busy, f"did not answer within {limit:g} s (cluster.call_timeout_s)"
         )
@@ -275,10 +275,10 @@ class RemoteRolloutEngine:
         """Fresh workers with the same weights in the places of those that were lost; anew, where
         some are lost meanwhile. Raises ClusterError where that was too often."""
         while lost:
-            watch = self.runtime.watch
-            said = [f"{watch.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
+            monitor = self.runtime.monitor
+            said = [f"{monitor.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
             self.runtime.end(self.workers[i] for i in lost)
-            self.runtime.spend_restart(", ".join(said))
+            self.runtime.count_restart(", ".join(said))
             for i in lost:
                 self.workers[i] = self.runtime.start_one("rollout", RolloutWorker, i, self.size)
             lost = self._prepare(list(lost))
@@ -286,7 +286,7 @@ class RemoteRolloutEngine:
     def _prepare(self, indices: Sequence[int]) -> dict[int, str]:
         """Have fresh workers load the model and the weights; worker -> why it was lost in it."""
         handles = {id(self.workers[i]): i for i in indices}
-        missing = self.runtime.meet([self.workers[i] for i in indices])
+        missing = self.runtime.wait_started([self.workers[i] for i in indices])
         lost = {handles[id(worker)]: why for worker, why in missing}
         left = [i for i in indices if i not in lost]
         model, config, max_len, ready = self.model, self.config, self.max_len, self.ready
@@ -294,14 +294,15 @@ class RemoteRolloutEngine:
         left = [i for i in left if i not in lost]
         return lost | (self.refill(left) if left else {})
 
-    def take(self, kept: HandOver[Any], *, verify: bool) -> None:
+    def receive_snapshot(self, kept: WeightSnapshot[Any], *, verify: bool) -> None:
         """Give all workers one hand-over, which stays in the object store until the next, for
         those that are replaced. Raises SyncError where one does not accept it."""
 
         def give(indices: Sequence[int]) -> Lost:
             version, headers = kept.end.version, kept.headers
             return self._call(
-                indices, lambda w: w.take.remote(version, verify, headers, *kept.payloads)
+                indices,
+                lambda w: w.receive_snapshot.remote(version, verify, headers, *kept.payloads),
             )
 
         self.refill = give
@@ -314,7 +315,7 @@ class RemoteRolloutEngine:
         found = messages(tensors, _new_buffer, push=0, version=version)
         pairs = [(encode(message), ray.put(payload.numpy())) for message, payload in found]
         headers, payloads = zip(*pairs, strict=True)
-        self.take(HandOver(headers, payloads[:-1]), verify=True)
+        self.receive_snapshot(WeightSnapshot(headers, payloads[:-1]), verify=True)
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
         """Free the workers' caches until the next generate. A worker that is lost is replaced."""
@@ -349,9 +350,9 @@ def worker_peaks(ray: Any, groups: Iterable[tuple[str, Sequence[Any]]]) -> list[
     return [ProcessPeaks(*asked[r], ray.get(r)) for r in ready if failure(ray, r) is None]
 
 
-def _new(parcel: Iterable[Completion], done: set[tuple[str, int]]) -> Iterator[Completion]:
+def _new(chunk: Iterable[Completion], done: set[tuple[str, int]]) -> Iterator[Completion]:
     """Those that are not done yet, which then are."""
-    for completion in parcel:
+    for completion in chunk:
         key = (completion.request_id, completion.index)
         if key not in done:
             done.add(key)

@@ -11,23 +11,23 @@ from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.observe.timeline import timed
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.runtime.worker import Seat, Worker
+from burnish.runtime.worker import ReceiverRank, Worker
 from burnish.sync.base import Metrics, Shape
 from burnish.sync.buckets import LinkReceiver
-from burnish.sync.connect import Meeting, open_source
+from burnish.sync.connect import Rendezvous, open_source
 from burnish.sync.engine import SyncedEngine
 from burnish.sync.store import connect_store
-from burnish.sync.stored import StoredLink
+from burnish.sync.stored import SnapshotLink
 
-PARCELS_PER_S = 64
+CHUNKS_PER_S = 64
 """Completions travel to the controller in parcels, so many a second from all workers together: one
 by one they would cost it more than they are worth. What a worker that dies has not sent is sampled
 again."""
 
 
-def parcel_seconds(workers: int) -> float:
+def chunk_seconds(workers: int) -> float:
     """Return the seconds that one of ``workers`` rollout workers collects completions."""
-    return max(0.5, workers / PARCELS_PER_S)
+    return max(0.5, workers / CHUNKS_PER_S)
 
 
 class RolloutWorker(Worker):
@@ -48,7 +48,7 @@ class RolloutWorker(Worker):
         """Load the model and make the engine. ``ready``: it may sample from the model's own
         weights; else a hand-over has to come first."""
         engine = self.runtime().standalone_rollout(model, config, max_len=max_len)
-        self._stored, self._expected = StoredLink(), None
+        self._stored, self._expected = SnapshotLink(), None
         synced = SyncedEngine(engine, LinkReceiver(self._stored), ready=ready)
         spans = {"generate": "rollout", "receive": "rollout_sync"}
         self.engine = timed(synced, self.timeline, spans)
@@ -56,8 +56,8 @@ class RolloutWorker(Worker):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling
     ) -> Iterator[list[Completion]]:
-        """Completions as they finish, those of :func:`parcel_seconds` together."""
-        every = parcel_seconds(self.place.size)
+        """Completions as they finish, those of :func:`chunk_seconds` together."""
+        every = chunk_seconds(self.info.size)
         finished: list[Completion] = []
         begun = time.monotonic()
         for completion in self.engine.generate(requests, sampling):
@@ -76,7 +76,9 @@ class RolloutWorker(Worker):
         """Take memory again."""
         self.engine.wake()
 
-    def take(self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any) -> Metrics:
+    def receive_snapshot(
+        self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any
+    ) -> Metrics:
         """Take a hand-over that was kept for us. Raises SyncError if it is incomplete."""
         self.engine.receiver.close()
         self._stored.fill(headers, payloads)
@@ -87,18 +89,27 @@ class RolloutWorker(Worker):
         return metrics
 
     def open_receiver(
-        self, sync: LinkSync | DiskSync, at: tuple[str, int] | None, connection: str, *, seat: Seat
+        self,
+        sync: LinkSync | DiskSync,
+        at: tuple[str, int] | None,
+        connection: str,
+        *,
+        receiver_rank: ReceiverRank,
     ) -> None:
         """This worker's end of a new connection; the one before is closed. ``at``: host and port of
         the sender's store."""
         self.engine.receiver.close()
-        meeting = None
+        rendezvous = None
         if at is not None:
             store = connect_store(*at, timeout_s=sync.timeout_s)
-            meeting = Meeting(
-                store, connection, seat.size, rank=seat.rank, device=self.place.device
+            rendezvous = Rendezvous(
+                store,
+                connection,
+                receiver_rank.size,
+                rank=receiver_rank.rank,
+                device=self.info.device,
             )
-        self.engine.receiver = open_source(sync, meeting)
+        self.engine.receiver = open_source(sync, rendezvous)
 
     def receive(self, version: int) -> Metrics:
         """Take what the trainer pushes through the connection."""

@@ -28,21 +28,21 @@ from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TorchEngine
 from burnish.models.load import DTYPES, load_tokenizer
-from burnish.observe.peaks import Held, PhasePeaks
+from burnish.observe.peaks import MemoryPeak, PhasePeaks
 from burnish.observe.timeline import Timeline
-from burnish.runtime.heartbeat import start_beating
+from burnish.runtime.heartbeat import start_heartbeat
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.limits import Limits, groups_here, limit_collectives, limited
 from burnish.sync.base import Metrics, encode
-from burnish.sync.connect import Meeting, open_sender
+from burnish.sync.connect import Rendezvous, open_sender
 from burnish.sync.disk import DiskSender
 from burnish.sync.engine import WeightSender, exhaust, messages
 from burnish.sync.store import serve_store
 from burnish.train.base import Loss, NonFiniteError, StepStats
-from burnish.train.ranks import Ranks
+from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import FrozenBase, TorchTrainEngine
-from burnish.types import Batch, BeingWritten, Stats
+from burnish.types import Batch, PendingSave, Stats
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -90,7 +90,7 @@ def unpack_batch(packed: Packed) -> Batch:
 
 
 @dataclass(frozen=True)
-class Sending:
+class TransferOptions:
     """How weights are put into buckets."""
 
     bucket_bytes: int
@@ -117,7 +117,7 @@ def own_address() -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerInfo:
     """Which worker this is, and what it may use."""
 
     group: str
@@ -131,7 +131,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ReceiverRank:
     """A receiver's place in a connection: ``rank`` from 1 to ``size``."""
 
     rank: int
@@ -141,12 +141,12 @@ class Seat:
 class Worker:
     """The common base of train workers and rollout workers."""
 
-    def __init__(self, place: Place, policy: ModelConfig, precision: PrecisionConfig) -> None:
+    def __init__(self, info: WorkerInfo, policy: ModelConfig, precision: PrecisionConfig) -> None:
         """``policy``: whose tokenizer it is. Nothing is read here: what a constructor raises would
         look like a death."""
-        self.place, self.policy, self.precision = place, policy, precision
+        self.info, self.policy, self.precision = info, policy, precision
         self.timeline = Timeline(max_events=1, peaks=PhasePeaks())
-        torch.set_num_threads(place.threads)
+        torch.set_num_threads(info.threads)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -157,9 +157,10 @@ class Worker:
         """The process id: the worker is there and answers."""
         return os.getpid()
 
-    def beat(self, beat: Callable[[], None], every_s: float) -> tuple[str, int]:
-        """Report by ``beat`` from now on, whatever else is computed. Returns node and process."""
-        return start_beating(beat, every_s)
+    def heartbeat(self, heartbeat: Callable[[], None], every_s: float) -> tuple[str, int]:
+        """Report by ``heartbeat`` from now on, whatever else is computed. Returns node and
+        process."""
+        return start_heartbeat(heartbeat, every_s)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -168,19 +169,19 @@ class Worker:
         try:
             yield
         finally:
-            if self.place.shared and torch.cuda.is_initialized():
+            if self.info.shared and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
-    def runtime(self, ranks: Ranks | None = None) -> InlineRuntime:
+    def runtime(self, ranks: RankGroup | None = None) -> InlineRuntime:
         return InlineRuntime(
             self.tokenizer,
             precision=self.precision,
-            device=self.place.device,
+            device=self.info.device,
             timeline=self.timeline,
-            ranks=ranks or Ranks(),
+            ranks=ranks or RankGroup(),
         )
 
-    def peaks(self) -> dict[str, Held]:
+    def peaks(self) -> dict[str, MemoryPeak]:
         """The most memory that this process held in each phase since the last call."""
         assert self.timeline.peaks is not None
         return self.timeline.peaks.collect()
@@ -199,9 +200,9 @@ class TrainWorker(Worker):
     """Calls that drew random numbers since the last optimizer step."""
     _store: Any = None
     _sender: WeightSender | DiskSender | None = None
-    _saving: BeingWritten | None = None
+    _saving: PendingSave | None = None
 
-    def meeting_place(self, timeout_s: float) -> tuple[str, int]:
+    def open_rendezvous(self, timeout_s: float) -> tuple[str, int]:
         """Open the place where the ranks meet, on a port that nothing else can take meanwhile:
         (host, port)."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -212,7 +213,7 @@ class TrainWorker(Worker):
         self.store = TCPStore(
             host,
             port,
-            self.place.size,
+            self.info.size,
             is_master=True,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
@@ -223,23 +224,23 @@ class TrainWorker(Worker):
     def join(self, host: str, port: int, *, timeout_s: float, limits: Limits) -> None:
         """Meet the other ranks. Raises after ``timeout_s`` where rank 0 is not to be found; who
         waits for the others is ended from outside. Later ``limits`` hold."""
-        self.ranks = Ranks()
-        if self.place.size == 1:
+        self.ranks = RankGroup()
+        if self.info.size == 1:
             return
         from torch import distributed
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        if self.place.rank != 0:
+        if self.info.rank != 0:
             wait = timedelta(seconds=timeout_s)
-            self.store = TCPStore(host, port, self.place.size, is_master=False, timeout=wait)
+            self.store = TCPStore(host, port, self.info.size, is_master=False, timeout=wait)
         distributed.init_process_group(
-            "nccl" if self.place.device.startswith("cuda") else "gloo",
+            "nccl" if self.info.device.startswith("cuda") else "gloo",
             store=self.store,
-            rank=self.place.rank,
-            world_size=self.place.size,
+            rank=self.info.rank,
+            world_size=self.info.size,
             timeout=timedelta(seconds=limits.call_s),
         )
-        self.ranks, self.limits = Ranks(distributed.group.WORLD), limits
+        self.ranks, self.limits = RankGroup(distributed.group.WORLD), limits
 
     def build(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str] = NO_SPANS
@@ -273,8 +274,8 @@ class TrainWorker(Worker):
         kind = spec.train.engine
         alike = kind.tensor_parallel_size if isinstance(kind, TorchEngine) else 1
         steps = engine.version + engine.skipped_total
-        group = zlib.crc32(self.place.group.encode())
-        key = (group, self.place.rank // alike, steps, self._passes)
+        group = zlib.crc32(self.info.group.encode())
+        key = (group, self.info.rank // alike, steps, self._passes)
         self._passes += 1
         source = np.random.SeedSequence(spec.seed % (1 << 64), spawn_key=key)
         torch.manual_seed(int(source.generate_state(1, np.uint64)[0]))
@@ -300,7 +301,7 @@ class TrainWorker(Worker):
             return self._first(self.engine.values(unpack_batch(packed)))
 
     def _first(self, result: Tensor) -> Any:
-        return to_array(result) if self.place.rank == 0 else None
+        return to_array(result) if self.info.rank == 0 else None
 
     def forward_backward(self, packed: Packed, loss: Loss) -> Stats:
         """Stats over all ranks, as plain numbers."""
@@ -324,23 +325,28 @@ class TrainWorker(Worker):
 
     # ---- weights ---------------------------------------------------------------------------
 
-    def hand_over(self, push: int, how: Sending) -> Iterator[Any]:
+    def transfer_weights(self, push: int, options: TransferOptions) -> Iterator[Any]:
         """One hand-over from rank 0, as pairs: a bucket's bytes, then its header. The others take
         part in gathering and give none."""
         with self.timeline.span("sync"):
-            yield from self._give(push, how)
+            yield from self._give(push, options)
 
-    def _give(self, push: int, how: Sending) -> Iterator[Any]:
+    def _give(self, push: int, options: TransferOptions) -> Iterator[Any]:
         weights = self.engine.weights()
-        if self.place.rank != 0:
+        if self.info.rank != 0:
             exhaust(weights)
             return
-        buffer = torch.empty(how.bucket_bytes, dtype=torch.uint8)
-        dtype = None if how.dtype is None else DTYPES[how.dtype]
+        buffer = torch.empty(options.bucket_bytes, dtype=torch.uint8)
+        dtype = None if options.dtype is None else DTYPES[options.dtype]
         version = self.engine.version
         try:
             for message, payload in messages(
-                weights, lambda: buffer, push=push, version=version, dtype=dtype, check=how.verify
+                weights,
+                lambda: buffer,
+                push=push,
+                version=version,
+                dtype=dtype,
+                check=options.verify,
             ):
                 # (Ray has copied what was yielded before it asks for the next)
                 yield payload.numpy()
@@ -357,13 +363,15 @@ class TrainWorker(Worker):
         self._store = serve_store(host, timeout_s=timeout_s)
         return host, self._store.port
 
-    def open_sender(self, sync: LinkSync | DiskSync, how: Sending, connection: str, n: int) -> None:
+    def open_sender(
+        self, sync: LinkSync | DiskSync, options: TransferOptions, connection: str, n: int
+    ) -> None:
         """The trainer's end of a new connection to ``n`` receivers; the one before is closed."""
         self.close_sender()
-        meeting = None
-        if self.place.rank == 0:
-            meeting = Meeting(self._store, connection, n, rank=0, device=self.place.device)
-        self._sender = open_sender(sync, self.engine, meeting, dtype=how.dtype)
+        rendezvous = None
+        if self.info.rank == 0:
+            rendezvous = Rendezvous(self._store, connection, n, rank=0, device=self.info.device)
+        self._sender = open_sender(sync, self.engine, rendezvous, dtype=options.dtype)
 
     def push(self) -> Metrics:
         """Hand the weights over through the connection; with metrics on rank 0."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import ModelConfig
 from burnish.errors import BurnishError
 from burnish.models.load import describe, load_tokenizer, num_positions
-from burnish.rewards.model import facts_of, load_reward_engine, score_rows
+from burnish.rewards.model import load_reward_engine, metadata_of, score_rows
 from burnish.rewards.rows import encode_text
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.train.base import TrainEngine
@@ -92,7 +92,7 @@ def load_text_scorer(model: ModelConfig, options: ServeOptions) -> TextScorer:
         raise ServeError(
             f"max_len={options.max_len} is more than the model's {positions} positions"
         )
-    if facts_of(model).get("process_reward"):
+    if metadata_of(model).get("process_reward"):
         raise ServeError(
             f"{describe(model)} is a process reward model, which scores steps of a response whose "
             "beginning it knows, and requests are whole texts; use it in the run itself "

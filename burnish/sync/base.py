@@ -33,7 +33,7 @@ class SyncError(BurnishError, RuntimeError):
     """Weights did not get over whole. Says what was expected, what came, and what to do."""
 
 
-class MisfitError(SyncError, ValueError):
+class WeightMismatchError(SyncError, ValueError):
     """What came whole is not the weights of the rollout model."""
 
 
@@ -42,12 +42,12 @@ class LinkError(SyncError):
     gone."""
 
 
-class NotReadyError(SyncError):
+class InvalidWeightsError(SyncError):
     """A rollout engine was asked to sample while it has no weights that it may use."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketEntry:
     """A tensor, or a part of one that is larger than a bucket, inside a bucket."""
 
     name: str
@@ -77,7 +77,7 @@ class Bucket:
     num_bytes: int
     checksum: str
     """``kind:digest`` of the bytes (``checksum.py``); empty where nobody verifies."""
-    pieces: tuple[Piece, ...]
+    entries: tuple[BucketEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def decode(data: bytes) -> Message:
     fields: dict[str, Any] = json.loads(body)
     kind = _KINDS[fields.pop("kind")]
     if kind is Bucket:
-        pieces = fields.pop("pieces")
-        made = tuple(Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in pieces)
-        return Bucket(**fields, pieces=made)
+        entries = fields.pop("entries")
+        made = tuple(BucketEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in entries)
+        return Bucket(**fields, entries=made)
     return kind(**fields)
 
 
@@ -216,30 +216,30 @@ class NameCheck:
         """What came so far, in order."""
 
     def add(self, name: str, shape: Shape, where: str) -> None:
-        """Raises MisfitError, beginning with ``where``, for a name that is unknown or came before,
-        and for another shape."""
+        """Raises WeightMismatchError, beginning with ``where``, for a name that is unknown or came
+        before, and for another shape."""
         if name in self.given:
-            raise MisfitError(
+            raise WeightMismatchError(
                 f"{where}: weight {name} was given before, and each is to come once; the sender's "
                 "weights() repeats it, or a bucket was sent twice"
             )
         if self._expected is not None and name not in self._expected:
-            raise MisfitError(
+            raise WeightMismatchError(
                 f"{where}: weight {name} is not one of the {len(self._expected)} weights of the "
                 "rollout model; trainer and rollout engine must be of one model"
             )
         if self._expected is not None and self._expected[name] != shape:
-            raise MisfitError(
+            raise WeightMismatchError(
                 f"{where}: weight {name} is {list(shape)}, the rollout model has "
                 f"{list(self._expected[name])}; trainer and rollout engine must be of one model"
             )
         self.given[name] = shape
 
     def complete(self, where: str) -> None:
-        """Raises MisfitError where a weight has not come."""
+        """Raises WeightMismatchError where a weight has not come."""
         missing = [n for n in self._expected or () if n not in self.given]
         if missing:
-            raise MisfitError(
+            raise WeightMismatchError(
                 f"{where}: {len(missing)} of {len(self._expected or ())} weights did not come, "
                 f"e.g. {missing[0]}: they would be stale"
             )

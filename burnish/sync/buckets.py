@@ -18,11 +18,11 @@ from burnish.models.buffers import wanted_dtype
 from burnish.sync.base import (
     Abort,
     Bucket,
+    BucketEntry,
     End,
     LinkError,
     Message,
     NameCheck,
-    Piece,
     ReceiveLink,
     Shape,
     SyncError,
@@ -31,7 +31,7 @@ from burnish.sync.checksum import verify
 
 ALIGN = 16
 """Tensors begin at multiples of this: the size of the widest element."""
-MOST_PIECES = 4096
+MAX_ENTRIES = 4096
 """In one bucket, so that its header stays a small message."""
 LOOK_AHEAD_BYTES = 4 << 20
 """After so many bytes given out, see whether the next bucket can come in: a look costs as much as
@@ -42,11 +42,11 @@ class _Open:
     """The bucket being filled."""
 
     def __init__(self, buffer: Tensor) -> None:
-        self.buffer, self.pieces, self.used = buffer, list[Piece](), 0
+        self.buffer, self.entries, self.used = buffer, list[BucketEntry](), 0
 
     @property
     def room(self) -> int:
-        if len(self.pieces) >= MOST_PIECES:
+        if len(self.entries) >= MAX_ENTRIES:
             return -1
         return self.buffer.numel() - _aligned(self.used)
 
@@ -59,13 +59,13 @@ class _Open:
         target.copy_(tensor.reshape(-1)[first : first + target.numel()])  # casts on the way
         shape = tuple(tensor.shape)
         name_of = str(dtype).removeprefix("torch.")
-        self.pieces.append(Piece(name, shape, name_of, offset, begin=begin, num_bytes=count))
+        self.entries.append(BucketEntry(name, shape, name_of, offset, begin=begin, num_bytes=count))
         self.used = offset + count
         return count
 
     @property
-    def filled(self) -> tuple[tuple[Piece, ...], Tensor]:
-        return tuple(self.pieces), self.buffer[: self.used]
+    def filled(self) -> tuple[tuple[BucketEntry, ...], Tensor]:
+        return tuple(self.entries), self.buffer[: self.used]
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def pack(
     take_buffer: Callable[[], Tensor],
     *,
     dtype: torch.dtype | None = None,
-) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
+) -> Iterator[tuple[tuple[BucketEntry, ...], Tensor]]:
     """(what is in it, uint8 payload) bucket by bucket; floating-point weights become ``dtype`` on
     the way in (None: as they are); buffers keep their format.
 
@@ -148,7 +148,7 @@ class BucketsIn:
         self._receiver, self._link = receiver, receiver.link
         self._message, self._payload = message, payload
         self._names = NameCheck(receiver.expected)
-        self._part: tuple[Piece, Tensor] | None = None
+        self._part: tuple[BucketEntry, Tensor] | None = None
         """The tensor being put together: its last piece, and [bytes of the whole] uint8."""
         self._over = isinstance(message, End | Abort)
 
@@ -215,62 +215,62 @@ class BucketsIn:
             )
         if self._receiver.check:
             verify(payload, bucket.checksum, where)
-        for piece in bucket.pieces:
-            self._check_piece(piece, bucket.num_bytes, where)
+        for entry in bucket.entries:
+            self._check_entry(entry, bucket.num_bytes, where)
 
-    def _check_piece(self, piece: Piece, bucket_bytes: int, where: str) -> None:
-        size = _whole_bytes(piece, where)
+    def _check_entry(self, entry: BucketEntry, bucket_bytes: int, where: str) -> None:
+        size = _whole_bytes(entry, where)
         if (
-            piece.offset % ALIGN
-            or piece.offset < 0
-            or piece.num_bytes < 0
-            or piece.offset + piece.num_bytes > bucket_bytes
-            or piece.begin + piece.num_bytes > size
+            entry.offset % ALIGN
+            or entry.offset < 0
+            or entry.num_bytes < 0
+            or entry.offset + entry.num_bytes > bucket_bytes
+            or entry.begin + entry.num_bytes > size
         ):
             raise SyncError(
-                f"{where}: weight {piece.name} {list(piece.shape)} {piece.dtype} ({size} bytes) "
-                f"cannot have its bytes {piece.begin} to {piece.begin + piece.num_bytes} at "
-                f"{piece.offset} of {bucket_bytes}"
+                f"{where}: weight {entry.name} {list(entry.shape)} {entry.dtype} ({size} bytes) "
+                f"cannot have its bytes {entry.begin} to {entry.begin + entry.num_bytes} at "
+                f"{entry.offset} of {bucket_bytes}"
             )
-        if piece.begin == 0:
-            self._names.add(piece.name, piece.shape, where)
+        if entry.begin == 0:
+            self._names.add(entry.name, entry.shape, where)
 
     def _tensors(self, bucket: Bucket, payload: Tensor) -> Iterator[tuple[str, Tensor]]:
         looked = 0
-        for piece in bucket.pieces:
-            self.num_bytes += piece.num_bytes
-            if piece.offset >= looked:
+        for entry in bucket.entries:
+            self.num_bytes += entry.num_bytes
+            if entry.offset >= looked:
                 self._link.look_ahead()
-                looked = piece.offset + LOOK_AHEAD_BYTES
-            data = payload[piece.offset : piece.offset + piece.num_bytes]
-            if self._part is None and piece.num_bytes == _whole_bytes(piece):
-                yield piece.name, self._own(data, piece)
-            elif (whole := self._put_together(piece, data, bucket.index)) is not None:
-                yield piece.name, _as_tensor(whole, piece)
+                looked = entry.offset + LOOK_AHEAD_BYTES
+            data = payload[entry.offset : entry.offset + entry.num_bytes]
+            if self._part is None and entry.num_bytes == _whole_bytes(entry):
+                yield entry.name, self._own(data, entry)
+            elif (whole := self._put_together(entry, data, bucket.index)) is not None:
+                yield entry.name, _as_tensor(whole, entry)
         self.num_buckets += 1
 
-    def _own(self, data: Tensor, piece: Piece) -> Tensor:
-        tensor = _as_tensor(data, piece)
+    def _own(self, data: Tensor, entry: BucketEntry) -> Tensor:
+        tensor = _as_tensor(data, entry)
         return tensor.clone() if self._receiver.hold else tensor
 
-    def _put_together(self, piece: Piece, data: Tensor, index: int) -> Tensor | None:
+    def _put_together(self, entry: BucketEntry, data: Tensor, index: int) -> Tensor | None:
         """Add a part; the whole if this was the last."""
         have = 0 if self._part is None else self._part[0].begin + self._part[0].num_bytes
-        last = piece if self._part is None else self._part[0]
-        same = (last.name, last.shape, last.dtype) == (piece.name, piece.shape, piece.dtype)
-        if not same or piece.begin != have:
+        last = entry if self._part is None else self._part[0]
+        same = (last.name, last.shape, last.dtype) == (entry.name, entry.shape, entry.dtype)
+        if not same or entry.begin != have:
             raise SyncError(
                 f"bucket {index} of version {self.version}: byte {have} of weight {last.name} "
-                f"{list(last.shape)} {last.dtype} was due, and byte {piece.begin} of {piece.name} "
-                f"{list(piece.shape)} {piece.dtype} came"
+                f"{list(last.shape)} {last.dtype} was due, and byte {entry.begin} of {entry.name} "
+                f"{list(entry.shape)} {entry.dtype} came"
             )
         if self._part is None:
-            whole = torch.empty(_whole_bytes(piece), dtype=torch.uint8, device=data.device)
+            whole = torch.empty(_whole_bytes(entry), dtype=torch.uint8, device=data.device)
         else:
             whole = self._part[1]
         whole[have : have + data.numel()].copy_(data)
         complete = have + data.numel() == whole.numel()
-        self._part = None if complete else (piece, whole)
+        self._part = None if complete else (entry, whole)
         return whole if complete else None
 
     def _check_end(self, end: End) -> None:
@@ -292,12 +292,12 @@ def _aligned(used: int) -> int:
     return -(-used // ALIGN) * ALIGN
 
 
-def _whole_bytes(piece: Piece, where: str = "") -> int:
-    dtype = vars(torch).get(piece.dtype)
+def _whole_bytes(entry: BucketEntry, where: str = "") -> int:
+    dtype = vars(torch).get(entry.dtype)
     if not isinstance(dtype, torch.dtype):
-        raise SyncError(f"{where}: weight {piece.name} has the unknown format {piece.dtype!r}")
-    return math.prod(piece.shape) * dtype.itemsize
+        raise SyncError(f"{where}: weight {entry.name} has the unknown format {entry.dtype!r}")
+    return math.prod(entry.shape) * dtype.itemsize
 
 
-def _as_tensor(data: Tensor, piece: Piece) -> Tensor:
-    return data.view(vars(torch)[piece.dtype]).view(piece.shape)
+def _as_tensor(data: Tensor, entry: BucketEntry) -> Tensor:
+    return data.view(vars(torch)[entry.dtype]).view(entry.shape)

@@ -91,7 +91,7 @@ class CollectiveReceiver(ChannelReceiver):
         if self._ahead is None and self._dead is None and self.channel.peek():
             self._ahead = self._start()
 
-    def _take(self) -> tuple[bytes, Tensor]:
+    def _receive(self) -> tuple[bytes, Tensor]:
         if self._dead is not None:
             raise LinkError(
                 f"connection {self.channel.name!r} cannot be used any more: {self._dead}; make a "
@@ -136,7 +136,7 @@ class _Group:
     """A process group that belongs to nobody else, and its one operation."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
-        channel.meet()
+        channel.rendezvous()
         self._channel, self._on_cpu = channel, device.type != "cuda"
         size, limit = len(channel.receivers) + 1, timedelta(seconds=channel.timeout_s)
         store = dist.PrefixStore("group", channel.store)  # type: ignore[attr-defined]

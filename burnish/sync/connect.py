@@ -22,7 +22,7 @@ from burnish.sync.store import Channel
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where a sender and its receivers find each other."""
 
     store: Store
@@ -50,51 +50,51 @@ class Meeting:
 def open_sender(
     sync: LinkSync | DiskSync,
     policy: HasWeights,
-    meeting: Meeting | None,
+    rendezvous: Rendezvous | None,
     *,
     dtype: Dtype | None = None,
 ) -> WeightSender | DiskSender:
     """The trainer's end; ``push()`` it on every rank of the trainer at the same time.
 
-    ``meeting``: None on all ranks but the one that sends. ``dtype``: what the rollout engines
+    ``rendezvous``: None on all ranks but the one that sends. ``dtype``: what the rollout engines
     compute in; None: weights are sent as they are. ``sync.kind`` must not be ``auto``
     (``config.sync.resolve_kind`` chooses). Waits for the receivers; raises LinkError with the names
     of those who do not come in time.
     """
     if isinstance(sync, DiskSync):
-        folder = None if meeting is None else Path(sync.folder)
+        folder = None if rendezvous is None else Path(sync.folder)
         return DiskSender(
             policy, folder, bucket_bytes=sync.bucket_bytes, keep=sync.keep, dtype=dtype
         )
     link: SendLink | None = None
-    if meeting is not None:
+    if rendezvous is not None:
         make = CollectiveSender if _is_collective(sync) else SharedSender
-        channel = meeting.channel(sync.timeout_s)
-        link = make(channel, bucket_bytes=sync.bucket_bytes, device=torch.device(meeting.device))
+        channel = rendezvous.channel(sync.timeout_s)
+        link = make(channel, bucket_bytes=sync.bucket_bytes, device=torch.device(rendezvous.device))
     return WeightSender(policy, link, dtype=dtype, check=sync.verify)
 
 
 def open_receiver(
     sync: LinkSync | DiskSync,
     engine: RolloutEngine,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     *,
     expected: Mapping[str, Shape] | None = None,
     hold: bool = False,
 ) -> SyncedEngine:
     """A rollout engine's end: ``receive()`` when the trainer pushes, and sample from what is
     returned here and not from ``engine`` itself. Options as in :func:`open_source`."""
-    return SyncedEngine(engine, open_source(sync, meeting, expected=expected, hold=hold))
+    return SyncedEngine(engine, open_source(sync, rendezvous, expected=expected, hold=hold))
 
 
 def open_source(
     sync: LinkSync | DiskSync,
-    meeting: Meeting | None,
+    rendezvous: Rendezvous | None,
     *,
     expected: Mapping[str, Shape] | None = None,
     hold: bool = False,
 ) -> Receiver:
-    """Where a rollout engine's weights come from. ``meeting``: None for ``disk``.
+    """Where a rollout engine's weights come from. ``rendezvous``: None for ``disk``.
 
     ``expected``: name -> shape of every weight (None: learned from the first good hand-over).
     ``hold``: for engines that keep tensors beyond the next one. Waits as :func:`open_sender` does.
@@ -103,11 +103,11 @@ def open_source(
         return DiskReceiver(
             Path(sync.folder), timeout_s=sync.timeout_s, check=sync.verify, expected=expected
         )
-    assert meeting is not None, "processes have to find each other"
-    channel = meeting.channel(sync.timeout_s)
+    assert rendezvous is not None, "processes have to find each other"
+    channel = rendezvous.channel(sync.timeout_s)
     link: ReceiveLink
     if _is_collective(sync):
-        link = CollectiveReceiver(channel, device=torch.device(meeting.device))
+        link = CollectiveReceiver(channel, device=torch.device(rendezvous.device))
     else:
         link = SharedReceiver(channel)
     return LinkReceiver(link, expected=expected, check=sync.verify, hold=hold)

@@ -23,12 +23,12 @@ from burnish.sync.base import (
     Abort,
     Bucket,
     End,
+    InvalidWeightsError,
     Metrics,
-    MisfitError,
-    NotReadyError,
     Receiver,
     SendLink,
     SyncError,
+    WeightMismatchError,
     sync_metrics,
     transfer_metrics,
 )
@@ -118,12 +118,12 @@ def messages(
     """All of a hand-over: (header, uint8 payload) of every bucket, then the end (with no bytes).
     ``take_buffer`` and ``dtype`` as in :func:`burnish.sync.buckets.pack`."""
     index = num_tensors = num_bytes = 0
-    for pieces, payload in pack(weights, take_buffer, dtype=dtype):
+    for entries, payload in pack(weights, take_buffer, dtype=dtype):
         digest = checksum(payload) if check else ""
-        yield Bucket(push, version, index, payload.numel(), digest, pieces=pieces), payload
+        yield Bucket(push, version, index, payload.numel(), digest, entries=entries), payload
         index += 1
-        num_tensors += sum(piece.begin == 0 for piece in pieces)
-        num_bytes += sum(piece.num_bytes for piece in pieces)
+        num_tensors += sum(entry.begin == 0 for entry in entries)
+        num_bytes += sum(entry.num_bytes for entry in entries)
     yield End(push, version, index, num_tensors, num_bytes), torch.empty(0, dtype=torch.uint8)
 
 
@@ -134,11 +134,11 @@ def exhaust(weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class InvalidReason:
     """Why a rollout engine may not sample."""
 
     reason: str
-    whole: bool
+    consistent: bool
     """The engine holds one version's weights, all of them."""
 
 
@@ -151,7 +151,9 @@ class SyncedEngine:
 
     def __init__(self, engine: RolloutEngine, receiver: Receiver, *, ready: bool = False) -> None:
         self.engine, self.receiver = engine, receiver
-        self.trouble = None if ready else Trouble("no weights have come yet", whole=False)
+        self.invalid_reason = (
+            None if ready else InvalidReason("no weights have come yet", consistent=False)
+        )
         """None: ready to sample."""
 
     @property
@@ -168,7 +170,7 @@ class SyncedEngine:
         try:
             incoming = self.receiver.open(version)
         except Exception as error:
-            self._fail(error, wrote=False)
+            self._mark_invalid(error, wrote=False)
             raise
         try:
             self._load(incoming.version, incoming)
@@ -177,7 +179,7 @@ class SyncedEngine:
                 incoming.close(str(error) or type(error).__name__)
             if isinstance(error, SyncError):
                 raise
-            kind = MisfitError if isinstance(error, ValueError) else SyncError
+            kind = WeightMismatchError if isinstance(error, ValueError) else SyncError
             raise kind(
                 f"the rollout engine did not take version {incoming.version}: {error}"
             ) from error
@@ -187,7 +189,7 @@ class SyncedEngine:
     # ---- the rollout engine ------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish. Raises NotReadyError after a hand-over that failed."""
+        """Completions as they finish. Raises InvalidWeightsError after a hand-over that failed."""
         self._check_ready()
         for completion in self.engine.generate(requests, sampling):
             self._check_ready()
@@ -236,22 +238,23 @@ class SyncedEngine:
                     f"{version} was loaded"
                 )
         except Exception as error:
-            self._fail(error, wrote=begun)
+            self._mark_invalid(error, wrote=begun)
             raise
-        self.trouble = None
+        self.invalid_reason = None
 
-    def _fail(self, error: Exception, *, wrote: bool) -> None:
-        had = self.trouble
+    def _mark_invalid(self, error: Exception, *, wrote: bool) -> None:
+        had = self.invalid_reason
         if wrote:
             reason = f"a hand-over failed half-way, so two versions are mixed ({error})"
-            self.trouble = Trouble(reason, whole=False)
-        elif had is None or had.whole:
+            self.invalid_reason = InvalidReason(reason, consistent=False)
+        elif had is None or had.consistent:
             reason = f"a hand-over failed before version {self.version} was touched ({error})"
-            self.trouble = Trouble(reason, whole=True)
+            self.invalid_reason = InvalidReason(reason, consistent=True)
 
     def _check_ready(self) -> None:
-        if self.trouble is not None:
-            raise NotReadyError(
-                f"the rollout engine has no weights to sample from: {self.trouble.reason}; push "
+        if self.invalid_reason is not None:
+            raise InvalidWeightsError(
+                f"the rollout engine has no weights to sample from: {self.invalid_reason.reason}; "
+                f"push "
                 "and receive again"
             )

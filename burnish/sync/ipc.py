@@ -34,7 +34,7 @@ class SharedSender(ChannelSender):
         """Raises LinkError with the names of those who did not join in time, and SyncError where
         there is no room for the buffers."""
         device = torch.device(device)
-        channel.meet()
+        channel.rendezvous()
         files: list[Path] = []
         try:
             if device.type == "cuda":  # not run
@@ -45,8 +45,8 @@ class SharedSender(ChannelSender):
                 files += [_new_file(bucket_bytes), _new_file(bucket_bytes)]
                 buffers = [_map(file, bucket_bytes) for file in files]
             for rank in channel.receivers:  # a CUDA handle counts who opened it: one for each
-                tickets = [_file_ticket(f) for f in files] or [cuda_ticket(b) for b in buffers]
-                channel.set(f"buffers/{rank}", json.dumps(tickets).encode())
+                handles = [_file_handle(f) for f in files] or [cuda_ipc_handle(b) for b in buffers]
+                channel.set(f"buffers/{rank}", json.dumps(handles).encode())
             channel.wait({r: f"mapped/{r}" for r in channel.receivers}, "did not map the buffers")
         finally:
             for file in files:  # mapped by all: without a name they end with the last process
@@ -76,9 +76,9 @@ class SharedReceiver(ChannelReceiver):
         """Raises LinkError with the names of those who did not join in time, and SyncError where
         the buffers cannot be mapped."""
         super().__init__(channel)
-        channel.meet()
-        tickets = json.loads(channel.get(f"buffers/{channel.rank}", rank=0, what="made no buffers"))
-        self._buffers = [_open_ticket(ticket) for ticket in tickets]
+        channel.rendezvous()
+        handles = json.loads(channel.get(f"buffers/{channel.rank}", rank=0, what="made no buffers"))
+        self._buffers = [_open_handle(handle) for handle in handles]
         channel.set(f"mapped/{channel.rank}", b"1")
         self._reading: int | None = None
         self._closed = False
@@ -95,7 +95,7 @@ class SharedReceiver(ChannelReceiver):
         """Unmap the buffers."""
         self._buffers, self._closed = [], True
 
-    def _take(self) -> tuple[bytes, Tensor]:
+    def _receive(self) -> tuple[bytes, Tensor]:
         if self._closed:
             raise LinkError(f"connection {self.channel.name!r} was closed here; make a new one")
         self._mark_read()
@@ -142,25 +142,25 @@ def _map(file: Path, num_bytes: int) -> Tensor:
     return torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8)
 
 
-def _file_ticket(file: Path) -> dict[str, Any]:
+def _file_handle(file: Path) -> dict[str, Any]:
     return {"file": str(file), "num_bytes": file.stat().st_size}
 
 
-def _open_ticket(ticket: dict[str, Any]) -> Tensor:
-    if "file" not in ticket:
-        return open_cuda_ticket(ticket)
-    file = Path(ticket["file"])
+def _open_handle(handle: dict[str, Any]) -> Tensor:
+    if "file" not in handle:
+        return open_cuda_ipc_handle(handle)
+    file = Path(handle["file"])
     if not file.is_file():
         raise SyncError(
             f"the sender's buffer {file} is not on this machine: sync.kind=ipc needs all processes "
             "on one machine, with one /dev/shm; use sync.kind=collective"
         )
-    return _map(file, ticket["num_bytes"])
+    return _map(file, handle["num_bytes"])
 
 
 # ---- CUDA (not run) ----------------------------------------------------------------------------
 
-_TICKET = (
+_IPC_HANDLE = (
     "storage_device",
     "storage_handle",
     "storage_size_bytes",
@@ -172,18 +172,18 @@ _TICKET = (
 )
 
 
-def cuda_ticket(buffer: Tensor) -> dict[str, Any]:
+def cuda_ipc_handle(buffer: Tensor) -> dict[str, Any]:
     """What another process needs to open a CUDA buffer, as JSON. Not run."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, args = reduce_tensor(buffer)
-    values = dict(zip(_TICKET, (args[6], *args[7:10], *args[11:]), strict=True))
+    values = dict(zip(_IPC_HANDLE, (args[6], *args[7:10], *args[11:]), strict=True))
     uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
     packed = {k: _packed(v) for k, v in values.items()}
     return {"cuda": packed, "num_bytes": buffer.numel(), "uuid": uuid}
 
 
-def open_cuda_ticket(ticket: dict[str, Any]) -> Tensor:
+def open_cuda_ipc_handle(handle: dict[str, Any]) -> Tensor:
     """The CUDA buffer of another process, on the same GPU. Not run.
 
     Raises SyncError where this process does not see that GPU.
@@ -193,14 +193,14 @@ def open_cuda_ticket(ticket: dict[str, Any]) -> Tensor:
     uuids = [
         str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
     ]
-    if ticket["uuid"] not in uuids:
+    if handle["uuid"] not in uuids:
         raise SyncError(
-            f"the sender's buffer is on GPU {ticket['uuid']}, and this process sees {uuids}: "
+            f"the sender's buffer is on GPU {handle['uuid']}, and this process sees {uuids}: "
             "sync.kind=ipc needs both on one GPU; use sync.kind=collective"
         )
-    values = {k: _unpacked(v) for k, v in ticket["cuda"].items()}
-    values["storage_device"] = uuids.index(ticket["uuid"])
-    size = ticket["num_bytes"]
+    values = {k: _unpacked(v) for k, v in handle["cuda"].items()}
+    values["storage_device"] = uuids.index(handle["uuid"])
+    size = handle["num_bytes"]
     return rebuild_cuda_tensor(
         torch.Tensor,
         (size,),

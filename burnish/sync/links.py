@@ -94,7 +94,7 @@ class ChannelReceiver(ABC):
 
     def receive(self) -> tuple[Message, Tensor | None]:
         """The next message and its bytes."""
-        header, payload = self._take()
+        header, payload = self._receive()
         message = decode(header)  # after the bytes were taken, so that the next are in step
         return message, payload if isinstance(message, Bucket) else None
 
@@ -107,7 +107,7 @@ class ChannelReceiver(ABC):
         self.channel.answer(push, problem)
 
     @abstractmethod
-    def _take(self) -> tuple[bytes, Tensor]:
+    def _receive(self) -> tuple[bytes, Tensor]:
         """The next header and its bytes, when they are here."""
 
     @abstractmethod

@@ -69,7 +69,7 @@ class Channel:
         self.receivers = range(1, num_receivers + 1)
         self._next = self._forgotten = 0
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """Wait until all are here. Raises LinkError with the names of those who are not."""
         if self.store.add(f"here/{self.rank}", 1) > 1:
             raise SyncError(

@@ -24,7 +24,7 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True)
-class HandOver(Generic[P]):
+class WeightSnapshot(Generic[P]):
     """One hand-over, kept."""
 
     headers: tuple[bytes, ...]
@@ -41,7 +41,7 @@ class HandOver(Generic[P]):
         return message
 
 
-class StoredLink:
+class SnapshotLink:
     """Gives out what it was filled with. Implements :class:`burnish.sync.base.ReceiveLink`."""
 
     def __init__(self) -> None:

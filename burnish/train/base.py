@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from burnish.errors import BurnishError
-from burnish.types import Batch, BeingWritten, Stats
+from burnish.types import Batch, PendingSave, Stats
 
 Role = Literal["policy", "critic", "reference", "reward", "teacher"]
 
@@ -175,7 +175,7 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def save_async(self, folder: Path) -> BeingWritten:
+    def save_async(self, folder: Path) -> PendingSave:
         """:meth:`save` as of now. An engine that can copy its state first may still be writing
         when this returns, while training goes on; ``engine.json`` comes last, and a folder without
         it is no checkpoint. One save at a time."""

@@ -33,7 +33,7 @@ class Arranged:
     place: Tensor  # [M] flat index into [R * T] of each token of the batch; on the CPU
 
 
-Unit = list[int]
+RowGroup = list[int]
 """Rows that stay in one micro-batch."""
 
 
@@ -46,7 +46,7 @@ def split_rows(
     tokens it will compute stay within the budget (at least one unit). Else ``micro_batch_size``
     units each; None: all at once.
     """
-    units = _units(batch)
+    units = _row_groups(batch)
     if max_tokens is None:
         micros = _by_count(units, micro_batch_size)
     else:
@@ -77,7 +77,7 @@ def split_over_ranks(
     the units alone, without what padding adds.) Under ``shared_prefix`` rows that share their
     prompt go to one rank up to that quarter.
     """
-    units = _units(batch)
+    units = _row_groups(batch)
     if ranks == 1:
         rows = split_rows(
             batch, micro_batch_size=micro_batch_size, max_tokens=max_tokens, layout=layout
@@ -122,7 +122,7 @@ class _Work:
                 total -= self._prompts[row]
         return total
 
-    def joined(self, left: Unit, right: Unit) -> bool:
+    def joined(self, left: RowGroup, right: RowGroup) -> bool:
         """Whether ``right`` standing behind ``left`` shares its prompt."""
         return self._groups[left[-1]] == self._groups[right[0]]
 
@@ -138,23 +138,25 @@ def _prompt_keys(batch: Batch) -> list[int]:
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-def _units(batch: Batch) -> list[Unit]:
+def _row_groups(batch: Batch) -> list[RowGroup]:
     starts = range(0, batch.num_rows, batch.rows_per_unit)
     return [list(range(s, min(s + batch.rows_per_unit, batch.num_rows))) for s in starts]
 
 
-def _rows(units: Iterable[Unit]) -> list[int]:
+def _rows(units: Iterable[RowGroup]) -> list[int]:
     return [row for unit in units for row in unit]
 
 
-def _by_count(units: Sequence[Unit], size: int | None) -> Iterator[list[Unit]]:
+def _by_count(units: Sequence[RowGroup], size: int | None) -> Iterator[list[RowGroup]]:
     for begin in range(0, len(units), size or len(units) or 1):
         yield list(units[begin : begin + (size or len(units))])
 
 
-def _by_tokens(units: Sequence[Unit], max_tokens: float, work: _Work) -> Iterator[list[Unit]]:
+def _by_tokens(
+    units: Sequence[RowGroup], max_tokens: float, work: _Work
+) -> Iterator[list[RowGroup]]:
     """Neighbours together while they stay within the budget; at least one."""
-    chosen: list[Unit] = []
+    chosen: list[RowGroup] = []
     for unit in units:
         if chosen and work.tokens(_rows([*chosen, unit])) > max_tokens:
             yield chosen
@@ -164,18 +166,20 @@ def _by_tokens(units: Sequence[Unit], max_tokens: float, work: _Work) -> Iterato
         yield chosen
 
 
-def _balanced(units: Sequence[Unit], ranks: int, max_tokens: int, work: _Work) -> list[list[Unit]]:
+def _balanced(
+    units: Sequence[RowGroup], ranks: int, max_tokens: int, work: _Work
+) -> list[list[RowGroup]]:
     """Units of each rank, in their order: the largest pieces first, each to the rank with the
     least work so far."""
     fair = sum(work.tokens(unit) for unit in units) / ranks
-    pieces: list[list[Unit]] = []
+    pieces: list[list[RowGroup]] = []
     for unit in units:
         joined = bool(pieces) and work.joined(pieces[-1][-1], unit)
         if joined and work.tokens(_rows([*pieces[-1], unit])) <= min(max_tokens, fair / 4):
             pieces[-1].append(unit)
         else:
             pieces.append([unit])
-    shares: list[list[Unit]] = [[] for _ in range(ranks)]
+    shares: list[list[RowGroup]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for piece in sorted(pieces, key=lambda p: work.tokens(_rows(p)), reverse=True):
         rank = loads.index(min(loads))
@@ -184,7 +188,7 @@ def _balanced(units: Sequence[Unit], ranks: int, max_tokens: int, work: _Work) -
     return [sorted(share) for share in shares]
 
 
-def _in_passes(micros: Sequence[list[Unit]], passes: int, work: _Work) -> list[list[Unit]]:
+def _in_passes(micros: Sequence[list[RowGroup]], passes: int, work: _Work) -> list[list[RowGroup]]:
     """The micro-batches, the largest halved until there are ``passes``; then empty ones."""
     out = list(micros)
     while len(out) < passes:

@@ -39,7 +39,7 @@ from burnish.train.batching import fill_rows
 from burnish.train.diagnose import first_bad_tensor, sum_is_bad, where_bad, why_stop
 from burnish.train.forward import BatchForward, Forward, enable_checkpointing, no_rows, zero_of
 from burnish.train.optim import lr_factor
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.state import (
     ShardedState,
@@ -56,13 +56,13 @@ from burnish.train.zero import (
     find_shards,
     forget_ended_groups,
     is_at_floor,
-    is_cut,
+    is_partitioned,
     publish,
     restore_scaler,
     scaler_state,
     zero_section,
 )
-from burnish.types import Batch, BeingWritten, Stats, Written
+from burnish.types import Batch, FinishedSave, PendingSave, Stats
 
 OLDEST = Version("0.19.8")
 WEIGHT_BUCKET_BYTES = 256 << 20
@@ -87,7 +87,7 @@ class DeepSpeedTrainEngine:
         spec: EngineSpec,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        ranks: Ranks = ALONE,
+        ranks: RankGroup = SINGLE,
     ) -> None:
         config = spec.train.engine
         assert isinstance(config, DeepSpeedEngine)
@@ -103,7 +103,7 @@ class DeepSpeedTrainEngine:
         self._losses: list[Tensor] = []
         self.device = torch.device(_accelerator(self._library).current_device_name())
         parts = Forward(model, spec.role, spec.train, temperature=spec.temperature)
-        parts.lesson = spec.load_lesson(self.device)
+        parts.distill_target = spec.load_distill_target(self.device)
         self.forward = BatchForward(model, parts)
         self.scalar = parts.scalar
         self.body: PreTrainedModel = parts.body
@@ -156,10 +156,14 @@ class DeepSpeedTrainEngine:
         another format."""
         dtype, masters = DTYPES[self.spec.precision.dtype], {}
         for name, parameter in self.model.named_parameters():
-            held = [parameter, vars(parameter)["ds_tensor"]] if is_cut(parameter) else [parameter]
+            held = (
+                [parameter, vars(parameter)["ds_tensor"]]
+                if is_partitioned(parameter)
+                else [parameter]
+            )
             if parameter.requires_grad and self._half:
                 masters[name] = held[-1].detach().float()
-            if is_cut(parameter):  # DeepSpeed decides where its shards are
+            if is_partitioned(parameter):  # DeepSpeed decides where its shards are
                 for tensor in held:
                     tensor.data = tensor.data.to(dtype)
             else:
@@ -246,7 +250,7 @@ class DeepSpeedTrainEngine:
                 fill_rows(out, batch, found)
                 found = []
         fill_rows(out, batch, found)
-        self.ranks.sum_([out])  # exact: an entry is 0 on all ranks but one
+        self.ranks.all_reduce_([out])  # exact: an entry is 0 on all ranks but one
         return out
 
     def _split(self, batch: Batch) -> list[list[int]]:
@@ -276,7 +280,7 @@ class DeepSpeedTrainEngine:
             self._state.follow()
         stats = replace(stats, skipped_total=self.skipped_total)
         try:
-            self._check_hope(stats)
+            self._raise_if_diverged(stats)
         finally:
             self._since_step, self._losses = [], []
         return stats
@@ -316,7 +320,7 @@ class DeepSpeedTrainEngine:
         divides by it.)"""
         return 1.0 if self._scaler is None else float(self._scaler.cur_scale)
 
-    def _check_hope(self, stats: StepStats) -> None:
+    def _raise_if_diverged(self, stats: StepStats) -> None:
         """Raise NonFiniteError where the steps to come would be skipped as well."""
         reason = why_stop(
             stats,
@@ -385,10 +389,10 @@ class DeepSpeedTrainEngine:
         now = state.buffers_now(self.model)
         self._state.save(folder, partial(write_description, folder, self, text, now))
 
-    def save_async(self, folder: Path) -> BeingWritten:
+    def save_async(self, folder: Path) -> PendingSave:
         """:meth:`save`, at once: rank 0 writes for all."""
         self.save(folder)
-        return Written()
+        return FinishedSave()
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -445,7 +449,7 @@ def check_version(version: str) -> None:
         )
 
 
-def _join(library: Any, ranks: Ranks) -> None:
+def _join(library: Any, ranks: RankGroup) -> None:
     """DeepSpeed's communication over the process group that is there; a group of one process is
     made where there is none."""
     accelerator = _accelerator(library)
@@ -492,7 +496,7 @@ def _on_this_machine(library: Any) -> Iterator[None]:
 
 
 @contextmanager
-def loading(engine: DeepSpeedEngine, dtype: Dtype, ranks: Ranks) -> Iterator[None]:
+def loading(engine: DeepSpeedEngine, dtype: Dtype, ranks: RankGroup) -> Iterator[None]:
     """Inside, transformers cuts the weights it reads into shards at once (``zero_init``); without
     ``zero_init`` nothing is different. ``dtype``: the one that the model is loaded in."""
     if not engine.zero_init:

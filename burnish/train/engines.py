@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, TorchEngine
 from burnish.train.fsdp import is_sharded, torch_engine
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 
@@ -23,7 +23,7 @@ def make_engine(
     spec: EngineSpec,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    ranks: Ranks = ALONE,
+    ranks: RankGroup = SINGLE,
     device: torch.device | None = None,
 ) -> TorchTrainEngine:
     """The engine that ``spec.train.engine`` names, over ``model``. ``device``: where it computes;
@@ -36,7 +36,7 @@ def make_engine(
     return torch_engine(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
 
 
-def load_device(spec: EngineSpec, device: torch.device, ranks: Ranks = ALONE) -> torch.device:
+def load_device(spec: EngineSpec, device: torch.device, ranks: RankGroup = SINGLE) -> torch.device:
     """Return the device on which the model of an engine on ``device`` is loaded.
 
     The fp32 weights that DeepSpeed and an offloaded FSDP2 start from would fill a GPU on which the
@@ -49,7 +49,7 @@ def load_device(spec: EngineSpec, device: torch.device, ranks: Ranks = ALONE) ->
 
 
 @contextmanager
-def loading(spec: EngineSpec, dtype: Dtype, ranks: Ranks = ALONE) -> Iterator[None]:
+def loading(spec: EngineSpec, dtype: Dtype, ranks: RankGroup = SINGLE) -> Iterator[None]:
     """Inside, a model that is loaded in ``dtype`` is cut into shards at once if the engine wants
     it so."""
     if not isinstance(spec.train.engine, DeepSpeedEngine):
@@ -70,7 +70,7 @@ def shares_weights(spec: EngineSpec) -> bool:
     return engine.tensor_parallel_size == 1
 
 
-def reads_own_rows(spec: EngineSpec, ranks: Ranks = ALONE) -> bool:
+def reads_own_shards(spec: EngineSpec, ranks: RankGroup = SINGLE) -> bool:
     """Whether each rank reads its own rows of the weights, into a model that is made without
     any."""
     engine = spec.train.engine

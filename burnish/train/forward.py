@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from burnish.config.train import TrainConfig
 from burnish.models.attention import NO_MASK, PackedPlan, takes_plans
-from burnish.models.distill import Lesson, taught_logprobs
+from burnish.models.distill import DistillTarget, distill_logprobs
 from burnish.models.load import ModelError
 from burnish.models.logit_scaling import UNSCALED, logit_scaling
 from burnish.models.logprobs import Head, chunk_tokens, token_logprobs
-from burnish.models.ulysses import SpreadPlan
+from burnish.models.ulysses import SequenceParallelPlan
 from burnish.tensors import upload
 from burnish.train.base import Outputs, Role
 from burnish.train.batching import Arranged, Layout, arrange, read_and_target
@@ -76,7 +76,7 @@ class Forward:
         self.experts_per_token = experts_per_token(self.body) if train.moe_aux_loss_coef else 0
         """Above 0: passes with gradient also give what the routers say."""
         self.ask_head: Callable[..., tuple[Tensor, ...]] = self.read_head
-        self.lesson: Lesson | None = None
+        self.distill_target: DistillTarget | None = None
         """What a student is measured against, in batches that have a teacher's states."""
 
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
@@ -160,7 +160,7 @@ class Forward:
         states: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """[K] values of ``hidden`` [K, H]; or log-probs of ``targets`` [K] and, on request,
-        entropies, or with a teacher's ``states`` [K, H'] the four tensors of ``Taught``."""
+        entropies, or with a teacher's ``states`` [K, H'] the four tensors of ``DistillOutputs``."""
         weight: Tensor = self.head.weight
         bias: Tensor | None = self.head.bias
         if self.scalar:  # in fp32: advantages and margins are differences of these numbers
@@ -174,14 +174,16 @@ class Forward:
             scaling=self.scaling,
         )
         if states is not None:
-            assert self.lesson is not None, "teacher's states, and no lesson to use them in"
-            found = taught_logprobs(hidden, targets, head, states=states, lesson=self.lesson)
+            assert self.distill_target is not None, "teacher's states, and no lesson to use them in"
+            found = distill_logprobs(
+                hidden, targets, head, states=states, distill_target=self.distill_target
+            )
             return found.logprobs, found.divergence, found.kl, found.agreement
         logprobs, entropy = token_logprobs(hidden, targets, head, with_entropy=with_entropy)
         return (logprobs,) if entropy is None else (logprobs, entropy)
 
     def _hidden(
-        self, ids: Tensor, positions: Tensor, plan: PackedPlan | SpreadPlan | None
+        self, ids: Tensor, positions: Tensor, plan: PackedPlan | SequenceParallelPlan | None
     ) -> Tensor:
         """[R * T, H] last hidden states of tokens [R, T]."""
         out = self._body(ids, positions, plan)
@@ -191,7 +193,7 @@ class Forward:
         self,
         ids: Tensor,
         positions: Tensor,
-        plan: PackedPlan | SpreadPlan | None,
+        plan: PackedPlan | SequenceParallelPlan | None,
         **more: bool,
     ) -> Any:
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, **more}

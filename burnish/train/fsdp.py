@@ -40,8 +40,8 @@ from burnish.train.base import Loss, Outputs
 from burnish.train.diagnose import STAGES, first_bad_tensor, where_bad
 from burnish.train.forward import NO_ROWS
 from burnish.train.optim import Optimizer
-from burnish.train.ranks import ALONE, Ranks
-from burnish.train.sharded_state import PendingSave, ShardedOptimizer, local, own_rows
+from burnish.train.process_group import SINGLE, RankGroup
+from burnish.train.sharded_state import BackgroundSave, ShardedOptimizer, local, own_rows
 from burnish.train.spec import EngineSpec
 from burnish.train.state import write_description
 from burnish.train.torch import TorchTrainEngine
@@ -57,7 +57,7 @@ def torch_engine(
     spec: EngineSpec,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    ranks: Ranks = ALONE,
+    ranks: RankGroup = SINGLE,
     device: torch.device | None = None,
 ) -> TorchTrainEngine:
     """The torch engine that the recipe asks for: sharded over ranks, or replicas."""
@@ -65,7 +65,7 @@ def torch_engine(
     return kind(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
 
 
-def is_sharded(spec: EngineSpec, ranks: Ranks) -> bool:
+def is_sharded(spec: EngineSpec, ranks: RankGroup) -> bool:
     """Return whether the torch engine cuts its state over ``ranks``."""
     return _options(spec).sharding == "full" and ranks.group is not None
 
@@ -102,13 +102,13 @@ class ShardedTrainEngine(TorchTrainEngine):
         spec: EngineSpec,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        ranks: Ranks = ALONE,
+        ranks: RankGroup = SINGLE,
         device: torch.device | None = None,
     ) -> None:
         assert ranks.group is not None, "a sharded model needs a process group"
         own = next(model.parameters()).device
         device = device or (torch.device("cpu") if own.type == "meta" else own)
-        self._pending: PendingSave | None = None
+        self._pending: BackgroundSave | None = None
         self._save_group: ProcessGroup | None = None
         super().__init__(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
 
@@ -134,7 +134,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         stays gathered from forward to backward, which needs it first.
         """
         engine = _options(self.spec)
-        group = self.ranks.group if self.cuts is None else self.peers.group
+        group = self.ranks.group if self.tp_plan is None else self.data_parallel.group
         assert group is not None
         dtype = DTYPES[self.spec.precision.dtype]
         on_gpu = self.device.type != "cpu"
@@ -185,9 +185,9 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _own_part(self, name: str, parameter: Tensor) -> tuple[Rows, Rows | None]:
         """Rows and columns of a parameter that are here (columns None: all)."""
         rows = own_rows(parameter)
-        if self.cuts is None:
+        if self.tp_plan is None:
             return rows, None
-        return self.cuts.rows(name, rows), self.cuts.columns(name)
+        return self.tp_plan.rows(name, rows), self.tp_plan.columns(name)
 
     def _make_optimizer(self, kind: type[Optimizer] = ShardedOptimizer) -> Optimizer:
         return super()._make_optimizer(kind)
@@ -305,14 +305,17 @@ class ShardedTrainEngine(TorchTrainEngine):
             unit.unshard()
             try:
                 for name, tensor in merged_weights(self.model, self._names[unit]):
-                    yield name, tensor.clone() if self.cuts is None else self._whole(name, tensor)
+                    yield (
+                        name,
+                        tensor.clone() if self.tp_plan is None else self._whole(name, tensor),
+                    )
             finally:
                 unit.reshard()
         yield from persistent_buffers(self.model)
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        assert self.cuts is not None
-        found = self.cuts.whole(name, tensor)
+        assert self.tp_plan is not None
+        found = self.tp_plan.unshard(name, tensor)
         return found.clone() if found is tensor else found
 
     def save(self, folder: Path) -> None:
@@ -324,7 +327,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         """
         self._start_save(folder, copy=False).wait()
 
-    def save_async(self, folder: Path) -> PendingSave:
+    def save_async(self, folder: Path) -> BackgroundSave:
         """:meth:`save` as of now, written while training goes on: this rank's state is copied to
         CPU memory first. ``engine.json`` comes last; a folder without it is no checkpoint.
 
@@ -332,7 +335,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         """
         return self._start_save(folder, copy=True)
 
-    def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
+    def _start_save(self, folder: Path, *, copy: bool) -> BackgroundSave:
         assert isinstance(self.optimizer, ShardedOptimizer), f"the {self.role} engine is frozen"
         self._check_finite(self.optimizer.broken_master())
         if self._save_group is None:
@@ -342,8 +345,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         folder.mkdir(parents=True, exist_ok=True)
         buffers = buffers_now(self.model)
         finish = partial(write_description, folder, self, self._description(), buffers)
-        pieces = self.optimizer.pieces(copy=copy)
-        self._pending = PendingSave(folder, pieces, self._save_group, finish=finish)
+        tensor_shards = self.optimizer.tensor_shards(copy=copy)
+        self._pending = BackgroundSave(folder, tensor_shards, self._save_group, finish=finish)
         return self._pending
 
 

@@ -13,7 +13,7 @@ from burnish.types import Batch
 log = logging.getLogger("burnish")
 
 
-class SmallerPasses:
+class MicroBatchBackoff:
     """``train.on_oom=retry_smaller``: micro-batches that do not fit are halved, and no larger one
     is tried again."""
 
@@ -24,7 +24,7 @@ class SmallerPasses:
         """Computed tokens that a pass may have; None: as many as there are."""
         self._retries = 0
 
-    def makes_room(self, error: Exception, batch: Batch, rows: Sequence[int]) -> bool:
+    def try_reduce(self, error: Exception, batch: Batch, rows: Sequence[int]) -> bool:
         """Whether a pass over ``rows`` that raised ``error`` can be tried with less; from then on
         :meth:`parts` gives less."""
         if not (self.on and is_out_of_memory(error)):

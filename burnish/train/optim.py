@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import DTYPES
-from burnish.models.tensor_files import Piece, TensorFiles
+from burnish.models.tensor_files import TensorFiles, TensorShard
 from burnish.train.base import StepStats
-from burnish.train.cuts import Cuts
 from burnish.train.loss_scaler import LossScaleFloorError, make_loss_scaler
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
+from burnish.train.tensor_parallel import TensorParallelPlan
 
 
 def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
@@ -70,10 +70,10 @@ class Optimizer:
         lr: float,
         total_steps: int,
         precision: PrecisionConfig = PrecisionConfig(),
-        cuts: Cuts | None = None,
+        tp_plan: TensorParallelPlan | None = None,
     ) -> None:
-        """``cuts``: of a model that a team of ranks computes together."""
-        self.cuts = cuts
+        """``tp_plan``: of a model that a team of ranks computes together."""
+        self.tp_plan = tp_plan
         self.config, self.peak_lr, self.total_steps = config, lr, total_steps
         self.scaler = make_loss_scaler(precision)
         self.scaled = precision.dtype == "fp16"
@@ -87,10 +87,10 @@ class Optimizer:
         """[begin, end) of the rows that this rank has of a parameter; not there: all."""
         self.shapes = {n: tuple(p.shape) for n, p in zip(self.names, self.params, strict=True)}
         """Of whole parameters."""
-        if cuts is not None:
+        if tp_plan is not None:
             own = {n: (0, shape[0]) for n, shape in self.shapes.items() if shape}
-            self.rows = {name: cuts.rows(name, rows) for name, rows in own.items()}
-            self.shapes = {name: cuts.shape(name, shape) for name, shape in self.shapes.items()}
+            self.rows = {name: tp_plan.rows(name, rows) for name, rows in own.items()}
+            self.shapes = {name: tp_plan.shape(name, shape) for name, shape in self.shapes.items()}
         self.masters = self._take_masters(DTYPES[precision.dtype])
         decay = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim >= 2]
         plain = [m for m, p in zip(self.masters, self.params, strict=True) if p.ndim < 2]
@@ -124,7 +124,9 @@ class Optimizer:
             if self.sums_fp32:
                 parameter.register_post_accumulate_grad_hook(_adds_to(master))
 
-    def step(self, version: int, *, finite_loss: bool = True, ranks: Ranks = ALONE) -> StepStats:
+    def step(
+        self, version: int, *, finite_loss: bool = True, ranks: RankGroup = SINGLE
+    ) -> StepStats:
         """Sum over ranks, unscale, check, clip and step. Where the loss or the gradient is not
         finite nothing moves but the loss scale. Clears the gradient.
 
@@ -158,7 +160,7 @@ class Optimizer:
             growth=1.0 if skipped else self._growth(ranks),
         )
 
-    def _growth(self, ranks: Ranks) -> float:
+    def _growth(self, ranks: RankGroup) -> float:
         """Size of the trained weights over that at the start (root mean squares, at least 1e-3).
 
         AdamW moves a weight by about the learning rate in a step. So nothing is measured before the
@@ -171,7 +173,7 @@ class Optimizer:
             sum(float(norm) ** 2 for norm in norms) for norms in (self._norms(), self._start_norms)
         ]
         sums = torch.tensor([*squares, count], dtype=torch.float64)
-        ranks.sum_([sums])
+        ranks.all_reduce_([sums])
         now, start = ((sums[:2] / sums[2]).sqrt()).tolist()
         return float(now / max(start, 1e-3))
 
@@ -189,7 +191,7 @@ class Optimizer:
         return True
 
     @torch.no_grad()
-    def gradients(self, ranks: Ranks = ALONE) -> list[Tensor]:
+    def gradients(self, ranks: RankGroup = SINGLE) -> list[Tensor]:
         """The fp32 gradient of the step so far, summed over ranks, still multiplied by the loss
         scale; of the parameters that have one on any rank."""
         if self.half and not self.sums_fp32:
@@ -197,26 +199,26 @@ class Optimizer:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
         if ranks.size > 1:
-            somewhere = ranks.any_each([m.grad is not None for m in self.masters])
+            somewhere = ranks.any_across([m.grad is not None for m in self.masters])
             for master, there in zip(self.masters, somewhere, strict=True):
                 if there and master.grad is None:  # no row of this rank reached it
                     master.grad = torch.zeros_like(master)
         grads = [m.grad for m in self.masters if m.grad is not None]
-        if self.cuts is None:
-            ranks.sum_(grads)
+        if self.tp_plan is None:
+            ranks.all_reduce_(grads)
         else:
-            self.cuts.peers.sum_(grads)
-            self.cuts.sum_partial(self._named_gradients())
+            self.tp_plan.data_parallel.all_reduce_(grads)
+            self.tp_plan.sum_partial(self._named_gradients())
         return grads
 
     def _named_gradients(self) -> dict[str, Tensor]:
         pairs = zip(self.names, self.masters, strict=True)
         return {name: m.grad for name, m in pairs if m.grad is not None}
 
-    def _norm(self, grads: Sequence[Tensor], ranks: Ranks) -> Tensor:
+    def _norm(self, grads: Sequence[Tensor], ranks: RankGroup) -> Tensor:
         """L2 norm of the whole gradient, the same bits on every rank."""
-        if self.cuts is not None:
-            return self.cuts.norm(self._named_gradients(), self.cuts.team)
+        if self.tp_plan is not None:
+            return self.tp_plan.norm(self._named_gradients(), self.tp_plan.model_parallel)
         return torch.nn.utils.get_total_norm(grads)
 
     @torch.no_grad()
@@ -297,26 +299,26 @@ class Optimizer:
     def _own(self, files: TensorFiles, name: str) -> Tensor:
         """What this rank has of a tensor in a checkpoint."""
         read = files.read(name, self.rows.get(name))
-        columns = None if self.cuts is None else self.cuts.columns(name)
+        columns = None if self.tp_plan is None else self.tp_plan.columns(name)
         return read if columns is None else read[:, slice(*columns)]
 
-    def pieces(self, *, copy: bool) -> dict[str, dict[str, Piece]]:
+    def tensor_shards(self, *, copy: bool) -> dict[str, dict[str, TensorShard]]:
         """What this rank saves where several write, on the CPU; a ``copy`` stays as it is while
         training goes on. All ranks take part."""
         return {
-            kind: {name: self._piece(name, t, copy=copy) for name, t in tensors.items()}
+            kind: {name: self._tensor_shard(name, t, copy=copy) for name, t in tensors.items()}
             for kind, tensors in self.tensors().items()
         }
 
-    def _piece(self, name: str, tensor: Tensor, *, copy: bool) -> Piece:
+    def _tensor_shard(self, name: str, tensor: Tensor, *, copy: bool) -> TensorShard:
         if not tensor.ndim:
-            piece = Piece(tensor, 0, ())
-        elif self.cuts is None:
-            piece = Piece(tensor, self.rows[name][0], self.shapes[name])
+            tensor_shard = TensorShard(tensor, 0, ())
+        elif self.tp_plan is None:
+            tensor_shard = TensorShard(tensor, self.rows[name][0], self.shapes[name])
         else:
             rows, shape = self.rows[name], self.shapes[name]
-            piece = self.cuts.piece(name, tensor, rows=rows, shape=shape)
-        return replace(piece, tensor=piece.tensor.detach().to("cpu", copy=copy))
+            tensor_shard = self.tp_plan.tensor_shard(name, tensor, rows=rows, shape=shape)
+        return replace(tensor_shard, tensor=tensor_shard.tensor.detach().to("cpu", copy=copy))
 
 
 def _adds_to(master: Tensor) -> Callable[[Tensor], None]:

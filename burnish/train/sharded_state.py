@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object
 from torch.distributed.tensor import DTensor
 
-from burnish.models.tensor_files import Pieces, Rows, write_pieces
+from burnish.models.tensor_files import Rows, TensorShards, write_shards
 from burnish.train.optim import Optimizer
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 
 
 def own_rows(parameter: Tensor) -> Rows:
@@ -47,29 +47,29 @@ class ShardedOptimizer(Optimizer):
     def _take_masters(self, dtype: torch.dtype) -> list[Tensor]:
         self.half = False  # half-precision weights are there in a gathered layer only
         self.rows = {n: own_rows(p) for n, p in zip(self.names, self.params, strict=True)}
-        if self.cuts is not None:
-            self.rows = {name: self.cuts.rows(name, rows) for name, rows in self.rows.items()}
+        if self.tp_plan is not None:
+            self.rows = {name: self.tp_plan.rows(name, rows) for name, rows in self.rows.items()}
         return [local(parameter).detach() for parameter in self.params]
 
     @torch.no_grad()
-    def gradients(self, ranks: Ranks = ALONE) -> list[Tensor]:
+    def gradients(self, ranks: RankGroup = SINGLE) -> list[Tensor]:
         """This rank's rows of the fp32 gradient, which are summed over ranks already."""
         for master, parameter in zip(self.masters, self.params, strict=True):
             master.grad = None if parameter.grad is None else local(parameter.grad)
-        if self.cuts is not None:
-            self.cuts.sum_partial(self._named_gradients())
+        if self.tp_plan is not None:
+            self.tp_plan.sum_partial(self._named_gradients())
         return [m.grad for m in self.masters if m.grad is not None]
 
-    def _norm(self, grads: Sequence[Tensor], ranks: Ranks) -> Tensor:
-        if self.cuts is not None:
-            return self.cuts.norm(self._named_gradients(), ranks)
+    def _norm(self, grads: Sequence[Tensor], ranks: RankGroup) -> Tensor:
+        if self.tp_plan is not None:
+            return self.tp_plan.norm(self._named_gradients(), ranks)
         own = super()._norm(grads, ranks)
         square = own.double().square()  # in fp64: a finite norm does not overflow
-        ranks.sum_([square])
+        ranks.all_reduce_([square])
         return square.sqrt().to(own)
 
 
-class PendingSave:
+class BackgroundSave:
     """A checkpoint that is being written while training goes on.
 
     Each rank's thread writes its own files; then the ranks tell each other how it went, over a
@@ -77,9 +77,14 @@ class PendingSave:
     """
 
     def __init__(
-        self, folder: Path, pieces: Pieces, group: ProcessGroup, *, finish: Callable[[], Any]
+        self,
+        folder: Path,
+        tensor_shards: TensorShards,
+        group: ProcessGroup,
+        *,
+        finish: Callable[[], Any],
     ) -> None:
-        self._folder, self._pieces, self._group = folder, pieces, group
+        self._folder, self._tensor_shards, self._group = folder, tensor_shards, group
         self._finish = finish
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="burnish-save")
@@ -108,7 +113,7 @@ class PendingSave:
         except BaseException as error:  # told by wait(), in the thread that asks
             self._error = error
         finally:
-            self._pieces = {}
+            self._tensor_shards = {}
 
     def _together(self, work: Callable[[], Any]) -> None:
         """Do this rank's work and wait for the others'. Raises OSError where one failed."""
@@ -124,4 +129,4 @@ class PendingSave:
             raise OSError(f"{self._folder} could not be written: {'; '.join(bad)}")
 
     def _write(self) -> None:
-        write_pieces(self._folder, self._pieces, (self._group.rank(), self._group.size()))
+        write_shards(self._folder, self._tensor_shards, (self._group.rank(), self._group.size()))

@@ -8,9 +8,9 @@ import torch
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
-from burnish.models.distill import Lesson
+from burnish.models.distill import DistillTarget
 from burnish.models.logprobs import chunk_tokens
-from burnish.models.teacher import LessonSpec
+from burnish.models.teacher import DistillTargetSpec
 from burnish.train.base import Role
 
 
@@ -39,11 +39,11 @@ class EngineSpec:
     become the masters as they are."""
     dtype: Dtype | None = None
     """Compute format of a frozen model that has its own. None: the precision's."""
-    lesson: LessonSpec | None = None
+    distill_target: DistillTargetSpec | None = None
     """What a student learns from."""
     seed: int = 0
     """Of the run: new adapters and dropout on a cluster's workers."""
-    as_written: ModelConfig | None = None
+    recipe_model: ModelConfig | None = None
     """The model as the recipe names it, where ``model`` has full paths instead. Checkpoints hold
     this, so that they may move with the folder that holds the recipe and the base of a LoRA."""
     dropout: bool = True
@@ -54,7 +54,11 @@ class EngineSpec:
         own = precision if self.dtype is None else PrecisionConfig(dtype=self.dtype)
         return replace(self, precision=own)
 
-    def load_lesson(self, device: torch.device) -> Lesson | None:
-        """:attr:`lesson` with the teacher's output projection on ``device``."""
+    def load_distill_target(self, device: torch.device) -> DistillTarget | None:
+        """:attr:`distill_target` with the teacher's output projection on ``device``."""
         chunk = chunk_tokens(self.train.logprob_chunk_tokens, device.type)
-        return None if self.lesson is None else self.lesson.load(device, chunk_tokens=chunk)
+        return (
+            None
+            if self.distill_target is None
+            else self.distill_target.load(device, chunk_tokens=chunk)
+        )

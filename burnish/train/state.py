@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from burnish.config.model import ModelConfig
 from burnish.models.buffers import BUFFERS
 from burnish.train.base import Role
-from burnish.train.ranks import Ranks
+from burnish.train.process_group import RankGroup
 
 Shape = tuple[int, ...]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -59,7 +59,7 @@ class Shard:
         """[count]: this shard in a tensor laid out as ``self.flat``; a view."""
         return flat.detach().view(-1)[self.offset : self.offset + self.count]
 
-    def cut(self, full: Tensor) -> Tensor:
+    def slice_of(self, full: Tensor) -> Tensor:
         """[count]: this shard of a whole parameter."""
         return full.reshape(-1)[self.start : self.start + self.count]
 
@@ -68,7 +68,12 @@ class Shards:
     """All shards of a rank, in the order of the model's parameters; the same names on all ranks."""
 
     def __init__(
-        self, shards: Sequence[Shard], flats: Sequence[Tensor], ranks: Ranks, *, replicated: bool
+        self,
+        shards: Sequence[Shard],
+        flats: Sequence[Tensor],
+        ranks: RankGroup,
+        *,
+        replicated: bool,
     ) -> None:
         self.all, self.flats, self.ranks = tuple(shards), tuple(flats), ranks
         self.replicated = replicated
@@ -85,7 +90,9 @@ class Shards:
         for shard in self.all:
             if shard.name in weights and shard.flat is not None:
                 given = weights[shard.name].reshape(-1)
-                own = shard.cut(given) if given.numel() == shard.numel else given[: shard.count]
+                own = (
+                    shard.slice_of(given) if given.numel() == shard.numel else given[: shard.count]
+                )
                 shard.of(shard.flat).copy_(own)
 
     def whole(self, pick: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
@@ -96,7 +103,7 @@ class Shards:
             if shard.flat is not None:
                 full[shard.start : shard.start + shard.count] = shard.of(pick(shard.flat)).cpu()
             if not self.replicated:
-                self.ranks.sum_([full])  # exact: an entry is 0 on all ranks but one
+                self.ranks.all_reduce_([full])  # exact: an entry is 0 on all ranks but one
             yield full.view(shard.shape)
 
 
@@ -235,7 +242,7 @@ def read_into(path: Path, shards: Shards, pick: Callable[[Tensor], Tensor]) -> N
     with safe_open(path, framework="pt") as file:
         for shard in shards.all:
             if shard.flat is not None:
-                shard.of(pick(shard.flat)).copy_(shard.cut(file.get_tensor(shard.name)))
+                shard.of(pick(shard.flat)).copy_(shard.slice_of(file.get_tensor(shard.name)))
 
 
 def read_step(path: Path) -> float:
@@ -274,7 +281,7 @@ class Source(Protocol):
     @property
     def model(self) -> ModelConfig: ...
     @property
-    def as_written(self) -> ModelConfig | None: ...
+    def recipe_model(self) -> ModelConfig | None: ...
 
 
 def description(engine: Described, spec: Source, loss_scaler: Mapping[str, Any]) -> str:
@@ -285,7 +292,7 @@ def description(engine: Described, spec: Source, loss_scaler: Mapping[str, Any])
         "skipped_total": engine.skipped_total,
         "consecutive_skips": engine.consecutive_skips,
         "loss_scaler": dict(loss_scaler),
-        "model": (spec.as_written or spec.model).model_dump(mode="json"),
+        "model": (spec.recipe_model or spec.model).model_dump(mode="json"),
     }
     return json.dumps(state, indent=1)
 
@@ -323,7 +330,7 @@ def read_description(folder: Path, spec: Source) -> dict[str, Any]:
         raise ValueError(f"{folder} is the checkpoint of a {state['role']}, not of a {role}")
     saved = ModelConfig.model_validate(state["model"])
     if spec.model.lora is not None and not _same_base(saved, spec):
-        own = spec.as_written or spec.model
+        own = spec.recipe_model or spec.model
         raise ValueError(
             f"{folder} has adapters for {_base(saved)}, and this recipe's base is {_base(own)}"
         )
@@ -337,7 +344,7 @@ def take_counts(engine: Described, state: Mapping[str, Any]) -> None:
     engine.consecutive_skips = int(state.get("consecutive_skips", 0))
 
 
-def write_together(ranks: Ranks, write: Callable[[], None] | None) -> None:
+def write_together(ranks: RankGroup, write: Callable[[], None] | None) -> None:
     """Every rank writes what it has to (None: nothing); all return when all have. Raises OSError
     on all of them where one could not."""
     error: Exception | None = None
@@ -351,7 +358,7 @@ def write_together(ranks: Ranks, write: Callable[[], None] | None) -> None:
     _tell(ranks, error)
 
 
-def _tell(ranks: Ranks, error: Exception | None) -> None:
+def _tell(ranks: RankGroup, error: Exception | None) -> None:
     """Raise one rank's error on all ranks."""
     told = ranks.gather(None if error is None else str(error))
     if error is not None:
@@ -366,7 +373,7 @@ def _same_base(saved: ModelConfig, spec: Source) -> bool:
     its folder is now, or by the full path. (Workers may work in another folder than the recipe's,
     where a saved name means nothing.)"""
     full = _base(spec.model.with_absolute_paths())
-    own = _base(spec.as_written or spec.model)
+    own = _base(spec.recipe_model or spec.model)
     return _base(saved) in (own, full) or _base(saved.with_absolute_paths()) == full
 
 

@@ -25,10 +25,9 @@ from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, ModelError, describe
 from burnish.models.lora import adapters_off, merged_weights
-from burnish.models.tensor_files import Pieces, tensor_sets, write_pieces
+from burnish.models.tensor_files import TensorShards, tensor_sets, write_shards
 from burnish.train.base import Loss, NonFiniteError, Outputs, StepStats
 from burnish.train.batching import Layout, fill_rows, split_over_ranks
-from burnish.train.cuts import Cuts, cut_model
 from burnish.train.diagnose import (
     STAGES,
     BadTensor,
@@ -39,11 +38,11 @@ from burnish.train.diagnose import (
     why_stop,
 )
 from burnish.train.forward import enable_checkpointing
-from burnish.train.oom import SmallerPasses
+from burnish.train.oom import MicroBatchBackoff
 from burnish.train.optim import Optimizer
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
+from burnish.train.sequence_parallel import make_forward, parallel_groups
 from burnish.train.spec import EngineSpec
-from burnish.train.spread import make_forward, teams_of
 from burnish.train.state import (
     description,
     read_description,
@@ -51,10 +50,11 @@ from burnish.train.state import (
     write_description,
     write_together,
 )
-from burnish.types import Batch, BeingWritten, Stats, Written
+from burnish.train.tensor_parallel import TensorParallelPlan, apply_tensor_parallel
+from burnish.types import Batch, FinishedSave, PendingSave, Stats
 
 
-def parts_of(batch: Batch, spec: EngineSpec, ranks: Ranks, layout: Layout) -> list[list[int]]:
+def parts_of(batch: Batch, spec: EngineSpec, ranks: RankGroup, layout: Layout) -> list[list[int]]:
     """Rows of this rank's micro-batches, as many as every other rank has; some may be empty.
     ``layout``: of the passes."""
     parts = split_over_ranks(
@@ -82,7 +82,7 @@ class TorchTrainEngine:
         spec: EngineSpec,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        ranks: Ranks = ALONE,
+        ranks: RankGroup = SINGLE,
         device: torch.device | None = None,
     ) -> None:
         """``device``: where to compute; None: where the model is."""
@@ -98,16 +98,24 @@ class TorchTrainEngine:
         self._ruined = False
         """Whether a step made the weights far too large; until others are loaded."""
         self.device = device or next(model.parameters()).device
-        self.team, self.peers = teams_of(cast(TorchEngine, spec.train.engine), ranks)
+        self.model_parallel, self.data_parallel = parallel_groups(
+            cast(TorchEngine, spec.train.engine), ranks
+        )
         self.forward = make_forward(
-            model, spec.role, spec.train, temperature=spec.temperature, team=self.team
+            model,
+            spec.role,
+            spec.train,
+            temperature=spec.temperature,
+            model_parallel=self.model_parallel,
         )
         self.scalar, self.body = self.forward.scalar, self.forward.body
-        self.smaller = SmallerPasses(spec.train, self.forward.layout)
-        self.forward.lesson = spec.load_lesson(self.device)
-        self.cuts: Cuts | None = None
+        self.smaller = MicroBatchBackoff(spec.train, self.forward.layout)
+        self.forward.distill_target = spec.load_distill_target(self.device)
+        self.tp_plan: TensorParallelPlan | None = None
         if cast(TorchEngine, spec.train.engine).tensor_parallel_size > 1:
-            self.cuts = cut_model(model, self.body, self.team, self.peers)
+            self.tp_plan = apply_tensor_parallel(
+                model, self.body, self.model_parallel, self.data_parallel
+            )
         if not spec.trainable:
             model.requires_grad_(False)
         elif spec.train.gradient_checkpointing:
@@ -133,7 +141,7 @@ class TorchTrainEngine:
             lr=spec.lr or spec.train.lr,
             total_steps=spec.total_steps,
             precision=spec.precision,
-            cuts=self.cuts,
+            tp_plan=self.tp_plan,
         )
 
     def _check_format(self) -> None:
@@ -176,7 +184,7 @@ class TorchTrainEngine:
         stats = Stats()
         for rows in self._split(batch):
             stats = stats + self._micro_loss(batch, rows, loss)[1]
-        return self.peers.sum_stats(stats)
+        return self.data_parallel.sum_stats(stats)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; returns the sum of the micro-batches'
@@ -192,7 +200,7 @@ class TorchTrainEngine:
             self.device.type == "cuda"
         ):  # optim_step would wait here anyway; so the time is counted here
             torch.cuda.synchronize(self.device)
-        return self.peers.sum_stats(stats)
+        return self.data_parallel.sum_stats(stats)
 
     def _add(self, batch: Batch, loss: Loss) -> Stats | None:
         """Add a batch's gradient. None: a pass ran out of memory, and from now on they are smaller;
@@ -204,7 +212,7 @@ class TorchTrainEngine:
                 scalar, micro_stats = self._micro_loss(batch, rows, loss)
                 (scalar * self.optimizer.scaler.scale).backward()
             except Exception as error:
-                if not self.smaller.makes_room(error, batch, rows):
+                if not self.smaller.try_reduce(error, batch, rows):
                     raise
                 return None
             self._losses.append(scalar.detach())
@@ -249,7 +257,7 @@ class TorchTrainEngine:
             assert result is not None
             found.append((rows, result))
         fill_rows(out, batch, found)
-        self.peers.sum_([out])  # exact: an entry is 0 on all peers but one
+        self.data_parallel.all_reduce_([out])  # exact: an entry is 0 on all peers but one
         return out
 
     def _split(self, batch: Batch) -> list[list[int]]:
@@ -259,7 +267,7 @@ class TorchTrainEngine:
 
     def _parts(self, batch: Batch) -> list[list[int]]:
         """As :func:`parts_of`, of this rank among those that compute other rows."""
-        return parts_of(batch, self.spec, self.peers, self.forward.layout)
+        return parts_of(batch, self.spec, self.data_parallel, self.forward.layout)
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         return self.forward(batch, with_entropy=with_entropy)
@@ -290,12 +298,12 @@ class TorchTrainEngine:
         retries = sum(self.ranks.gather(self.smaller.taken())) if self.smaller.on else None
         stats = replace(stats, skipped_total=self.skipped_total, oom_retries=retries)
         try:
-            self._check_hope(stats)
+            self._raise_if_diverged(stats)
         finally:
             self._since_step, self._losses = [], []
         return stats
 
-    def _check_hope(self, stats: StepStats) -> None:
+    def _raise_if_diverged(self, stats: StepStats) -> None:
         """Raise NonFiniteError if the steps to come would be skipped as well, or if this one
         ruined the weights."""
         if not stats.growth <= optim.MAX_GROWTH:
@@ -333,9 +341,9 @@ class TorchTrainEngine:
         try:
             for batch, rows, loss in micros:
                 compute = partial(self._scaled_loss, batch, rows, loss)
-                together = self.team.size > 1
+                together = self.model_parallel.size > 1
                 bad = first_bad_tensor(self.model, compute, to_the_end=together)
-                text = self._first_of_team(bad, rows)
+                text = self._first_of_model_parallel(bad, rows)
                 if text is not None:
                     return text
         except Exception as error:  # the stop it explains, and the checkpoint, must still come
@@ -344,10 +352,10 @@ class TorchTrainEngine:
             self.model.eval()
         return None
 
-    def _first_of_team(self, bad: BadTensor | None, rows: list[int]) -> str | None:
+    def _first_of_model_parallel(self, bad: BadTensor | None, rows: list[int]) -> str | None:
         """What comes first in the order of execution, of all that compute these rows."""
         own = None if bad is None else (STAGES.index(bad.stage), where_bad(bad, rows))
-        found = [other for other in self.team.gather(own) if other is not None]
+        found = [other for other in self.model_parallel.gather(own) if other is not None]
         return min(found)[1] if found else None
 
     def _scaled_loss(self, batch: Batch, rows: list[int], loss: Loss) -> Tensor:
@@ -358,7 +366,7 @@ class TorchTrainEngine:
         """(HuggingFace name, full tensor) in the compute dtype, LoRA merged. The ranks of a
         tensor-parallel team have to take all of them, in step; every one of them has all."""
         for name, tensor in merged_weights(self.model):
-            yield name, tensor if self.cuts is None else self.cuts.whole(name, tensor)
+            yield name, tensor if self.tp_plan is None else self.tp_plan.unshard(name, tensor)
 
     # ---- state -----------------------------------------------------------------------------
 
@@ -378,22 +386,27 @@ class TorchTrainEngine:
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
         self._check_finite(self.optimizer.broken_master())
         write = partial(self._write, folder, self.optimizer)
-        if self.cuts is not None:
-            pieces, part = self.optimizer.pieces(copy=False), (self.team.rank, self.team.size)
-            parts = partial(self._write_parts, folder, pieces, part)
-            write_together(self.ranks, parts if self.peers.rank == 0 else None)
+        if self.tp_plan is not None:
+            tensor_shards, part = (
+                self.optimizer.tensor_shards(copy=False),
+                (self.model_parallel.rank, self.model_parallel.size),
+            )
+            parts = partial(self._write_parts, folder, tensor_shards, part)
+            write_together(self.ranks, parts if self.data_parallel.rank == 0 else None)
             buffers = buffers_now(self.model)
             write = partial(write_description, folder, self, self._description(), buffers)
         write_together(self.ranks, write if self.ranks.rank == 0 else None)
 
-    def save_async(self, folder: Path) -> BeingWritten:
+    def save_async(self, folder: Path) -> PendingSave:
         """:meth:`save`, at once: rank 0 writes for all."""
         self.save(folder)
-        return Written()
+        return FinishedSave()
 
-    def _write_parts(self, folder: Path, pieces: Pieces, part: tuple[int, int]) -> None:
+    def _write_parts(
+        self, folder: Path, tensor_shards: TensorShards, part: tuple[int, int]
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_pieces(folder, pieces, part)
+        write_shards(folder, tensor_shards, part)
 
     def _write(self, folder: Path, optimizer: Optimizer) -> None:
         folder.mkdir(parents=True, exist_ok=True)

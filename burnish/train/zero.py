@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import DeepSpeedEngine
-from burnish.train.ranks import Ranks
+from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.state import Shard, Shards
 
@@ -122,18 +122,18 @@ class ZeroAdamW(torch.optim.AdamW):
 # ---- shards --------------------------------------------------------------------------------
 
 
-def is_cut(parameter: nn.Parameter) -> bool:
+def is_partitioned(parameter: nn.Parameter) -> bool:
     """Whether DeepSpeed keeps this parameter in shards (its own entries are then mostly away)."""
     return hasattr(parameter, "ds_tensor")  # house: ok DeepSpeed's mark
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """Of the whole parameter."""
-    cut: Any = parameter
-    return tuple(cut.ds_shape) if is_cut(parameter) else tuple(parameter.shape)
+    slice_of: Any = parameter
+    return tuple(slice_of.ds_shape) if is_partitioned(parameter) else tuple(parameter.shape)
 
 
-def find_shards(model: nn.Module, optimizer: Any, *, stage: int, ranks: Ranks) -> Shards:
+def find_shards(model: nn.Module, optimizer: Any, *, stage: int, ranks: RankGroup) -> Shards:
     """Where DeepSpeed's ``optimizer`` keeps the fp32 master of every trained parameter of
     ``model``, on this rank."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]

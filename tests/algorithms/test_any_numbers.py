@@ -21,16 +21,16 @@ from burnish.algorithms.kl import MAX_GAP, k3
 from burnish.algorithms.policy_losses import MAX_LOG_RATIO, gspo, ppo
 from burnish.algorithms.running import MAX_VALUE, RunningMoments
 from burnish.config.algorithm import AlgorithmConfig, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
-from burnish.loops.credit import MAX_REWARD, assign_advantages
-from burnish.loops.distill import distill_objective
-from burnish.loops.objectives import (
+from burnish.jobs.credit import MAX_REWARD, assign_advantages
+from burnish.jobs.distill import distill_objective
+from burnish.jobs.objectives import (
     policy_objective,
     process_objective,
     reward_model_objective,
     sft_objective,
     value_objective,
 )
-from burnish.loops.preference import preference_objective
+from burnish.jobs.preference import preference_objective
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.rewards.base import RewardError
 from burnish.tensors import whiten

@@ -154,7 +154,7 @@ def test_a_nan_is_not_hidden() -> None:
     assert kto(nan, t(0), torch.tensor([True]), kl=0.0, beta=0.1).isnan().all()
 
 
-def test_ktos_weights_are_those_of_the_two_verdicts() -> None:
+def test_ktos_weights_are_those_of_the_two_labels() -> None:
     """r = 0, z = 0: each loss is its weight / 2. Without weights 1/2. z = 0.5, beta 1, r = 0: liked
     1 - sigmoid(-0.5) = 0.622459, disliked 1 - sigmoid(0.5) = 0.377541."""
     liked, zero = torch.tensor([True, False]), t(0, 0)

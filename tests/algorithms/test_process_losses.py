@@ -73,7 +73,7 @@ def test_no_aggregation_mixes_responses(how: str) -> None:
         assert float(alone[0]) == pytest.approx(float(together[row]), rel=1e-6)  # fp32 sums
 
 
-def test_hard_labels_may_be_verdicts_or_whole_numbers() -> None:
+def test_hard_labels_may_be_booleans_or_whole_numbers() -> None:
     logits, labels = torch.tensor([0.5, -1.0]), torch.tensor([1.0, 0.0])
     expected = step_cross_entropy(logits, labels)
     assert torch.equal(step_cross_entropy(logits, labels.bool()), expected)

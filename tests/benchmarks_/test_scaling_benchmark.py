@@ -11,7 +11,7 @@ import pytest
 
 from burnish.rollout.base import Request
 from burnish.runtime.remote import _shares
-from burnish.runtime.rollout_worker import PARCELS_PER_S, parcel_seconds
+from burnish.runtime.rollout_worker import CHUNKS_PER_S, chunk_seconds
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,8 +55,8 @@ def test_requests_go_to_the_least_loaded_worker_most_expensive_first() -> None:
     assert shares == [[5, 1], [3, 3]]
 
 
-def test_parcels_of_all_workers_together_are_so_many_a_second_at_most() -> None:
+def test_chunks_of_all_workers_together_are_so_many_a_second_at_most() -> None:
     for workers in (1, 10, 32, 100, 1000):
-        assert workers / parcel_seconds(workers) <= PARCELS_PER_S
-        assert parcel_seconds(workers) >= 0.5
-    assert 1000 / parcel_seconds(1000) == pytest.approx(PARCELS_PER_S)
+        assert workers / chunk_seconds(workers) <= CHUNKS_PER_S
+        assert chunk_seconds(workers) >= 0.5
+    assert 1000 / chunk_seconds(1000) == pytest.approx(CHUNKS_PER_S)

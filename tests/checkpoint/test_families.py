@@ -42,10 +42,10 @@ from burnish.sync.buckets import LinkReceiver
 from burnish.sync.disk import DiskReceiver, DiskSender
 from burnish.sync.engine import messages
 from burnish.sync.inproc import InprocSync
-from burnish.sync.stored import StoredLink
+from burnish.sync.stored import SnapshotLink
 from burnish.train.base import Loss
 from burnish.train.engines import make_engine as engine_of
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch
@@ -134,7 +134,7 @@ def logprobs(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
         ("olmoe", ("gate_proj", "up_proj", "down_proj")),
     ],
 )
-def test_adapters_of_experts_are_in_exports_and_hand_overs(  # house: ok fixtures and parameters
+def test_adapters_of_experts_are_in_exports_and_transfers(  # house: ok fixtures and parameters
     family: str,
     targets: Any,
     make_engine: MakeEngine,
@@ -190,20 +190,20 @@ def test_experts_without_adapters_are_mentioned_if_they_were_asked_for(
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Ranks:
+def one_rank() -> RankGroup:
     """A process group of one rank (ended with the file: see conftest)."""
     if not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    return Ranks(torch.distributed.group.WORLD)
+    return RankGroup(torch.distributed.group.WORLD)
 
 
-def engine_for(base: ModelConfig, kind: str, dtype: Dtype, ranks: Ranks) -> Any:
+def engine_for(base: ModelConfig, kind: str, dtype: Dtype, ranks: RankGroup) -> Any:
     """A train engine over the model in ``base``, as the runtime makes it."""
     train = TrainConfig(lr=0.02, engine=ENGINES[kind])
     spec = EngineSpec("policy", train, base, precision=PrecisionConfig(dtype=dtype))
     model = load_causal_lm(base, empty=kind == "fsdp")
-    own = ranks if kind != "torch" else ALONE
+    own = ranks if kind != "torch" else SINGLE
     return engine_of(model, spec, tokenizer=TOKENIZER, ranks=own)
 
 
@@ -225,11 +225,11 @@ def same(found: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("family", BUFFERED)
-def test_buffers_are_in_checkpoints_exports_and_hand_overs(  # house: ok fixtures and parameters
+def test_buffers_are_in_checkpoints_exports_and_transfers(  # house: ok fixtures and parameters
     family: str,
     kind: str,
     dtype: Dtype,
-    one_rank: Ranks,
+    one_rank: RankGroup,
     ragged_batch: Batch,
     nll: Loss,
     tmp_path: Path,
@@ -311,7 +311,7 @@ def test_a_transport_gives_the_bits_of_cast_weights_and_leaves_buffers_alone(
         DiskSender(engine, tmp_path / "sync", bucket_bytes=1 << 14, dtype=dtype).push()
         incoming: Any = DiskReceiver(tmp_path / "sync", timeout_s=1).open(0)
     else:
-        link, sent = StoredLink(), []
+        link, sent = SnapshotLink(), []
         for message, payload in messages(
             engine.weights(),
             lambda: torch.empty(1 << 14, dtype=torch.uint8),

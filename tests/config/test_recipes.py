@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from burnish.cli import app
 from burnish.config import GenerateConfig, PreferenceConfig, RLConfig, load_config
 from burnish.config.load import ConfigError
-from burnish.config.placement import places_of
+from burnish.config.placement import placement_groups
 from burnish.config.roles import roles_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -73,18 +73,18 @@ def test_nine_nodes_hold_policy_reference_and_one_engine_over_eight_gpus() -> No
     assert isinstance(config, RLConfig)
     plan = config.batch_plan()
     assert (plan.gradient_accumulation_steps, plan.optimizer_steps_per_rollout) == (4, 8)
-    places = {p.roles: (p.count, p.gpus) for p in places_of(config)}
-    assert places == {("policy",): (32, 1), ("rollout",): (1, 8), ("reference",): (32, 1)}
+    placements = {p.roles: (p.count, p.gpus) for p in placement_groups(config)}
+    assert placements == {("policy",): (32, 1), ("rollout",): (1, 8), ("reference",): (32, 1)}
     assert config.sync.kind == "collective", "Ray's object store would hold 141 GB on two nodes"
     checkpoint = 70_553_706_496 * 12  # bytes, by one process
     assert checkpoint / config.cluster.call_timeout_s < 0.1e9, "a slow shared disk is fast enough"
 
 
 def test_one_node_holds_five_roles_on_eight_gpus() -> None:
-    (places,) = places_of(load_config(BY_NAME["llama3_8b_ppo_8gpu"]))
-    assert (places.count, places.gpus) == (8, 1)
-    assert set(places.roles) == {"policy", "rollout", "reward", "critic", "reference"}
-    assert str(places).startswith("8 x policy+rollout+reward+critic+reference (1 GPU each)")
+    (placements,) = placement_groups(load_config(BY_NAME["llama3_8b_ppo_8gpu"]))
+    assert (placements.count, placements.gpus) == (8, 1)
+    assert set(placements.roles) == {"policy", "rollout", "reward", "critic", "reference"}
+    assert str(placements).startswith("8 x policy+rollout+reward+critic+reference (1 GPU each)")
 
 
 def test_a_lora_policy_is_its_own_reference() -> None:
@@ -98,8 +98,8 @@ def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_places() -> None:
     with pytest.raises(ConfigError, match="puts each rollout worker on its policy rank's GPU"):
         load_config(BY_NAME["llama3_8b_grpo_8gpu"], overrides)
     apart = [*overrides, "cluster.layout=separate"]
-    places = places_of(load_config(BY_NAME["llama3_8b_grpo_8gpu"], apart))
-    assert [(p.count, p.gpus) for p in places if p.roles == ("rollout",)] == [(8, 2)]
+    placements = placement_groups(load_config(BY_NAME["llama3_8b_grpo_8gpu"], apart))
+    assert [(p.count, p.gpus) for p in placements if p.roles == ("rollout",)] == [(8, 2)]
     with pytest.raises(ConfigError, match=r"gpus_per_worker=0\.5 with tensor_parallel_size=2"):
         load_config(BY_NAME["llama3_8b_grpo_8gpu"], [*apart, "cluster.gpus_per_worker=0.5"])
 

@@ -26,19 +26,19 @@ from torch import Tensor
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.placement import places_for
+from burnish.config.placement import placement_groups_for
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
-from burnish.runtime.group import Group
 from burnish.runtime.limits import Limits
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.remote import RemoteTrainEngine
-from burnish.runtime.worker import Place, Sending, TrainWorker, pack_batch
+from burnish.runtime.worker import TrainWorker, TransferOptions, WorkerInfo, pack_batch
+from burnish.runtime.worker_group import Group
 from burnish.sync.buckets import LinkReceiver
-from burnish.sync.stored import StoredLink
+from burnish.sync.stored import SnapshotLink
 from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
-from burnish.train.ranks import Ranks
+from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 
@@ -168,9 +168,9 @@ class Here:
     """One rank in this process."""
 
     def make(self, kind: Kind, wanted: Wanted) -> TrainEngine:
-        worker = TrainWorker(Place("policy", 0, 1, "cpu", 1), MODEL, wanted.precision)
+        worker = TrainWorker(WorkerInfo("policy", 0, 1, "cpu", 1), MODEL, wanted.precision)
         group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
-        worker.ranks = Ranks(group) if kind.engine == FULL else Ranks()
+        worker.ranks = RankGroup(group) if kind.engine == FULL else RankGroup()
         build(worker, kind.spec(wanted), wanted.precision, scalar=is_scalar(wanted))
         return worker.engine
 
@@ -190,7 +190,7 @@ class OnRay:
             load_tokenizer(MODEL),
             MODEL,
             config,
-            places=places_for(config, ["policy"]),
+            placements=placement_groups_for(config, ["policy"]),
             precision=PrecisionConfig(),
             timeline=Timeline(),
         )
@@ -229,7 +229,7 @@ class Processes:
                 command = [*fork_server.command(), __file__, address, str(rank), "2"]
                 self._processes.append(subprocess.Popen(command, env=env))
                 self.pipes.append(listener.accept())
-        host, port = self.all("meeting_place", PATIENCE_S)[0]
+        host, port = self.all("open_rendezvous", PATIENCE_S)[0]
         self.all("join", host, port, timeout_s=PATIENCE_S, limits=Limits(PATIENCE_S, PATIENCE_S))
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -286,8 +286,8 @@ class PipedEngine:
         return result
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        items, _ = self.pool.all("hand_over", 0, Sending(1 << 20, None, verify=True))
-        link = StoredLink()
+        items, _ = self.pool.all("transfer_weights", 0, TransferOptions(1 << 20, None, verify=True))
+        link = SnapshotLink()
         link.fill(items[1::2], [p for p in items[::2] if p.size])
         yield from LinkReceiver(link, hold=True).open(self.version)
 
@@ -319,7 +319,7 @@ def _call(worker: TrainWorker, method: str, args: Any, kwargs: Any) -> Any:
 def serve(address: str, rank: int, size: int) -> None:
     """Do what comes through the pipe until it is closed."""
     torch.set_num_threads(1)
-    worker = TrainWorker(Place("policy", rank, size, "cpu", 1), MODEL, PrecisionConfig())
+    worker = TrainWorker(WorkerInfo("policy", rank, size, "cpu", 1), MODEL, PrecisionConfig())
     with Client(address, "AF_UNIX") as pipe:
         while True:
             try:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.placement import places_for
+from burnish.config.placement import placement_groups_for
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.timeline import Timeline
@@ -55,7 +55,7 @@ def on_ray(config: RolloutEngineConfig) -> RolloutEngine:
         TOKENIZER,
         MODEL,
         cluster,
-        places=places_for(cluster, ["rollout"]),
+        placements=placement_groups_for(cluster, ["rollout"]),
         precision=PrecisionConfig(),
         timeline=Timeline(),
     )

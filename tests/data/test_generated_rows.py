@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.generate import AllSamples, BestWorstPairs
 from burnish.data.chat import response_text
-from burnish.data.choosing import select
+from burnish.data.generation_prompts import GenerationPrompts
 from burnish.data.preference import load_pairs
-from burnish.data.questions import Questions
+from burnish.data.selection import select
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.write import json_line, write_parquet
 from burnish.types import Group, Sample
@@ -83,7 +83,9 @@ def tokenizer(request: pytest.FixtureRequest, bpe: Tok, chars: Tok) -> Tok:
     return kinds[str(request.param)]()
 
 
-def sampled(tokenizer: Tok, questions: Questions, *, ended: bool = True) -> list[Group]:
+def sampled(
+    tokenizer: Tok, generation_prompts: GenerationPrompts, *, ended: bool = True
+) -> list[Group]:
     """Two responses of random ids to every prompt: splits that no tokenizer would make of a text,
     too."""
     rng = random.Random(0)
@@ -91,8 +93,8 @@ def sampled(tokenizer: Tok, questions: Questions, *, ended: bool = True) -> list
     usable = [i for i in range(len(tokenizer)) if i not in special]
     end = (tokenizer.eos_token_id,) if ended else ()
     groups = []
-    for number, question in enumerate(questions.take(0, len(questions))):
-        prompt = question.prompt
+    for number, generation_prompt in enumerate(generation_prompts.take(0, len(generation_prompts))):
+        prompt = generation_prompt.prompt
         samples = []
         for k in range(2):
             ids = (*rng.choices(usable, k=3 + number % 5), *end)
@@ -117,9 +119,13 @@ def sampled(tokenizer: Tok, questions: Questions, *, ended: bool = True) -> list
 
 
 def written(
-    mode: Any, tokenizer: Tok, groups: list[Group], questions: Questions, path: Path
+    mode: Any,
+    tokenizer: Tok,
+    groups: list[Group],
+    generation_prompts: GenerationPrompts,
+    path: Path,
 ) -> str:
-    by_id = {q.prompt.id: q for q in questions.take(0, len(questions))}
+    by_id = {q.prompt.id: q for q in generation_prompts.take(0, len(generation_prompts))}
     rows = select(mode, groups, by_id, with_tokens=True, tokenizer=tokenizer).rows
     if path.suffix == ".parquet":
         write_parquet([lambda: rows], path)
@@ -146,14 +152,14 @@ def test_sft_and_dpo_train_exactly_the_sampled_ids(
 ) -> None:
     prompts = jsonl([{"prompt": text} for text in ("ab", "a b =", "c+d= ", "ab ab", "e\n")])
     data = PromptDataConfig(sources=(prompts,), apply_chat_template=chat)
-    questions = Questions(data, tokenizer)
-    groups = sampled(tokenizer, questions)
+    generation_prompts = GenerationPrompts(data, tokenizer)
+    groups = sampled(tokenizer, generation_prompts)
     samples = [s for group in groups for s in group.samples]
-    path = written(AllSamples(), tokenizer, groups, questions, tmp_path / f"all{suffix}")
+    path = written(AllSamples(), tokenizer, groups, generation_prompts, tmp_path / f"all{suffix}")
     rows = load_rows(SFTDataConfig(sources=(path,)), tokenizer)
     assert trained(rows) == [(list(s.prompt_ids), list(s.response_ids)) for s in samples]
     mode = BestWorstPairs(kind="pairs")
-    path = written(mode, tokenizer, groups, questions, tmp_path / f"pairs{suffix}")
+    path = written(mode, tokenizer, groups, generation_prompts, tmp_path / f"pairs{suffix}")
     pairs = load_pairs(PreferenceDataConfig(sources=(path,)), tokenizer)
     flipped = [s for group in groups for s in reversed(group.samples)]
     assert trained(pairs) == [(list(s.prompt_ids), list(s.response_ids)) for s in flipped]
@@ -162,9 +168,11 @@ def test_sft_and_dpo_train_exactly_the_sampled_ids(
 def test_a_response_that_was_cut_off_teaches_no_end(
     chars: Tok, jsonl: Jsonl, tmp_path: Path
 ) -> None:
-    questions = Questions(PromptDataConfig(sources=(jsonl([{"prompt": "ab"}]),)), chars)
-    groups = sampled(chars, questions, ended=False)
-    path = written(AllSamples(), chars, groups, questions, tmp_path / "rows.jsonl")
+    generation_prompts = GenerationPrompts(
+        PromptDataConfig(sources=(jsonl([{"prompt": "ab"}]),)), chars
+    )
+    groups = sampled(chars, generation_prompts, ended=False)
+    path = written(AllSamples(), chars, groups, generation_prompts, tmp_path / "rows.jsonl")
     for _, ids in trained(load_rows(SFTDataConfig(sources=(path,)), chars)):
         assert chars.eos_token_id not in ids
     for _, ids in trained(load_rows(SFTDataConfig(sources=(path,), use_tokens=False), chars)):

@@ -16,7 +16,7 @@ from burnish.config.data import PreferenceDataConfig
 from burnish.data.chat import encode_prompt
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.sources import DataError
-from burnish.data.unpaired import load_judged
+from burnish.data.unpaired import load_unpaired
 from burnish.types import Batch
 
 Tok = PreTrainedTokenizerFast
@@ -212,8 +212,8 @@ def test_responses_that_repeat_their_prompt_have_it_once(
     twice = [{**r, "response": r["prompt"] + r["response"]} for r in judged]
     options = {"label_key": "ok"}
     assert (
-        load_judged(config(jsonl(twice), **options), chars).tokens.tolist()
-        == load_judged(config(jsonl(judged), **options), chars).tokens.tolist()
+        load_unpaired(config(jsonl(twice), **options), chars).tokens.tolist()
+        == load_unpaired(config(jsonl(judged), **options), chars).tokens.tolist()
     )
 
 

@@ -13,12 +13,12 @@ from burnish.config.data import PreferenceDataConfig
 from burnish.data.preference import load_pairs
 from burnish.data.sources import DataError
 from burnish.data.unpaired import (
-    HalvesStream,
+    SplitPairsStream,
     UnpairedStream,
     _of_the_next_prompt,
-    halves,
-    load_judged,
-    mismatched,
+    load_unpaired,
+    mismatched_pairs,
+    split_pairs,
 )
 from burnish.types import Batch
 
@@ -45,8 +45,8 @@ def texts(tokenizer: Tok, batch: Batch) -> list[str]:
     ]
 
 
-def test_rows_carry_their_verdict(chars: Tok, jsonl: Jsonl) -> None:
-    batch = load_judged(config(jsonl(ROWS), label_key="good"), chars)
+def test_rows_carry_their_label(chars: Tok, jsonl: Jsonl) -> None:
+    batch = load_unpaired(config(jsonl(ROWS), label_key="good"), chars)
     assert texts(chars, batch)[1] == "<s>2+2=55<|im_end|>"
     assert batch.labels is not None and batch.labels.tolist() == [True, False, True]
     assert batch.rows_per_unit == 1 and batch.group_ids.tolist() == [0, 1, 2]
@@ -64,28 +64,30 @@ def test_a_stream_gives_every_row_once_per_epoch_and_resumes(chars: Tok, jsonl: 
 
 
 @pytest.mark.parametrize("value", ["maybe", 2, 0.5])
-def test_another_verdict_is_refused_with_its_place(value: Any, chars: Tok, jsonl: Jsonl) -> None:
+def test_another_label_is_refused_with_its_place(value: Any, chars: Tok, jsonl: Jsonl) -> None:
     rows = [{"prompt": "1", "response": "2", "good": value}]
     with pytest.raises(DataError, match=r"label_key\) holds .*true or 1 says"):
-        load_judged(config(jsonl(rows), label_key="good"), chars)
+        load_unpaired(config(jsonl(rows), label_key="good"), chars)
 
 
 def test_a_missing_column_is_named(chars: Tok, jsonl: Jsonl) -> None:
     with pytest.raises(DataError, match="there is no column 'verdict'"):
-        load_judged(config(jsonl(ROWS), label_key="verdict"), chars)
+        load_unpaired(config(jsonl(ROWS), label_key="verdict"), chars)
 
 
 def test_pairs_become_a_liked_and_a_disliked_response(chars: Tok, jsonl: Jsonl) -> None:
-    batch = load_judged(config(jsonl(PAIRS)), chars)
+    batch = load_unpaired(config(jsonl(PAIRS)), chars)
     assert batch.labels is not None and batch.labels.tolist() == [True, False] * 2
     assert batch.rows_per_unit == 1 and batch.num_sequences == 4
-    stream = HalvesStream(config(jsonl(PAIRS), shuffle=False), chars, seed=0)
+    stream = SplitPairsStream(config(jsonl(PAIRS), shuffle=False), chars, seed=0)
     assert len(stream) == 4
     assert texts(chars, stream.next(2)) == texts(chars, batch)[:2]
 
 
 def test_every_prompt_gets_the_response_of_another(chars: Tok, jsonl: Jsonl) -> None:
-    batch = mismatched(load_judged(config(jsonl(ROWS), label_key="good"), chars), max_len=99)
+    batch = mismatched_pairs(
+        load_unpaired(config(jsonl(ROWS), label_key="good"), chars), max_len=99
+    )
     expected = ["<s>1+1=55<|im_end|>", "<s>2+2=6<|im_end|>", "<s>3+3=2<|im_end|>"]
     assert texts(chars, batch) == expected
     lengths = [3, 2, 2]  # trained: the response and its end
@@ -96,7 +98,7 @@ def test_every_prompt_gets_the_response_of_another(chars: Tok, jsonl: Jsonl) -> 
 
 def test_halves_of_one_pair_are_not_put_behind_their_own_prompt(chars: Tok, jsonl: Jsonl) -> None:
     """And the rejected responses are among those that others get."""
-    batch = mismatched(halves(load_pairs(config(jsonl(PAIRS)), chars)), max_len=99)
+    batch = mismatched_pairs(split_pairs(load_pairs(config(jsonl(PAIRS)), chars)), max_len=99)
     assert texts(chars, batch) == [
         "<s>1+1=4<|im_end|>",
         "<s>1+1=5<|im_end|>",
@@ -124,12 +126,12 @@ def test_rows_of_a_prompt_get_the_responses_of_the_next_one_in_turn(
 
 def test_a_row_over_the_limit_loses_the_left_of_its_prompt(chars: Tok, jsonl: Jsonl) -> None:
     """<s> 1 + 1 = and 5 5 <end>: 8 tokens, 5 are left."""
-    batch = mismatched(load_judged(config(jsonl(ROWS), label_key="good"), chars), max_len=5)
+    batch = mismatched_pairs(load_unpaired(config(jsonl(ROWS), label_key="good"), chars), max_len=5)
     assert texts(chars, batch)[0] == "1=55<|im_end|>"
 
 
 def test_the_last_token_of_a_prompt_stays_whatever_the_limit(chars: Tok, jsonl: Jsonl) -> None:
     """It predicts the response's first token, which is trained on."""
-    batch = mismatched(load_judged(config(jsonl(ROWS), label_key="good"), chars), max_len=2)
+    batch = mismatched_pairs(load_unpaired(config(jsonl(ROWS), label_key="good"), chars), max_len=2)
     assert texts(chars, batch) == ["=55<|im_end|>", "=6<|im_end|>", "=2<|im_end|>"]
     assert batch.action_mask.tolist() == [False, *3 * [True], False, *2 * [True], False, True, True]

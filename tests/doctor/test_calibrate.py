@@ -12,7 +12,7 @@ import yaml
 
 from burnish.doctor import calibrate as calibration
 from burnish.doctor.calibrate import Sizes, calibrate, gpu_of, remember
-from burnish.memory.hardware import Gpu, load_tables
+from burnish.plan.hardware import Gpu, load_tables
 
 TINY = Sizes(tokens=16, width=64, read_bytes=1 << 20, adam_parameters=10_000)
 

@@ -113,7 +113,7 @@ class Children:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["burnish.loops.run", "transformers.models.llama"])
+        self._context.set_forkserver_preload(["burnish.jobs.run", "transformers.models.llama"])
 
     def start(
         self,
@@ -257,7 +257,7 @@ def ray_workers(root: psutil.Process, kind: str = "") -> list[psutil.Process]:
     return found
 
 
-OURS = ("TrainWorker", "RolloutWorker", "Beats")
+OURS = ("TrainWorker", "RolloutWorker", "HeartbeatRegistry")
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ def main() -> None:
     print(ray.get_runtime_context().gcs_address, flush=True)
     for _ in sys.stdin:
         groups = placement_group_table().values()
-        places = [group["state"] for group in groups if group["state"] != "REMOVED"]
+        placements = [group["state"] for group in groups if group["state"] != "REMOVED"]
         free = ray.available_resources().get("CPU", 0.0)
-        print(json.dumps({"free": free, "places": places}), flush=True)
+        print(json.dumps({"free": free, "places": placements}), flush=True)
     ray.shutdown()
 
 

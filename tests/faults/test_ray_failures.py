@@ -23,14 +23,14 @@ import pytest
 
 import burnish
 from burnish.config import JobConfig
-from burnish.loops.evaluate import Evaluator
+from burnish.jobs.evaluate import Evaluator
 from burnish.observe.samples import read_samples
 from burnish.runtime import cluster
 from burnish.runtime.base import ClusterError
-from burnish.runtime.group import Group
-from burnish.runtime.handover import StoredSync
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.remote import RemoteTrainEngine
+from burnish.runtime.weight_sync import ObjectStoreSync
+from burnish.runtime.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -66,7 +66,7 @@ class Saboteur:
         """End worker processes by name ("rank 1 of the policy")."""
         assert self.runtime is not None
         for name in names:
-            known = [w.name for w in self.runtime.watch._watched.values()]
+            known = [w.name for w in self.runtime.monitor._workers.values()]
             (full,) = [k for k in known if k.startswith(f"{name} (")]
             os.kill(int(re.search(r"pid (\d+)", full)[1]), signal.SIGKILL)
         time.sleep(0.05)
@@ -127,7 +127,7 @@ def test_whatever_dies_in_whatever_call_the_run_ends_as_if_nothing_had(
     saboteur.before(RemoteTrainEngine, "save", 2, "rank 1 of the policy", role="policy")
     saboteur.before(RemoteTrainEngine, "load", 1, "rank 0 of the policy", role="policy")
     both = ("rollout worker 1", "rank 0 of the policy")
-    saboteur.before(StoredSync, "push", 6, *both)
+    saboteur.before(ObjectStoreSync, "push", 6, *both)
     saboteur.before(RemoteTrainEngine, "values", 4, "rank 1 of the critic", role="critic")
     saboteur.before(RemoteTrainEngine, "logprobs", 6, "rank 0 of the reference", role="reference")
     saboteur.before(Evaluator, "evaluate", 3, "rollout worker 0")
@@ -150,13 +150,13 @@ def test_ranks_that_die_whenever_they_start_end_the_run_after_max_restarts(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saboteur = Saboteur(monkeypatch)
-    each = Group._each
+    each = WorkerGroup._each
 
-    def dying(group: Group, call: Any, **kwargs: Any) -> Any:
+    def dying(group: WorkerGroup, call: Any, **kwargs: Any) -> Any:
         saboteur.kill("rank 1 of the policy")
         return each(group, call, **kwargs)
 
-    monkeypatch.setattr(Group, "_each", dying)
+    monkeypatch.setattr(WorkerGroup, "_each", dying)
     config = recipe("grpo", *TWO_EACH, "cluster.max_restarts=1")
     with pytest.raises(ClusterError, match=r"rank 1 of the policy .* died: .*max_restarts=1 "):
         burnish.run(config)

@@ -25,11 +25,11 @@ from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.models.load import DTYPES, load_causal_lm, load_tokenizer
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Bucket, SyncError
-from burnish.sync.connect import Meeting, open_receiver, open_sender
+from burnish.sync.connect import Rendezvous, open_receiver, open_sender
 from burnish.sync.engine import WeightSender
 from burnish.sync.store import connect_store, serve_store
 from burnish.train.base import Outputs
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
@@ -95,12 +95,12 @@ def sync(folder: Path, kind: str, rank: int, device: str) -> None:
     """Two pushes with a step between them, a damaged one and a good one, in both formats. What was
     sent and what came is written down after every good push."""
     found = {}
-    store = meeting_place(folder, rank)
+    store = open_rendezvous(folder, rank)
     for dtype in DTYPES_SENT:
-        meeting = Meeting(store, f"{kind} {dtype}", num_receivers=1, rank=rank, device=device)
+        rendezvous = Rendezvous(store, f"{kind} {dtype}", num_receivers=1, rank=rank, device=device)
         config = LinkSync(kind=kind, bucket_bytes=BUCKET, timeout_s=PATIENT_S)  # type: ignore[arg-type]
         run = sends if rank == 0 else receives
-        found[dtype] = run(folder, config, meeting, dtype)
+        found[dtype] = run(folder, config, rendezvous, dtype)
     (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if rank == 0:  # the store is in this process
         store.wait(["end"])
@@ -108,11 +108,11 @@ def sync(folder: Path, kind: str, rank: int, device: str) -> None:
         store.set("end", "1")
 
 
-def sends(folder: Path, config: LinkSync, meeting: Meeting, dtype: Dtype) -> dict[str, Any]:
+def sends(folder: Path, config: LinkSync, rendezvous: Rendezvous, dtype: Dtype) -> dict[str, Any]:
     engine = TorchTrainEngine(
-        load_causal_lm(MODEL, device=meeting.device), spec_of(TorchEngine(), 0.05)
+        load_causal_lm(MODEL, device=rendezvous.device), spec_of(TorchEngine(), 0.05)
     )
-    sender = open_sender(config, engine, meeting, dtype=dtype)
+    sender = open_sender(config, engine, rendezvous, dtype=dtype)
     assert isinstance(sender, WeightSender)
     versions = []
     for push in range(3):
@@ -127,11 +127,13 @@ def sends(folder: Path, config: LinkSync, meeting: Meeting, dtype: Dtype) -> dic
     return {"versions": versions, "error": error}
 
 
-def receives(folder: Path, config: LinkSync, meeting: Meeting, dtype: Dtype) -> dict[str, Any]:
-    model = load_causal_lm(OTHER, dtype=dtype, device=meeting.device).requires_grad_(False)
+def receives(
+    folder: Path, config: LinkSync, rendezvous: Rendezvous, dtype: Dtype
+) -> dict[str, Any]:
+    model = load_causal_lm(OTHER, dtype=dtype, device=rendezvous.device).requires_grad_(False)
     engine = LocalRolloutEngine(model, load_tokenizer(OTHER), LocalEngine())
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    synced = open_receiver(config, engine, meeting, expected=expected)
+    synced = open_receiver(config, engine, rendezvous, expected=expected)
     versions = []
     for push in range(3):
         error = told(synced.receive) if push == 2 else ""
@@ -154,7 +156,7 @@ def write(path: Path, weights: Any, dtype: Dtype) -> None:
     save_file({n: t.detach().to("cpu", DTYPES[dtype]).contiguous() for n, t in weights}, path)
 
 
-def meeting_place(folder: Path, rank: int) -> Any:
+def open_rendezvous(folder: Path, rank: int) -> Any:
     port = folder / "port"
     if rank == 0:
         store = serve_store("127.0.0.1", timeout_s=PATIENT_S)
@@ -194,11 +196,11 @@ def offloaded(name: str, device: str) -> Any:
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         backend = "gloo" if device == "cpu" else "nccl"
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-        ranks = Ranks(torch.distributed.group.WORLD)
+        ranks = RankGroup(torch.distributed.group.WORLD)
         return torch_engine(model, spec, ranks=ranks, device=torch.device(device))
     from burnish.train.deepspeed import DeepSpeedTrainEngine
 
-    return DeepSpeedTrainEngine(model, spec, ranks=ALONE)
+    return DeepSpeedTrainEngine(model, spec, ranks=SINGLE)
 
 
 def pinned_bytes() -> int:

@@ -11,7 +11,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.loops.objectives import sft_objective
+from burnish.jobs.objectives import sft_objective
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import load_causal_lm
 from burnish.models.sdpa import Call, kernels_of, way_of

@@ -22,10 +22,10 @@ from metamorphic.draw_text import (
 
 from burnish.config.data import FileSource, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from burnish.config.generate import AllSamples, BestWorstPairs
-from burnish.data.choosing import select
+from burnish.data.generation_prompts import GenerationPrompts
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.prompts import PromptStream, load_prompts
-from burnish.data.questions import Questions
+from burnish.data.selection import select
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.write import json_line, write_parquet
 from burnish.types import Batch, Group, Sample
@@ -173,7 +173,7 @@ def generated_rows(draw: Draw) -> None:
     suffix = draw.one(suffix=[".jsonl", ".parquet"])
     draw.note(prompts=prompts)
     data = PromptDataConfig(sources=(write_rows(draw, prompts),), apply_chat_template=wrap)
-    questions = Questions(data, tokenizer)
+    questions = GenerationPrompts(data, tokenizer)
     groups = _sampled(draw, tokenizer, questions)
     samples = [sample for group in groups for sample in group.samples]
     draw.note(sampled=[sample.response_ids for sample in samples])
@@ -190,7 +190,7 @@ def generated_rows(draw: Draw) -> None:
     equal(found, [(list(s.prompt_ids), list(s.response_ids)) for s in flipped], "DPO rows")
 
 
-def _sampled(draw: Draw, tokenizer: Tok, questions: Questions) -> list[Group]:
+def _sampled(draw: Draw, tokenizer: Tok, questions: GenerationPrompts) -> list[Group]:
     """Two responses of random ids to each prompt, the second with the higher reward."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.convert_tokens_to_ids(list(MARKS)))
     usable = [i for i in range(len(tokenizer)) if i not in special]

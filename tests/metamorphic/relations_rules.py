@@ -21,8 +21,8 @@ from burnish.algorithms.policy_losses import BY_ROW
 from burnish.config import ConfigError, dump_yaml, load_config
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.docs import fields_table
-from burnish.loops.credit import assign_advantages
-from burnish.loops.objectives import policy_objective
+from burnish.jobs.credit import assign_advantages
+from burnish.jobs.objectives import policy_objective
 from burnish.rewards.base import RewardInput
 from burnish.rewards.math import MathReward
 from burnish.train.base import Outputs

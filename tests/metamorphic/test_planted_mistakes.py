@@ -20,7 +20,7 @@ import burnish.data.chat as chat
 import burnish.data.preference as preference
 import burnish.data.rows as data_rows
 import burnish.data.sft as sft
-import burnish.loops.credit as credit
+import burnish.jobs.credit as credit
 import burnish.rewards.math_text as math_text
 import burnish.rollout.local as local
 import burnish.rollout.row_sampler as row_sampler

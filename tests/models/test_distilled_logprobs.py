@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
-from burnish.memory.lesson import MORE_BUFFERS
-from burnish.memory.tracking import LiveBytes
-from burnish.models.distill import Lesson, Taught, taught_logprobs
+from burnish.models.distill import DistillOutputs, DistillTarget, distill_logprobs
 from burnish.models.logprobs import Head, token_logprobs
+from burnish.plan.distill import MORE_BUFFERS
+from burnish.plan.tracking import LiveBytes
 
 KINDS = ["forward_kl", "reverse_kl", "jsd"]
 OPTIONS = {"jsd": {"beta": 0.3}}
 
 
-def lesson(kind: str, weight: Tensor, *, chunk: int, temperature: float = 1.0) -> Lesson:
+def distill_target(
+    kind: str, weight: Tensor, *, chunk: int, temperature: float = 1.0
+) -> DistillTarget:
     value, slope = DIVERGENCES[kind], SLOPES[kind]
     if kind in OPTIONS:
         value, slope = partial(value, **OPTIONS[kind]), partial(slope, **OPTIONS[kind])
     head = Head(weight, chunk_tokens=chunk)
-    return Lesson(head, value, slope, forward_kl, temperature)
+    return DistillTarget(head, value, slope, forward_kl, temperature)
 
 
 class Case:
@@ -40,12 +42,14 @@ class Case:
         self.targets = torch.randint(0, 13, (17,))
         self.upstream = torch.randn(2, 17)
 
-    def chunked(self, kind: str, chunk: int, temperature: float = 1.0) -> Taught:
+    def chunked(self, kind: str, chunk: int, temperature: float = 1.0) -> DistillOutputs:
         head = Head(self.weight, self.bias, chunk_tokens=chunk)
-        how = lesson(kind, self.teacher, chunk=chunk, temperature=temperature)
-        return taught_logprobs(self.hidden, self.targets, head, states=self.states, lesson=how)
+        how = distill_target(kind, self.teacher, chunk=chunk, temperature=temperature)
+        return distill_logprobs(
+            self.hidden, self.targets, head, states=self.states, distill_target=how
+        )
 
-    def plain(self, kind: str, temperature: float = 1.0) -> Taught:
+    def plain(self, kind: str, temperature: float = 1.0) -> DistillOutputs:
         """All logits at once, in fp64, by autograd."""
         logits = self.hidden.double() @ self.weight.double().T + self.bias.double()
         logprobs = logits.log_softmax(-1).gather(-1, self.targets[:, None])[:, 0]
@@ -54,9 +58,9 @@ class Case:
         log_q = (self.states.double() @ self.teacher.double().T / temperature).log_softmax(-1)
         value = partial(DIVERGENCES[kind], **OPTIONS.get(kind, {}))
         same = (log_p.argmax(-1) == log_q.argmax(-1)).float()
-        return Taught(logprobs, value(log_p, log_q), forward_kl(log_p, log_q), same)
+        return DistillOutputs(logprobs, value(log_p, log_q), forward_kl(log_p, log_q), same)
 
-    def grads(self, found: Taught, *, nll: bool = True) -> tuple[Tensor, ...]:
+    def grads(self, found: DistillOutputs, *, nll: bool = True) -> tuple[Tensor, ...]:
         loss = (found.divergence * self.upstream[0]).sum()
         if nll:
             loss = loss + (found.logprobs * self.upstream[1]).sum()
@@ -132,9 +136,11 @@ def test_half_formats_are_reduced_in_fp32(kind: str, dtype: torch.dtype) -> None
 
 def test_no_tokens_give_nothing_and_a_gradient_of_zero() -> None:
     case = Case()
-    head, how = Head(case.weight), lesson("jsd", case.teacher, chunk=4)
+    head, how = Head(case.weight), distill_target("jsd", case.teacher, chunk=4)
     empty = case.hidden[:0]
-    found = taught_logprobs(empty, case.targets[:0], head, states=case.states[:0], lesson=how)
+    found = distill_logprobs(
+        empty, case.targets[:0], head, states=case.states[:0], distill_target=how
+    )
     assert found.divergence.shape == (0,)
     (grad,) = torch.autograd.grad(found.divergence.sum(), case.weight)
     assert bool((grad == 0).all())
@@ -151,8 +157,8 @@ def buffers(tokens: int, size: int, kind: str | None, *, chunk: int = 32) -> tup
         if kind is None:
             loss = token_logprobs(hidden, targets, head)[0].sum()
         else:
-            how = lesson(kind, weight.detach(), chunk=chunk)
-            found = taught_logprobs(hidden, targets, head, states=states, lesson=how)
+            how = distill_target(kind, weight.detach(), chunk=chunk)
+            found = distill_logprobs(hidden, targets, head, states=states, distill_target=how)
             loss = (found.divergence - found.logprobs).sum()
         live.stage("backward")
         loss.backward()

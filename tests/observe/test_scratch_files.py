@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.loops.parts import Parts
+from burnish.jobs.output_shards import Parts
 from burnish.observe.files import write_text
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from burnish.models.load import ModelError
-from burnish.rollout.vllm_model import cache_bytes, check_split, longest_row
+from burnish.rollout.vllm_model import cache_bytes, check_parallel_size, longest_row
 
 FAMILIES = {"gpt2": (12, 64), "gpt_neox": (64, 96), "opt": (12, 64)}
 """Heads, and width of one, of models whose configs have no num_key_value_heads."""
@@ -20,16 +20,16 @@ def test_a_model_without_a_number_of_key_value_heads_has_as_many_as_heads(kind: 
     config = AutoConfig.for_model(kind, num_hidden_layers=2)
     expected = 3 * 32 * 2 * 2 * heads * width * 4
     assert cache_bytes(config, 40, dtype=torch.float32, block=32) == expected
-    check_split(config, 4)
+    check_parallel_size(config, 4)
     with pytest.raises(ModelError, match=f"size=5 does not divide the model's {heads} attention"):
-        check_split(config, 5)
+        check_parallel_size(config, 5)
 
 
 def test_key_value_heads_count_where_there_are_fewer() -> None:
     config = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=8)
-    check_split(config, 8)
+    check_parallel_size(config, 8)
     with pytest.raises(ModelError, match="size=16 does not divide the model's 8 key/value heads"):
-        check_split(config, 16)
+        check_parallel_size(config, 16)
 
 
 def test_a_row_is_as_long_as_wanted_and_as_the_model_has_positions() -> None:

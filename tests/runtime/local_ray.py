@@ -31,7 +31,7 @@ def main() -> None:
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
     from burnish.runtime.cluster import start_ray
     from burnish.runtime.limits import Limits
-    from burnish.runtime.worker import Place, TrainWorker
+    from burnish.runtime.worker import TrainWorker, WorkerInfo
 
     restore = start_ray(ray, num_cpus=2, environment={"OMP_NUM_THREADS": "1"})
 
@@ -43,10 +43,10 @@ def main() -> None:
     workers = [
         ray.remote(TrainWorker)
         .options(num_cpus=0)
-        .remote(Place("policy", rank, 2, "cpu", 1), model, PrecisionConfig())
+        .remote(WorkerInfo("policy", rank, 2, "cpu", 1), model, PrecisionConfig())
         for rank in range(2)
     ]
-    host, port = ray.get(workers[0].meeting_place.remote(60.0))
+    host, port = ray.get(workers[0].open_rendezvous.remote(60.0))
     limits = Limits(call_s=60.0, pass_s=60.0)
     ray.get([w.join.remote(host, port, timeout_s=60.0, limits=limits) for w in workers])
     inside = ray.get(environment.remote())

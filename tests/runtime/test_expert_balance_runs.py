@@ -22,7 +22,7 @@ import burnish
 from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.loops.objectives import sft_objective, with_expert_balance
+from burnish.jobs.objectives import sft_objective, with_expert_balance
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.tensors import pad_rows

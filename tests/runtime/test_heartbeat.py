@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from burnish.runtime import heartbeat
-from burnish.runtime.heartbeat import Beats, Watch, start_beating
+from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry, start_heartbeat
 
 TIMEOUT_S = 60.0
 
@@ -29,7 +29,7 @@ class FakeRay:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.beats = Beats()
+        self.heartbeats = HeartbeatRegistry()
         self.alive: set[int] = set()
         self.board_answers = True
         self.board_restarts = 0
@@ -37,7 +37,7 @@ class FakeRay:
     def wait(self, refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list, list]:
         self.now += timeout
         for worker in self.alive:
-            self.beats.beat(worker)
+            self.heartbeats.heartbeat(worker)
         return [], refs
 
     def get(self, ref: Any, *, timeout: float) -> Any:
@@ -45,10 +45,10 @@ class FakeRay:
             raise TimeoutError
         return dict(ref)
 
-    def kill(self, board: Any, *, no_restart: bool) -> None:
+    def kill(self, registry: Any, *, no_restart: bool) -> None:
         assert not no_restart
         self.board_restarts += 1
-        self.beats.counts.clear()
+        self.heartbeats.counts.clear()
         self.board_answers = True
 
 
@@ -65,63 +65,65 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return ray
 
 
-def watch_two(ray: FakeRay) -> tuple[Watch, list[object]]:
-    board = SimpleNamespace(read=SimpleNamespace(remote=lambda: ray.beats.counts))
-    watch = Watch(ray, board, timeout_s=TIMEOUT_S)
+def watch_two(ray: FakeRay) -> tuple[HeartbeatMonitor, list[object]]:
+    registry = SimpleNamespace(read=SimpleNamespace(remote=lambda: ray.heartbeats.counts))
+    monitor = HeartbeatMonitor(ray, registry, timeout_s=TIMEOUT_S)
     workers = [object(), object()]
     for i, worker in enumerate(workers):
-        beat = watch.add(worker, f"rank {i} of the policy")
-        ray.alive.add(beat.worker)
-        watch.met(worker, ("host", 100 + i))
-    return watch, workers
+        heartbeat = monitor.add(worker, f"rank {i} of the policy")
+        ray.alive.add(heartbeat.worker)
+        monitor.mark_started(worker, ("host", 100 + i))
+    return monitor, workers
 
 
-def test_a_worker_that_falls_silent_is_found_within_the_time_out_and_named(fake: FakeRay) -> None:
-    watch, workers = watch_two(fake)
-    assert watch.wait(["result"], workers, limit_s=200) == ([], [])
+def test_a_worker_that_misses_heartbeats_is_found_within_the_time_out_and_named(
+    fake: FakeRay,
+) -> None:
+    monitor, workers = watch_two(fake)
+    assert monitor.wait(["result"], workers, limit_s=200) == ([], [])
     fake.alive.remove(2)
     since = fake.now
-    assert watch.wait(["result"], workers, limit_s=1000) == ([], [workers[1]])
+    assert monitor.wait(["result"], workers, limit_s=1000) == ([], [workers[1]])
     assert TIMEOUT_S * 5 / 6 <= fake.now - since <= TIMEOUT_S
-    assert watch.names([workers[1]]) == "rank 1 of the policy (node host, pid 101)"
+    assert monitor.names([workers[1]]) == "rank 1 of the policy (node host, pid 101)"
 
 
-def test_long_calls_of_workers_that_beat_are_no_matter(fake: FakeRay) -> None:
-    watch, workers = watch_two(fake)
-    assert watch.wait(["result"], workers, limit_s=36_000) == ([], [])
+def test_long_calls_of_workers_with_heartbeats_are_no_matter(fake: FakeRay) -> None:
+    monitor, workers = watch_two(fake)
+    assert monitor.wait(["result"], workers, limit_s=36_000) == ([], [])
     assert fake.now == pytest.approx(36_000)
 
 
-def test_a_pause_of_the_controller_is_nobodys_silence(fake: FakeRay) -> None:
+def test_a_pause_of_the_controller_is_no_missed_heartbeat(fake: FakeRay) -> None:
     """An hour in which neither anybody beat nor anybody looked counts as two intervals of six."""
-    watch, workers = watch_two(fake)
+    monitor, workers = watch_two(fake)
     for _ in range(5):
-        watch.wait(["result"], workers, limit_s=30)
+        monitor.wait(["result"], workers, limit_s=30)
         fake.now += 3600
-        assert watch.silent(workers) == []
+        assert monitor.unresponsive(workers) == []
 
 
-def test_workers_that_have_not_started_are_not_silent(fake: FakeRay) -> None:
-    watch, workers = watch_two(fake)
+def test_workers_that_have_not_started_are_not_unresponsive(fake: FakeRay) -> None:
+    monitor, workers = watch_two(fake)
     fresh = object()
-    watch.add(fresh, "rank 2 of the policy")
-    assert watch.wait(["result"], [*workers, fresh], limit_s=600) == ([], [])
+    monitor.add(fresh, "rank 2 of the policy")
+    assert monitor.wait(["result"], [*workers, fresh], limit_s=600) == ([], [])
 
 
 def test_where_the_board_itself_hangs_it_is_restarted_and_nobody_is_blamed(fake: FakeRay) -> None:
-    watch, workers = watch_two(fake)
-    watch.wait(["result"], workers, limit_s=100)
+    monitor, workers = watch_two(fake)
+    monitor.wait(["result"], workers, limit_s=100)
     fake.board_answers = False
-    assert watch.wait(["result"], workers, limit_s=600) == ([], [])
+    assert monitor.wait(["result"], workers, limit_s=600) == ([], [])
     assert fake.board_restarts == 1
 
 
-def test_settling_waits_for_a_beat_or_for_silence(fake: FakeRay) -> None:
-    watch, workers = watch_two(fake)
-    watch.wait(["result"], workers, limit_s=100)
-    assert watch.settle(workers) == []
+def test_waiting_for_heartbeats_ends_with_a_heartbeat_or_unresponsive(fake: FakeRay) -> None:
+    monitor, workers = watch_two(fake)
+    monitor.wait(["result"], workers, limit_s=100)
+    assert monitor.wait_for_heartbeats(workers) == []
     fake.alive.remove(1)
-    assert watch.settle(workers) == [workers[0]]
+    assert monitor.wait_for_heartbeats(workers) == [workers[0]]
 
 
 # ---- real processes ------------------------------------------------------------------------------
@@ -130,8 +132,8 @@ def test_settling_waits_for_a_beat_or_for_silence(fake: FakeRay) -> None:
 class Busy:
     """A worker that does one thing for a while."""
 
-    def beat(self, beat: Any, every_s: float) -> tuple[str, int]:
-        return start_beating(beat, every_s)
+    def heartbeat(self, heartbeat: Any, every_s: float) -> tuple[str, int]:
+        return start_heartbeat(heartbeat, every_s)
 
     def hold_the_interpreter(self, seconds: int) -> None:
         ctypes.PyDLL(None).sleep(seconds)  # PyDLL keeps the interpreter's lock
@@ -168,24 +170,26 @@ def ray() -> Iterator[Any]:
 def test_real_processes_that_hang_are_found_and_those_that_work_are_not(ray: Any) -> None:
     """Four workers at a time-out of 5 s: one computes and one waits for 12 s, both well; one holds
     its interpreter's lock and one is stopped."""
-    board = ray.remote(Beats).options(num_cpus=0).remote()
-    watch = Watch(ray, board, timeout_s=5.0)
+    registry = ray.remote(HeartbeatRegistry).options(num_cpus=0).remote()
+    monitor = HeartbeatMonitor(ray, registry, timeout_s=5.0)
     workers = [ray.remote(Busy).options(num_cpus=0).remote() for _ in range(4)]
     for i, worker in enumerate(workers):
-        beat = watch.add(worker, f"worker {i}")
-        watch.met(worker, ray.get(worker.beat.remote(beat, watch.every_s)))
+        heartbeat = monitor.add(worker, f"worker {i}")
+        monitor.mark_started(worker, ray.get(worker.heartbeat.remote(heartbeat, monitor.every_s)))
     computes, waits, holds, stopped = workers
     results = [computes.compute.remote(12), waits.wait_for_a_lock.remote(12)]
     results += [holds.hold_the_interpreter.remote(30), stopped.wait_for_a_lock.remote(30)]
-    pid = int(watch.name(stopped).split("pid ")[1].rstrip(")"))
+    pid = int(monitor.name(stopped).split("pid ")[1].rstrip(")"))
     os.kill(pid, signal.SIGSTOP)
     found: list[Any] = []
     waiting = list(results)
     while len(found) < 2 or results[0] in waiting or results[1] in waiting:
-        ready, silent = watch.wait(waiting, [w for w in workers if w not in found], limit_s=60)
-        assert ready or silent, "nothing within a minute"
-        found += silent
+        ready, unresponsive = monitor.wait(
+            waiting, [w for w in workers if w not in found], limit_s=60
+        )
+        assert ready or unresponsive, "nothing within a minute"
+        found += unresponsive
         waiting = [ref for ref in waiting if ref not in ready]
-    assert {watch.name(w) for w in found} == {watch.name(w) for w in (holds, stopped)}
+    assert {monitor.name(w) for w in found} == {monitor.name(w) for w in (holds, stopped)}
     for worker in workers:
         ray.kill(worker)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from burnish.config import RLConfig, load_config
-from burnish.config.placement import places_of
+from burnish.config.placement import placement_groups
 from burnish.config.rewards import RemoteReward
 
 ROOT = Path(__file__).parents[2]
@@ -143,9 +143,9 @@ def test_the_kuberay_file_runs_a_recipe_that_exists_with_keys_that_exist() -> No
     (container,) = workers["template"]["spec"]["containers"]
     gpus = workers["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
     cpus = workers["replicas"] * int(container["resources"]["limits"]["cpu"])
-    places = places_of(config)
-    assert sum(p.count * p.gpus for p in places) == gpus == 72
-    assert sum(p.count * p.cpus for p in places) <= cpus
+    placements = placement_groups(config)
+    assert sum(p.count * p.gpus for p in placements) == gpus == 72
+    assert sum(p.count * p.cpus for p in placements) <= cpus
     assert job["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
     volumes = {v["name"]: v for v in workers["template"]["spec"]["volumes"]}
     assert {m["name"] for m in container["volumeMounts"]} == set(volumes)

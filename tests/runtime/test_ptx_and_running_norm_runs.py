@@ -14,8 +14,8 @@ import torch
 import burnish
 from burnish.algorithms.running import RunningMoments
 from burnish.config import JobConfig
-from burnish.loops.objectives import sft_objective
-from burnish.loops.ptx import Ptx, ptx_objective
+from burnish.jobs.objectives import sft_objective
+from burnish.jobs.ptx import Ptx, ptx_objective
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 from burnish.train.torch import TorchTrainEngine

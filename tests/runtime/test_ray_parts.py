@@ -18,21 +18,21 @@ import pytest
 import burnish
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.placement import Places
+from burnish.config.placement import PlacementGroupSpec
 from burnish.config.rollout import LocalEngine
 from burnish.config.sync import DiskSync
 from burnish.config.train import TrainConfig
-from burnish.models.teacher import LessonSpec
+from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime import ray as ray_runtime
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.cluster import start_ray
-from burnish.runtime.errors import never_made
-from burnish.runtime.group import Group
+from burnish.runtime.errors import constructor_error
 from burnish.runtime.ray import RayRuntime, worker_environment
 from burnish.runtime.remote import RemoteRolloutEngine
-from burnish.train.ranks import CollectiveTimeoutError
+from burnish.runtime.worker_group import WorkerGroup
+from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec
 
 ray = pytest.importorskip("ray")
@@ -70,7 +70,7 @@ class Worker:
 class Runtime:
     """In the place of ``RayRuntime``."""
 
-    silence = "hangs"
+    unresponsive_reason = "hangs"
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.config = ClusterConfig(runtime="ray", rollout_workers=2, layout="separate")
@@ -79,7 +79,7 @@ class Runtime:
         self.ended: list[Worker] = []
         self.said: list[str] = []
         self.ray = SimpleNamespace(exceptions=ray.exceptions, get=self._get)
-        self.watch = SimpleNamespace(
+        self.monitor = SimpleNamespace(
             wait=lambda refs, handles, limit_s: (list(refs), []), name=lambda _: "rollout worker"
         )
 
@@ -91,13 +91,13 @@ class Runtime:
     def start_one(self, *_: Any) -> Worker:
         return self.fresh.pop(0)
 
-    def meet(self, _: Any) -> list[Any]:
+    def wait_started(self, _: Any) -> list[Any]:
         return []
 
     def end(self, workers: Any) -> None:
         self.ended += workers
 
-    def spend_restart(self, what: str) -> None:
+    def count_restart(self, what: str) -> None:
         self.said.append(what)
 
 
@@ -126,16 +126,16 @@ def test_a_place_that_is_larger_than_every_node_is_refused_at_once() -> None:
     """16 GPUs of one rollout worker, on two nodes of 8 that have 16 together."""
     nodes = [node(8, 64), node(8, 32), node(16, 64, alive=False)]
     runtime = cast(RayRuntime, SimpleNamespace(ray=SimpleNamespace(nodes=lambda: nodes)))
-    fits = Places(("policy",), 2, cpus=8, gpus=8)
+    fits = PlacementGroupSpec(("policy",), 2, cpus=8, gpus=8)
     RayRuntime._check_nodes(runtime, [fits])
-    wide = Places(("rollout",), 1, cpus=16, gpus=16)
+    wide = PlacementGroupSpec(("rollout",), 1, cpus=16, gpus=16)
     with pytest.raises(ClusterError) as caught:
         RayRuntime._check_nodes(runtime, [fits, wide])
     said = str(caught.value)
     assert "1 x rollout (16 GPUs each) needs 16 GPUs and 16 CPUs of one node" in said
     assert "has 8 GPUs and 32 CPUs or 8 GPUs and 64 CPUs" in said
     assert "tensor_parallel_size" in said
-    many = Places(("policy",), 1, cpus=65, gpus=0)
+    many = PlacementGroupSpec(("policy",), 1, cpus=65, gpus=0)
     with pytest.raises(ClusterError, match="0 GPUs and 65 CPUs of one node"):
         RayRuntime._check_nodes(runtime, [many])
 
@@ -174,17 +174,19 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
 
         return record
 
-    for name in ("Group", "RemoteTrainEngine", "RemoteRolloutEngine", "ray_sync", "timed"):
+    for name in ("WorkerGroup", "RemoteTrainEngine", "RemoteRolloutEngine", "ray_sync", "timed"):
         monkeypatch.setattr(ray_runtime, name, recorder(name))
     runtime = RayRuntime.__new__(RayRuntime)
     runtime.groups, runtime.timeline = [], Timeline()
     runtime.precision = cast(Any, SimpleNamespace(sampler_dtype="fp32"))
     mine, absolute = ModelConfig(path="mine"), str(tmp_path / "mine")
     none = cast(Any, None)
-    lesson = LessonSpec(mine, "fp32", 10, none, none, none)
-    runtime.language_model(EngineSpec("policy", TrainConfig(lr=0.1), mine, lesson=lesson))
-    spec = given["Group"][1]
-    assert (spec.model.path, spec.lesson.teacher.path) == (absolute, absolute)
+    distill_target = DistillTargetSpec(mine, "fp32", 10, none, none, none)
+    runtime.language_model(
+        EngineSpec("policy", TrainConfig(lr=0.1), mine, distill_target=distill_target)
+    )
+    spec = given["WorkerGroup"][1]
+    assert (spec.model.path, spec.distill_target.teacher.path) == (absolute, absolute)
     runtime.standalone_rollout(mine, LocalEngine())
     assert given["RemoteRolloutEngine"][1].path == absolute
     runtime.sync(none, none, DiskSync(kind="disk", folder="weights"))
@@ -246,11 +248,11 @@ def test_a_ray_without_tokens_is_refused() -> None:
 
 def test_an_environment_that_cannot_be_set_up_is_no_death() -> None:
     error = ray.exceptions.RuntimeEnvSetupError("pip found no such package")
-    said = str(never_made(ray, error, "rank 0 of the policy"))
+    said = str(constructor_error(ray, error, "rank 0 of the policy"))
     assert "rank 0 of the policy could not be made" in said
     assert "pip found no such package" in said
-    assert never_made(ray, ray.exceptions.ActorDiedError(), "rank 0 of the policy") is None
-    assert never_made(ray, ValueError("mine"), "rank 0 of the policy") is None
+    assert constructor_error(ray, ray.exceptions.ActorDiedError(), "rank 0 of the policy") is None
+    assert constructor_error(ray, ValueError("mine"), "rank 0 of the policy") is None
 
 
 # ---- ranks that wait for each other in vain ------------------------------------------------------
@@ -270,8 +272,8 @@ def test_ranks_that_do_not_meet_are_named_with_what_each_of_them_waits_in() -> N
             )
         return ref
 
-    group = Group.__new__(Group)
-    group.name, group.workers, group._whole = "policy", [0, 1, 2], True
+    group = WorkerGroup.__new__(WorkerGroup)
+    group.name, group.workers, group._complete = "policy", [0, 1, 2], True
     group.runtime = cast(
         Any,
         SimpleNamespace(
@@ -281,9 +283,9 @@ def test_ranks_that_do_not_meet_are_named_with_what_each_of_them_waits_in() -> N
                 get=get,
                 wait=lambda refs, **_: (refs[:2], refs[2:]),
             ),
-            watch=SimpleNamespace(
+            monitor=SimpleNamespace(
                 wait=lambda refs, workers, limit_s: (["call 1"], []),
-                settle=lambda workers: [],
+                wait_for_heartbeats=lambda workers: [],
                 name=lambda worker: f"rank {worker} of the policy",
                 names=lambda workers: ", ".join(f"rank {w} of the policy" for w in workers),
             ),
@@ -296,4 +298,4 @@ def test_ranks_that_do_not_meet_are_named_with_what_each_of_them_waits_in() -> N
         "ranks in all_gather; rank 1 of the policy waited 600 s for the other ranks in "
         "reduce_scatter; rank 2 of the policy did not come (cluster.collective_timeout_s)"
     )
-    assert not group._whole, "the group is started anew before it is called again"
+    assert not group._complete, "the group is started anew before it is called again"

@@ -13,7 +13,7 @@ import torch
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.placement import places_for
+from burnish.config.placement import placement_groups_for
 from burnish.config.rollout import LocalEngine
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.config.train import TorchEngine, TrainConfig
@@ -21,12 +21,12 @@ from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.base import ClusterError, WorkerLostError
-from burnish.runtime.handover import StoredSync
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.rollout_worker import RolloutWorker
-from burnish.runtime.worker import Sending, TrainWorker
-from burnish.sync.base import NotReadyError, SyncError
-from burnish.sync.stored import HandOver
+from burnish.runtime.weight_sync import ObjectStoreSync
+from burnish.runtime.worker import TrainWorker, TransferOptions
+from burnish.sync.base import InvalidWeightsError, SyncError
+from burnish.sync.stored import WeightSnapshot
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
@@ -34,7 +34,7 @@ from burnish.types import Batch, Stats, rows_to_batch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))
-HOW = Sending(bucket_bytes=16_384, dtype=None, verify=True)  # five buckets or so
+HOW = TransferOptions(bucket_bytes=16_384, dtype=None, verify=True)  # five buckets or so
 REQUESTS = [Request("a", (7, 8, 9), seed=1), Request("b", (10, 11), seed=2)]
 BATCH = rows_to_batch([[7, 8, 9, 10, 11]], [[False] * 2 + [True] * 3], prompt_lens=[2])
 
@@ -53,7 +53,7 @@ def runtime(ray_cluster: Any) -> Iterator[RayRuntime]:
         load_tokenizer(MODEL),
         MODEL,
         config,
-        places=places_for(config, ["policy", "rollout"]),
+        placements=placement_groups_for(config, ["policy", "rollout"]),
         precision=PrecisionConfig(),
         timeline=Timeline(),
     )
@@ -207,37 +207,37 @@ def test_a_dead_rank_is_named_and_the_push_after_its_restart_is_good(
 
 # ---- what is damaged on the way ------------------------------------------------------------------
 
-Parts = tuple[list[bytes], list[Any]]
+Stored = tuple[list[bytes], list[Any]]
 
 
-def corrupt(headers: list[bytes], payloads: list[Any]) -> Parts:
+def corrupt(headers: list[bytes], payloads: list[Any]) -> Stored:
     payloads[1] = payloads[1].copy()
     payloads[1][100] ^= 1
     return headers, payloads
 
 
-def drop(headers: list[bytes], payloads: list[Any]) -> Parts:
+def drop(headers: list[bytes], payloads: list[Any]) -> Stored:
     return headers[:1] + headers[2:], payloads[:1] + payloads[2:]
 
 
-def reorder(headers: list[bytes], payloads: list[Any]) -> Parts:
+def reorder(headers: list[bytes], payloads: list[Any]) -> Stored:
     headers[0], headers[1] = headers[1], headers[0]
     return headers, [payloads[1], payloads[0], *payloads[2:]]
 
 
-def swap_bytes(headers: list[bytes], payloads: list[Any]) -> Parts:
+def swap_bytes(headers: list[bytes], payloads: list[Any]) -> Stored:
     return headers, [payloads[1], payloads[0], *payloads[2:]]
 
 
-def truncate(headers: list[bytes], payloads: list[Any]) -> Parts:
+def truncate(headers: list[bytes], payloads: list[Any]) -> Stored:
     return headers, [payloads[0][:-16], *payloads[1:]]
 
 
-def no_end(headers: list[bytes], payloads: list[Any]) -> Parts:
+def no_end(headers: list[bytes], payloads: list[Any]) -> Stored:
     return [*headers[:-2], headers[-1]], payloads[:-1]
 
 
-def damaged_header(headers: list[bytes], payloads: list[Any]) -> Parts:
+def damaged_header(headers: list[bytes], payloads: list[Any]) -> Stored:
     return [headers[0][:-3] + b"9" + headers[0][-2:], *headers[1:]], payloads
 
 
@@ -253,46 +253,46 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def stored(policy: Any, rollout: Any) -> StoredSync:
-    return StoredSync(policy, rollout, HOW)
+def stored(policy: Any, rollout: Any) -> ObjectStoreSync:
+    return ObjectStoreSync(policy, rollout, HOW)
 
 
-def damaged(kept: HandOver[Any], fault: Any, ray: Any) -> HandOver[Any]:
+def damaged(kept: WeightSnapshot[Any], fault: Any, ray: Any) -> WeightSnapshot[Any]:
     arrays: Sequence[np.ndarray[Any, Any]] = [ray.get(ref) for ref in kept.payloads]
     headers, payloads = fault(list(kept.headers), list(arrays))
-    return HandOver(tuple(headers), tuple(ray.put(p) for p in payloads))
+    return WeightSnapshot(tuple(headers), tuple(ray.put(p) for p in payloads))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_fault_in_the_store_is_caught_and_nothing_is_sampled_until_a_good_push(
-    fault: Any, stored: StoredSync, runtime: RayRuntime, policy: Any, rollout: Any
+    fault: Any, stored: ObjectStoreSync, runtime: RayRuntime, policy: Any, rollout: Any
 ) -> None:
     stored.push()
     step(policy)
-    hand_over = policy.hand_over
+    transfer_weights = policy.transfer_weights
 
-    def tampered(push: int, how: Sending) -> HandOver[Any]:
-        return damaged(hand_over(push, how), fault, runtime.ray)
+    def tampered(push: int, how: TransferOptions) -> WeightSnapshot[Any]:
+        return damaged(transfer_weights(push, how), fault, runtime.ray)
 
-    policy.hand_over = tampered
+    policy.transfer_weights = tampered
     try:
         with pytest.raises(SyncError, match=FAULTS[fault]):
             stored.push()
     finally:
-        del policy.hand_over
-    with pytest.raises(NotReadyError):
+        del policy.transfer_weights
+    with pytest.raises(InvalidWeightsError):
         sample(rollout)
     stored.push()
     in_step(policy, rollout)
 
 
 def test_weights_of_another_model_are_refused(
-    stored: StoredSync, policy: Any, rollout: Any, runtime: RayRuntime
+    stored: ObjectStoreSync, policy: Any, rollout: Any, runtime: RayRuntime
 ) -> None:
     good = dict(policy.weights())
     with pytest.raises(ValueError, match=r"weight model\.norm\.weight is \[3\]"):
         rollout.load_weights(9, (good | {"model.norm.weight": torch.ones(3)}).items())
-    with pytest.raises(NotReadyError):
+    with pytest.raises(InvalidWeightsError):
         sample(rollout)
     stored.push()
     in_step(policy, rollout)
@@ -303,7 +303,7 @@ def test_without_checksums_a_flipped_bit_gets_through(
 ) -> None:
     """So it is the checksum that finds it."""
     how = replace(HOW, verify=False)
-    kept = damaged(policy.hand_over(0, how), corrupt, runtime.ray)
-    rollout.take(kept, verify=False)
+    kept = damaged(policy.transfer_weights(0, how), corrupt, runtime.ray)
+    rollout.receive_snapshot(kept, verify=False)
     assert sample(rollout)
-    StoredSync(policy, rollout, HOW)
+    ObjectStoreSync(policy, rollout, HOW)

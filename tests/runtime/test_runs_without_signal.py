@@ -13,9 +13,9 @@ import torch
 
 import burnish
 from burnish.config import JobConfig, load_config
-from burnish.loops.degenerate import pair_signal, verdict_signal
-from burnish.loops.errors import StoppedError
-from burnish.loops.session import STOPPED_FILE
+from burnish.jobs.degenerate import label_signal, pair_signal
+from burnish.jobs.errors import StoppedError
+from burnish.jobs.session import STOPPED_FILE
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError
 from burnish.types import rows_to_batch
@@ -170,7 +170,7 @@ def test_preferences_without_a_difference_end_the_run(
     assert len(read_metrics(tmp_path / "run")) == 4
 
 
-def test_what_counts_as_a_pair_or_verdict_without_signal() -> None:
+def test_what_counts_as_a_pair_or_label_without_signal() -> None:
     """Rows 2 and 3 are equal; one of two verdicts differs."""
     rows = [[1, 2], [1, 3], [4, 5, 6], [4, 5, 6]]
     masks = [[False] + [True] * (len(row) - 1) for row in rows]
@@ -178,7 +178,7 @@ def test_what_counts_as_a_pair_or_verdict_without_signal() -> None:
     found = pair_signal(batch)
     assert (found.num_units, found.num_empty, found.frac) == (2, 1, 0.5)
     for labels, empty in (([True, False, True, True], 0), ([True] * 4, 1), ([False] * 4, 1)):
-        assert verdict_signal(replace(batch, labels=torch.tensor(labels))).num_empty == empty
+        assert label_signal(replace(batch, labels=torch.tensor(labels))).num_empty == empty
 
 
 def test_an_evaluation_and_a_generation_without_labels_are_warned_of(

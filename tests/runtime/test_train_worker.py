@@ -13,9 +13,9 @@ import torch
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.load import ModelError
-from burnish.runtime.worker import Place, TrainWorker, pack_batch
+from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_batch
 from burnish.train.base import Outputs
-from burnish.train.ranks import Ranks
+from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 
@@ -30,15 +30,17 @@ def nll(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
 
 
 def started(
-    rank: int = 0, *, seed: int = 3, group: str = "policy", team_of: int = 1
+    rank: int = 0, *, seed: int = 3, group: str = "policy", tensor_parallel_size: int = 1
 ) -> TrainWorker:
-    """A rank that computes alone, of a group that has just started. ``team_of``: as if so many
-    ranks were a tensor-parallel team."""
-    worker = TrainWorker(Place(group, rank, 2, "cpu", 1), MODEL, PrecisionConfig())
-    worker.ranks = Ranks()
+    """A rank that computes alone, of a group that has just started. ``tensor_parallel_size``: as if
+    so many ranks were a tensor-parallel team."""
+    worker = TrainWorker(WorkerInfo(group, rank, 2, "cpu", 1), MODEL, PrecisionConfig())
+    worker.ranks = RankGroup()
     spec = EngineSpec("policy", TrainConfig(lr=0.5), MODEL, total_steps=100, seed=seed)
     worker.build(spec, scalar=False, seed=seed)
-    train = spec.train.model_copy(update={"engine": TorchEngine(tensor_parallel_size=team_of)})
+    train = spec.train.model_copy(
+        update={"engine": TorchEngine(tensor_parallel_size=tensor_parallel_size)}
+    )
     worker.engine.spec = replace(worker.engine.spec, train=train)
     return worker
 
@@ -99,7 +101,7 @@ def test_it_goes_on_after_a_checkpoint_in_the_middle(
     assert [step(fresh), step(fresh)] == expected
 
 
-def test_ranks_groups_and_seeds_draw_differently_and_a_tensor_parallel_team_alike(
+def test_ranks_groups_and_seeds_draw_differently_and_a_tensor_parallel_group_alike(
     moved: Callable[..., TrainWorker],
 ) -> None:
     drawn = {
@@ -109,7 +111,11 @@ def test_ranks_groups_and_seeds_draw_differently_and_a_tensor_parallel_team_alik
         "another group": draw(moved(group="reference")),
     }
     assert len(set(drawn.values())) == 4, drawn
-    assert draw(moved(rank=1, team_of=2)) == draw(moved(team_of=2)) == drawn["itself"]
+    assert (
+        draw(moved(rank=1, tensor_parallel_size=2))
+        == draw(moved(tensor_parallel_size=2))
+        == drawn["itself"]
+    )
 
 
 def test_looking_does_not_change_what_is_drawn(moved: Callable[..., TrainWorker]) -> None:
@@ -122,7 +128,7 @@ def test_looking_does_not_change_what_is_drawn(moved: Callable[..., TrainWorker]
 def test_a_tokenizer_that_is_not_there_is_told_when_the_model_is_built(tmp_path: Path) -> None:
     """And not by the constructor: to Ray that would be a death."""
     gone = MODEL.model_copy(update={"tokenizer_path": str(tmp_path / "gone")})
-    worker = TrainWorker(Place("policy", 0, 1, "cpu", 1), gone, PrecisionConfig())
-    worker.ranks = Ranks()
+    worker = TrainWorker(WorkerInfo("policy", 0, 1, "cpu", 1), gone, PrecisionConfig())
+    worker.ranks = RankGroup()
     with pytest.raises(ModelError, match=r"gone does not exist.*check model.tokenizer_path"):
         worker.build(EngineSpec("policy", TrainConfig(lr=0.1), MODEL), scalar=False, seed=0)

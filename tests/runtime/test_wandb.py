@@ -24,7 +24,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 import burnish
 from burnish.config import JobConfig
 from burnish.config.observe import WandbConfig
-from burnish.loops.inputs import check_inputs
+from burnish.jobs.inputs import check_inputs
 from burnish.observe.errors import TrackerError
 from burnish.observe.metrics import read_metrics
 from burnish.observe.tracker import TrackerLimits, TrackerQueue, Trackers
@@ -335,7 +335,7 @@ def test_training_goes_on_to_its_end_with_a_tracker_that_hangs(
     dropped."""
     tracker, limits = Hanging(), TrackerLimits(close_timeout_s=0.05, max_queued_steps=2)
     monkeypatch.setattr(
-        "burnish.loops.session.open_trackers",
+        "burnish.jobs.session.open_trackers",
         lambda _config, run_dir: Trackers([TrackerQueue(tracker, run_dir, limits)]),
     )
     run_dir = burnish.run(supervised("sft")).run_dir

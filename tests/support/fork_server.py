@@ -32,7 +32,7 @@ READ_AT_IMPORT = ("CUDA_", "DS_", "HF_", "KMP_", "LD_", "MKL_", "OMP_", "TORCH",
 PRELOADED = (
     "burnish.runtime.worker",
     "burnish.runtime.rollout_worker",
-    "burnish.loops.run",
+    "burnish.jobs.run",
     "burnish.train.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",

@@ -32,7 +32,7 @@ from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Abort, Bucket, End, LinkError, SyncError
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.collective import CollectiveReceiver, CollectiveSender
-from burnish.sync.connect import Meeting, open_receiver, open_sender
+from burnish.sync.connect import Rendezvous, open_receiver, open_sender
 from burnish.sync.disk import DiskSender
 from burnish.sync.engine import SyncedEngine, WeightSender
 from burnish.sync.ipc import SharedReceiver, SharedSender
@@ -61,7 +61,7 @@ class Context:
     store: Any
     found: dict[str, Any]
 
-    def meet(self, what: str) -> None:
+    def rendezvous(self, what: str) -> None:
         """Wait for the other two."""
         self.store.set(f"meet/{what}/{self.rank}", "1")
         self.store.wait([f"meet/{what}/{r}" for r in range(3)])
@@ -139,8 +139,8 @@ def config(context: Context, kind: str, name: str) -> LinkSync | DiskSync:
 def sender(
     context: Context, kind: str, name: str, engine: Any, dtype: Dtype | None = None
 ) -> WeightSender | DiskSender:
-    meeting = Meeting(context.store, name, num_receivers=2, rank=0)
-    return open_sender(config(context, kind, name), engine, meeting, dtype=dtype)
+    rendezvous = Rendezvous(context.store, name, num_receivers=2, rank=0)
+    return open_sender(config(context, kind, name), engine, rendezvous, dtype=dtype)
 
 
 def receiver(
@@ -148,8 +148,8 @@ def receiver(
 ) -> SyncedEngine:
     expected = {n: tuple(p.shape) for n, p in engine.model.named_parameters()}
     rank = context.rank if receivers == 2 else 1
-    meeting = Meeting(context.store, name, num_receivers=receivers, rank=rank)
-    return open_receiver(config(context, kind, name), engine, meeting, expected=expected)
+    rendezvous = Rendezvous(context.store, name, num_receivers=receivers, rank=rank)
+    return open_receiver(config(context, kind, name), engine, rendezvous, expected=expected)
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -165,14 +165,16 @@ def several_pushes(context: Context, kind: str, dtype: Dtype) -> list[Any]:
             metrics = end.push()
             out.append({"tokens": expected_tokens(engine, dtype), "metrics": metrics})
             train(engine)
-            context.meet(f"{name} {engine.version}")  # a disk keeps two: nobody is left behind
+            context.rendezvous(
+                f"{name} {engine.version}"
+            )  # a disk keeps two: nobody is left behind
     else:
         synced = receiver(context, kind, name, rollout(dtype))
         out.append(tried(lambda: tokens(synced)))
         for version in range(3):
             metrics = synced.receive(version)
             out.append({"tokens": tokens(synced), "metrics": metrics})
-            context.meet(f"{name} {version + 1}")
+            context.rendezvous(f"{name} {version + 1}")
     return out
 
 
@@ -197,7 +199,7 @@ class Faulty:
             self._hurt(bucket, payload)
 
     def _hurt(self, bucket: Bucket, payload: Tensor) -> None:
-        piece = bucket.pieces[-1]
+        entry = bucket.entries[-1]
         if self.fault == "corrupt":
             payload[7] ^= 1
         elif self.fault == "truncate":
@@ -205,10 +207,10 @@ class Faulty:
         elif self.fault == "version":
             bucket = replace(bucket, version=bucket.version + 1)
         elif self.fault in ("name", "shape", "twice"):
-            lie = {"name": "model.extra", "shape": piece.name, "twice": "model.embed_tokens.weight"}
-            shape = (*piece.shape, 1) if self.fault == "shape" else piece.shape
-            last = replace(piece, name=lie[self.fault], shape=shape)
-            bucket = replace(bucket, pieces=(*bucket.pieces[:-1], last))
+            lie = {"name": "model.extra", "shape": entry.name, "twice": "model.embed_tokens.weight"}
+            shape = (*entry.shape, 1) if self.fault == "shape" else entry.shape
+            last = replace(entry, name=lie[self.fault], shape=shape)
+            bucket = replace(bucket, entries=(*bucket.entries[:-1], last))
         if self.fault == "swap":
             self.held = (bucket, payload)
         elif self.fault != "drop":
@@ -242,7 +244,7 @@ def faults(context: Context, kind: str) -> dict[str, Any]:
             first = fault == "corrupt the first"
             end.link = Faulty(good, "corrupt" if first else fault, 0 if first else 3)
             report = {"push": tried(end.push)}
-            context.meet(f"{name} {fault}")
+            context.rendezvous(f"{name} {fault}")
             end.link = good
             report["again"] = tried(end.push)
             out[fault] = report | {"tokens": expected_tokens(engine, "fp32")}
@@ -253,10 +255,10 @@ def faults(context: Context, kind: str) -> dict[str, Any]:
             report = {"receive": tried(lambda v=version: synced.receive(v))}
             report["generate"] = tried(lambda: tokens(synced))
             report["old"] = tried(lambda: tokens(synced.engine))
-            context.meet(f"{name} {fault}")
+            context.rendezvous(f"{name} {fault}")
             report["again"] = tried(lambda v=version: synced.receive(v))
             out[fault] = report | {"tokens": tokens(synced)}
-    context.meet(name)
+    context.rendezvous(name)
     return out
 
 
@@ -272,7 +274,7 @@ def one_receiver(context: Context, kind: str) -> dict[str, Any]:
     else:
         synced = receiver(context, kind, name, rollout())
         link = synced.receiver.link  # type: ignore[attr-defined]
-        take, count = link._take, 0
+        take, count = link._receive, 0
 
         def damaged() -> tuple[bytes, Tensor]:
             nonlocal count
@@ -285,10 +287,10 @@ def one_receiver(context: Context, kind: str) -> dict[str, Any]:
                 header = header.replace(b"bucket", b"bucxet")
             return header, payload
 
-        link._take = damaged
+        link._receive = damaged
         out = {"receive": tried(synced.receive), "generate": tried(lambda: tokens(synced))}
         out |= {"again": tried(synced.receive), "tokens": tokens(synced)}
-    context.meet(name)
+    context.rendezvous(name)
     return out
 
 
@@ -323,7 +325,7 @@ def giving_up(context: Context, kind: str) -> dict[str, Any]:
         synced = receiver(context, kind, name, rollout())
         out["receive"] = tried(synced.receive)
         out["again"] = tried(synced.receive)
-    context.meet(name)
+    context.rendezvous(name)
     return out
 
 
@@ -361,7 +363,7 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
         out["nobody"] = tried(lambda: make_sender(hasty, bucket_bytes=BUCKET) and None)
     elif context.rank == 1:
         out["nobody"] = tried(lambda: make_receiver(hasty) and None)
-    context.meet(f"{name} missing")
+    context.rendezvous(f"{name} missing")
 
     # gloo goes on waiting in the background for as long as its group was told, also at exit
     channel = context.channel(name, timeout_s=10.0)
@@ -369,7 +371,7 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
         link = make_sender(channel, bucket_bytes=BUCKET)
         channel.timeout_s = HASTY
         out["silent sender"] = tried(WeightSender(engine, Silent(link, 2)).push)
-        context.meet(f"{name} 1")
+        context.rendezvous(f"{name} 1")
         out["silent receiver"] = tried(WeightSender(engine, link).push)
     else:
         link = make_receiver(channel)
@@ -377,10 +379,10 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
         synced = SyncedEngine(engine, LinkReceiver(link))
         out["silent sender"] = tried(synced.receive)
         out["generate"] = tried(lambda: tokens(synced))
-        context.meet(f"{name} 1")
+        context.rendezvous(f"{name} 1")
         if context.rank == 1:
             out["silent receiver"] = tried(synced.receive)
-    context.meet(f"{name} 2")
+    context.rendezvous(f"{name} 2")
     link.close()
     out["closed"] = tried(link.buffer if context.rank == 0 else link.receive)
     if context.rank == 0:
@@ -390,7 +392,7 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
         synced = receiver(context, kind, f"{name} again", engine)
         out["again"] = synced.receive()
         out["tokens"] = tokens(synced)
-    context.meet(name)
+    context.rendezvous(name)
     return out
 
 
@@ -418,8 +420,8 @@ def two_trainer_ranks(context: Context, kind: str) -> dict[str, Any]:
             dist.init_process_group("gloo", store=store, rank=context.rank, world_size=2)
         plain = trainer()
         out["tokens"] = expected_tokens(plain, "fp32")
-        meeting = Meeting(context.store, name, num_receivers=1, rank=0)
-        sends = meeting if context.rank == 0 else None
+        rendezvous = Rendezvous(context.store, name, num_receivers=1, rank=0)
+        sends = rendezvous if context.rank == 0 else None
         end = open_sender(config(context, kind, name), Sharded(plain), sends)
         link = end.link
         out["push"] = tried(end.push)
@@ -435,7 +437,7 @@ def two_trainer_ranks(context: Context, kind: str) -> dict[str, Any]:
         out["broken"] = tried(synced.receive)
         out["again"] = tried(synced.receive)
         out["tokens"] = tokens(synced)
-    context.meet(name)
+    context.rendezvous(name)
     return out
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.sync.base import Bucket, End, LinkError, SyncError, decode, encode
-from burnish.sync.buckets import ALIGN, MOST_PIECES, LinkReceiver, pack
+from burnish.sync.buckets import ALIGN, MAX_ENTRIES, LinkReceiver, pack
 from burnish.sync.engine import WeightSender
 
 DTYPES = [
@@ -77,30 +77,30 @@ def test_buckets_hold_their_size_and_only_larger_tensors_are_split(
 ) -> None:
     weights = [(f"w{i}", make(shape, dtype, i)) for i, (shape, dtype) in enumerate(kinds)]
     times = dict.fromkeys((name for name, _ in weights), 0)
-    for pieces, payload in pack(weights, lambda: torch.zeros(16 * size, dtype=torch.uint8)):
-        assert pieces and payload.numel() <= 16 * size
+    for entries, payload in pack(weights, lambda: torch.zeros(16 * size, dtype=torch.uint8)):
+        assert entries and payload.numel() <= 16 * size
         ends = [0]
-        for piece in pieces:
-            times[piece.name] += 1
-            assert piece.offset % ALIGN == 0 and piece.offset >= ends[-1]
-            ends.append(piece.offset + piece.num_bytes)
+        for entry in entries:
+            times[entry.name] += 1
+            assert entry.offset % ALIGN == 0 and entry.offset >= ends[-1]
+            ends.append(entry.offset + entry.num_bytes)
         assert ends[-1] == payload.numel()
     for name, tensor in weights:
         assert times[name] == max(1, -(-tensor.nbytes // (16 * size)))
 
 
 def test_a_header_stays_small() -> None:
-    weights = [(f"w{i}", torch.ones(1)) for i in range(MOST_PIECES + 1)]
+    weights = [(f"w{i}", torch.ones(1)) for i in range(MAX_ENTRIES + 1)]
     buckets = [len(p) for p, _ in pack(weights, lambda: torch.zeros(1 << 20, dtype=torch.uint8))]
-    assert buckets == [MOST_PIECES, 1]
+    assert buckets == [MAX_ENTRIES, 1]
 
 
 def test_floating_point_weights_are_converted_on_the_way_in_and_nothing_else_is() -> None:
     weights = [("w", torch.tensor([1.0, 1 + 2**-10])), ("steps", torch.tensor([2**40]))]
     strided = ("t", torch.arange(6.0).view(2, 3).T)
     buffer = torch.zeros(64, dtype=torch.uint8)
-    ((pieces, payload),) = pack([*weights, strided], lambda: buffer, dtype=torch.bfloat16)
-    assert [(p.dtype, p.num_bytes, p.offset) for p in pieces] == [
+    ((entries, payload),) = pack([*weights, strided], lambda: buffer, dtype=torch.bfloat16)
+    assert [(p.dtype, p.num_bytes, p.offset) for p in entries] == [
         ("bfloat16", 4, 0),
         ("int64", 8, 16),
         ("bfloat16", 12, 32),
@@ -169,9 +169,9 @@ def edit(index: int, **changes: Any) -> Change:
 
 def edit_piece(index: int, number: int, **changes: Any) -> Change:
     def change(messages: list[Any]) -> None:
-        pieces = list(messages[index][0].pieces)
-        pieces[number] = replace(pieces[number], **changes)
-        edit(index, pieces=tuple(pieces))(messages)
+        entries = list(messages[index][0].entries)
+        entries[number] = replace(entries[number], **changes)
+        edit(index, entries=tuple(entries))(messages)
 
     return change
 
@@ -221,7 +221,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_a_hand_over_that_is_not_right_is_refused(
+def test_a_weight_transfer_that_is_not_right_is_refused(
     fault: str, memory_link_type: MakeLink, weights_type: Any
 ) -> None:
     change, told = REFUSED[fault]

@@ -74,7 +74,7 @@ def test_a_receiver_waits_for_a_version_or_for_a_new_one(tmp_path: Path, weights
     assert ours.open(4).version == 4, "told of it"
 
 
-def test_old_hand_overs_are_deleted(tmp_path: Path, weights_type: Any) -> None:
+def test_old_weight_transfers_are_deleted(tmp_path: Path, weights_type: Any) -> None:
     for version in range(4):
         push(tmp_path, weights_type, version, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
@@ -129,7 +129,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_hand_over_is_refused_before_anything_is_given(
+def test_a_damaged_weight_transfer_is_refused_before_anything_is_given(
     what: str, tmp_path: Path, weights_type: Any
 ) -> None:
     push(tmp_path, weights_type, 5)

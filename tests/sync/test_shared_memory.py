@@ -119,15 +119,15 @@ def test_no_room_is_an_error_and_not_a_killed_process(
 
 def test_a_receiver_on_another_machine_is_told_what_to_use() -> None:
     with pytest.raises(SyncError, match=r"not on this machine.*sync\.kind=collective"):
-        ipc._open_ticket({"file": "/dev/shm/burnish-sync-1-gone", "num_bytes": 64})
+        ipc._open_handle({"file": "/dev/shm/burnish-sync-1-gone", "num_bytes": 64})
 
 
 def test_a_rank_that_is_there_twice_and_one_that_cannot_be_are_refused() -> None:
     store = HashStore()
     first = Channel(store, "x", rank=0, num_receivers=0, timeout_s=1)
-    first.meet()
+    first.rendezvous()
     with pytest.raises(SyncError, match=r"the sender of connection 'x' is here already"):
-        Channel(store, "x", rank=0, num_receivers=0, timeout_s=1).meet()
+        Channel(store, "x", rank=0, num_receivers=0, timeout_s=1).rendezvous()
     with pytest.raises(SyncError, match=r"rank 3 is not one of 0 \(the sender\) to 2"):
         Channel(store, "x", rank=3, num_receivers=2, timeout_s=1)
 

@@ -11,30 +11,30 @@ from torch import Tensor
 from burnish.sync.base import LinkError, SyncError, encode
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.engine import messages
-from burnish.sync.stored import HandOver, StoredLink
+from burnish.sync.stored import SnapshotLink, WeightSnapshot
 
 WEIGHTS = {f"w{i}": torch.full((8,), float(i)) for i in range(6)}
 
 
 @pytest.fixture
-def kept() -> HandOver[Any]:
+def kept() -> WeightSnapshot[Any]:
     """Six weights of 32 bytes in three buckets of 64, of version 3."""
     buffer = torch.empty(64, dtype=torch.uint8)
     found = messages(WEIGHTS.items(), lambda: buffer, push=0, version=3)
     pairs = [(encode(message), payload.clone().numpy()) for message, payload in found]
     headers, payloads = zip(*pairs, strict=True)
-    return HandOver(headers, payloads[:-1])
+    return WeightSnapshot(headers, payloads[:-1])
 
 
 def given(headers: Any, payloads: Any) -> dict[str, Tensor]:
-    link = StoredLink()
+    link = SnapshotLink()
     link.fill(headers, payloads)
     incoming = LinkReceiver(link, hold=True).open(3)
     return dict(incoming)
 
 
 def test_it_can_be_given_out_again_and_again_from_memory_that_is_read_only(
-    kept: HandOver[Any],
+    kept: WeightSnapshot[Any],
 ) -> None:
     for array in kept.payloads:
         array.flags.writeable = False
@@ -45,7 +45,7 @@ def test_it_can_be_given_out_again_and_again_from_memory_that_is_read_only(
     assert (kept.end.num_buckets, kept.end.num_tensors, kept.end.num_bytes) == (3, 6, 192)
 
 
-def test_what_is_missing_is_told(kept: HandOver[Any]) -> None:
+def test_what_is_missing_is_told(kept: WeightSnapshot[Any]) -> None:
     with pytest.raises(LinkError, match="after 3 messages, without an end; push again"):
         given(kept.headers[:-1], kept.payloads)
     with pytest.raises(LinkError, match="the bytes of bucket 2 did not come"):
@@ -53,10 +53,10 @@ def test_what_is_missing_is_told(kept: HandOver[Any]) -> None:
     with pytest.raises(SyncError, match="bucket 2 of version 3 came where bucket 1 was due"):
         given((kept.headers[0], *kept.headers[2:]), (kept.payloads[0], kept.payloads[2]))
     with pytest.raises(SyncError, match="has no end"):
-        _ = HandOver(kept.headers[:-1], kept.payloads).end
+        _ = WeightSnapshot(kept.headers[:-1], kept.payloads).end
 
 
-def test_a_flipped_bit_is_found(kept: HandOver[Any]) -> None:
+def test_a_flipped_bit_is_found(kept: WeightSnapshot[Any]) -> None:
     kept.payloads[1][5] ^= 1
     with pytest.raises(SyncError, match="bucket 1 of version 3 is damaged"):
         given(kept.headers, kept.payloads)

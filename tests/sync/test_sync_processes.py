@@ -48,7 +48,7 @@ def test_after_every_push_workers_sample_what_the_trainers_weights_sample(
     trainer, *workers = (found[f"several {kind} {dtype}"] for found in reports)
     assert len({json.dumps(push["tokens"]) for push in trainer}) == 3, "training changed them"
     for worker in workers:
-        assert worker[0]["type"] == "NotReadyError"
+        assert worker[0]["type"] == "InvalidWeightsError"
         assert "no weights have come yet" in worker[0]["error"]
         assert [push["tokens"] for push in worker[1:]] == [push["tokens"] for push in trainer]
     for version, pushes in enumerate(zip(trainer, *(w[1:] for w in workers), strict=True)):
@@ -90,7 +90,7 @@ def test_a_fault_on_the_way_is_caught_and_nothing_is_sampled_until_a_good_push(
     before = sync_processes.FAULTS.index(fault)
     for worker in workers:
         assert TOLD[fault] in worker["receive"]["error"]
-        assert worker["generate"]["type"] == "NotReadyError"
+        assert worker["generate"]["type"] == "InvalidWeightsError"
         assert TOLD[fault] in worker["generate"]["error"]
         if fault == "corrupt the first":  # nothing was written: the old weights are whole
             assert f"before version {before} was touched" in worker["generate"]["error"]
@@ -112,7 +112,7 @@ def test_one_bad_receiver_is_named_and_the_others_have_the_new_weights(
     assert "receiver 0" not in trainer["push"]["error"]
     assert good["generate"]["result"] == trainer["tokens"]
     assert "bucket 2 of version 0 is damaged" in bad["receive"]["error"]
-    assert bad["generate"]["type"] == "NotReadyError"
+    assert bad["generate"]["type"] == "InvalidWeightsError"
     assert bad["tokens"] == good["tokens"] == trainer["tokens"]
 
 
@@ -139,7 +139,7 @@ def test_silence_ends_at_the_time_limit_and_names_who_is_missing(
     for worker in (first, second):
         told = "after 2 buckets of version 0: the sender sent nothing more within 1.5 s"
         assert told in worker["silent sender"]["error"]
-        assert worker["generate"]["type"] == "NotReadyError"
+        assert worker["generate"]["type"] == "InvalidWeightsError"
     assert "sent nothing more within 1.5 s" in first["silent receiver"]["error"]
     assert "receiver 1" in trainer["silent receiver"]["error"]
     assert "within 1.5 s" in trainer["silent receiver"]["error"]

@@ -15,7 +15,7 @@ from burnish.config.rollout import LocalEngine
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
-from burnish.sync.base import Abort, LinkError, NotReadyError, SyncError
+from burnish.sync.base import Abort, InvalidWeightsError, LinkError, SyncError
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.engine import SyncedEngine, WeightSender
 
@@ -71,18 +71,20 @@ def break_bucket(link: Any, index: int) -> None:
     link.sent[index][1][0] ^= 1
 
 
-def test_nothing_is_sampled_before_the_first_hand_over(memory_link_type: Any) -> None:
+def test_nothing_is_sampled_before_the_first_weight_transfer(memory_link_type: Any) -> None:
     synced = SyncedEngine(Recorder(), LinkReceiver(memory_link_type(64)))
-    with pytest.raises(NotReadyError, match=r"no weights have come yet; push and receive again$"):
+    with pytest.raises(
+        InvalidWeightsError, match=r"no weights have come yet; push and receive again$"
+    ):
         sampled(synced)
     with pytest.raises(LinkError, match="nothing more came"):
         synced.receive()
-    with pytest.raises(NotReadyError, match="no weights have come yet"):
+    with pytest.raises(InvalidWeightsError, match="no weights have come yet"):
         sampled(synced)
     assert sampled(SyncedEngine(Recorder(), LinkReceiver(memory_link_type(64)), ready=True))
 
 
-def test_a_good_hand_over_is_sampled_from_under_its_version(ends: Any) -> None:
+def test_a_good_weight_transfer_is_sampled_from_under_its_version(ends: Any) -> None:
     sender, synced, link = ends
     assert sampled(synced) == [3, 3] and synced.version == 3
     assert all(torch.equal(synced.engine.held[n], t) for n, t in WEIGHTS.items())
@@ -105,13 +107,13 @@ def test_damage_in_the_first_bucket_leaves_the_old_weights_whole(ends: Any) -> N
     break_bucket(link, 0)
     with pytest.raises(SyncError, match="bucket 0 of version 3 is damaged"):
         synced.receive()
-    with pytest.raises(NotReadyError, match="before version 3 was touched"):
+    with pytest.raises(InvalidWeightsError, match="before version 3 was touched"):
         sampled(synced)
     assert all(torch.equal(synced.engine.held[n], t) for n, t in WEIGHTS.items())
     assert synced.engine.version == 3
 
 
-def test_damage_after_the_first_weight_needs_a_good_hand_over(ends: Any) -> None:
+def test_damage_after_the_first_weight_needs_a_good_weight_transfer(ends: Any) -> None:
     sender, synced, link = ends
     sender.policy.version = 4
     sender.push()
@@ -119,7 +121,7 @@ def test_damage_after_the_first_weight_needs_a_good_hand_over(ends: Any) -> None
     with pytest.raises(SyncError, match="bucket 1 of version 4 is damaged"):
         synced.receive()
     for _ in range(2):
-        with pytest.raises(NotReadyError, match="two versions are mixed"):
+        with pytest.raises(InvalidWeightsError, match="two versions are mixed"):
             sampled(synced)
         with pytest.raises(LinkError):  # a failure that writes nothing does not make it whole
             synced.receive()
@@ -129,7 +131,7 @@ def test_damage_after_the_first_weight_needs_a_good_hand_over(ends: Any) -> None
     assert sampled(synced) == [4, 4]
 
 
-def test_weights_set_by_hand_are_as_good_as_a_hand_over(ends: Any) -> None:
+def test_weights_set_by_hand_are_as_good_as_a_weight_transfer(ends: Any) -> None:
     sender, synced, link = ends
     sender.push()
     break_bucket(link, 1)
@@ -139,7 +141,7 @@ def test_weights_set_by_hand_are_as_good_as_a_hand_over(ends: Any) -> None:
     assert sampled(synced) == [8, 8]
     with pytest.raises(ValueError, match="refused"):
         synced.load_weights(9, [("w0", WEIGHTS["w0"]), ("refused", WEIGHTS["w1"])])
-    with pytest.raises(NotReadyError, match="two versions are mixed"):
+    with pytest.raises(InvalidWeightsError, match="two versions are mixed"):
         sampled(synced)
 
 
@@ -151,7 +153,7 @@ def test_a_generation_under_way_stops_when_its_weights_are_gone(ends: Any) -> No
     break_bucket(link, 1)
     with pytest.raises(SyncError):
         synced.receive()
-    with pytest.raises(NotReadyError):
+    with pytest.raises(InvalidWeightsError):
         next(running)
 
 
@@ -171,7 +173,7 @@ def test_an_engine_that_refuses_or_stops_early_is_told_on(
     sender.push()
     with pytest.raises(SyncError, match="did not read version 3 to its end"):
         early.receive()
-    with pytest.raises(NotReadyError, match="two versions are mixed"):
+    with pytest.raises(InvalidWeightsError, match="two versions are mixed"):
         sampled(early)
 
 
@@ -187,7 +189,7 @@ def test_an_engine_that_reports_another_version_is_told_on(
     synced = SyncedEngine(Stale(), LinkReceiver(link))
     with pytest.raises(SyncError, match="says version 2 after version 3 was loaded"):
         synced.receive()
-    with pytest.raises(NotReadyError):
+    with pytest.raises(InvalidWeightsError):
         sampled(synced)
 
 

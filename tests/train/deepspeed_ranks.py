@@ -29,7 +29,7 @@ from burnish.models.load import check_support, load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, NonFiniteError, Outputs, TrainEngine
 from burnish.train.deepspeed import DeepSpeedTrainEngine, loading
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import FrozenBase, TorchTrainEngine
 from burnish.types import Batch, Stats
@@ -133,7 +133,7 @@ def spec_of(case: Case, kind: str = "deepspeed") -> EngineSpec:
     )
 
 
-def make(case: Case, ranks: Ranks, kind: str = "deepspeed") -> Any:
+def make(case: Case, ranks: RankGroup, kind: str = "deepspeed") -> Any:
     """An engine; the same start for both kinds (adapters and value heads too)."""
     spec = spec_of(case, kind)
     torch.manual_seed(0)
@@ -153,12 +153,14 @@ def ragged() -> Batch:
 @cache
 def batch_for(case_loss: str) -> Batch:
     """The ragged batch with the columns that the loss reads, made on one rank alone."""
-    engine = make(Case("", 0, case_loss), ALONE, "torch")
+    engine = make(Case("", 0, case_loss), SINGLE, "torch")
     batch: Batch = accumulation.batch_for(case_loss, engine, ragged())
     return batch
 
 
-def run_case(case: Case, ranks: Ranks, kind: str = "deepspeed") -> tuple[dict[str, Tensor], Any]:
+def run_case(
+    case: Case, ranks: RankGroup, kind: str = "deepspeed"
+) -> tuple[dict[str, Tensor], Any]:
     """Five optimizer steps: weights and outputs, and what the steps said."""
     engine, (role, loss) = make(case, ranks, kind), accumulation.LOSSES[case.loss]
     batch = batch_for(case.loss).select(list(range(case.rows)))
@@ -203,7 +205,7 @@ def not_finite(bad: bool) -> Loss:
     return loss
 
 
-def saved(engine: Any, folder: Path, ranks: Ranks) -> dict[str, Tensor]:
+def saved(engine: Any, folder: Path, ranks: RankGroup) -> dict[str, Tensor]:
     """Everything a step moves, as a checkpoint has it."""
     engine.save(folder)
     ranks.any(False)
@@ -226,7 +228,7 @@ PATTERN = [int(c) for c in "0001000011010000001110100000000111111000000"]
 """1: the gradient of rank 1 overflows in that step."""
 
 
-def trace(ranks: Ranks, stage: int, name: str) -> list[float]:
+def trace(ranks: RankGroup, stage: int, name: str) -> list[float]:
     """The loss scale of every step of the pattern."""
     precision = PrecisionConfig(dtype="fp16", initial_scale_power=10, **SCALERS[name])
     engine = make(Case("", stage, precision=precision), ranks)
@@ -240,7 +242,7 @@ def trace(ranks: Ranks, stage: int, name: str) -> list[float]:
     return [*scales, engine.loss_scale]
 
 
-def skips(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
+def skips(ranks: RankGroup, case: Case, folder: Path) -> dict[str, Any]:
     """A clean step, two bad ones of different kinds on the last rank, and a clean one."""
     engine, batch = make(case, ranks), ragged()
     last = ranks.rank == ranks.size - 1
@@ -271,7 +273,7 @@ SKIP_CASES = [
 ]
 
 
-def stops(ranks: Ranks, case: Case, loss: Callable[[bool], Loss], steps: int) -> dict[str, Any]:
+def stops(ranks: RankGroup, case: Case, loss: Callable[[bool], Loss], steps: int) -> dict[str, Any]:
     """Bad steps until the engine says why it stops; it can be used afterwards."""
     engine = make(case, ranks)
     message, at_floor = "went on", False
@@ -287,7 +289,7 @@ def stops(ranks: Ranks, case: Case, loss: Callable[[bool], Loss], steps: int) ->
     return {"message": message, "at_floor": at_floor, "after": after.skipped}
 
 
-def bad_weight(ranks: Ranks) -> dict[str, Any]:
+def bad_weight(ranks: RankGroup) -> dict[str, Any]:
     """A weight that makes one module's output infinite is found through the shards."""
     case = Case("", 3, micro=2, train={"max_consecutive_skips": 1})
     engine = make(case, ranks)
@@ -305,7 +307,7 @@ def bad_weight(ranks: Ranks) -> dict[str, Any]:
     return {"message": "went on"}
 
 
-def nan_parts(ranks: Ranks, folder: Path) -> dict[str, Any]:
+def nan_parts(ranks: RankGroup, folder: Path) -> dict[str, Any]:
     floor = PrecisionConfig(dtype="fp16", initial_scale_power=1, hysteresis=2)
     short = {"max_consecutive_skips": 2}
     return {
@@ -337,7 +339,7 @@ def take_steps(engine: TrainEngine, count: int) -> list[float]:
     return norms
 
 
-def resume(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
+def resume(ranks: RankGroup, case: Case, folder: Path) -> dict[str, Any]:
     """Two steps, save, two more; and a second engine that loads and takes the same two."""
     first, place = make(case, ranks), folder / case.key
     before = first.state_bytes
@@ -361,7 +363,7 @@ def resume(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def go_on(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
+def go_on(ranks: RankGroup, case: Case, folder: Path) -> dict[str, Any]:
     """Load what one rank saved, and take one more step."""
     engine = make(case, ranks)
     engine.load(folder / case.key / "alone")
@@ -412,7 +414,9 @@ class Whole:
         deepspeed.zero.GatheredParameters.__enter__ = self._gather
 
 
-def in_shards(ranks: Ranks, folder: Path, dtype: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def in_shards(
+    ranks: RankGroup, folder: Path, dtype: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A model read from a folder with zero_init, looked at, trained, and saved."""
     model = ModelConfig(path=str(folder / "model"))
     precision = PrecisionConfig(dtype=dtype)  # type: ignore[arg-type]
@@ -431,7 +435,7 @@ def in_shards(ranks: Ranks, folder: Path, dtype: str) -> tuple[dict[str, Tensor]
     return out, {"most": whole.most, "held": held, "total": total, "norms": norms}
 
 
-def frozen(ranks: Ranks) -> dict[str, Tensor]:
+def frozen(ranks: RankGroup) -> dict[str, Tensor]:
     """Engines without an optimizer, in shards and whole."""
     out = {}
     for stage in (0, 3):
@@ -448,7 +452,7 @@ def main(part: str, folder: Path, rank: int) -> None:
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=900)
     )
-    ranks = Ranks(torch.distributed.group.WORLD)
+    ranks = RankGroup(torch.distributed.group.WORLD)
     tensors: dict[str, Tensor] = {}
     found: dict[str, Any] = {}
     if part == "train":

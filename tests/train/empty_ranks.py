@@ -24,18 +24,18 @@ from burnish.algorithms.distill import forward_kl, forward_kl_slope
 from burnish.config.algorithm import AlgorithmConfig, DpoLoss, KtoLoss
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.loops.distill import distill_objective
-from burnish.loops.objectives import policy_objective, process_objective
-from burnish.loops.preference import preference_objective
+from burnish.jobs.distill import distill_objective
+from burnish.jobs.objectives import policy_objective, process_objective
+from burnish.jobs.preference import preference_objective
 from burnish.models.load import load_causal_lm
-from burnish.models.teacher import LessonSpec
+from burnish.models.teacher import DistillTargetSpec
 from burnish.models.value_head import load_scalar_model
 from burnish.runtime.limits import Limits
-from burnish.runtime.worker import Place, TrainWorker, pack_batch
+from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_batch
 from burnish.train.base import Loss, Role
 from burnish.train.deepspeed import DeepSpeedTrainEngine
 from burnish.train.fsdp import torch_engine
-from burnish.train.ranks import CollectiveTimeoutError, Ranks
+from burnish.train.process_group import CollectiveTimeoutError, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch
 
@@ -105,18 +105,20 @@ CASES = [
 ]
 
 
-def make_engine(case: Case, ranks: Ranks) -> Any:
+def make_engine(case: Case, ranks: RankGroup) -> Any:
     """The engine of the case; alone: the plain torch engine. Equal weights at the start."""
     role, model = LOSSES[case.loss][0], MODELS[case.model]
     config = ENGINES["replicas" if ranks.size == 1 else case.engine]
     train = TrainConfig(
         lr=1e-3, adam_eps=1e-6, engine=config, max_tokens_per_micro_batch=case.budget
     )
-    lesson = None
+    distill_target = None
     if case.loss == "distill":
-        lesson = LessonSpec(model, "fp32", 40, forward_kl, forward_kl_slope, forward_kl, 2.0)
+        distill_target = DistillTargetSpec(
+            model, "fp32", 40, forward_kl, forward_kl_slope, forward_kl, 2.0
+        )
     units = None if case.budget else 2 if case.loss in ("kto", "critic") else 1
-    spec = EngineSpec(role, train, model, units, total_steps=10, lesson=lesson)
+    spec = EngineSpec(role, train, model, units, total_steps=10, distill_target=distill_target)
     torch.manual_seed(0)
     scalar = role in ("critic", "reward")
     network: nn.Module = (
@@ -152,7 +154,7 @@ def batch_for(loss: str) -> Batch:
     )
 
 
-def run_case(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+def run_case(case: Case, ranks: RankGroup) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """Weights after the steps, outputs before each of them, and what the steps reported."""
     engine, loss = make_engine(case, ranks), LOSSES[case.loss][1]
     look = engine.values if engine.scalar else engine.logprobs
@@ -168,11 +170,11 @@ def run_case(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], list[dict[str
     return found, reports
 
 
-def wait_in_vain(ranks: Ranks, store: Any) -> str:
+def wait_in_vain(ranks: RankGroup, store: Any) -> str:
     """Rank 0 makes a pass that rank 1 does not make; what it says, on both ranks. (The group cannot
     be used afterwards.)"""
     worker = TrainWorker(
-        Place("policy", ranks.rank, 2, "cpu", 1), MODELS["full"], PrecisionConfig()
+        WorkerInfo("policy", ranks.rank, 2, "cpu", 1), MODELS["full"], PrecisionConfig()
     )
     worker.ranks, worker.limits = ranks, Limits(call_s=60, pass_s=0.5)
     worker.build(EngineSpec("policy", TrainConfig(), MODELS["full"]), scalar=False, seed=0)
@@ -194,7 +196,7 @@ def main(folder: Path, rank: int) -> None:
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=limit
     )
-    ranks = Ranks(torch.distributed.group.WORLD)
+    ranks = RankGroup(torch.distributed.group.WORLD)
     tensors: dict[str, Tensor] = {}
     reports: dict[str, Any] = {}
     for case in CASES:

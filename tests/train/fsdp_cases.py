@@ -19,7 +19,7 @@ from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.train.fsdp import ShardedTrainEngine, torch_engine
-from burnish.train.ranks import Ranks
+from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 
@@ -91,7 +91,7 @@ OPTIONS = [
 
 
 def make_engine(
-    ranks: Ranks, case: Case, *, precision: PrecisionConfig = PrecisionConfig(), **spec: Any
+    ranks: RankGroup, case: Case, *, precision: PrecisionConfig = PrecisionConfig(), **spec: Any
 ) -> TorchTrainEngine:
     """The engine of the case (sharded, if it does not say) where there are ranks, else the plain
     one."""
@@ -133,7 +133,7 @@ def weights(engine: TorchTrainEngine) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in engine.weights()}
 
 
-def run_case(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, float]]:
+def run_case(case: Case, ranks: RankGroup) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Log-probs or values before, weights after five steps, and what the steps said."""
     loss = LOSSES[case.loss][1]
     batch = two_ranks.batch_for(case.loss).select(list(range(case.rows)))

@@ -32,7 +32,7 @@ from burnish.models.tensor_files import TensorFiles
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import NonFiniteError
 from burnish.train.fsdp import ShardedTrainEngine, torch_engine
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import FrozenBase
 from burnish.types import Batch
@@ -60,7 +60,7 @@ make_engine, run_case, steps_of, train = (
 state_hash, PRECISIONS, SPLITS = cases.state_hash, cases.PRECISIONS, cases.SPLITS
 
 
-def overflow(ranks: Ranks, precision: PrecisionConfig) -> dict[str, Any]:
+def overflow(ranks: RankGroup, precision: PrecisionConfig) -> dict[str, Any]:
     """A clean step, one with an infinite entry in the last rank's rows, and a clean one."""
     engine, batch = make_engine(ranks, Case(), precision=precision), two_ranks.ragged()
     assert engine.optimizer is not None
@@ -82,7 +82,7 @@ def overflow(ranks: Ranks, precision: PrecisionConfig) -> dict[str, Any]:
     }
 
 
-def precisions(ranks: Ranks) -> dict[str, Any]:
+def precisions(ranks: RankGroup) -> dict[str, Any]:
     """Losses over 8 steps, formats, and log-probs, of every format."""
     found = {}
     for name, precision in PRECISIONS.items():
@@ -102,7 +102,7 @@ def precisions(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def real_overflow(ranks: Ranks) -> dict[str, Any]:
+def real_overflow(ranks: RankGroup) -> dict[str, Any]:
     """fp16 with a scale that is too high at first: the trace of scales and skips."""
     precision = PrecisionConfig(
         dtype="fp16", initial_scale_power=24, hysteresis=2, loss_scale_window=3
@@ -115,7 +115,7 @@ def real_overflow(ranks: Ranks) -> dict[str, Any]:
     return {"trace": [[s.loss_scale, s.skipped] for s in steps], "version": engine.version}
 
 
-def stop(ranks: Ranks) -> dict[str, Any]:
+def stop(ranks: RankGroup) -> dict[str, Any]:
     """The second bad step in a row ends the run, on all ranks, with one message; a loss that is
     not finite on the last rank, and a weight that is not."""
     messages = {}
@@ -136,7 +136,7 @@ def stop(ranks: Ranks) -> dict[str, Any]:
     return messages
 
 
-def gradient_overflow(ranks: Ranks) -> dict[str, Any]:
+def gradient_overflow(ranks: RankGroup) -> dict[str, Any]:
     """fp16 at the floor of its scale, with a loss so large that gradients are not finite."""
     precision = PrecisionConfig(
         dtype="fp16", initial_scale_power=20, min_loss_scale=2.0**20, hysteresis=1
@@ -156,7 +156,7 @@ def gradient_overflow(ranks: Ranks) -> dict[str, Any]:
     return {"message": "went on"}
 
 
-def uneven(ranks: Ranks) -> dict[str, Any]:
+def uneven(ranks: RankGroup) -> dict[str, Any]:
     """One long row and many short ones under a token budget: passes over no rows."""
     batch: Batch = two_ranks.accumulation.random_groups(
         [(3, [60]), *[(1, [2])] * 20], torch.Generator().manual_seed(6)
@@ -171,7 +171,7 @@ def uneven(ranks: Ranks) -> dict[str, Any]:
     return {"passes": made, "rows": rows, "norm": norm, "logprobs": engine.logprobs(batch).tolist()}
 
 
-def held(ranks: Ranks) -> dict[str, Any]:
+def held(ranks: RankGroup) -> dict[str, Any]:
     """Elements that this rank holds between steps, and the most that were gathered in one."""
     engine = make_engine(ranks, Case(model="untied"))
     train(engine, 1)
@@ -190,7 +190,7 @@ def held(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _held_by_reference(ranks: Ranks) -> dict[str, Any]:
+def _held_by_reference(ranks: RankGroup) -> dict[str, Any]:
     """A reference model: half of it a rank, before a pass and after, and nothing else."""
     engine = make_engine(ranks, Case(), role="reference", trainable=False)
     first = engine.logprobs(two_ranks.ragged())
@@ -225,7 +225,7 @@ def counting_reads() -> Any:
         TensorFiles.read = read  # type: ignore[method-assign]
 
 
-def from_folder(folder: Path, ranks: Ranks, *, lora: bool = False) -> dict[str, Any]:
+def from_folder(folder: Path, ranks: RankGroup, *, lora: bool = False) -> dict[str, Any]:
     """A policy, a critic and a reward model of a folder's weights, each rank reading its own."""
     adapters = LoraConfig(lora_rank=3) if lora else None
     config = ModelConfig(path=str(folder / "model"), lora=adapters)
@@ -260,7 +260,7 @@ def from_folder(folder: Path, ranks: Ranks, *, lora: bool = False) -> dict[str, 
     return found
 
 
-def frozen_base(ranks: Ranks) -> dict[str, Any]:
+def frozen_base(ranks: RankGroup) -> dict[str, Any]:
     """A LoRA policy that is asked as its own reference before anything else."""
     engine = make_engine(ranks, Case(model="lora"))
     base = FrozenBase(engine).logprobs(two_ranks.ragged())
@@ -281,7 +281,7 @@ SAVED: dict[str, Case] = {
 }
 
 
-def save_and_resume(folder: Path, ranks: Ranks) -> dict[str, Any]:
+def save_and_resume(folder: Path, ranks: RankGroup) -> dict[str, Any]:
     """Three steps, saved; then two more here, in a new engine from the checkpoint, and from the
     checkpoint of a rank alone."""
     found: dict[str, Any] = {}
@@ -310,7 +310,7 @@ def save_and_resume(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def save_while_training(folder: Path, ranks: Ranks) -> dict[str, Any]:
+def save_while_training(folder: Path, ranks: RankGroup) -> dict[str, Any]:
     """Two saves that are written while training goes on, beside one that is not."""
     engine = make_engine(ranks, Case(train={"lr": 1e-2}))
     train(engine, 2)
@@ -338,30 +338,30 @@ def save_while_training(folder: Path, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _failing_save(folder: Path, ranks: Ranks, engine: ShardedTrainEngine) -> str:
+def _failing_save(folder: Path, ranks: RankGroup, engine: ShardedTrainEngine) -> str:
     """The last rank cannot write: all ranks are told."""
-    write = tensor_files.write_part
+    write = tensor_files.write_shard_file
 
     def refuse(*arguments: Any) -> Path:
         raise OSError("no space left")
 
     if ranks.rank == ranks.size - 1:
-        tensor_files.write_part = refuse  # type: ignore[assignment]
+        tensor_files.write_shard_file = refuse  # type: ignore[assignment]
     try:
         engine.save(folder / "failed")
     except OSError as error:
         return str(error)
     finally:
-        tensor_files.write_part = write
+        tensor_files.write_shard_file = write
     return "went on"
 
 
-def killed(folder: Path, ranks: Ranks) -> None:
+def killed(folder: Path, ranks: RankGroup) -> None:
     """Every rank is killed after it has written some of its files, while training goes on."""
     engine = make_engine(ranks, Case())
     train(engine, 2)
     engine.save(folder / "good")
-    write = tensor_files.write_part
+    write = tensor_files.write_shard_file
 
     def write_one(*arguments: Any) -> Path:
         path = write(*arguments)
@@ -369,7 +369,7 @@ def killed(folder: Path, ranks: Ranks) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return path
 
-    tensor_files.write_part = write_one
+    tensor_files.write_shard_file = write_one
     assert isinstance(engine, ShardedTrainEngine)
     engine.save_async(folder / "bad")
     while True:
@@ -383,12 +383,12 @@ def prepare(folder: Path) -> None:
     model.save_pretrained(folder / "model", max_shard_size="30KB")
     load_tokenizer(MODELS["untied"]).save_pretrained(folder / "model")
     for name, case in SAVED.items():
-        engine = make_engine(ALONE, case)
+        engine = make_engine(SINGLE, case)
         steps_of(case, engine, 3)
         engine.save(folder / f"alone {name}")
 
 
-OTHERS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+OTHERS: dict[str, Callable[[RankGroup], dict[str, Any]]] = {
     "precisions": precisions,
     "real_overflow": real_overflow,
     "stop": stop,
@@ -405,7 +405,7 @@ def main(folder: Path, rank: int, size: int, *, kill: bool) -> None:
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
-    ranks = Ranks(torch.distributed.group.WORLD)
+    ranks = RankGroup(torch.distributed.group.WORLD)
     if kill:
         killed(folder, ranks)
     tensors: dict[str, Tensor] = {}

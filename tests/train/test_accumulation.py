@@ -18,7 +18,7 @@ from torch import Tensor
 from burnish.config.algorithm import AlgorithmConfig, KlConfig
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.config.train import TrainConfig
-from burnish.loops.objectives import (
+from burnish.jobs.objectives import (
     policy_objective,
     reward_model_objective,
     sft_objective,

@@ -22,7 +22,7 @@ from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.train.deepspeed import DeepSpeedError, check_version
 from burnish.train.loss_scaler import DynamicLossScaler
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.state import write_tensors
 
 SCRIPT = Path(__file__).with_name("deepspeed_ranks.py")
@@ -129,7 +129,7 @@ def largest_gap(own: dict[str, Tensor], expected: dict[str, Tensor], kind: str) 
 def test_five_steps_over_two_ranks_are_those_of_torch_on_one(case: Any, trained: Reports) -> None:
     """Weights, log-probs or values before and after, the base of a LoRA policy, stats, norms and
     learning rates; ragged rows, budgets, a rank without rows."""
-    expected, said = script.run_case(case, ALONE, "torch")
+    expected, said = script.run_case(case, SINGLE, "torch")
     own = trained.case(case.key)
     assert largest_gap(own, expected, "weight") <= WEIGHTS
     assert largest_gap(own, expected, "outputs") <= OUTPUTS
@@ -144,7 +144,7 @@ def test_five_steps_over_two_ranks_are_those_of_torch_on_one(case: Any, trained:
 def test_half_precision_trains_as_torch_does(case: Any, trained: Reports) -> None:
     """Other micro-batches round other sums, so the numbers are near, not equal: bf16 has 8 bits,
     log-probs of size 4 move by hundredths."""
-    expected, said = script.run_case(case, ALONE, "torch")
+    expected, said = script.run_case(case, SINGLE, "torch")
     own = trained.case(case.key)
     assert largest_gap(own, expected, "outputs") <= 2e-2
     for theirs, ours in zip(trained.found[case.key], said, strict=True):
@@ -154,7 +154,7 @@ def test_half_precision_trains_as_torch_does(case: Any, trained: Reports) -> Non
 @two_processes
 def test_a_frozen_model_gives_torchs_logprobs_whole_and_in_shards(trained: Reports) -> None:
     case = script.Case("", 0, model=script.UNTIED)
-    expected = script.make(case, ALONE, "torch").logprobs(script.ragged())
+    expected = script.make(case, SINGLE, "torch").logprobs(script.ragged())
     for stage in (0, 3):
         torch.testing.assert_close(
             trained.tensors[1][f"frozen {stage}"], expected, atol=OUTPUTS, rtol=0
@@ -174,10 +174,10 @@ ALONE_CASES = [
 @pytest.mark.parametrize("case", ALONE_CASES, ids=lambda case: case.key)
 def test_one_rank_steps_as_torch_in_every_format(case: Any, tmp_path: Path) -> None:
     """The same micro-batches in the same formats: fp32 masters as near as fp32 sums allow."""
-    ours, theirs = (script.make(case, ALONE, kind) for kind in ("deepspeed", "torch"))
+    ours, theirs = (script.make(case, SINGLE, kind) for kind in ("deepspeed", "torch"))
     norms = [script.take_steps(engine, 3) for engine in (ours, theirs)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    masters = [script.saved(e, tmp_path / str(i), ALONE) for i, e in enumerate((ours, theirs))]
+    masters = [script.saved(e, tmp_path / str(i), SINGLE) for i, e in enumerate((ours, theirs))]
     # a half weight may round the other way, and its gradient with it
     bound = WEIGHTS if case.precision.dtype == "fp32" else 5e-5
     assert largest_gap(*masters, "master") <= bound
@@ -252,10 +252,10 @@ def test_two_ranks_go_on_bit_by_bit_from_what_two_ranks_saved(case: Any, state: 
 def back(state: Reports, run_part: RunPart) -> Reports:
     """Two ranks saved, one went on and saved, two go on."""
     for case in script.STATE_CASES:
-        engine, place = script.make(case, ALONE), state.folder / case.key
+        engine, place = script.make(case, SINGLE), state.folder / case.key
         engine.load(place / "two")
         assert script.same(
-            script.saved(engine, place / "unchanged", ALONE), tensors_in(place / "two")
+            script.saved(engine, place / "unchanged", SINGLE), tensors_in(place / "two")
         ), "one rank has what two had"
         script.take_steps(engine, 1)
         engine.save(place / "alone")
@@ -282,14 +282,14 @@ def test_two_ranks_one_rank_two_ranks_go_on_as_two_ranks_alone(case: Any, back: 
 @pytest.mark.parametrize("case", script.STATE_CASES, ids=lambda case: case.key)
 def test_a_run_can_change_its_engine_both_ways(case: Any, state: Reports, tmp_path: Path) -> None:
     """What two ranks of DeepSpeed saved, torch takes up; what torch saves then, DeepSpeed does."""
-    place, theirs = state.folder / case.key, script.make(case, ALONE, "torch")
+    place, theirs = state.folder / case.key, script.make(case, SINGLE, "torch")
     theirs.load(place / "two")
-    assert script.same(script.saved(theirs, tmp_path / "a", ALONE), tensors_in(place / "two"))
+    assert script.same(script.saved(theirs, tmp_path / "a", SINGLE), tensors_in(place / "two"))
     script.take_steps(theirs, 1)
-    at_torch = script.saved(theirs, tmp_path / "b", ALONE)
-    ours = script.make(case, ALONE)
+    at_torch = script.saved(theirs, tmp_path / "b", SINGLE)
+    ours = script.make(case, SINGLE)
     ours.load(tmp_path / "b")
-    assert script.same(script.saved(ours, tmp_path / "c", ALONE), at_torch)
+    assert script.same(script.saved(ours, tmp_path / "c", SINGLE), at_torch)
     norms = [script.take_steps(engine, 1) for engine in (ours, theirs)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     weights = [{f"weight {n}": t.detach() for n, t in e.weights()} for e in (ours, theirs)]
@@ -315,7 +315,7 @@ def test_with_zero_init_no_rank_ever_holds_the_whole_model(dtype: str, state: Re
     case = script.Case(
         "", 3, model=ModelConfig(scratch=LOADED), micro=3, precision=PrecisionConfig(dtype=dtype)
     )
-    theirs = script.make(case, ALONE, "torch")
+    theirs = script.make(case, SINGLE, "torch")
     bound = OUTPUTS if dtype == "fp32" else 5e-2
     torch.testing.assert_close(
         own["logprobs"], theirs.logprobs(script.ragged()), atol=bound, rtol=0
@@ -332,7 +332,7 @@ def test_tensors_written_one_by_one_are_read_by_safetensors(tmp_path: Path) -> N
 
 
 def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    engine = script.make(script.Case("", 2), ALONE)
+    engine = script.make(script.Case("", 2), SINGLE)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         engine.save(tmp_path / "file" / "policy")
@@ -360,26 +360,26 @@ def test_the_guard_reads_the_installed_version(monkeypatch: pytest.MonkeyPatch) 
     check_version("0.20.0")
     monkeypatch.setattr(deepspeed, "__version__", "0.16.5")
     with pytest.raises(DeepSpeedError, match=r"DeepSpeed 0\.16\.5"):
-        script.make(script.Case("", 2), ALONE)
+        script.make(script.Case("", 2), SINGLE)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(DeepSpeedError, match=r"pip install 'burnish\[deepspeed\]'"):
-        script.make(script.Case("", 2), ALONE)
+        script.make(script.Case("", 2), SINGLE)
 
 
 def test_nothing_is_compiled_and_deepspeed_is_left_as_it_was() -> None:
-    script.make(script.Case("", 1), ALONE)
+    script.make(script.Case("", 1), SINGLE)
     module = sys.modules["deepspeed.comm.torch"]
     assert sys.modules["deepspeed.comm.comm"].cdb.shm_comm_op is None  # type: ignore[attr-defined]
     assert module.build_shm_op.__module__ == "deepspeed.comm.torch"  # type: ignore[attr-defined]
 
 
 def test_other_ranks_than_the_process_group_has_are_refused() -> None:
-    script.make(script.Case("", 1), ALONE)
+    script.make(script.Case("", 1), SINGLE)
 
-    class Two(Ranks):
+    class Two(RankGroup):
         def __init__(self) -> None:
             super().__init__()
             self.size = 2
@@ -401,11 +401,11 @@ def test_formats_that_a_stage_cannot_keep_to_are_refused(
 ) -> None:
     case = script.Case("", stage, precision=PrecisionConfig(**precision))
     with pytest.raises(DeepSpeedError, match=told):
-        script.make(case, ALONE)
+        script.make(case, SINGLE)
 
 
 def test_an_engine_on_a_cpu_pins_nothing() -> None:
-    engine = script.make(script.Case("", 2, engine={"adam_offload": True}), ALONE)
+    engine = script.make(script.Case("", 2, engine={"adam_offload": True}), SINGLE)
     offload = engine.engine.config["zero_optimization"]["offload_optimizer"]
     assert engine.device.type == "cpu" and offload == {"device": "cpu", "pin_memory": False}
 

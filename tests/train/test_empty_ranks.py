@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from burnish.train.ranks import ALONE
+from burnish.train.process_group import SINGLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -52,7 +52,7 @@ def test_steps_without_rows_on_a_rank_are_those_of_one_rank(loss: str, reports: 
     cases = [case for case in script.CASES if case.loss == loss]
     assert len(cases) >= len(script.ENGINES)
     for case in cases:
-        expected, reported = script.run_case(case, ALONE)
+        expected, reported = script.run_case(case, SINGLE)
         for rank in range(2):
             for name, tensor in expected.items():
                 error = float((tensors[rank][f"{case.key}|{name}"] - tensor).abs().max())
@@ -65,7 +65,7 @@ def test_steps_without_rows_on_a_rank_are_those_of_one_rank(loss: str, reports: 
 
 def test_every_case_moves_the_weights(reports: Reports) -> None:
     for case in script.CASES:
-        start = dict(script.make_engine(case, ALONE).weights())
+        start = dict(script.make_engine(case, SINGLE).weights())
         name = "model.layers.1.mlp.down_proj.weight"
         moved = (reports[0][0][f"{case.key}|weight {name}"] - start[name]).abs().max()
         if case.model == "lora":  # B starts at 0, and its first step does not reach all layers

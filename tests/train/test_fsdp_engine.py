@@ -24,7 +24,7 @@ from burnish.config import SFTConfig
 from burnish.config.train import TorchEngine
 from burnish.models.tensor_files import TensorFiles, tensor_sets
 from burnish.train.fsdp import torch_engine
-from burnish.train.ranks import ALONE
+from burnish.train.process_group import SINGLE
 from burnish.train.torch import TorchTrainEngine
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def one(tmp_path_factory: pytest.TempPathFactory, start: Callable[[Path, int], R
 
 def assert_as_alone(case: Any, reports: Reports) -> None:
     """Weights after five steps, outputs before them and stats are those of the plain engine."""
-    expected, said = fsdp.run_case(case, ALONE)
+    expected, said = fsdp.run_case(case, SINGLE)
     names = {n.removeprefix(f"{case.key}|") for n in reports.tensors[0] if f"{case.key}|" in n}
     assert names == expected.keys(), "all weights, under the same names"
     for name, tensor in expected.items():
@@ -127,7 +127,7 @@ def test_one_rank_with_a_process_group_is_one_rank(one: Reports) -> None:
 
 
 def test_without_a_process_group_the_plain_engine_is_made() -> None:
-    engine = fsdp.make_engine(ALONE, fsdp.Case())
+    engine = fsdp.make_engine(SINGLE, fsdp.Case())
     assert type(engine) is TorchTrainEngine and engine.spec.train.engine.sharding == "full"
     model = fsdp.load_causal_lm(fsdp.MODELS["tied"])
     assert type(torch_engine(model, engine.spec)) is TorchTrainEngine
@@ -146,7 +146,7 @@ def test_a_rank_holds_half_of_everything_and_nothing_twice(two: Reports) -> None
 
 
 def test_a_frozen_model_is_sharded_as_well(two: Reports) -> None:
-    expected = fsdp.make_engine(ALONE, fsdp.Case()).logprobs(fsdp.two_ranks.ragged()).tolist()
+    expected = fsdp.make_engine(SINGLE, fsdp.Case()).logprobs(fsdp.two_ranks.ragged()).tolist()
     for own in (found["held"]["frozen"] for found in two.found):
         assert own["same"] and own["logprobs"] == pytest.approx(expected, abs=OUTPUTS)
         assert abs(own["own"] / own["whole"] - 0.5) < 0.01
@@ -179,7 +179,7 @@ def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(precision: str, two
 
 def test_the_trace_of_loss_scales_is_that_of_one_rank(two: Reports) -> None:
     """From 2^24 down until the gradient fits, and up again; skips among them."""
-    found, alone = two.same("real_overflow"), fsdp.real_overflow(ALONE)
+    found, alone = two.same("real_overflow"), fsdp.real_overflow(SINGLE)
     assert found == alone
     assert any(skipped for _, skipped in found["trace"]) and found["version"] > 3
 
@@ -200,7 +200,7 @@ def test_a_gradient_that_overflows_at_the_floor_is_named(two: Reports) -> None:
 
 def test_ranks_with_different_loads_make_as_many_passes(two: Reports) -> None:
     """Rank 0 has one long row and four passes over nothing; two calls and a step."""
-    alone = fsdp.uneven(ALONE)
+    alone = fsdp.uneven(SINGLE)
     for found in two.found:
         own = found["uneven"]
         assert own["passes"] == 10 and own["rows"] == [21, 21]
@@ -209,7 +209,7 @@ def test_ranks_with_different_loads_make_as_many_passes(two: Reports) -> None:
 
 
 def test_a_lora_policy_that_was_its_own_reference_first_trains_on(two: Reports) -> None:
-    found, alone = two.same("frozen_base"), fsdp.frozen_base(ALONE)
+    found, alone = two.same("frozen_base"), fsdp.frozen_base(SINGLE)
     for name in ("base", "norms", "again", "tuned"):
         # norms of three steps, log-probs of size 4
         assert found[name] == pytest.approx(alone[name], abs=1e-5), name
@@ -225,7 +225,7 @@ def test_a_rank_reads_its_own_rows_of_a_folder_only(key: str, two: Reports) -> N
     assert first["empty"] == first["whole"] - new_head
     assert first["read"] + second["read"] == first["empty"]
     assert abs(first["read"] / first["empty"] - 0.5) < 0.01
-    alone = fsdp.from_folder(two.folder, ALONE)[key]
+    alone = fsdp.from_folder(two.folder, SINGLE)[key]
     bound = OUTPUTS if "fp32" in key else 0.05  # bf16: other micro-batches, other roundings
     assert first["outputs"] == pytest.approx(alone["outputs"], abs=bound)
     assert first["norms"] == pytest.approx(alone["norms"], rel=1e-5 if "fp32" in key else 0.02)
@@ -248,11 +248,11 @@ def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(name: str, two: Re
     was never interrupted."""
     found, case = two.same("resumed")[name], fsdp.SAVED[name]
     assert found["same"] and found["version"] == 3
-    whole = fsdp.make_engine(ALONE, case)
+    whole = fsdp.make_engine(SINGLE, case)
     expected = fsdp.steps_of(case, whole, 7)
     assert found["norms"] == pytest.approx(expected[3:5], rel=1e-5)
     assert found["from_alone"] == pytest.approx(expected[3:5], rel=1e-5)
-    resumed = fsdp.make_engine(ALONE, case)
+    resumed = fsdp.make_engine(SINGLE, case)
     resumed.load(two.folder / f"saved {name}")
     assert fsdp.steps_of(case, resumed, 2) == pytest.approx(expected[3:5], rel=1e-5)
     resumed.load(two.folder / f"again {name}")  # 1 -> 2 -> 1
@@ -290,7 +290,7 @@ def test_a_sharded_checkpoint_is_exported(name: str, two: Reports, tmp_path: Pat
     shutil.copytree(two.folder / f"again {name}", step / role)
     write_manifest(step, extra={})
     out = export(step, tmp_path / "out", model=role)
-    engine = fsdp.make_engine(ALONE, case)
+    engine = fsdp.make_engine(SINGLE, case)
     engine.load(two.folder / f"again {name}")
     auto: Any = AutoModelForSequenceClassification if role == "critic" else AutoModelForCausalLM
     found = dict(auto.from_pretrained(out).named_parameters())
@@ -317,7 +317,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(two: Reports) -> None:
     assert "could not be written: rank 1: OSError: no space left" in said
     assert not (two.folder / "failed" / "engine.json").exists()
     with pytest.raises(ValueError, match="holds no policy"):
-        fsdp.make_engine(ALONE, fsdp.Case()).load(two.folder / "failed")
+        fsdp.make_engine(SINGLE, fsdp.Case()).load(two.folder / "failed")
 
 
 def test_a_run_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(
@@ -328,7 +328,7 @@ def test_a_run_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(
     assert -9 in codes and 0 not in codes
     assert list(tmp_path.glob("killed*")) and list((tmp_path / "bad").glob("*.safetensors"))
     assert not (tmp_path / "bad" / "engine.json").exists()
-    engine = fsdp.make_engine(ALONE, fsdp.Case())
+    engine = fsdp.make_engine(SINGLE, fsdp.Case())
     with pytest.raises(ValueError, match="holds no policy"):
         engine.load(tmp_path / "bad")
     engine.load(tmp_path / "good")

@@ -15,7 +15,7 @@ from burnish.observe.timeline import Timeline
 from burnish.runtime import inline
 from burnish.runtime.inline import InlineRuntime
 from burnish.train.engines import load_device
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 
 GPU, CPU = torch.device("cuda:1"), torch.device("cpu")
@@ -31,7 +31,7 @@ class TwoRanks:
         return 2
 
 
-SHARDED = Ranks(TwoRanks())  # type: ignore[arg-type]
+SHARDED = RankGroup(TwoRanks())  # type: ignore[arg-type]
 OFFLOADED = TorchEngine(sharding="full", cpu_offload=True)
 
 
@@ -48,10 +48,10 @@ def test_masters_that_live_on_the_host_never_cross_the_gpu(tiny_config: ModelCon
 
 def test_others_are_loaded_where_they_compute(tiny_config: ModelConfig) -> None:
     plain = spec_of(TorchEngine(), tiny_config)
-    assert load_device(plain, GPU, SHARDED) == load_device(plain, GPU, ALONE) == GPU
-    assert load_device(spec_of(OFFLOADED, tiny_config), GPU, ALONE) == GPU, "nothing is cut"
+    assert load_device(plain, GPU, SHARDED) == load_device(plain, GPU, SINGLE) == GPU
+    assert load_device(spec_of(OFFLOADED, tiny_config), GPU, SINGLE) == GPU, "nothing is cut"
     frozen = spec_of(DeepSpeedEngine(), tiny_config, trainable=False)
-    assert load_device(frozen, GPU, ALONE) == GPU
+    assert load_device(frozen, GPU, SINGLE) == GPU
 
 
 @pytest.mark.parametrize("kind", ["language", "scalar"])

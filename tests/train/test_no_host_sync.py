@@ -36,8 +36,8 @@ from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from burnish.config.model import ModelConfig
 from burnish.config.train import TrainConfig
-from burnish.loops.distill import distill_objective
-from burnish.loops.objectives import (
+from burnish.jobs.distill import distill_objective
+from burnish.jobs.objectives import (
     policy_objective,
     process_objective,
     reward_model_objective,
@@ -45,8 +45,8 @@ from burnish.loops.objectives import (
     value_objective,
     with_expert_balance,
 )
-from burnish.loops.preference import preference_objective
-from burnish.models.distill import Lesson
+from burnish.jobs.preference import preference_objective
+from burnish.models.distill import DistillTarget
 from burnish.models.load import choose_attention
 from burnish.models.logprobs import Head
 from burnish.models.value_head import ScalarModel
@@ -223,7 +223,7 @@ def test_a_student_does_not_wait_for_the_device(kind: str) -> None:
     teacher = Head(torch.randn(50, 24, device=META), chunk_tokens=7)
     divergence, slope = (partial(x[kind], **options) for x in (DIVERGENCES, SLOPES))
     engine = engine_of("llama")
-    engine.forward.lesson = Lesson(teacher, divergence, slope, forward_kl)
+    engine.forward.distill_target = DistillTarget(teacher, divergence, slope, forward_kl)
     batch = batch_of(teacher_states=lambda b: torch.randn(b.tokens.numel(), 24))
     passes_without_waiting(engine, batch, distill_objective(temperature=1.0, nll_weight=0.5))
 

@@ -11,7 +11,7 @@ import torch
 
 from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.oom import is_out_of_memory
-from burnish.train.oom import SmallerPasses
+from burnish.train.oom import MicroBatchBackoff
 from burnish.types import Batch
 
 FULL = "[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes."
@@ -135,7 +135,7 @@ def test_rows_that_stay_together_are_never_cut(ragged_batch: Batch) -> None:
     from dataclasses import replace
 
     pairs = replace(ragged_batch, rows_per_unit=2)
-    smaller = SmallerPasses(
+    smaller = MicroBatchBackoff(
         TrainConfig(train_batch_size=4, on_oom="retry_smaller"), "shared_prefix"
     )
     smaller.most_tokens = 1

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.types import Stats
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_step_over_two_ranks_has_the_gradient_of_one(
     for case in two_ranks.CASES:
         if (case.loss, case.layout) != (loss, layout):
             continue
-        expected, stats = two_ranks.run_case(case, ALONE)
+        expected, stats = two_ranks.run_case(case, SINGLE)
         names = {name.partition("|")[2] for name in reports.tensors[0] if case.key in name}
         assert names == expected.keys(), "the same parameters have a gradient"
         assert max(float(expected[n].abs().max()) for n in names - {"outputs"}) > 1e-3
@@ -144,7 +144,7 @@ def test_sums_over_ranks_are_the_same_on_both_for_every_shape_and_bucket(
 def test_what_is_true_on_one_rank_is_known_on_both(reports: Reports) -> None:
     found = reports.same("exchange")
     assert found["any"] == [False, True, True]
-    assert found["any_each"] == [False, True, True]
+    assert found["any_across"] == [False, True, True]
     assert found["gathered"] == ["rank 0", "rank 1"]
 
 
@@ -163,10 +163,10 @@ def test_stats_with_other_names_on_another_rank_are_refused_on_both(reports: Rep
 
 def test_one_rank_alone_has_nothing_to_do() -> None:
     tensors, stats = [torch.ones(2)], Stats(sums={"n": torch.tensor(1.0)})
-    alone = Ranks()
-    alone.sum_(tensors)
+    alone = RankGroup()
+    alone.all_reduce_(tensors)
     assert tensors[0].tolist() == [1, 1] and alone.sum_stats(stats) is stats
     assert (alone.rank, alone.size) == (0, 1)
     assert alone.any(torch.tensor(True)) and not alone.any(False)
-    assert alone.any_each([True, False]) == [True, False]
+    assert alone.any_across([True, False]) == [True, False]
     assert alone.gather("x") == ["x"]

@@ -30,7 +30,7 @@ from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, NonFiniteError, Outputs
 from burnish.train.batching import split_over_ranks
-from burnish.train.ranks import ALONE, Ranks
+from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats
@@ -77,7 +77,7 @@ CASES = [
 
 
 def make_engine(  # house: ok what an engine can vary in
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     role: Any = "policy",
     micro: int | None = None,
@@ -100,12 +100,12 @@ def ragged() -> Batch:
 @cache
 def batch_for(loss: str) -> Batch:
     """The ragged batch with the columns that the loss reads, made on one rank alone."""
-    engine = make_engine(ALONE, role=accumulation.LOSSES[loss][0])
+    engine = make_engine(SINGLE, role=accumulation.LOSSES[loss][0])
     batch: Batch = accumulation.batch_for(loss, engine, ragged())
     return batch
 
 
-def run_case(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, float]]:
+def run_case(case: Case, ranks: RankGroup) -> tuple[dict[str, Tensor], dict[str, float]]:
     """One optimizer step. With beta1 = 0 Adam's first moment is the gradient it was given."""
     role, loss = accumulation.LOSSES[case.loss]
     batch = batch_for(case.loss).select(list(range(case.rows)))
@@ -146,7 +146,7 @@ PRECISIONS = {
 }
 
 
-def overflow(ranks: Ranks, precision: PrecisionConfig) -> dict[str, Any]:
+def overflow(ranks: RankGroup, precision: PrecisionConfig) -> dict[str, Any]:
     """A clean step, one with an infinite entry in the last rank's gradient, and a clean one."""
     engine, batch = make_engine(ranks, precision=precision), ragged()
     assert engine.optimizer is not None
@@ -169,7 +169,7 @@ def overflow(ranks: Ranks, precision: PrecisionConfig) -> dict[str, Any]:
     }
 
 
-def not_finite_on(ranks: Ranks, rank: int) -> Loss:
+def not_finite_on(ranks: RankGroup, rank: int) -> Loss:
     """A loss that is not a number on one rank, and whose gradient is finite."""
 
     def loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
@@ -179,7 +179,7 @@ def not_finite_on(ranks: Ranks, rank: int) -> Loss:
     return loss
 
 
-def bad_loss(ranks: Ranks) -> dict[str, Any]:
+def bad_loss(ranks: RankGroup) -> dict[str, Any]:
     engine = make_engine(ranks)
     before = state_hash(engine)
     engine.forward_backward(ragged(), not_finite_on(ranks, 1))
@@ -191,7 +191,7 @@ def bad_loss(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def stop(ranks: Ranks) -> dict[str, Any]:
+def stop(ranks: RankGroup) -> dict[str, Any]:
     """The second bad step in a row ends the run, on both ranks, with one message."""
     engine = make_engine(ranks, max_consecutive_skips=2)
     for _ in range(2):
@@ -203,7 +203,7 @@ def stop(ranks: Ranks) -> dict[str, Any]:
     return {"message": "went on"}
 
 
-def uneven(ranks: Ranks) -> dict[str, Any]:
+def uneven(ranks: RankGroup) -> dict[str, Any]:
     """One long row and many short ones under a token budget, two steps."""
     batch: Batch = accumulation.random_groups(
         [(3, [60]), *[(1, [2])] * 20], torch.Generator().manual_seed(6)
@@ -225,9 +225,9 @@ def uneven(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def exchange(ranks: Ranks) -> dict[str, Any]:
+def exchange(ranks: RankGroup) -> dict[str, Any]:
     """What ranks say to each other, on tensors that fill several buckets."""
-    small = Ranks(torch.distributed.group.WORLD, bucket_bytes=64)
+    small = RankGroup(torch.distributed.group.WORLD, bucket_bytes=64)
     own = ranks.rank + 1.0
     tensors = [
         torch.full((3,), own),
@@ -238,7 +238,7 @@ def exchange(ranks: Ranks) -> dict[str, Any]:
         torch.full((10,), own),
         torch.full((0,), own),
     ]
-    small.sum_(tensors)
+    small.all_reduce_(tensors)
     stats = Stats(
         means={"frac": (3.0 * own, 10)}, maxima={"most": torch.tensor(own)}, sums={"n": own}
     )
@@ -251,7 +251,7 @@ def exchange(ranks: Ranks) -> dict[str, Any]:
     return {
         "sums": [t.tolist() for t in tensors],
         "any": [ranks.any(f) for f in (False, ranks.rank == 1, torch.tensor(ranks.rank == 0))],
-        "any_each": ranks.any_each([False, ranks.rank == 0, ranks.rank == 1]),
+        "any_across": ranks.any_across([False, ranks.rank == 0, ranks.rank == 1]),
         "gathered": ranks.gather(f"rank {ranks.rank}"),
         "stats": {**summed.floats(), "frac_den": summed.means["frac"][1]},
         "empty": ranks.sum_stats(stats if ranks.rank == 0 else Stats()).floats(),
@@ -259,7 +259,7 @@ def exchange(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def save(ranks: Ranks) -> dict[str, Any]:
+def save(ranks: RankGroup) -> dict[str, Any]:
     """All ranks save a checkpoint, one that cannot be written, and one with a bad weight."""
     engine = make_engine(ranks)
     engine.forward_backward(ragged(), nll)
@@ -290,7 +290,7 @@ def save(ranks: Ranks) -> dict[str, Any]:
     return {"there": there, "version": loaded.version, "messages": messages, "written": written}
 
 
-OTHERS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+OTHERS: dict[str, Callable[[RankGroup], dict[str, Any]]] = {
     "save": save,
     "bad_loss": bad_loss,
     "stop": stop,
@@ -305,7 +305,7 @@ def main(folder: Path, rank: int) -> None:
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    ranks = Ranks(torch.distributed.group.WORLD)
+    ranks = RankGroup(torch.distributed.group.WORLD)
     tensors: dict[str, Tensor] = {}
     found: dict[str, Any] = {"cases": {}}
     for case in CASES:

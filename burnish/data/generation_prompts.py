@@ -1,0 +1,184 @@
+"""Prompts as batch inference (job generate) needs them: what the model reads, and what a row of the
+output says about it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.data import PromptDataConfig
+from burnish.config.generate import ConditionConfig
+from burnish.data.encoded import EncodedTable
+from burnish.data.messages import as_messages
+from burnish.data.prompts import PromptEncoder, check_label_key
+from burnish.data.rows import prompt_column
+from burnish.data.sources import DataError, Row
+from burnish.data.stream import RowRef
+from burnish.types import Prompt
+
+Content = str | list[dict[str, Any]]
+"""A prompt as data: text, or chat messages."""
+
+OWN_COLUMNS = frozenset(
+    {
+        *("prompt_id", "sample", "prompt", "response", "finish_reason", "reward", "rewards"),
+        *("prompt_tokens", "response_tokens", "label", "margin"),
+        *(f"{side}{what}" for side in ("chosen", "rejected") for what in ("", "_tokens")),
+        *(f"{side}_{what}" for side in ("chosen", "rejected") for what in ("reward", "rewards")),
+        *(f"{side}_finish_reason" for side in ("chosen", "rejected")),
+        "messages",
+    }
+)
+"""What rows of the output call their own, in any mode. ``messages`` is none of them: where a row
+has it, SFT learns from it and not from ``prompt`` and ``response``."""
+
+
+@dataclass(frozen=True)
+class GenerationPrompt:
+    """One prompt.
+
+    Example: a row ``{"q": "1+1", "label": "2", "level": 3}`` with ``prompt_key: q`` and
+    ``apply_chat_template``::
+
+        Question(Prompt("data:0@0", ...), content=[{"role": "user", "content": "1+1"}],
+                 unconditioned=<the same>, label="2", columns={"level": 3})
+    """
+
+    prompt: Prompt
+    """What the engine and the rewards get."""
+    content: Content
+    """The same as data: a job that reads it needs no template and no system prompt to get the same
+    tokens."""
+    unconditioned: Content
+    """``content`` without a reward stated in it."""
+    label: Any
+    has_label: bool
+    columns: Mapping[str, Any]
+    """The row's other columns, but those in OWN_COLUMNS."""
+
+
+class GenerationPrompts:
+    """All prompts of a recipe, in file order, read again whenever they are asked for."""
+
+    def __init__(
+        self,
+        config: PromptDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        limit: int | None = None,
+        condition: ConditionConfig | None = None,
+        one_form: bool = False,
+    ) -> None:
+        """``one_form``: texts or messages, not both (a column of a Parquet file has one type).
+
+        Raises DataError for every prompt that cannot be used, in one message.
+        """
+        encoder = _GenerationPromptEncoder(config, tokenizer, condition)
+        self._table = EncodedTable(config, encoder, limit=limit)
+        check_label_key(config, self._table.sources)
+        if one_form and len(encoder.forms) > 1:
+            raise DataError(
+                "some prompts are texts and others messages, and a column of a Parquet file holds "
+                "one of the two; set apply_chat_template: true to make messages of all, or an "
+                "output that ends in .jsonl"
+            )
+        self.digest = encoder.digest.hexdigest()
+        """Of all prompts, their tokens, labels and other columns: a resumed run must have the
+        same."""
+        self.left_out = sorted(encoder.left_out)
+        """Columns of the data that rows of the output have no place for."""
+        encoder.scanned = True
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def dropped(self) -> int:
+        """Prompts over the length limit, left out."""
+        return self._table.dropped
+
+    def take(self, first: int, count: int) -> list[GenerationPrompt]:
+        """Prompts ``first`` to ``first + count``, fewer at the end."""
+        return self._table.take(first, count)
+
+
+def with_reward(content: Content, template: str, reward: float) -> Content:
+    """A prompt that states a reward: ``template`` filled with the reward and the text, or the
+    content of the last user message.
+
+    Raises DataError where there is no such message, or its content is no text.
+    """
+    if isinstance(content, str):
+        return template.format(prompt=content, reward=reward)
+    asked = [i for i, message in enumerate(content) if message["role"] == "user"]
+    if not asked or not isinstance(content[asked[-1]].get("content"), str):
+        raise DataError(
+            "condition.template goes around the text of the last user message, and the prompt has "
+            f"none (roles: {', '.join(m['role'] for m in content)}); leave such rows out"
+        )
+    last = content[asked[-1]]
+    stated = template.format(prompt=last["content"], reward=reward)
+    return [*content[: asked[-1]], {**last, "content": stated}, *content[asked[-1] + 1 :]]
+
+
+class _GenerationPromptEncoder:
+    unit = "prompt"
+    limit_name = "prompt_max_len"
+
+    def __init__(
+        self,
+        config: PromptDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        condition: ConditionConfig | None,
+    ) -> None:
+        self.limit = config.prompt_max_len
+        self.digest = hashlib.sha256()
+        self.left_out: set[str] = set()
+        self.forms: set[bool] = set()
+        self.scanned = False
+        self._config, self._condition = config, condition
+        self._of_text = PromptEncoder(config, tokenizer)
+        whole = config.model_copy(update={"system_prompt": None, "apply_chat_template": False})
+        self._of_messages = PromptEncoder(whole, tokenizer)
+
+    def encode(self, row: Row, ref: RowRef) -> GenerationPrompt:
+        config, condition = self._config, self._condition
+        given = prompt_column(row, config.prompt_key, config.prompt_template)
+        plain = isinstance(given, str) and not config.apply_chat_template
+        content = given if plain else as_messages(given, system_prompt=config.system_prompt)
+        unconditioned = content
+        if condition is not None:  # also where only the rows will be: said before any is sampled
+            stated = with_reward(content, condition.template, condition.wanted_reward or 0.0)
+            content = stated if condition.wanted_reward is not None else content
+        encoder = self._of_text if plain else self._of_messages
+        prompt = encoder.with_content(row, ref, content)
+        columns = self._columns(row.values)
+        if not self.scanned:
+            self.forms.add(plain)
+            told = f"{prompt.id} {prompt.token_ids} {prompt.label!r} {columns!r}\n"
+            self.digest.update(told.encode(errors="replace"))
+        return GenerationPrompt(
+            prompt,
+            content=content,
+            unconditioned=unconditioned,
+            label=prompt.label,
+            has_label=config.label_key in row.values,
+            columns=columns,
+        )
+
+    def length(self, item: GenerationPrompt) -> int:
+        return len(item.prompt.token_ids)
+
+    def cut(self, item: GenerationPrompt) -> GenerationPrompt | None:
+        raise NotImplementedError("overlong: truncate_left is refused when the recipe is read")
+
+    def _columns(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        used = {self._config.prompt_key, self._config.label_key}
+        other: Sequence[str] = [key for key in values if key not in used]
+        if not self.scanned:
+            self.left_out |= OWN_COLUMNS & set(other)
+        return {key: values[key] for key in other if key not in OWN_COLUMNS}

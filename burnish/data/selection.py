@@ -1,0 +1,197 @@
+"""From scored groups to rows of data (job generate): all responses, the best, the best over the
+worst, or each with its reward stated in the prompt. Pure functions; every row left out is counted.
+
+A row's ``prompt`` is what the model read. So, as they stand, ``prompt`` and ``response`` are SFT
+data, and ``prompt``, ``chosen``, ``rejected`` and ``margin`` data for ``preference`` and ``rm``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.generate import (
+    AllSamples,
+    BestOfN,
+    BestWorstPairs,
+    GenerateMode,
+    RewardConditioned,
+)
+from burnish.data.chat import response_text
+from burnish.data.generation_prompts import Content, GenerationPrompt, with_reward
+from burnish.types import ROUNDING, Group, Sample, all_equal
+
+DataRow = dict[str, Any]
+
+DROPS: Mapping[str, str] = {
+    "prompts_overlong": "prompts longer than data.prompt_max_len (data.overlong=drop)",
+    "prompts_reward_failed": "prompts on which a reward failed (on_reward_failure.then=drop_group)",
+    "samples_truncated": "responses that were cut at generate_max_len (mode.keep_truncated)",
+    "prompts_truncated": "prompts with too few responses that were not cut",
+    "prompts_below_min_reward": "prompts whose best response is below mode.min_reward",
+    "prompts_equal_rewards": "prompts whose responses all have the same reward",
+    "prompts_same_text": "prompts whose best and worst response are the same text",
+    "prompts_below_min_margin": "prompts whose two rewards differ by less than mode.min_margin",
+}
+"""Everything that is left out, in words. ``prompts_...`` count prompts, each at most once;
+``samples_...`` count responses."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows, and what was measured and left out on the way to them."""
+
+    rows: tuple[DataRow, ...] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Counts by the names in DROPS; those above 0."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Over the rows: ``kept_reward`` (best_of_n), ``margin`` (pairs)."""
+
+
+def select(
+    mode: GenerateMode,
+    groups: Sequence[Group],
+    generation_prompts: Mapping[str, GenerationPrompt],
+    *,
+    template: str = "",
+    with_tokens: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Selection:
+    """Return the rows of ``groups`` in their order. ``generation_prompts`` by prompt id;
+    ``template`` states the reward (mode conditioned). With ``tokenizer`` the text of a response is
+    what its ids add behind the prompt; decoded alone (``Sample.text``) it can lack its first space.
+
+    Example: one prompt, rewards 0, 1, 1, 0.5: ``all`` gives 4 rows, ``best_of_n`` the second
+    response, ``pairs`` the second over the first with margin 1.
+    """
+    writer = _Writer(generation_prompts, template, with_tokens, tokenizer)
+    rows: list[DataRow] = []
+    dropped: Counter[str] = Counter()
+    for group in groups:
+        samples = group.samples
+        if not isinstance(mode, AllSamples) and not mode.keep_truncated:
+            samples = tuple(s for s in samples if s.finish_reason == "stop")
+            dropped["samples_truncated"] += len(group.samples) - len(samples)
+        if isinstance(mode, AllSamples):
+            rows += [writer.response(s) for s in samples]
+        elif isinstance(mode, RewardConditioned):
+            rows += [writer.reward_conditioned(s) for s in samples]
+        elif isinstance(mode, BestOfN):
+            found = best(samples, min_reward=mode.min_reward)
+            if isinstance(found, str):
+                dropped[found] += 1
+            else:
+                rows.append(writer.response(found))
+        else:
+            pair = best_and_worst(samples, min_margin=mode.min_margin)
+            if isinstance(pair, str):
+                dropped[pair] += 1
+            else:
+                rows.append(writer.pair(*pair))
+    return Selection(tuple(rows), {k: n for k, n in dropped.items() if n}, _sums(mode, rows))
+
+
+def best(samples: Sequence[Sample], *, min_reward: float | None = None) -> Sample | str:
+    """The sample with the highest reward, the first of equals; or why there is none (a name in
+    DROPS)."""
+    if not samples:
+        return "prompts_truncated"
+    found = max(samples, key=lambda s: s.reward)
+    if min_reward is not None and found.reward < min_reward - ROUNDING:
+        return "prompts_below_min_reward"
+    return found
+
+
+def best_and_worst(
+    samples: Sequence[Sample], *, min_margin: float = 0.0
+) -> tuple[Sample, Sample] | str:
+    """The samples with the highest and the lowest reward, each the first of equals; or why there is
+    no pair (a name in DROPS)."""
+    if len(samples) < 2:
+        return "prompts_truncated"
+    high, low = max(samples, key=lambda s: s.reward), min(samples, key=lambda s: s.reward)
+    margin = high.reward - low.reward
+    if all_equal((high.reward, low.reward)):
+        return "prompts_equal_rewards"
+    if high.text == low.text:
+        return "prompts_same_text"
+    if margin < min_margin - ROUNDING:
+        return "prompts_below_min_margin"
+    return high, low
+
+
+def _sums(mode: GenerateMode, rows: Sequence[DataRow]) -> dict[str, float]:
+    if isinstance(mode, BestOfN):
+        return {"kept_reward": sum(row["reward"] for row in rows)}
+    if isinstance(mode, BestWorstPairs):
+        return {"margin": sum(row["margin"] for row in rows)}
+    return {}
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Samples to rows. Columns of the data come last."""
+
+    generation_prompts: Mapping[str, GenerationPrompt]
+    template: str
+    with_tokens: bool
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def response(self, sample: Sample) -> DataRow:
+        """One response to its prompt."""
+        return self._row(sample, self.generation_prompts[sample.prompt_id].content)
+
+    def reward_conditioned(self, sample: Sample) -> DataRow:
+        """One response to its prompt, which states the reward that it got."""
+        own = self.generation_prompts[sample.prompt_id].unconditioned
+        return self._row(sample, with_reward(own, self.template, sample.reward), tokens=False)
+
+    def pair(self, chosen: Sample, rejected: Sample) -> DataRow:
+        """One response over another."""
+        generation_prompt = self.generation_prompts[chosen.prompt_id]
+        row: DataRow = {
+            "prompt_id": chosen.prompt_id,
+            "prompt": generation_prompt.content,
+            "chosen": self._text(chosen),
+            "rejected": self._text(rejected),
+            "margin": chosen.reward - rejected.reward,
+        }
+        for side, sample in (("chosen", chosen), ("rejected", rejected)):
+            row[f"{side}_reward"] = sample.reward
+            row[f"{side}_rewards"] = dict(sample.reward_parts)
+            row[f"{side}_finish_reason"] = sample.finish_reason
+        if self.with_tokens:
+            row["prompt_tokens"] = list(chosen.prompt_ids)
+            row["chosen_tokens"] = list(chosen.response_ids)
+            row["rejected_tokens"] = list(rejected.response_ids)
+        return row | _of_the_data(generation_prompt)
+
+    def _text(self, sample: Sample) -> str:
+        if self.tokenizer is None:
+            return sample.text
+        return response_text(self.tokenizer, sample.prompt_ids, sample.response_ids)
+
+    def _row(self, sample: Sample, prompt: Content, *, tokens: bool = True) -> DataRow:
+        """``tokens``: whether the sample's prompt tokens are those of ``prompt``."""
+        row: DataRow = {
+            "prompt_id": sample.prompt_id,
+            "sample": int(sample.sample_id.rpartition("/")[2]),
+            "prompt": prompt,
+            "response": self._text(sample),
+            "finish_reason": sample.finish_reason,
+        }
+        if sample.reward_parts:
+            row |= {"reward": sample.reward, "rewards": dict(sample.reward_parts)}
+        if self.with_tokens:
+            row |= {"prompt_tokens": list(sample.prompt_ids)} if tokens else {}
+            row["response_tokens"] = list(sample.response_ids)
+        return row | _of_the_data(self.generation_prompts[sample.prompt_id])
+
+
+def _of_the_data(generation_prompt: GenerationPrompt) -> DataRow:
+    label = {"label": generation_prompt.label} if generation_prompt.has_label else {}
+    return label | dict(generation_prompt.columns)

@@ -1,0 +1,214 @@
+"""Steps from which nothing can be learned: equal rewards in every group, a reward that needs labels
+and gets none, pairs of one response twice, verdicts of one class.
+
+Each step is measured as ``train/no_signal_frac``, the share of its units (groups, pairs, or the
+whole step) without signal. :class:`SignalWatch` counts the steps, warns once with the cause, and
+stops the run after ``train.max_steps_without_signal`` of them in a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from burnish.config.algorithm import (
+    AlgorithmConfig,
+    GroupAdvantage,
+    OnPolicyDistillAdvantage,
+)
+from burnish.jobs.errors import StoppedError
+from burnish.rewards.base import RewardSet
+from burnish.types import Batch, Group, Prompt, all_equal
+
+log = logging.getLogger("burnish")
+
+Metrics = dict[str, float]
+
+_WARN_AFTER = 10
+"""Steps in a row: a single step without signal is no finding."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The units of one step."""
+
+    num_units: int
+    num_empty: int
+    """Units without signal."""
+    what: str = ""
+    """Of what an empty unit is, in the plural: ``pairs with the same response twice``."""
+    why: str = ""
+    """What may be the cause, and what to do."""
+    at_once: bool = False
+    """A single empty unit is an error of the data, and worth the warning."""
+
+    @property
+    def frac(self) -> float:
+        return self.num_empty / max(1, self.num_units)
+
+
+class SignalWatch:
+    """Counts the steps of one run that teach nothing."""
+
+    def __init__(self, limit: int | None) -> None:
+        """``limit``: steps in a row after which the run stops; None: never."""
+        self._limit = limit
+        self._streak = self._steps = self._seen = self._units = 0
+        self._last = Finding(0, 0)
+        self._said = self._said_labels = False
+
+    def see(self, finding: Finding) -> Metrics:
+        """Count a step. Returns its metric."""
+        self._seen += 1
+        self._units += finding.num_empty
+        if finding.num_empty:
+            self._last = finding
+        if finding.frac < 1.0:
+            self._streak = 0
+        else:
+            self._steps, self._streak = self._steps + 1, self._streak + 1
+        soon = _WARN_AFTER if self._limit is None else min(_WARN_AFTER, self._limit)
+        if not self._said and (self._streak >= soon or (finding.at_once and finding.num_empty)):
+            self._said = True
+            stops = "" if self._limit is None else f"; the run stops after {self._limit} in a row"
+            log.warning(
+                "%s; steps without any signal so far: %d%s (train.max_steps_without_signal; said "
+                "once, and measured as train/no_signal_frac)",
+                *(self._told(finding), self._steps, stops),
+            )
+        return {"train/no_signal_frac": finding.frac}
+
+    def look_for_labels(self, prompts: Sequence[Prompt], rewards: RewardSet) -> None:
+        """Warn once if rewards take a label and none of a step's prompts has one."""
+        if not self._said_labels:
+            self._said_labels = warn_without_labels(prompts, rewards)
+
+    def checked(self, metrics: Metrics) -> Metrics:
+        """Return ``metrics``. Raises StoppedError with them once too many steps in a row taught
+        nothing."""
+        if self._limit is None or self._streak < self._limit:
+            return metrics
+        raise StoppedError(
+            f"{self._streak} steps in a row gave nothing to learn from "
+            f"(train.max_steps_without_signal={self._limit}): {self._told(self._last)}",
+            metrics,
+        )
+
+    def log_total(self) -> None:
+        """Log how many steps taught nothing, if that was worth a warning."""
+        if self._said:
+            log.warning(
+                "%d of %d steps of this run gave nothing to learn from (in total %d %s)",
+                *(self._steps, self._seen, self._units, self._last.what),
+            )
+
+    def _told(self, finding: Finding) -> str:
+        return f"{finding.num_empty} of {finding.num_units} {finding.what}: {finding.why}"
+
+
+# ---- what a step has -----------------------------------------------------------------------------
+
+
+def reward_signal(
+    groups: Sequence[Group], config: AlgorithmConfig, rewards: RewardSet
+) -> Finding | None:
+    """Groups whose rewards are equal, as the update sees them (fp32). Advantages without a group
+    baseline compare the whole step. None if nothing is learned from rewards."""
+    advantage = config.advantage
+    if isinstance(advantage, OnPolicyDistillAdvantage):
+        return None
+    own = [[sample.reward for sample in group.samples] for group in groups if group.samples]
+    by_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
+    units = own if by_group else [[reward for unit in own for reward in unit]]
+    # A single sample is compared with nothing: its return is the signal.
+    empty = [unit for unit in units if len(unit) > 1 and _equal_in_fp32(unit)]
+    what = "groups whose rewards are all equal" if by_group else "steps whose rewards are all equal"
+    if not empty:
+        return Finding(len(units), 0, what)
+    return Finding(len(units), len(empty), what, _why_equal(empty, groups, rewards))
+
+
+def _equal_in_fp32(rewards: Sequence[float]) -> bool:
+    return all_equal(rewards) or len(set(np.asarray(rewards, np.float32).tolist())) == 1
+
+
+def _why_equal(
+    empty: Sequence[Sequence[float]], groups: Sequence[Group], rewards: RewardSet
+) -> str:
+    takers = without_labels([group.prompt for group in groups], rewards)
+    if takers:
+        return _no_labels(takers)
+    if not all(map(all_equal, empty)):
+        return (
+            "rewards differ by less than fp32 resolves (such as 1e9 and 1e9 + 1); subtract a "
+            "constant in the reward, or scale it down"
+        )
+    if len(groups) > 1 and all(len({s.text for s in g.samples}) == 1 for g in groups):
+        return "the responses of each group are the same text; raise rollout.temperature"
+    values = sorted({unit[0] for unit in empty})
+    if len(values) == 1:
+        return (
+            f"every response in them has the reward {values[0]:g}; look at the samples: the reward "
+            "does not find the answer, or the prompts are far too hard or too easy"
+        )
+    return (
+        "each prompt's responses have the same reward; the prompts are too hard or too easy "
+        "(rollout.dynamic_sampling leaves such groups out), or the reward ignores the response"
+    )
+
+
+def pair_signal(batch: Batch) -> Finding:
+    """Pairs whose chosen and rejected rows are the same tokens. Rows 2i and 2i + 1 are a pair."""
+    rows = [batch.tokens[a:b] for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)]
+    same = sum(torch.equal(a, b) for a, b in zip(rows[0::2], rows[1::2], strict=True))
+    return Finding(
+        len(rows) // 2,
+        same,
+        "pairs with the same response twice",
+        "chosen and rejected are equal, so nothing tells them apart; drop such rows, or correct "
+        "chosen_key and rejected_key",
+        at_once=True,
+    )
+
+
+def label_signal(batch: Batch) -> Finding:
+    """Whether all responses of the step have one verdict."""
+    assert batch.labels is not None
+    liked = batch.labels.float().mean().item()
+    one_class = liked in (0.0, 1.0)
+    return Finding(
+        1,
+        int(one_class),
+        f"steps in which every response was {'liked' if liked else 'not liked'}",
+        "kto compares responses that were liked with those that were not; give data with both "
+        "verdicts, mixed (data.shuffle), or use burnish sft on the liked ones",
+    )
+
+
+# ---- labels --------------------------------------------------------------------------------------
+
+
+def without_labels(prompts: Iterable[Prompt], rewards: RewardSet) -> tuple[str, ...]:
+    """Names of the rewards that take a label, if none of ``prompts`` has one."""
+    takers = rewards.label_takers
+    return takers if takers and all(prompt.label is None for prompt in prompts) else ()
+
+
+def warn_without_labels(prompts: Sequence[Prompt], rewards: RewardSet) -> bool:
+    """Warn if rewards take a label and none of ``prompts`` has one. Returns whether it did."""
+    takers = without_labels(prompts, rewards)
+    if takers and prompts:
+        log.warning("none of %d prompts has a label: %s", len(prompts), _no_labels(takers))
+    return bool(takers and prompts)
+
+
+def _no_labels(takers: Sequence[str]) -> str:
+    names = ", ".join(map(repr, takers))
+    return (
+        f"reward {names} takes the label and gets None; set data.label_key to the column with the "
+        "answers, or fill that column"
+    )

@@ -1,0 +1,146 @@
+"""Distillation: a student learns a teacher's distribution over every next token of given rows. The
+loop is ``supervised.py``'s; here are the loss, what a batch needs before it, and the teacher, who
+also judges what a policy samples (``algorithm.advantage: on_policy_distill``).
+
+Teacher and student are engines of their own, wherever they are. What goes from one to the other
+are the teacher's last hidden states, and the student's engine has a copy of its output projection:
+so the distributions themselves, a vocabulary wide, are made where they are compared, some tokens
+at a time (``models/distill.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from burnish.algorithms.distill import distill_loss
+from burnish.algorithms.reduce import reduce
+from burnish.config.model import ModelConfig
+from burnish.config.teacher import TeacherConfig
+from burnish.data.sources import DataError
+from burnish.models.teacher import by_id, shared_vocabulary
+from burnish.runtime.base import Runtime
+from burnish.tensors import masked_sum
+from burnish.train.base import Loss, Outputs, TrainEngine
+from burnish.train.spec import EngineSpec
+from burnish.types import Batch, Stats
+
+UNKNOWN_LOGPROB = -30.0
+"""Log-prob in nats, about 1e-13, of a token that the teacher does not have. (It has none, and no
+finite advantage would follow from that.)"""
+
+
+class Teacher:
+    """A teacher's engine, and which of the student's tokens it can read."""
+
+    def __init__(
+        self, engine: TrainEngine, vocabulary: int, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """``vocabulary``: it reads the first so many. ``tokenizer``: the student's."""
+        self.engine, self.vocabulary, self.tokenizer = engine, vocabulary, tokenizer
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with the teacher's hidden states. Raises DataError for a token that it does
+        not have."""
+        unknown = batch.tokens >= self.vocabulary
+        if bool(unknown.any()):
+            token = int(batch.tokens[unknown][0])
+            text = by_id(self.tokenizer).get(token, "no token of the tokenizer")
+            raise DataError(
+                f"a row has token {token} ({text!r}), which the teacher does not have: it and the "
+                f"student share {self.vocabulary} tokens; leave such rows out, or use another "
+                "teacher"
+            )
+        return replace(batch, teacher_states=self.engine.states(batch))
+
+    def add_teacher_logprobs(self, batch: Batch) -> Batch:
+        """The batch with the teacher's log-probs of its action tokens. Tokens that it does not have
+        get :data:`UNKNOWN_LOGPROB`, and are read as the first of the vocabulary."""
+        unknown = batch.tokens >= self.vocabulary
+        read = replace(batch, tokens=batch.tokens.masked_fill(unknown, 0))
+        logprobs = self.engine.logprobs(read)
+        logprobs = logprobs.masked_fill(unknown & batch.action_mask, UNKNOWN_LOGPROB)
+        return replace(batch, teacher_logprobs=logprobs)
+
+
+def make_teacher(
+    config: TeacherConfig, student: ModelConfig, spec: EngineSpec, runtime: Runtime
+) -> Teacher:
+    """``spec``: the student's, whose batches and engine the teacher takes over. Raises ModelError
+    where the two models have different tokens."""
+    vocabulary = shared_vocabulary(student, config.model, runtime.tokenizer)
+    own = replace(
+        spec,
+        role="teacher",
+        train=spec.train.model_copy(update={"moe_aux_loss_coef": 0.0}),
+        model=config.model,
+        dtype=config.dtype,
+        trainable=False,
+        with_entropy=False,
+        distill_target=None,
+    )
+    spans = {"logprobs": "teacher", "states": "teacher"}
+    return Teacher(runtime.language_model(own, spans), vocabulary, runtime.tokenizer)
+
+
+def distill_objective(*, temperature: float, nll_weight: float) -> Loss:
+    """Divergence mixed with the negative log-likelihood, mean over all action tokens of the
+    step."""
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        assert outputs.logprobs is not None and outputs.divergence is not None
+        assert outputs.teacher_kl is not None and outputs.agreement is not None
+        per_token = distill_loss(
+            outputs.divergence, outputs.logprobs, temperature=temperature, nll_weight=nll_weight
+        )
+        loss = reduce(
+            per_token,
+            batch.action_mask,
+            aggregation="token_mean",
+            num_tokens=batch.num_tokens,
+            num_sequences=batch.num_sequences,
+            row_ids=batch.row_ids,
+        )
+        measured = {
+            "divergence": outputs.divergence,
+            "teacher_kl": outputs.teacher_kl,
+            "nll": -outputs.logprobs,
+            "agreement": outputs.agreement,
+        }
+        mask, count = batch.action_mask, batch.action_mask.sum()
+        means = {name: (masked_sum(v.detach(), mask), count) for name, v in measured.items()}
+        return loss, Stats(means=means, sums={"loss": loss.detach()})
+
+    return objective
+
+
+def measure_distill(
+    loss: Loss, teacher: Teacher, *, rows_at_once: int
+) -> Callable[[TrainEngine, Batch], Stats]:
+    """What evaluation measures: loss and stats of the held-out rows, ``rows_at_once`` at a time, as
+    the teacher's states take memory."""
+
+    def measure(engine: TrainEngine, batch: Batch) -> Stats:
+        stats = Stats()
+        for begin in range(0, batch.num_rows, rows_at_once):
+            rows = range(begin, min(begin + rows_at_once, batch.num_rows))
+            stats = stats + engine.measure(teacher.prepare(batch.select(rows)), loss)
+        return stats
+
+    return measure
+
+
+def teacher_stats(batch: Batch) -> dict[str, float]:
+    """How far what a policy sampled is from what its teacher would say: ``train/teacher_kl``, the
+    mean of log p - log q over action tokens, an estimate of KL(policy || teacher) in nats per
+    token; ``train/teacher_logprob``. Nothing without a teacher."""
+    if batch.teacher_logprobs is None or batch.old_logprobs is None:
+        return {}
+    mask, count = batch.action_mask, max(1, int(batch.action_mask.sum()))
+    teacher, own = (
+        float(masked_sum(x, mask)) / count for x in (batch.teacher_logprobs, batch.old_logprobs)
+    )
+    return {"train/teacher_kl": own - teacher, "train/teacher_logprob": teacher}

@@ -1,0 +1,86 @@
+"""Whether and how the models of a job run, from their configs alone, before anything is loaded.
+
+Reads a kept result without importing torch where there is one (``models/family.py``), so that a dry
+run stays quick.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from burnish.config.jobs import JobConfig
+from burnish.config.model import ModelConfig
+from burnish.config.parallelism import models_of
+from burnish.config.rollout import LocalEngine
+from burnish.models.family import DecodingSupport, ModelSupport, keep, key_of, recall
+
+
+def check_families(config: JobConfig, *, download: bool) -> list[str]:
+    """Return one sentence for each model of the job whose config can be read: how it runs.
+
+    ``download``: a config that is not on this machine may be asked of the hub. Raises ModelError if
+    a model cannot be trained, or the local engine cannot sample from it.
+    """
+    sentences = []
+    for model in models_of(config):
+        if model.scratch is not None:  # a Llama, whose layouts the tests hold
+            continue
+        sampled = model == config.model and _samples_locally(config)
+        found = find_support(model, sampled=sampled, download=download)
+        if found is None:
+            continue
+        support, decoding = found
+        name = model.path or "model"
+        if support.refusal or (decoding is not None and decoding.decoding is None):
+            from burnish.models.load import ModelError
+
+            if support.refusal:
+                raise ModelError(support.refusal_of(name))
+            assert decoding is not None
+            raise ModelError(f"{name}: {decoding.sentence()}; use rollout.engine.kind=vllm")
+        sentences.append(f"{name}: {support.sentence()}")
+        if decoding is not None and decoding.decoding != "batched":
+            sentences.append(f"{name}: {decoding.sentence()}; rollout.engine.kind=vllm is faster")
+    return sentences
+
+
+def find_support(
+    model: ModelConfig, *, sampled: bool, download: bool
+) -> tuple[ModelSupport, DecodingSupport | None] | None:
+    """Return how a model runs and, if ``sampled``, how the local engine samples from it; None if
+    its config cannot be read without its weights, or not at all (loading it says why)."""
+    content = _content(model)
+    keys = [key_of(kind, "config", content) for kind in (ModelSupport, DecodingSupport)]
+    support = recall(ModelSupport, keys[0]) if content else None
+    decoding = recall(DecodingSupport, keys[1]) if content and sampled else None
+    if support is None or (sampled and decoding is None and not support.refusal):
+        from burnish.jobs.parallelism import config_of
+        from burnish.models.support import model_support
+        from burnish.rollout.decoding import decoding_support
+
+        found = config_of(model, download=download)
+        if found is None:
+            return None
+        support = model_support(found, trust=model.trust_remote_code)
+        decoding = None
+        if sampled and not support.refusal:
+            decoding = decoding_support(found, trust=model.trust_remote_code)
+        for key, result in zip(keys, (support, decoding), strict=True):
+            if content and result is not None and not result.refusal:
+                keep(key, result)
+    return support, decoding
+
+
+def _content(model: ModelConfig) -> list[bytes]:
+    """What the answer depends on, of a folder without code of its own; else nothing."""
+    file = Path(model.path or "") / "config.json"
+    if model.trust_remote_code or model.gguf_file or not file.is_file():
+        return []
+    return [hashlib.sha256(file.read_bytes()).digest()]
+
+
+def _samples_locally(config: JobConfig) -> bool:
+    own = vars(config)
+    engine = vars(own.get("rollout", config)).get("engine")
+    return isinstance(engine, LocalEngine)

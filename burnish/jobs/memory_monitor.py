@@ -1,0 +1,76 @@
+"""Memory of a run while it runs: peaks by phase into the metrics, the plan beside them into the run
+folder, and the report of a run that ran out of memory."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from burnish.checkpoint import CheckpointStore
+from burnish.config.jobs import JobConfig
+from burnish.observe.files import write_text
+from burnish.observe.peaks import MemoryPeak, PhasePeaks, peak_metrics
+from burnish.plan.memory_plan import Plan
+from burnish.plan.oom import Failure, RunOutOfMemoryError, oom_text
+from burnish.plan.plan_vs_actual import (
+    MEMORY_FILE,
+    MEMORY_JSON,
+    MeasuredPeak,
+    PlanVsActual,
+    plan_vs_actual,
+    plan_vs_actual_text,
+    to_json,
+)
+from burnish.runtime.base import Runtime
+
+OOM_FILE = "oom.txt"
+
+
+class MemoryMonitor:
+    """Of one run."""
+
+    def __init__(self, config: JobConfig, run_dir: Path, plan: Plan | None) -> None:
+        self.config, self.run_dir, self.plan = config, run_dir, plan
+        self.peaks = PhasePeaks()
+        """Of this process; the run's timeline gets it."""
+        self.runtime: Runtime | None = None
+        """Who asks the other processes; set once it is there."""
+        self._most: dict[tuple[str, str, int], MemoryPeak] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """``memory/<phase>/...`` since the last call."""
+        found = [] if self.runtime is None else self.runtime.peaks()
+        for process in found:
+            for phase, peak in process.phases.items():
+                key = (process.role, phase, process.rank)
+                self._most[key] = peak | self._most[key] if key in self._most else peak
+        return peak_metrics(found)
+
+    def lines(self) -> list[PlanVsActual]:
+        """Plan and measurement of all phases so far."""
+        return plan_vs_actual(
+            self.plan,
+            (
+                MeasuredPeak(role, rank, phase, peak.host, peak.allocated, peak.reserved)
+                for (role, phase, rank), peak in self._most.items()
+            ),
+        )
+
+    def finish(self) -> None:
+        """Write ``memory.txt`` and ``memory.json`` with all that was measured until now."""
+        self.metrics()
+        lines = self.lines()
+        if lines:
+            write_text(self.run_dir / MEMORY_FILE, plan_vs_actual_text(lines) + "\n")
+            write_text(self.run_dir / MEMORY_JSON, to_json(lines) + "\n")
+
+    def out_of_memory(self, error: BaseException) -> RunOutOfMemoryError:
+        """The report of a run that ended in ``error``, which is also written to ``oom.txt``."""
+        phase = self.peaks.phase or "load"
+        with suppress(Exception):  # the report must come, with or without the last peaks
+            self.finish()
+        store = CheckpointStore(self.run_dir / "checkpoints", keep_last=1, best_mode="max")
+        failure = Failure(error, phase, self.run_dir, store.latest())
+        text = oom_text(self.config, failure, self.lines())
+        write_text(self.run_dir / OOM_FILE, text + "\n")
+        return RunOutOfMemoryError(f"{text}\n(This is also in {self.run_dir / OOM_FILE}.)")

@@ -1,0 +1,203 @@
+"""What batch inference (job generate) has so far: one file per step, whole or not there, and from
+all of them the output.
+
+    run_dir/generate.json             what the run is of: prompts, their digest; in the end, totals
+    run_dir/parts/part_000012.jsonl   the rows of step 12; its first line says what is in it
+
+A part is written to a scratch name and renamed, so a kill leaves it whole or absent, and the parts
+from 1 up to the first that is missing are what is done. Every part says how many prompts it stands
+for, how many rows they became and what was left out, so that the sums over the parts account for
+every prompt.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from burnish.data.generation_prompts import OWN_COLUMNS
+from burnish.data.write import ColumnError, json_line, read_lines, write_parquet
+from burnish.jobs.errors import RunError
+from burnish.observe.files import create_new, replacing, write_text
+
+log = logging.getLogger("burnish")
+
+STATE_FILE = "generate.json"
+SHARDS_DIR = "parts"
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """The first line of a part."""
+
+    step: int
+    prompts: int
+    rows: int
+    sha256: str
+    """Of the lines that follow."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """By the names in ``data.selection.DROPS``."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """What adds up over parts: ``samples``, ``tokens``, ``reward``, ``scored``, ``kept_reward``,
+    ``margin``."""
+
+
+class OutputShards:
+    """The parts of one run. One process writes at a time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.folder = run_dir, run_dir / SHARDS_DIR
+        self.done: list[ShardInfo] = []
+        """Of steps 1, 2, ..."""
+
+    # ---- what the run is of ------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any] | None:
+        """What :meth:`write_state` wrote; None before that. Raises RunError where it is no JSON."""
+        path = self.run_dir / STATE_FILE
+        if not path.is_file():
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunError(f"{path} is not JSON ({error}); start a new run") from error
+        if not isinstance(found, dict):
+            raise RunError(f"{path} is not a JSON object; start a new run")
+        return found
+
+    def write_state(self, state: Mapping[str, Any]) -> None:
+        """Replace the state. Raises RunError where the disk does not take it."""
+        with _disk_errors(self.run_dir / STATE_FILE, self.run_dir):
+            write_text(self.run_dir / STATE_FILE, json.dumps(state, indent=1) + "\n")
+
+    # ---- parts -------------------------------------------------------------------------------
+
+    def find(self, prompts_of: Callable[[int], int]) -> None:
+        """Fill ``done`` with the parts that are there, up to the first that is missing or not
+        whole; those after it are removed. ``prompts_of``: how many prompts a step has."""
+        self.done = []
+        while (info := self._read(len(self.done) + 1, prompts_of)) is not None:
+            self.done.append(info)
+        for path in self.folder.glob("*part_*.jsonl*"):
+            if path not in {self.path(info.step) for info in self.done}:
+                path.unlink()
+
+    def path(self, step: int) -> Path:
+        """The file of a step."""
+        return self.folder / f"part_{step:06d}.jsonl"
+
+    def add(self, info: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the next part. ``info``: the fields of ShardInfo that are not of the rows. Raises
+        RunError where the disk does not take it."""
+        lines = [json_line(row) for row in rows]
+        body = b"".join(lines)
+        step = len(self.done) + 1
+        part = ShardInfo(
+            step=step, rows=len(lines), sha256=hashlib.sha256(body).hexdigest(), **info
+        )
+        path = self.path(step)
+        with _disk_errors(path, self.run_dir), replacing(path) as scratch:
+            scratch.write_bytes(json_line(asdict(part)) + body)
+        self.done.append(part)
+
+    def rows(self, step: int) -> Iterator[dict[str, Any]]:
+        """The rows of a part."""
+        return read_lines(self._body(step))
+
+    def totals(self) -> dict[str, float]:
+        """Sums over all parts: prompts, rows, what was left out, and ``sums``."""
+        found: dict[str, float] = {"prompts": 0, "rows": 0}
+        for info in self.done:
+            more = {"prompts": info.prompts, "rows": info.rows, **info.dropped, **info.sums}
+            found |= {name: found.get(name, 0) + value for name, value in more.items()}
+        return found
+
+    def remove(self) -> None:
+        """Delete all parts: what they held is in the output."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _body(self, step: int) -> bytes:
+        return self.path(step).read_bytes().partition(b"\n")[2]
+
+    def _read(self, step: int, prompts_of: Callable[[int], int]) -> ShardInfo | None:
+        """A part that is whole and of this step; None where it is not."""
+        path = self.path(step)
+        if not path.is_file():
+            return None
+        head, _, body = path.read_bytes().partition(b"\n")
+        try:
+            info = ShardInfo(**json.loads(head))
+            whole = hashlib.sha256(body).hexdigest() == info.sha256
+        except (ValueError, TypeError):
+            whole, info = False, None
+        if info is None or not whole or (info.step, info.prompts) != (step, prompts_of(step)):
+            log.warning("%s is not whole; its step and those after it are done again", path)
+            return None
+        return info
+
+    # ---- the output --------------------------------------------------------------------------
+
+    def publish(self, output: Path) -> None:
+        """Write all rows to ``output``, whole or not at all.
+
+        A file that is there stays, and is accepted only where it is the same (a run that was killed
+        right after writing it). Raises RunError where it is another, or cannot be written.
+        """
+        scratch = output.with_name(f".{output.name}.of-{self.run_dir.resolve().name}")
+        with _disk_errors(output, self.run_dir):
+            try:
+                create_new(scratch)
+                self._assemble(scratch, kind=output.suffix.lower())
+                if not output.exists():
+                    _flush(scratch)
+                    scratch.rename(output)
+                elif not filecmp.cmp(scratch, output, shallow=False):
+                    raise RunError(
+                        f"the output {output} appeared while this run went on, and is not its own; "
+                        f"nothing is lost: move it away, or choose another, and go on with: "
+                        f"burnish generate --resume {self.run_dir} output=OTHER"
+                    )
+            finally:
+                scratch.unlink(missing_ok=True)
+
+    def _assemble(self, path: Path, *, kind: str) -> None:
+        steps = [info.step for info in self.done]
+        if kind == ".jsonl":
+            with path.open("wb") as file:
+                for step in steps:
+                    file.write(self._body(step))
+            return
+        readers = [lambda step=step: self.rows(step) for step in steps]
+        try:
+            write_parquet(readers, path, as_they_are=OWN_COLUMNS - {"label"})
+        except ColumnError as error:
+            raise RunError(
+                f"the rows cannot be written as Parquet: {error}. Nothing is lost: go on with: "
+                f"burnish generate --resume {self.run_dir} output=OTHER.jsonl"
+            ) from error
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _disk_errors(path: Path, run_dir: Path) -> Iterator[None]:
+    """An OSError inside becomes a RunError that says what is safe and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path} could not be written ({error}). The steps before are kept: mend that, then "
+            f"go on with: burnish generate --resume {run_dir}"
+        ) from error

@@ -1,0 +1,59 @@
+"""Whether the models of a job can be shared out as its recipe says: from their configs, before
+anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from burnish.config.jobs import JobConfig
+from burnish.config.model import ModelConfig
+from burnish.config.parallelism import ParallelDegree, ParallelKind, parallel_degrees
+from burnish.models.load import ModelError, describe, hf_config, require_packing
+from burnish.models.tensor_parallel import check_head_counts
+from burnish.plan.shapes import PlanError, find_config
+from burnish.rollout.vllm_model import check_parallel_size
+from burnish.train.sequence_parallel import check_sequence_parallel
+
+_CHECKS: Mapping[ParallelKind, Callable[[Any, int], None]] = {
+    "rollout": check_parallel_size,
+    "tensor": check_head_counts,
+    "sequence": check_sequence_parallel,
+}
+
+_SETTINGS: Mapping[ParallelKind, str] = {
+    "tensor": "train.engine.tensor_parallel_size",
+    "sequence": "train.engine.sequence_parallel_size",
+}
+
+
+def check_head_divisibility(config: JobConfig, *, download: bool) -> None:
+    """Raise ModelError where vLLM's processes, or a team of ranks, cannot share a model's heads. A
+    model whose config cannot be read alone is left to the engine that loads it.
+
+    ``download``: a config that is not on this machine may be asked of the hub.
+    """
+    for degree in parallel_degrees(config):
+        found = config_of(degree.model, download=download)
+        if found is None:
+            continue
+        try:
+            if degree.kind != "rollout":
+                _require_packing(found, degree)
+            _CHECKS[degree.kind](found.get_text_config(), degree.size)
+        except ModelError as error:
+            raise ModelError(f"{describe(degree.model)}: {error}") from None
+
+
+def _require_packing(found: Any, degree: ParallelDegree) -> None:
+    setting = f"{_SETTINGS[degree.kind]}={degree.size}"
+    require_packing(found, setting, trust=degree.model.trust_remote_code)
+
+
+def config_of(model: ModelConfig, *, download: bool) -> Any:
+    """The HuggingFace config of a model; None if it cannot be read alone. ``download``: as for
+    :func:`check_head_divisibility`."""
+    try:
+        return find_config(model)[0]
+    except PlanError:
+        return hf_config(model) if download else None

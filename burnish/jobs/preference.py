@@ -1,0 +1,142 @@
+"""Policies from preferences (DPO and its family). The loop is ``supervised.py``'s; here are the
+loss, and what a batch needs before it: the reference's log-probs and, for KTO, its reference point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms import PREFERENCE_LOSSES
+from burnish.algorithms.preference import mismatched_kl
+from burnish.algorithms.reduce import sum_by_row
+from burnish.config.algorithm import KtoLoss, PreferenceLossConfig
+from burnish.data.unpaired import mismatched_pairs
+from burnish.tensors import masked_sum
+from burnish.train.base import HasLogprobs, Loss, Outputs, TrainEngine
+from burnish.types import Batch, Stats
+
+WITHOUT_REFERENCE = frozenset({"simpo", "orpo"})
+
+Prepare = Callable[[Batch], Batch]
+
+
+def preference_objective(config: PreferenceLossConfig, *, nll_coef: float = 0.0) -> Loss:
+    """The loss of a recipe, mean over all pairs (KTO: responses) of the step."""
+    if isinstance(config, KtoLoss):
+        return _kto_objective(config)
+    return _pair_objective(config, nll_coef)
+
+
+def _pair_objective(config: PreferenceLossConfig, nll_coef: float) -> Loss:
+    options = config.model_dump(exclude={"kind", "mean_logprobs"})
+    function = PREFERENCE_LOSSES[config.kind]
+    with_reference = config.kind not in WITHOUT_REFERENCE
+    by_mean = not with_reference or config.model_dump().get("mean_logprobs", False)
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        policy, counts = _sums(outputs.logprobs, batch)
+        measured = policy / counts if by_mean else policy
+        reference = torch.zeros_like(policy)
+        if with_reference:
+            reference = _sums(batch.ref_logprobs, batch)[0]
+            reference = reference / counts if by_mean else reference
+        sides = [measured[0::2], measured[1::2]]
+        if with_reference:
+            sides += [reference[0::2], reference[1::2]]
+        losses = function(*sides, **options)
+        nll = -(policy / counts)[0::2]
+        num_pairs = batch.num_sequences / batch.rows_per_unit
+        loss = (losses + nll_coef * nll).sum() / num_pairs if nll_coef else losses.sum() / num_pairs
+        rewards = (options["beta"] * (measured - reference)).detach()
+        stats = _pair_stats(rewards, policy.detach(), nll.detach())
+        return loss, stats + Stats(sums={"loss": loss.detach()})
+
+    return objective
+
+
+def _pair_stats(rewards: Tensor, sums: Tensor, nll: Tensor) -> Stats:
+    """What the policy now says of chosen and rejected responses."""
+    gap, count = rewards[0::2] - rewards[1::2], nll.numel()
+    return Stats(
+        means={
+            "accuracy": ((gap > 0).float().sum(), count),
+            "reward_margin": (gap.sum(), count),
+            "reward_chosen": (rewards[0::2].sum(), count),
+            "reward_rejected": (rewards[1::2].sum(), count),
+            "logprob_chosen": (sums[0::2].sum(), count),
+            "logprob_rejected": (sums[1::2].sum(), count),
+            "nll": (nll.sum(), count),
+        }
+    )
+
+
+def _kto_objective(config: KtoLoss) -> Loss:
+    options = config.model_dump(exclude={"kind"})
+
+    def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
+        assert batch.labels is not None
+        policy, reference = (_sums(x, batch)[0] for x in (outputs.logprobs, batch.ref_logprobs))
+        liked = batch.labels.to(policy.device)
+        losses = PREFERENCE_LOSSES["kto"](policy, reference, liked, kl=batch.kl_estimate, **options)
+        loss = losses.sum() / batch.num_sequences
+        rewards = (config.beta * (policy - reference)).detach()
+        stats = Stats(
+            means={
+                "reward_desirable": (masked_sum(rewards, liked), liked.sum()),
+                "reward_undesirable": (masked_sum(rewards, ~liked), (~liked).sum()),
+                "accuracy": (((rewards > 0) == liked).float().sum(), liked.numel()),
+                "kl_estimate": (batch.kl_estimate * liked.numel(), liked.numel()),
+            },
+            sums={"loss": loss.detach()},
+        )
+        return loss, stats
+
+    return objective
+
+
+def preparation(
+    config: PreferenceLossConfig,
+    policy: HasLogprobs,
+    reference: HasLogprobs | None,
+    *,
+    max_len: int,
+) -> Prepare:
+    """What a batch needs before its update (held-out rows: before they are measured). ``max_len``:
+    of the data that it is a batch of."""
+
+    def prepare(batch: Batch) -> Batch:
+        if reference is None:
+            return batch
+        if isinstance(config, KtoLoss):
+            others = mismatched_pairs(batch, max_len=max_len)
+            sums = (_sums(x.logprobs(others), others)[0] for x in (policy, reference))
+            batch = replace(batch, kl_estimate=float(mismatched_kl(*sums)))
+        return replace(batch, ref_logprobs=reference.logprobs(batch))
+
+    return prepare
+
+
+def measure_preferences(loss: Loss, prepare: Prepare) -> Callable[[TrainEngine, Batch], Stats]:
+    """What evaluation measures: loss and stats of the held-out rows, without gradient."""
+
+    def measure(engine: TrainEngine, batch: Batch) -> Stats:
+        return loss(Outputs(logprobs=engine.logprobs(batch)), prepare(batch))[1]
+
+    return measure
+
+
+def _sums(logprobs: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    """[N] log-probs of whole responses, and their numbers of tokens."""
+    assert logprobs is not None, "a batch without the reference's log-probs"
+    mask = batch.action_mask.to(logprobs.device)
+    rows: dict[str, Any] = {
+        "row_ids": batch.row_ids.to(logprobs.device),
+        "num_rows": batch.num_rows,
+    }
+    counts = sum_by_row(torch.ones_like(logprobs), mask, **rows)
+    return sum_by_row(logprobs, mask, **rows), counts.clamp(min=1)

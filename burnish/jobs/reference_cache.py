@@ -1,0 +1,149 @@
+"""Log-probs of a reference model, computed once for all rows and kept in the run folder, so that
+the model itself need not stay.
+
+A row is found by what it is (a 128-bit XXH3 of its tokens and mask), not by where it stood: order,
+epochs and resumes do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from burnish.config.model import ModelConfig
+from burnish.jobs.errors import RunError
+from burnish.jobs.run_dir import REFERENCE_FILE
+from burnish.models.digest import weights_digest
+from burnish.models.load import describe
+from burnish.train.base import HasLogprobs
+from burnish.types import Batch
+
+log = logging.getLogger("burnish")
+
+
+class CachedReference:
+    """Implements :class:`burnish.train.base.HasLogprobs` for the rows it was made of."""
+
+    def __init__(self, keys: Sequence[bytes], offsets: Tensor, logprobs: Tensor) -> None:
+        """``keys``: of K rows; ``offsets`` [K + 1] into ``logprobs``, [M] fp32."""
+        self._row_offsets = {
+            key: (int(begin), int(end))
+            for key, begin, end in zip(keys, offsets[:-1], offsets[1:], strict=True)
+        }
+        self._logprobs = logprobs
+
+    def __len__(self) -> int:
+        return len(self._row_offsets)
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens under the reference. Raises RunError for a row
+        that was not in the data when they were computed (:func:`load` looks for that first)."""
+        parts = []
+        for key in row_keys(batch):
+            if key not in self._row_offsets:
+                raise RunError(
+                    "a row of this batch was not there when the reference's log-probs were "
+                    "computed: the data has changed while the run goes on; leave its files as they "
+                    f"are, and go on with --resume, which computes {REFERENCE_FILE} again where "
+                    "rows are missing"
+                )
+            begin, end = self._row_offsets[key]
+            parts.append(self._logprobs[begin:end])
+        return torch.cat(parts)
+
+    def count_missing(self, batches: Sequence[Batch]) -> int:
+        """Rows of ``batches`` that are not in it."""
+        return sum(key not in self._row_offsets for batch in batches for key in row_keys(batch))
+
+
+def row_keys(batch: Batch) -> Iterator[bytes]:
+    """What names each row: 16 bytes of its tokens and mask."""
+    bounds = batch.offsets.tolist()
+    tokens, mask = batch.tokens.cpu().numpy(), batch.action_mask.cpu().numpy()
+    for begin, end in pairwise(bounds):
+        digest = xxhash.xxh3_128(tokens[begin:end].tobytes())
+        digest.update(mask[begin:end].tobytes())
+        yield digest.digest()
+
+
+def compute(reference: HasLogprobs, batches: Sequence[Batch], rows_at_once: int) -> CachedReference:
+    """Every row of ``batches`` through ``reference``, each different one once."""
+    keys: list[bytes] = []
+    parts: list[Tensor] = []
+    seen: set[bytes] = set()
+    for batch in batches:
+        fresh = []
+        for row, key in enumerate(row_keys(batch)):
+            if key not in seen:
+                seen.add(key)
+                keys.append(key)
+                fresh.append(row)
+        for begin in range(0, len(fresh), rows_at_once):
+            part = batch.select(fresh[begin : begin + rows_at_once])
+            logprobs = reference.logprobs(part)
+            parts += logprobs.split(part.lengths.tolist())
+    lengths = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return CachedReference(keys, offsets, torch.cat(parts))
+
+
+def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) -> None:
+    """Write ``cache``, and of which model in which number format it is; whole or not at all."""
+    keys = torch.frombuffer(bytearray(b"".join(cache._row_offsets)), dtype=torch.uint8).view(-1, 16)
+    offsets = torch.tensor([0, *(end for _, end in cache._row_offsets.values())], dtype=torch.int64)
+    tensors = {"keys": keys, "offsets": offsets, "logprobs": cache._logprobs}
+    hidden = path.with_name(f".{path.name}.part")
+    told = {"model": _told(model), "weights": weights_digest([model]), "dtype": dtype}
+    save_file(tensors, hidden, metadata=told)
+    hidden.replace(path)
+
+
+def load(
+    path: Path, batches: Sequence[Batch], *, model: ModelConfig, dtype: str, begun: bool
+) -> CachedReference | None:
+    """What :func:`save` wrote. None where there is nothing, and, as the log says then, where it is
+    of another model or number format, or lacks rows of ``batches``.
+
+    So too where the model's folder holds other weights now; but a run that has ``begun`` keeps the
+    reference that it began with, and the log says so.
+    """
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        keys, offsets, logprobs = (file.get_tensor(n) for n in ("keys", "offsets", "logprobs"))
+    cache = CachedReference([bytes(key.tolist()) for key in keys], offsets, logprobs)
+    other_weights = metadata.get("weights") != weights_digest([model])
+    why = None
+    if metadata.get("model") != _told(model):
+        why = "is of another model"
+    elif other_weights and not begun:
+        why = f"is of other weights than {describe(model)} holds now"
+    elif metadata.get("dtype") != dtype:
+        why = f"was computed in {metadata.get('dtype', 'an unknown format')}, and this is {dtype}"
+    elif missing := cache.count_missing(batches):
+        rows = sum(batch.num_rows for batch in batches)
+        why = f"lacks {missing} of {rows} rows (other data, another template or length limit)"
+    if why is None:
+        if other_weights:
+            log.warning(
+                "%s holds other weights than at the start of this run, which goes on with the "
+                "reference's log-probs of that time (%s)",
+                *(describe(model), path),
+            )
+        return cache
+    log.warning("%s %s: the reference's log-probs are computed again", path, why)
+    return None
+
+
+def _told(model: ModelConfig) -> str:
+    return json.dumps(model.model_dump(mode="json"), sort_keys=True)

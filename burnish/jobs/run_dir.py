@@ -1,0 +1,89 @@
+"""The folder of a run: made, or refused where it holds something else."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import time
+from pathlib import Path
+
+import yaml
+
+from burnish.config.jobs import JobConfig
+from burnish.jobs.errors import RunError
+from burnish.jobs.memory_monitor import OOM_FILE
+from burnish.observe.metrics import METRICS_FILE
+from burnish.observe.tensorboard import TENSORBOARD_DIR
+from burnish.observe.wandb import STATE_FILE, WANDB_DIR
+from burnish.plan.launch import PLAN_FILE
+from burnish.plan.plan_vs_actual import MEMORY_FILE, MEMORY_JSON
+
+REFERENCE_FILE = "reference_logprobs.safetensors"
+"""What ``reference_cache.py`` keeps; written before the policy is loaded."""
+
+
+def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
+    """The run folder, made if it is new.
+
+    Raises RunError where it holds another run and nothing is resumed, and where what is to be
+    resumed is no run or a run of another job.
+    """
+    if resume is not None:
+        saved = resume / "config.yaml"
+        if not saved.is_file():
+            raise RunError(
+                f"--resume {resume}: there is no config.yaml, so this is not a run folder"
+            )
+        job = yaml.safe_load(saved.read_text(encoding="utf-8"))["job"]
+        if job != config.job:
+            raise RunError(
+                f"--resume {resume}: that is a run of the job {job!r}, and this recipe is for "
+                f"{config.job!r}; go on "
+                f"with it by 'burnish {job} --resume {resume}', or leave --resume out to start a "
+                "new run"
+            )
+        _check_writable(resume)
+        return resume
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = Path(config.run_dir.replace("{job}", config.job).replace("{time}", stamp))
+    if not config.run_dir.strip():
+        raise RunError("run_dir is empty; give the name of a new folder, such as run_dir=runs/one")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RunError(f"the run folder {run_dir} is a file; choose another name with run_dir=...")
+    if run_dir.exists() and _holds_something(run_dir):
+        resumable = config.job != "evaluate"
+        go_on = f"go on with that run by --resume {run_dir}, or " if resumable else ""
+        raise RunError(
+            f"the run folder {run_dir} is not empty; {go_on}choose another folder with run_dir=... "
+            "({time} in it is filled in)"
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"the run folder {run_dir} cannot be made: {error.strerror}; choose another one with "
+            "run_dir=..."
+        ) from error
+    _check_writable(run_dir)
+    return run_dir
+
+
+def _check_writable(run_dir: Path) -> None:
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise RunError(
+            f"the run folder {run_dir} cannot be written to (user {getpass.getuser()}); change its "
+            "permissions, or choose another one with run_dir=..."
+        )
+
+
+def _holds_something(folder: Path) -> bool:
+    """Whether there is more in it than what a run leaves that was refused, or failed before its
+    first measurement."""
+    names = {path.name for path in folder.iterdir()}
+    metrics = folder / METRICS_FILE
+    failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
+    left = {PLAN_FILE, OOM_FILE, REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
+    if failed_at_start:
+        left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json"}
+        left |= {MEMORY_FILE, MEMORY_JSON, TENSORBOARD_DIR, WANDB_DIR, STATE_FILE}
+    return bool(names - left)

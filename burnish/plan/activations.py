@@ -1,0 +1,390 @@
+"""What a pass takes beside the model's own state, by running it on fake tensors.
+
+The real HuggingFace model, with Burnish's attention, log-prob head and checkpointing, computes on
+tensors that have sizes and no memory; ``tracking.py`` counts what is alive. Only a few layers are
+run: every stage of a pass is linear in the number of layers of each kind, so two depths give the
+line (``tests/plan/test_activations.py`` compares with whole models).
+
+Reading order: Pass, measure, _Trace.run, extended.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import inject_adapter_in_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import AutoModelForCausalLM, masking_utils
+
+from burnish.config.model import Dtype, LoraConfig, PrecisionConfig
+from burnish.config.train import TrainConfig
+from burnish.errors import BurnishError
+from burnish.messages import library_text
+from burnish.models.half_linear import use_fp32_products
+from burnish.models.load import DTYPES, choose_attention
+from burnish.models.logprobs import Head, token_logprobs
+from burnish.models.lora import ADAPTER, peft_config
+from burnish.models.value_head import ScalarModel
+from burnish.plan.passes import Pass, fake_plan
+from burnish.plan.shapes import ModelShape, blocks_of
+from burnish.plan.tracking import LiveBytes
+from burnish.train.forward import enable_checkpointing
+from burnish.train.optim import Optimizer
+
+log = logging.getLogger("burnish")
+
+_CHUNKS = 3
+"""Chunks of log-probs that are traced: the last one is special, and all others are alike."""
+
+STAGES = ("forward", "head", "top", "middle", "bottom", "ends")
+"""Of a pass: forward; backward of the head, of the last layer, of the layers between, of the first
+layer, of the embedding."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Most bytes in each stage of a pass, beside weights and optimizer state."""
+
+    total: Mapping[str, float]
+    """Gradients included."""
+    other: Mapping[str, float]
+    """Without gradients of parameters that are complete."""
+    output: float
+    """Of ``other``, what the log-prob head alone takes."""
+    how: str
+    """In words."""
+
+    @property
+    def peak(self) -> float:
+        """Gradients included."""
+        return max(self.total.values())
+
+    @property
+    def activations(self) -> float:
+        """Without gradients."""
+        return max(self.other.values())
+
+
+class TraceError(BurnishError, RuntimeError):
+    """A model that cannot be run on fake tensors."""
+
+
+@functools.lru_cache(maxsize=256)
+def measure(shape_key: _Key, work: Pass) -> Peaks:
+    """The peaks of ``work`` on the model behind ``shape_key``. Raises TraceError."""
+    shape = shape_key.shape
+    kinds = kinds_of(shape)
+    if kinds is None or len(kinds) <= 3:
+        traced = _trace(shape, len(shape.layers), None, work)
+        return replace(traced, how="traced whole")
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    base = list(counts) if len(counts) > 1 else list(counts) * 2
+    first = _trace(shape, len(base), base, work)
+    longer = {}
+    for kind in counts:
+        layers = [base[0], kind, *base[1:]]
+        longer[kind] = _trace(shape, len(layers), layers, work)
+    return extended(first, longer, {k: n - base.count(k) for k, n in counts.items()})
+
+
+class _Key:
+    """A shape as a key of the cache: by what decides its trace."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self._text = f"{shape.scalar} {shape.config.to_json_string(use_diff=False)}"
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and other._text == self._text
+
+
+def key_of(shape: ModelShape) -> _Key:
+    """What :func:`measure` knows a shape by."""
+    return _Key(shape)
+
+
+def extended(first: Peaks, longer: Mapping[str, Peaks], more: Mapping[str, int]) -> Peaks:
+    """The line through two depths, at the whole depth. ``longer``: with one more layer of each
+    kind; ``more``: how many more there are. Gradients and activations of the stages in the middle
+    lie between those of the ends."""
+
+    def at(select: Any) -> dict[str, float]:
+        start = select(first)
+        steps = {k: select(p) for k, p in longer.items()}
+        out = {}
+        for stage in STAGES:
+            if stage == "middle":
+                continue
+            have = start.get(stage, 0)
+            out[stage] = have + sum((steps[k].get(stage, 0) - have) * n for k, n in more.items())
+        return out
+
+    depth = len(longer) and f"traced at {len(longer) + 1} depths, extended over the layers"
+    return Peaks(at(lambda p: p.total), at(lambda p: p.other), first.output, str(depth))
+
+
+def kinds_of(shape: ModelShape) -> list[str] | None:
+    """The kind of each layer; None where layers of one kind differ in size, so that the model has
+    to be traced whole."""
+    text = shape.text.to_dict()
+    names = list(text.get("layer_types") or ["layer"] * len(shape.layers))[: len(shape.layers)]
+    sizes: dict[str, set[int]] = {}
+    for name, unit in zip(names, shape.layers, strict=True):
+        sizes.setdefault(name, set()).add(unit.numel)
+    return names if all(len(found) == 1 for found in sizes.values()) else None
+
+
+# ---- the trace -------------------------------------------------------------------------------
+
+
+def _trace(shape: ModelShape, depth: int, kinds: Sequence[str] | None, work: Pass) -> Peaks:
+    config = copy.deepcopy(shape.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = depth
+    if kinds is not None and text.to_dict().get("layer_types"):
+        text.layer_types = list(kinds)
+    try:
+        with _mended(), FakeTensorMode(), torch.random.fork_rng(devices=[]):
+            return _Trace(config, shape, work).run()
+    except Exception as error:  # whatever a model does that sizes alone cannot answer
+        raise TraceError(f"{type(error).__name__}: {library_text(error)}") from error
+
+
+@contextmanager
+def _mended() -> Iterator[None]:
+    """transformers without its warnings, and without looking into positions for packed rows, for
+    which it would need their values (padded rows are not; packed ones bring a plan)."""
+    level = logging.getLogger("transformers").level
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    look: Any = vars(masking_utils).get("find_packed_sequence_indices")
+    if look is not None:
+        masking_utils.find_packed_sequence_indices = lambda *_: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        logging.getLogger("transformers").setLevel(level)
+        if look is not None:
+            masking_utils.find_packed_sequence_indices = look
+
+
+class _Trace:
+    """A model on fake tensors. Made and run inside of a FakeTensorMode."""
+
+    def __init__(self, config: Any, shape: ModelShape, work: Pass) -> None:
+        self.work, self.scalar = work, shape.scalar
+        self.dtype: Dtype = work.dtype
+        if work.kernels is not None and work.dtype == "fp16":
+            self.dtype = "bf16"  # of the same size, and without the detours of fp16 on a CPU
+        model = _bare(config, work.lora, scalar=shape.scalar)
+        _give_sizes(model)
+        self.model, self.body = model, model.model if shape.scalar else model.get_decoder()
+        if work.lora is not None:
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(DTYPES[self.dtype])
+        self.optimizer: Optimizer | None = None
+        if work.train:
+            self._prepare_training()
+        else:
+            model.requires_grad_(False)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(DTYPES[self.dtype])
+        if work.kernels is None:
+            use_fp32_products(model, DTYPES[self.dtype])
+        self.live = LiveBytes()
+        self.output = 0.0
+
+    def _prepare_training(self) -> None:
+        train = TrainConfig(train_batch_size=1)
+        precision = PrecisionConfig(dtype=self.dtype, grad_accum_dtype=self._sums)
+        self.optimizer = Optimizer(self.model, train, lr=1e-6, total_steps=1, precision=precision)
+        if self.work.checkpointing:
+            enable_checkpointing(self.body)
+        masters = dict(zip(self.optimizer.params, self.optimizer.masters, strict=True))
+        for parameter, master in masters.items():
+            holder = master if self.optimizer.half and self.optimizer.sums_fp32 else parameter
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._complete, holder))
+
+    @property
+    def _sums(self) -> Dtype:
+        return "fp32" if self.work.grad_accum_dtype == "fp32" else self.dtype
+
+    def _complete(self, holder: Tensor, _: Tensor) -> None:
+        if holder.grad is not None:
+            self.live.is_gradient(holder.grad)
+
+    def run(self) -> Peaks:
+        """One pass, or two where gradients of an earlier one are there; the peaks of the last."""
+        work, live = self.work, self.live
+        own = [*self.model.parameters(), *self.model.buffers()]
+        if self.optimizer is not None:
+            own += [m for m in self.optimizer.masters]
+        plan = fake_plan(work)
+        with live:
+            live.hold(own)
+            base = live.now
+            handles = self._watch() if work.train else []
+            for last in (False, True) if work.train and work.accumulates else (True,):
+                live.peaks.clear()
+                live.stage("forward")
+                with torch.set_grad_enabled(work.train):
+                    self._pass(plan)
+                del last
+            for handle in handles:
+                handle.remove()
+        total = {s: float(t - base) for s, (t, _) in live.peaks.items()}
+        other = {s: float(o - base) for s, (_, o) in live.peaks.items()}
+        return Peaks(total, other, self.output, "traced")
+
+    def _watch(self) -> list[Any]:
+        """Mark the stages of backward: a layer's begins when the gradient of its output is
+        there."""
+        blocks = [module for _, module in blocks_of(self.body)]
+        names = {len(blocks) - 1: "top", 0: "bottom"} if len(blocks) > 1 else {0: "bottom"}
+        handles = []
+        for i, block in enumerate(blocks):
+            stage = names.get(i, "middle")
+            handles.append(block.register_forward_hook(functools.partial(self._hook, stage)))
+        embedding = self.body.get_input_embeddings()
+        handles.append(embedding.register_forward_hook(functools.partial(self._hook, "ends")))
+        return handles
+
+    def _hook(self, stage: str, _module: Any, _args: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _grad: self.live.stage(stage))
+
+    def _pass(self, plan: Any) -> None:
+        """As ``TorchTrainEngine._outputs`` and its backward."""
+        work = self.work
+        count = sum(r.length for r in work.rows)
+        # tokens, mask, and four numbers for each token: log-probs of three models, advantages
+        batch = [torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)]
+        batch += [torch.zeros(count) for _ in range(4)]
+        shape = (1, work.tokens)
+        if work.layout == "padded":
+            shape = (len(work.rows), work.tokens // len(work.rows))
+        positions = torch.zeros(shape, dtype=torch.int64)
+        place = torch.zeros(count, dtype=torch.int64)
+        extra = {} if plan is None else {"plan": plan, "attention_mask": torch.zeros(1, 1, 1, 1)}
+        out = self.body(
+            input_ids=torch.zeros(shape, dtype=torch.int64),
+            position_ids=positions,
+            use_cache=False,
+            **extra,
+        )
+        hidden = out.last_hidden_state.flatten(0, 1)
+        del out
+        result = self._outputs(hidden, batch[0], place)
+        del hidden
+        if not work.train:
+            return
+        loss = sum(((x.exp() * batch[2]).sum() for x in result), torch.zeros(()))
+        self.live.stage("head")
+        loss.backward()
+
+    def _outputs(self, hidden: Tensor, tokens: Tensor, place: Tensor) -> list[Tensor]:
+        work = self.work
+        actions = len(work.rows) if self.scalar else work.actions
+        read = torch.zeros(actions, dtype=torch.int64)
+        at_reads = hidden[place[read]]
+        before = self.live.now
+        found: list[Tensor | None]
+        if work.states:
+            found = [at_reads]
+        elif self.scalar:
+            head = self.model.score
+            found = [torch.nn.functional.linear(at_reads.float(), head.weight.float())[:, 0]]
+        else:
+            projection = self.model.get_output_embeddings()
+            head = Head(
+                projection.weight,
+                projection.bias,
+                temperature=0.5,
+                chunk_tokens=work.chunk_tokens,
+            )
+            found = self._log_probs(at_reads, read, head)
+        self.output = float(max(self.output, self.live.peaks["forward"][0] - before))
+        blank = tokens.shape[0]
+        return [
+            x.new_zeros(blank, *x.shape[1:]).index_put((read[: x.shape[0]],), x)
+            for x in found
+            if x is not None
+        ]
+
+    def _log_probs(self, at_reads: Tensor, targets: Tensor, head: Head) -> list[Tensor | None]:
+        """Of the first chunks only, which are all alike; what backward takes for the hidden states
+        of the others is held instead."""
+        work, few = self.work, _CHUNKS * head.chunk_tokens
+        with_entropy = work.with_entropy and work.train
+        more = at_reads.shape[0] - few
+        if more <= 0:
+            return list(token_logprobs(at_reads, targets, head, with_entropy=with_entropy))
+        held: list[Tensor] = []
+        some = _Passed.apply(at_reads[:few], held, None)
+        found = token_logprobs(some, targets[:few], head, with_entropy=with_entropy)
+        like = at_reads.new_empty(0).new_empty
+        size = (more, at_reads.shape[1])
+        return [
+            None if x is None else _Passed.apply(x, held, functools.partial(like, size))
+            for x in found
+        ]
+
+
+class _Passed(torch.autograd.Function):
+    """The same values; in backward ``make`` something and hold it, or (None) let go of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: list[Tensor], make: Any) -> Tensor:
+        ctx.held, ctx.make = held, make
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.held.clear()
+        if ctx.make is not None:
+            ctx.held.append(ctx.make())
+        return grads[0], None, None
+
+
+def _bare(config: Any, lora: LoraConfig | None, *, scalar: bool) -> Any:
+    """The model on the meta device."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        choose_attention(model, config.model_type)
+        if lora is not None:
+            inject_adapter_in_model(peft_config(lora), model, adapter_name=ADAPTER)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(".lora_" in name)
+        if not scalar:
+            return model
+        head = torch.nn.Linear(model.get_decoder().config.hidden_size, 1, bias=False)
+        return ScalarModel(model.get_decoder(), head)
+
+
+def _give_sizes(model: torch.nn.Module) -> None:
+    """Fake tensors on the CPU in the place of parameters and buffers; what was tied stays tied."""
+    made: dict[int, Any] = {id(None): None}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for tensor in held.values():
+                made.setdefault(id(tensor), tensor if tensor is None else _like(tensor))
+            held.update({name: made[id(tensor)] for name, tensor in held.items()})
+
+
+def _like(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty

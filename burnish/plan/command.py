@@ -1,0 +1,138 @@
+"""``burnish plan``: what the command prints and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from burnish.config import dump_yaml
+from burnish.config.jobs import JobConfig
+from burnish.plan.fit import Fitting, fit
+from burnish.plan.hardware import (
+    GB,
+    Hardware,
+    Tables,
+    load_tables,
+    parse_cluster,
+    this_machine,
+)
+from burnish.plan.launch import hardware_of
+from burnish.plan.predict import make_plan
+from burnish.plan.shapes import PlanError
+from burnish.plan.time import estimate
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of the command."""
+
+    cluster: str | None = None
+    gpus: Path | None = None
+    """A file with more GPUs."""
+    host_gb: float | None = None
+    network_gbs: float | None = None
+    assume: Sequence[str] = ()
+    as_json: bool = False
+    details: bool = False
+    fit: bool = False
+    write: Path | None = None
+    """Where the fastest recipe that fits is written."""
+
+
+def check_probe_options(options: PlanOptions) -> None:
+    """Raise PlanError if ``--probe`` is given with an option that it would ignore."""
+    given = [name for name, value in vars(options).items() if value != vars(PlanOptions())[name]]
+    if given:
+        names = ", ".join("--" + name.removeprefix("as_").replace("_", "-") for name in given)
+        raise PlanError(
+            f"--probe measures the recipe on this machine and does not take {names}; leave "
+            f"{'it' if len(given) == 1 else 'them'} out, or leave --probe out for the plan"
+        )
+
+
+def plan_text(
+    config: JobConfig, options: PlanOptions, notes: Sequence[str] = ()
+) -> tuple[str, bool]:
+    """What is printed, and whether the recipe fits. Raises PlanError."""
+    _check(options)
+    tables = load_tables(options.gpus)
+    hardware = _hardware(config, options, tables)
+    plan = make_plan(config, hardware, assume=options.assume)
+    found = fit(config, hardware, assume=options.assume) if options.fit else None
+    time = estimate(config, hardware)
+    if options.write is not None and found is not None and found.proposals:
+        _write(options.write, found.proposals[0].config, cluster=options.cluster)
+    if options.as_json:
+        tree = json.loads(plan.to_json())
+        tree["seconds_per_step"], tree["samples_per_s"] = time.seconds, time.samples_per_s
+        if found is not None:
+            tree["proposals"] = [
+                {"overrides": p.overrides, "seconds_per_step": p.seconds, "reason": p.reason}
+                for p in found.proposals
+            ]
+            tree["smallest_cluster"] = found.smallest
+        tree["models"] = list(notes)
+        return json.dumps(tree, indent=1), plan.fits
+    parts = [plan.to_text(details=options.details), time.to_text()]
+    parts += ["\n".join(["models", *(f"  {note}" for note in notes)])] if notes else []
+    if found is not None:
+        parts.append(_fit_text(found, options.write))
+    elif not plan.fits:
+        parts.append("what would fit: the same command with --fit")
+    return "\n\n".join(parts), plan.fits
+
+
+def _fit_text(found: Fitting, written: Path | None) -> str:
+    text = found.to_text()
+    if written is not None and found.proposals:
+        text += f"\nwrote the first as a whole recipe: {written}"
+    return text
+
+
+def _check(options: PlanOptions) -> None:
+    """Raise PlanError for options that would have no effect or cannot have one."""
+    if options.write is None:
+        return
+    if not options.fit:
+        raise PlanError(
+            "--write keeps the first recipe that --fit finds, and --fit is not given; add --fit"
+        )
+    if options.write.is_dir() or not options.write.absolute().parent.is_dir():
+        what = "is a folder" if options.write.is_dir() else "is in a folder that does not exist"
+        raise PlanError(f"--write {options.write} {what}; name a file in a folder that exists")
+
+
+def _write(file: Path, config: JobConfig, *, cluster: str | None) -> None:
+    """Write the recipe, with the cluster that it was found for."""
+    if cluster is not None:
+        here = config.cluster.model_copy(update={"hardware": cluster})
+        config = config.model_copy(update={"cluster": here})
+    try:
+        file.write_text(dump_yaml(config), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--write {file}: {error.strerror}; name a file that can be written") from (
+            error
+        )
+
+
+def _hardware(config: JobConfig, options: PlanOptions, tables: Tables) -> Hardware:
+    """``--cluster``, else the recipe's ``cluster.hardware``, else this machine."""
+    text, source = options.cluster, "--cluster "
+    if text is None:
+        text, source = config.cluster.hardware, "cluster.hardware="
+    if text is not None:
+        return parse_cluster(
+            text,
+            tables=tables,
+            host_gb=options.host_gb,
+            network_gbs=options.network_gbs,
+            source=source,
+        )
+    found = hardware_of(config) or this_machine(tables)
+    if options.host_gb is not None:
+        found = replace(found, host_bytes=options.host_gb * GB)
+    if options.network_gbs is not None:
+        found = replace(found, network_gbs=options.network_gbs)
+    return found

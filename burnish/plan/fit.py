@@ -1,0 +1,258 @@
+"""Settings of a recipe that fit a cluster, fastest first; or the smallest cluster that would do.
+
+What is tried: micro-batches and token budgets, checkpointing, sharding or the ZeRO stage, offload,
+vLLM's share and split. Nothing that changes what is learned: batch sizes of optimizer steps, data
+and losses stay. Every candidate is a whole recipe that was loaded and planned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from burnish.config.jobs import GenerateConfig, InferenceJob, JobConfig, RLConfig
+from burnish.config.load import ConfigError, load_config
+from burnish.config.placement import placement_groups
+from burnish.config.rollout import VllmEngine
+from burnish.config.train import DeepSpeedEngine
+from burnish.plan.hardware import Hardware
+from burnish.plan.memory_plan import TIGHT, Plan
+from burnish.plan.predict import make_plan
+from burnish.plan.shapes import PlanError
+from burnish.plan.time import estimate
+
+SHOWN = 3
+"""Proposals that are made."""
+_MOST_GPUS = 4096
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A recipe that fits, and what it differs in."""
+
+    overrides: tuple[str, ...]
+    config: JobConfig
+    plan: Plan
+    seconds: float
+    """Of a step, estimated."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The answer of ``burnish plan --fit``."""
+
+    tried: int
+    proposals: tuple[Proposal, ...]
+    smallest: str | None = None
+    """The smallest cluster that would do, where this one does not, in words."""
+
+    def to_text(self) -> str:
+        """For people."""
+        if not self.proposals:
+            head = f"none of {self.tried} settings fits."
+            return f"{head} {self.smallest or 'No larger cluster of such GPUs was found to do.'}"
+        lines = [f"fits ({self.tried} settings tried, the fastest first):"]
+        for i, found in enumerate(self.proposals, 1):
+            changes = " ".join(found.overrides) or "the recipe as it is"
+            lines += [f"  {i}. {changes}", f"     {found.reason}"]
+        return "\n".join(lines)
+
+
+def fit(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) -> Fitting:
+    """The fastest few settings that fit; a share of TIGHT stays free where there is a choice."""
+    supposed = tuple(assume)
+    found, tried = _search(config, hardware, supposed)
+    if found:
+        roomy = [p for p in found if _free(p.plan) >= TIGHT] or found
+        best = sorted(roomy, key=lambda p: (p.seconds, len(p.overrides)))
+        return Fitting(tried, tuple(_distinct(best)))
+    return Fitting(tried, (), _smallest(config, hardware, supposed))
+
+
+def _free(plan: Plan) -> float:
+    """The smallest free share, of places that are not vLLM's alone (it takes what it is given)."""
+    shares = [p.margin / p.limit for p in plan.peaks if p.place.split(" x ")[-1] != "rollout"]
+    return min(shares, default=1.0)
+
+
+def _distinct(found: Sequence[Proposal]) -> Iterator[Proposal]:
+    """The first few that differ in time by more than a per cent, or are the only ones."""
+    last: float | None = None
+    count = 0
+    for proposal in found:
+        if last is not None and proposal.seconds < 1.01 * last:
+            continue
+        last, count = proposal.seconds, count + 1
+        yield proposal
+        if count == SHOWN:
+            return
+
+
+def _search(
+    config: JobConfig, hardware: Hardware, assume: Sequence[str]
+) -> tuple[list[Proposal], int]:
+    found, tried = [], 0
+    for overrides in candidates(config, hardware):
+        try:
+            changed = load_config(config.model_dump(mode="json"), overrides, job=config.job)
+            plan = make_plan(changed, hardware, assume=assume)
+        except (ConfigError, PlanError):  # settings that do not go together
+            continue
+        tried += 1
+        if plan.fits:
+            time = estimate(changed, hardware)
+            reason = _reason(plan, time.seconds, time.samples_per_s)
+            found.append(Proposal(tuple(overrides), changed, plan, time.seconds, reason))
+    return found, tried
+
+
+def _reason(plan: Plan, seconds: float, rate: float) -> str:
+    worst = min(
+        (p for p in plan.peaks if p.place.split(" x ")[-1] != "rollout"),
+        key=lambda p: p.margin / p.limit,
+        default=plan.worst,
+    )
+    return (
+        f"about {seconds:.0f} s a step ({rate:.2f} samples/s); {worst.margin / 1e9:.1f} GB "
+        f"({worst.margin / worst.limit:.0%}) of {worst.where} memory stay free on {worst.place}, "
+        f"in {worst.phase}"
+    )
+
+
+# ---- what is tried ---------------------------------------------------------------------------
+
+
+def candidates(config: Any, hardware: Hardware) -> list[list[str]]:
+    """Overrides of every candidate, the recipe itself first."""
+    options = [_vllm_shares(config, hardware)]
+    if not isinstance(config, InferenceJob):
+        options += [_engines(config), _checkpointing(config), _micro_batches(config)]
+    return [[*itertools.chain(*chosen)] for chosen in itertools.product(*options)]
+
+
+def _checkpointing(config: Any) -> list[list[str]]:
+    now = config.train.gradient_checkpointing
+    return [[], [f"train.gradient_checkpointing={str(not now).lower()}"]]
+
+
+def _micro_batches(config: Any) -> list[list[str]]:
+    budget = config.train.max_tokens_per_micro_batch
+    if budget is not None:
+        sizes = [budget // 4, budget // 2, 2 * budget]
+        return [[], *([f"train.max_tokens_per_micro_batch={n}"] for n in sizes if n)]
+    plan = config.batch_plan()
+    each, now = plan.train_batch_size // plan.data_parallel_size, plan.micro_train_batch_size
+    divisors = [n for n in range(1, each + 1) if each % n == 0 and n != now]
+    near = sorted(divisors, key=lambda n: abs(n.bit_length() - (now or 1).bit_length()))[:4]
+    out: list[list[str]] = [[]]
+    for n in near:
+        out.append([f"train.micro_train_batch_size={n}", "train.gradient_accumulation_steps=null"])
+    return out
+
+
+def _engines(config: Any) -> list[list[str]]:
+    """Ways to hold the model, of the engine that the recipe names."""
+    engine, ranks = config.train.engine, config.cluster.policy_ranks
+    key = "train.engine."
+    if isinstance(engine, DeepSpeedEngine):
+        stages = [(s, adam, False) for s in (1, 2, 3) for adam in (False, True)]
+        return [[], *(_stage(config, *way) for way in (*stages, (3, True, True)))]
+    if ranks == 1:
+        return [[]]
+    plain = [f"{key}sharding=none", f"{key}cpu_offload=false", f"{key}reshard_after_forward=true"]
+    plain.append(f"{key}reduce_gradients=every_pass")
+    full = f"{key}sharding=full"
+    return [
+        [],
+        plain,
+        [full, f"{key}reshard_after_forward=false", f"{key}cpu_offload=false"],
+        [full, f"{key}reshard_after_forward=true", f"{key}cpu_offload=false"],
+        [full, f"{key}reshard_after_forward=true", f"{key}cpu_offload=true"],
+    ]
+
+
+def _stage(config: Any, stage: int, adam_offload: bool, param_offload: bool) -> list[str]:
+    whole = stage < 3
+    values = {
+        "zero_stage": stage,
+        "adam_offload": str(adam_offload).lower(),
+        "param_offload": str(param_offload).lower(),
+        "zero_init": str(not whole and bool(config.model.path)).lower(),
+        **({"zero_hpz_partition_size": 1} if whole else {}),
+    }
+    return [f"train.engine.{name}={value}" for name, value in values.items()]
+
+
+def _vllm_shares(config: Any, hardware: Hardware) -> list[list[str]]:
+    rollout = isinstance(config, (RLConfig, GenerateConfig))
+    path = "rollout.engine" if rollout else "engine"
+    engine = config.rollout.engine if rollout else vars(config).get("engine")
+    if not isinstance(engine, VllmEngine) or hardware.gpu is None:
+        return [[]]
+    now = engine.gpu_memory_utilization
+    shares = [s for s in (0.25, 0.35, 0.5, 0.6) if abs(s - now) > 0.04]
+    on_ray = config.cluster.runtime == "ray"
+    alone = on_ray and any(
+        placement.roles == ("rollout",) for placement in placement_groups(config)
+    )
+    found: list[list[str]] = [[]]
+    if not alone:
+        found += [[f"{path}.gpu_memory_utilization={s}"] for s in shares]
+    if alone and config.cluster.gpus_per_worker == 1:
+        sizes = [n for n in (1, 2, 4, 8) if n != engine.tensor_parallel_size]
+        found += [
+            [f"{path}.tensor_parallel_size={n}"] for n in sizes if n <= hardware.gpus_per_node
+        ]
+    return found
+
+
+# ---- a larger cluster ------------------------------------------------------------------------
+
+
+def _smallest(config: Any, hardware: Hardware, assume: Sequence[str]) -> str | None:
+    """The first multiple of the recipe's ranks with which some settings fit."""
+    if hardware.gpu is None:
+        return None
+    if config.cluster.runtime == "inline":
+        return _larger_gpu(config, hardware, assume)
+    cluster = config.cluster
+    factor = 2
+    while factor * cluster.policy_ranks <= _MOST_GPUS:
+        more = [f"cluster.policy_ranks={factor * cluster.policy_ranks}"]
+        for name in ("reference_ranks", "critic_ranks", "rollout_workers"):
+            own = cluster.model_dump()[name]
+            if own is not None:
+                more.append(f"cluster.{name}={factor * own}")
+        try:
+            wider = load_config(config.model_dump(mode="json"), more, job=config.job)
+        except ConfigError:  # the batch does not divide among so many ranks
+            return None
+        need = sum(p.count * p.gpus for p in placement_groups(wider))
+        nodes = max(1, -(-int(need) // hardware.gpus_per_node))
+        found, _ = _search(wider, replace(hardware, nodes=nodes), assume)
+        if found:
+            best = min(found, key=lambda p: p.seconds)
+            words = " ".join([*more, *best.overrides])
+            name = f"{nodes}x{hardware.gpus_per_node}x{hardware.gpu.name}"
+            return f"The smallest cluster of such nodes that would: {name}, with {words}"
+        factor *= 2
+    return None
+
+
+def _larger_gpu(config: Any, hardware: Hardware, assume: Sequence[str]) -> str | None:
+    """A recipe in one process has one GPU: the smallest of the table with which settings fit."""
+    assert hardware.gpu is not None
+    larger = [g for g in hardware.tables.gpus.values() if g.bytes > 1.02 * hardware.gpu.bytes]
+    for gpu in sorted(larger, key=lambda g: g.bytes):
+        found, _ = _search(config, replace(hardware, gpu=gpu), assume)
+        if found:
+            best = min(found, key=lambda p: p.seconds)
+            changes = " ".join(best.overrides) or "the recipe as it is"
+            return (
+                f"The smallest GPU of the table that would: {gpu.name}, with {changes}; or several "
+                "GPUs (cluster.runtime=ray, cluster.policy_ranks)"
+            )
+    return "One process has one GPU; use several (cluster.runtime=ray, cluster.policy_ranks)"

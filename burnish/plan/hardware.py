@@ -1,0 +1,250 @@
+"""Which GPUs and machines a plan is for: a small table that users can extend.
+
+``4x8xA800-80GB`` is four nodes of eight GPUs. Without a cluster the limit is this machine's own
+memory. The numbers, and where they come from, are in ``hardware.yaml``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from burnish.config.explain import nearest
+from burnish.models.sdpa import Kernels, installed_torch
+from burnish.plan.shapes import PlanError
+
+GB = 1e9
+GIB = float(1 << 30)
+USER_FILE = Path("~/.config/burnish/gpus.yaml")
+_FIELDS = ("memory_gib", "bf16_tflops", "fp32_tflops", "memory_gbs", "link_gbs", "pcie_gbs")
+_CGROUP = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, as a data sheet has it."""
+
+    name: str
+    memory_gib: float
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gbs: float
+    link_gbs: float
+    pcie_gbs: float
+    capability: float = 8.0
+    """Compute capability, of which only "at least 8.0" matters here."""
+
+    @property
+    def bytes(self) -> float:
+        """Memory that a program can have."""
+        return self.memory_gib * GIB
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Everything of ``hardware.yaml``, with the user's additions."""
+
+    gpus: Mapping[str, Gpu]
+    machines: Mapping[str, float]
+    overhead: Mapping[str, float]
+    efficiency: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Equal nodes of equal GPUs; no GPU: one machine that computes on its CPUs."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu | None
+    host_bytes: float
+    """Of one node."""
+    network_gbs: float
+    tables: Tables = field(repr=False)
+    notes: tuple[str, ...] = ()
+    """What was assumed, in words."""
+
+    @property
+    def num_gpus(self) -> int:
+        """All GPUs."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def device(self) -> str:
+        """``cuda`` or ``cpu``."""
+        return "cpu" if self.gpu is None else "cuda"
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """The attention kernels of a GPU under the torch that is installed here."""
+        if self.gpu is None:
+            return None
+        major, minor = divmod(round(self.gpu.capability * 10), 10)
+        return Kernels(installed_torch(), (major, minor))
+
+    @property
+    def limit(self) -> float:
+        """Bytes of the memory in which a rank computes."""
+        return self.host_bytes if self.gpu is None else self.gpu.bytes
+
+    def __str__(self) -> str:
+        """For tables and messages."""
+        if self.gpu is None:
+            return f"this machine, {self.host_bytes / GB:.1f} GB"
+        return f"{self.nodes}x{self.gpus_per_node}x{self.gpu.name}"
+
+
+@functools.lru_cache(maxsize=8)
+def load_tables(extra: Path | None = None) -> Tables:
+    """The package's table, then the user's file, then ``extra``. Raises PlanError for a file that
+    is not of that form."""
+    text = (importlib.resources.files("burnish.plan") / "hardware.yaml").read_text("utf-8")
+    tree = yaml.safe_load(text)
+    if extra is not None and not extra.is_file():
+        what = "is a folder, not a file" if extra.is_dir() else "does not exist"
+        raise PlanError(f"--gpus {extra} {what}")
+    for path in (USER_FILE.expanduser(), extra):
+        if path is not None and path.is_file():
+            _merge(tree, path)
+    gpus = {name: Gpu(name, **fields) for name, fields in tree["gpus"].items()}
+    return Tables(gpus, tree["machines"], tree["overhead"], tree["efficiency"])
+
+
+def _merge(tree: dict[str, Any], path: Path) -> None:
+    try:
+        more = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PlanError(f"{path} cannot be read as YAML: {error}") from None
+    for part, entries in more.items() if isinstance(more, dict) else [("?", None)]:
+        if part not in tree or not isinstance(entries, dict):
+            raise PlanError(f"{path}: {part!r} is not one of {', '.join(tree)} with entries below")
+        for name, value in entries.items():
+            if part == "gpus":
+                _check_gpu(path, name, value)
+            elif name not in tree[part] or not isinstance(value, (int, float)):
+                raise PlanError(
+                    f"{path}: {part}.{name} must be a number, and one of {', '.join(tree[part])}"
+                )
+            tree[part][name] = value
+
+
+def _check_gpu(path: Path, name: str, value: Any) -> None:
+    wrong = (
+        not isinstance(value, dict)
+        or set(value) - {"capability"} != set(_FIELDS)
+        or any(
+            isinstance(v, bool) or not isinstance(v, (int, float)) or v <= 0 for v in value.values()
+        )
+    )
+    if wrong:
+        raise PlanError(
+            f"{path}: the GPU {name} needs a positive {', '.join(_FIELDS)}, and besides may "
+            "have a capability"
+        )
+
+
+def parse_cluster(
+    text: str,
+    *,
+    tables: Tables | None = None,
+    host_gb: float | None = None,
+    network_gbs: float | None = None,
+    source: str = "--cluster ",
+) -> Hardware:
+    """``4x8xA800-80GB``: nodes x GPUs of a node x name; ``8xH100-80GB`` is one node, ``H100-80GB``
+    one GPU. ``source``: where ``text`` came from, for messages. Raises PlanError if the form or the
+    GPU is not known."""
+    tables = tables or load_tables()
+    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z].*)", text.strip())
+    counts = [int(n) for n in found.groups()[:2] if n is not None] if found else []
+    if found is None or 0 in counts:
+        raise PlanError(
+            f"{source}{text!r} is not of the form NODESxGPUSxNAME, e.g. 4x8xA800-80GB (8xNAME: "
+            f"one node; NAME: one GPU). GPUs: {', '.join(tables.gpus)}"
+        )
+    nodes, each = [1, 1, *counts][-2:]
+    gpu = _find_gpu(found.group(3), tables)
+    notes = []
+    if host_gb is None:
+        host = tables.machines["host_gib_per_gpu"] * GIB * each
+        notes.append(f"a node has {host / GB:.0f} GB of host memory (--host-gb says otherwise)")
+    else:
+        host = host_gb * GB
+    network = tables.machines["network_gbs"] if network_gbs is None else network_gbs
+    if nodes > 1 and network_gbs is None:
+        notes.append(f"a GPU sends {network:g} GB/s to other nodes (--network-gbs says otherwise)")
+    return Hardware(nodes, each, gpu, host, network, tables, tuple(notes))
+
+
+def _find_gpu(name: str, tables: Tables) -> Gpu:
+    known = {n.lower(): gpu for n, gpu in tables.gpus.items()}
+    wanted = name.lower().replace("_", "-")
+    if wanted in known:
+        return known[wanted]
+    short = [gpu for n, gpu in known.items() if n.partition("-")[0] == wanted]
+    if len(short) == 1:
+        return short[0]
+    hint = (
+        nearest(wanted, known) if not short else f"; say which: {', '.join(g.name for g in short)}"
+    )
+    raise PlanError(
+        f"the GPU {name!r} is not known{hint}. Known: {', '.join(tables.gpus)}. Add it to "
+        f"{USER_FILE} (or a file given by --gpus), as 'gpus: {{NAME: {{...}}}}' with "
+        f"{', '.join(_FIELDS)}"
+    )
+
+
+def this_machine(tables: Tables | None = None) -> Hardware:
+    """This machine's CPUs and memory (of its container, where that is less)."""
+    tables = tables or load_tables()
+    return Hardware(1, 0, None, float(host_memory()), tables.machines["network_gbs"], tables)
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has, or its container may use."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CGROUP:
+        try:
+            limit = int(path.read_text())
+        except (OSError, ValueError):  # another kind of system, or "max"
+            continue
+        return min(total, limit)
+    return total
+
+
+def visible_gpus(tables: Tables | None = None, *, nodes: int = 1) -> Hardware | None:
+    """The GPUs of this machine, as torch sees them, on ``nodes`` equal machines; None without."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    tables = tables or load_tables()
+    found = torch.cuda.get_device_properties(0)
+    name = found.name.lower().replace(" ", "")
+    near = [
+        g
+        for g in tables.gpus.values()
+        if g.name.partition("-")[0].lower() in name and abs(g.bytes / found.total_memory - 1) < 0.1
+    ]
+    base = near[0] if near else tables.gpus["A100-80GB"]
+    gpu = replace(
+        base,
+        name=found.name.replace(" ", "-"),
+        memory_gib=found.total_memory / GIB,
+        capability=found.major + found.minor / 10,
+    )
+    notes = () if near else (f"speeds of {base.name}: {found.name} is not in the table",)
+    count = torch.cuda.device_count()
+    network = tables.machines["network_gbs"]
+    return Hardware(nodes, count, gpu, float(host_memory()), network, tables, notes)

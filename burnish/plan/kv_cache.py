@@ -1,0 +1,148 @@
+"""What a rollout engine holds: weights, the key/value cache, and what a step takes beside them.
+
+The local engine allocates slots that grow (``rollout/local.py``, ``models/attention.KVCache``), or,
+where it records CUDA graphs, all positions at once. vLLM takes its share of the GPU and fills what
+weights and its profiling pass leave with cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from burnish.config.model import Dtype
+from burnish.config.rollout import LocalEngine, VllmEngine
+from burnish.plan.model_state import SIZES, Item
+from burnish.plan.shapes import ModelShape
+
+CPU_BLOCK = 32
+MOST_CPU_CACHE = 4 << 30
+_FIRST_ROOM = 64  # positions for new tokens that a cache begins with
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is asked of a rollout engine."""
+
+    sequences: int
+    """Responses of one generate."""
+    prompt: int
+    """Longest prompt, in tokens."""
+    new_tokens: int
+    """Longest response."""
+
+    @property
+    def longest(self) -> int:
+        """Longest prompt with its response."""
+        return self.prompt + self.new_tokens
+
+
+def bytes_per_token(shape: ModelShape, dtype: Dtype) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * len(shape.layers) * shape.kv_heads * shape.head_dim * SIZES[dtype]
+
+
+def local_cache(
+    shape: ModelShape, config: LocalEngine, demand: Demand, dtype: Dtype, *, graphs: bool
+) -> tuple[Item, int]:
+    """The local engine's cache, and its slots."""
+    slots = min(config.max_batch_size, max(demand.sequences, 1))
+    if graphs:
+        slots, capacity = _power_of_two(slots), demand.longest
+    else:
+        capacity = demand.prompt + min(demand.new_tokens, _FIRST_ROOM)
+        while capacity < demand.longest:
+            capacity = (capacity + 1) + (capacity + 1) // 2
+    size = slots * capacity * bytes_per_token(shape, dtype)
+    grow = 0 if graphs else size // max(2 * len(shape.layers), 1)  # one tensor is copied at a time
+    how = f"{slots} slots x {capacity} positions x {bytes_per_token(shape, dtype)} B"
+    return Item("KV cache", size + grow, how), slots
+
+
+def local_logits(shape: ModelShape, slots: int, *, graphs: bool, longest: int) -> Item:
+    """Logits of a decode step and what sampling makes of them, [slots, vocabulary] fp32."""
+    vocabulary = int(shape.text.to_dict()["vocab_size"])
+    size, how = 4 * 4 * slots * vocabulary, f"4 x {slots} x {vocabulary} x 4 B"
+    if graphs:  # each recorded graph keeps its own
+        lengths = max(1, (_power_of_two(longest) // 64).bit_length())
+        size += 2 * 4 * _power_of_two(slots) * vocabulary * lengths
+        how += f", and the results of graphs for {lengths} lengths"
+    return Item("logits/loss", size, how)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class VllmMemory:
+    """vLLM on one GPU."""
+
+    weights: Item
+    cache: Item
+    rest: Item
+    """Activations of its profiling pass, and recorded graphs."""
+    cache_tokens: int
+    """Tokens that the cache holds, over all GPUs of the engine."""
+    problem: str | None = None
+    """Why it cannot start."""
+
+
+def vllm_on_gpu(
+    shape: ModelShape,
+    config: VllmEngine,
+    demand: Demand,
+    *,
+    dtype: Dtype,
+    gpu_bytes: float,
+    overhead: dict[str, float],
+) -> VllmMemory:
+    """``gpu_memory_utilization`` of a GPU: weights, activations and graphs; the cache is the
+    rest."""
+    parts = config.tensor_parallel_size
+    size = shape.parameters * SIZES[dtype] / parts
+    weights = Item(
+        "parameters", size, f"{shape.parameters / 1e9:.3f}e9 x {SIZES[dtype]} B / {parts}"
+    )
+    text = shape.text.to_dict()
+    tokens = int(max(overhead["vllm_profile_tokens"], config.max_num_seqs))
+    width = max(int(text.get("intermediate_size") or 0), int(text["hidden_size"]))
+    pass_bytes = tokens * (6 * int(text["hidden_size"]) + 3 * width / parts) * SIZES[dtype]
+    pass_bytes += config.max_num_seqs * int(text["vocab_size"]) * 4 * 3
+    graphs = 0.0 if config.enforce_eager else overhead["vllm_graphs_gb"] * 1e9
+    how = (
+        f"profiling pass of {tokens} tokens, logits of {config.max_num_seqs} rows, recorded graphs"
+    )
+    rest = Item("activations", pass_bytes + graphs, how)
+    share = config.gpu_memory_utilization * gpu_bytes
+    left = config.kv_cache_bytes or share - weights.bytes - rest.bytes
+    per_token = bytes_per_token(shape, dtype) / min(parts, shape.kv_heads)
+    held = int(max(left, 0) / per_token)
+    said = (
+        f"kv_cache_bytes: room for {held} tokens"
+        if config.kv_cache_bytes
+        else f"rest of {config.gpu_memory_utilization:g} x {gpu_bytes / 1e9:.1f} GB: {held} tokens"
+    )
+    problem = None
+    if held < demand.longest:
+        problem = (
+            f"vLLM's share leaves a cache of {held} tokens, and a row has up to {demand.longest}; "
+            f"weights take {weights.bytes / 1e9:.1f} GB of {share / 1e9:.1f}: raise "
+            "rollout.engine.gpu_memory_utilization or tensor_parallel_size"
+        )
+    cache = Item("KV cache", max(left, 0), said)
+    return VllmMemory(weights, cache, rest, held, problem)
+
+
+def vllm_on_cpu(
+    shape: ModelShape, config: VllmEngine, demand: Demand, dtype: Dtype
+) -> tuple[Item, Item]:
+    """Weights, and the cache of one process."""
+    size = shape.parameters * SIZES[dtype] / config.tensor_parallel_size
+    blocks = -(-demand.longest // CPU_BLOCK) + 1
+    least = blocks * CPU_BLOCK * bytes_per_token(shape, dtype)
+    wanted = min(least * config.max_num_seqs, max(MOST_CPU_CACHE, least))
+    cache = config.kv_cache_bytes or wanted // config.tensor_parallel_size
+    return (
+        Item("parameters", size, f"{shape.parameters} x {SIZES[dtype]} B"),
+        Item("KV cache", cache, f"room for {config.max_num_seqs} rows, at most 4 GiB"),
+    )

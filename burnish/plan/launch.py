@@ -1,0 +1,74 @@
+"""The plan that every run makes of itself before it loads anything, and what follows from it.
+
+A run that cannot fit is refused. What goes wrong in the planner itself never stops a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from burnish.config.jobs import InferenceJob, JobConfig
+from burnish.config.placement import placement_groups
+from burnish.errors import BurnishError
+from burnish.messages import library_text
+from burnish.plan.hardware import Hardware, parse_cluster, this_machine, visible_gpus
+from burnish.plan.memory_plan import Plan
+from burnish.plan.predict import make_plan
+
+log = logging.getLogger("burnish")
+
+PLAN_FILE = "plan.txt"
+
+
+class DoesNotFitError(BurnishError, RuntimeError):
+    """A run that cannot fit into memory. Has the verdict, and what to try."""
+
+
+def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Plan | None:
+    """Write ``plan.txt`` into the run folder; None where no plan could be made.
+
+    Raises DoesNotFitError where the run cannot fit, unless ``force``.
+    """
+    try:
+        hardware = hardware_of(config)
+        if hardware is None and config.cluster.hardware is not None:
+            hardware = parse_cluster(config.cluster.hardware)
+        if hardware is None:
+            raise LookupError("which GPUs the workers will have cannot be seen from here")
+        plan = make_plan(config, hardware)
+        text = plan.to_text(details=True)
+    except Exception as error:  # a plan is help, and no run fails for want of help
+        log.info("no memory plan: %s", library_text(error))
+        (run_dir / PLAN_FILE).write_text(f"no plan: {error}\n", encoding="utf-8")
+        return None
+    (run_dir / PLAN_FILE).write_text(text + "\n", encoding="utf-8")
+    if not plan.cannot_run:
+        return plan
+    if not force:
+        raise DoesNotFitError(
+            f"this run cannot fit into memory, and nothing was loaded.\n{plan.verdict()}\n"
+            f"The whole plan is in {run_dir / PLAN_FILE}. What fits: burnish plan RECIPE --fit. "
+            "To run all the same: --force (Python: burnish.run(..., force=True))"
+        )
+    log.warning("this run is planned not to fit, and is run by --force: %s", plan.verdict())
+    return plan
+
+
+def hardware_of(config: Any) -> Hardware | None:
+    """What the run will compute on, as far as this process can see; None where it cannot."""
+    cluster = config.cluster
+    if cluster.runtime == "inline":
+        device = config.device if isinstance(config, InferenceJob) else config.train.engine.device
+        gpus = None if device == "cpu" else visible_gpus()
+        return gpus or this_machine()
+    need = sum(p.count * p.gpus for p in placement_groups(config))
+    if not need:  # on CPUs: of this machine, unless the cluster is one that runs elsewhere
+        return None if cluster.ray_address else this_machine()
+    here = visible_gpus()
+    if here is None:
+        return None
+    nodes = math.ceil(need / here.gpus_per_node) if cluster.ray_address else 1
+    return visible_gpus(nodes=nodes)

@@ -1,0 +1,225 @@
+"""A run that ran out of memory: where it was, the plan beside what was measured, and what to
+change, cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.config.jobs import EvaluateConfig, GenerateConfig, InferenceJob, JobConfig, RLConfig
+from burnish.config.load import ConfigError, load_config
+from burnish.config.rollout import VllmEngine
+from burnish.config.train import DeepSpeedEngine, on_oom_problem
+from burnish.errors import BurnishError
+from burnish.messages import library_text
+from burnish.models.logprobs import chunk_tokens
+from burnish.plan.hardware import Hardware
+from burnish.plan.launch import hardware_of
+from burnish.plan.memory_plan import Plan
+from burnish.plan.plan_vs_actual import PLANNED_AS, PlanVsActual, plan_vs_actual_text
+from burnish.plan.predict import make_plan
+
+
+class RunOutOfMemoryError(BurnishError, RuntimeError):
+    """A run that needed more memory than there is. Says where, and what to change."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change of the recipe."""
+
+    overrides: tuple[str, ...]
+    cost: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a run ran out of memory."""
+
+    error: BaseException
+    phase: str
+    """A span of the timeline."""
+    run_dir: Path
+    checkpoint: Path | None
+    """The newest that is good."""
+
+
+def oom_text(config: JobConfig, failure: Failure, lines: Sequence[PlanVsActual]) -> str:
+    """The report."""
+    role, phase = PLANNED_AS.get(failure.phase, ("", failure.phase))
+    of = f" of the {role}" if role else ""
+    said = library_text(failure.error)
+    notes = vars(failure.error).get("__notes__", [])
+    parts = [
+        "\n".join(
+            [
+                f"out of memory in {phase}{of} (phase {failure.phase!r} of the metrics)",
+                f"  {said}",
+                *(f"  {note}" for note in notes),
+            ]
+        ),
+        "the plan beside what was measured until then:\n" + _indented(plan_vs_actual_text(lines)),
+        "what to change, the cheapest first:\n" + "\n".join(_suggestion_lines(config, phase)),
+        _go_on(config, failure),
+    ]
+    return "\n\n".join(parts)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _go_on(config: JobConfig, failure: Failure) -> str:
+    if isinstance(config, EvaluateConfig):
+        return "An evaluation is done in one go: run it again with one of these."
+    again = f"burnish {config.job} --resume {failure.run_dir} KEY=VALUE"
+    if isinstance(config, GenerateConfig):
+        return f"The steps before are kept. Go on with them by: {again}"
+    if failure.checkpoint is None:
+        return f"There is no checkpoint yet. Start again from step 0 by: {again}"
+    return f"The checkpoint {failure.checkpoint} is good. Go on from it by: {again}"
+
+
+# ---- what to change --------------------------------------------------------------------------
+
+
+def _suggestion_lines(config: JobConfig, phase: str) -> Iterator[str]:
+    """One line a change, with the planned peak of the phase before and after it."""
+    hardware = _hardware(config)
+    now = _planned(config, (), phase, hardware)
+    for number, suggestion in enumerate(_that_load(config, suggestions(config, phase)), 1):
+        then = _planned(config, suggestion.overrides, phase, hardware)
+        planned = ""
+        if now is not None and then is not None:
+            same = _gb(now) == _gb(then)
+            planned = f"; planned {_gb(now)} -> {_gb(then)} GB in {phase}"
+            planned = "; the plan sees no difference" if same else planned
+        yield f"  {number}. {' '.join(suggestion.overrides)}\n     {suggestion.cost}{planned}"
+
+
+def _hardware(config: JobConfig) -> Hardware | None:
+    try:
+        return hardware_of(config)
+    except Exception:  # a report must come, with or without numbers
+        return None
+
+
+def _that_load(config: JobConfig, found: Iterator[Suggestion]) -> Iterator[Suggestion]:
+    for suggestion in found:
+        try:
+            load_config(config.model_dump(mode="json"), list(suggestion.overrides), job=config.job)
+        except ConfigError:  # batch sizes that do not divide, settings that do not go together
+            continue
+        yield suggestion
+
+
+def _planned(
+    config: JobConfig, overrides: Sequence[str], phase: str, hardware: Hardware | None
+) -> float | None:
+    """Bytes of the fullest place in a phase; None where no plan can be made."""
+    if hardware is None:
+        return None
+    try:
+        changed = load_config(config.model_dump(mode="json"), list(overrides), job=config.job)
+        plan: Plan = make_plan(changed, hardware)
+    except Exception:  # as above: a plan is help
+        return None
+    where = "device" if any(p.where == "device" for p in plan.peaks) else "host"
+    found = [p.bytes for p in plan.peaks if p.phase == phase and p.where == where]
+    return max(found, default=None)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+def suggestions(config: Any, phase: str) -> Iterator[Suggestion]:
+    """What makes a recipe smaller, in the order of what it costs."""
+    if phase == "rollout":
+        yield from _rollout_suggestions(config)
+    if not isinstance(config, InferenceJob):
+        if phase not in ("rollout", "sync", "checkpoint", "step", "load"):
+            yield from _pass_suggestions(config)
+        yield from _state_suggestions(config)
+    if phase != "rollout":
+        yield from _rollout_suggestions(config)
+    yield from _length_suggestions(config)
+
+
+def _pass_suggestions(config: Any) -> Iterator[Suggestion]:
+    """Less at a time."""
+    train = config.train
+    same = "the same result in more passes"
+    if train.on_oom == "fail" and on_oom_problem(train) is None:
+        what = "a micro-batch that does not fit is halved and done again"
+        yield Suggestion(("train.on_oom=retry_smaller",), f"{what}: {same}")
+    plan = config.batch_plan()
+    budget, micro = train.max_tokens_per_micro_batch, plan.micro_train_batch_size
+    if budget is not None:
+        yield Suggestion((f"train.max_tokens_per_micro_batch={max(1, budget // 2)}",), same)
+    elif micro is not None and micro > 1:
+        smaller = max(n for n in range(1, micro) if micro % n == 0)
+        size = f"train.micro_train_batch_size={smaller}"
+        yield Suggestion((size, "train.gradient_accumulation_steps=null"), same)
+    if not train.gradient_checkpointing:
+        more = "activations are computed again in backward: about a third more compute"
+        yield Suggestion(("train.gradient_checkpointing=true",), more)
+    hardware = _hardware(config)
+    device = "cuda" if hardware is None else hardware.device
+    tokens = chunk_tokens(train.logprob_chunk_tokens, device)
+    if tokens > 64:
+        chunk = f"train.logprob_chunk_tokens={tokens // 4}"
+        yield Suggestion((chunk,), "fewer logits at a time; slower on small chunks")
+
+
+def _state_suggestions(config: Any) -> Iterator[Suggestion]:
+    """Less of the model on each rank."""
+    engine, ranks, key = config.train.engine, config.cluster.policy_ranks, "train.engine."
+    moved = "moved to host memory; the step is slower"
+    if isinstance(engine, DeepSpeedEngine):
+        for stage in range(engine.zero_stage + 1, 4) if ranks > 1 else ():
+            held = {1: "masters and moments", 2: "gradients", 3: "weights"}[stage]
+            yield Suggestion((f"{key}zero_stage={stage}",), f"{held} in shards; more traffic")
+        if not engine.adam_offload and engine.zero_stage:
+            yield Suggestion((f"{key}adam_offload=true",), f"masters and moments are {moved}")
+        if not engine.param_offload and engine.zero_stage == 3:
+            yield Suggestion(
+                (f"{key}param_offload=true",), "shards of weights in host memory; slower"
+            )
+    elif ranks > 1:
+        if engine.sharding == "none" and engine.ranks_per_row == 1:
+            what = "weights, gradients and moments in shards; more traffic"
+            yield Suggestion((f"{key}sharding=full",), what)
+        elif engine.sharding == "full" and not engine.cpu_offload:
+            yield Suggestion(
+                (f"{key}cpu_offload=true",), f"weights, gradients and moments are {moved}"
+            )
+    if config.cluster.runtime == "ray":
+        more = "more ranks share the work, and sharded state"
+        yield Suggestion((f"cluster.policy_ranks={2 * ranks}",), more)
+
+
+def _rollout_suggestions(config: Any) -> Iterator[Suggestion]:
+    rollout = isinstance(config, (RLConfig, GenerateConfig))
+    if not rollout and not isinstance(config, EvaluateConfig):
+        return
+    engine = config.rollout.engine if rollout else config.engine
+    key = "rollout.engine." if rollout else "engine."
+    if isinstance(engine, VllmEngine):
+        share = round(0.75 * engine.gpu_memory_utilization, 2)
+        what = "vLLM takes less of the GPU: fewer samples at a time"
+        yield Suggestion((f"{key}gpu_memory_utilization={share}",), what)
+    elif engine.max_batch_size > 1:
+        what = "fewer samples at a time"
+        yield Suggestion((f"{key}max_batch_size={engine.max_batch_size // 2}",), what)
+
+
+def _length_suggestions(config: Any) -> Iterator[Suggestion]:
+    what = "shorter rows: this changes what is learned"
+    if isinstance(config, RLConfig):
+        half = max(1, config.rollout.generate_max_len // 2)
+        yield Suggestion((f"rollout.generate_max_len={half}",), what)
+    elif not isinstance(config, InferenceJob):
+        yield Suggestion((f"data.max_len={max(1, int(config.data.max_len) // 2)}",), what)

@@ -1,0 +1,327 @@
+"""A recipe on a cluster becomes a plan: roles beside each other on their GPUs, phase by phase.
+
+Roles take turns: what stays of all of them adds up, what passes is the most of any. Processes that
+share a GPU give back what they do not use after every call, and a vLLM that sleeps its memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from burnish.config.arithmetic import batch_table
+from burnish.config.jobs import InferenceJob, JobConfig
+from burnish.config.placement import PlacementGroupSpec, placement_groups, total_text
+from burnish.config.rewards import ModelReward
+from burnish.config.roles import roles_of
+from burnish.plan.hardware import Hardware
+from burnish.plan.memory_plan import PHASES, Peak, Plan, Row
+from burnish.plan.model_state import Item, total
+from burnish.plan.role_base import RoleMemory, resolve_model
+from burnish.plan.roles import roles_memory
+from burnish.plan.shapes import PlanError
+
+log = logging.getLogger("burnish")
+
+ASSUMPTIONS = {
+    "unreleased-gathers": "weights that DeepSpeed's stage 3 gathers are never released, as in "
+    "0.16.0 to 0.16.7 (which Burnish refuses)",
+    "kept-cache": "processes that share a GPU keep what they reserved at their worst, loading "
+    "included (Burnish's give it back after every call)",
+}
+"""What ``--assume`` can suppose."""
+
+
+def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) -> Plan:
+    """The plan of a recipe on ``hardware``. Raises PlanError where it cannot be made: the recipe
+    needs other hardware, or a model's sizes are not known."""
+    supposed = frozenset(assume)
+    if unknown := supposed - set(ASSUMPTIONS):
+        raise PlanError(
+            f"--assume {sorted(unknown)[0]} is not known; known: {', '.join(ASSUMPTIONS)}"
+        )
+    placements = _placements(config)
+    check_room(config, hardware, placements)
+    roles = {r.role: r for r in roles_memory(config, hardware, supposed)}
+    host = hardware.host_bytes
+    if config.cluster.runtime == "ray":
+        host *= hardware.tables.overhead["ray_limit"]
+    peaks = [
+        *_device_peaks(placements, roles, hardware, supposed),
+        *_host_peaks(placements, roles, replace(hardware, host_bytes=host)),
+    ]
+    keep = 1 if isinstance(config, InferenceJob) else config.model_dump()["checkpoint"]["keep_last"]
+    disk = sum(r.disk for r in roles.values())
+    return Plan(
+        job=f"{config.job} ({config.cluster.runtime})",
+        hardware=str(hardware),
+        models=tuple(dict.fromkeys(_model_lines(roles.values()))),
+        batch=() if isinstance(config, InferenceJob) else tuple(_batch(config)),
+        rows=tuple(_rows(roles.values())),
+        peaks=tuple(peaks),
+        disk_per_checkpoint=disk,
+        assumptions=tuple(
+            _assumptions(config, hardware, roles.values(), supposed, disk * (keep + 1))
+        ),
+        problems=tuple(r.problem for r in roles.values() if r.problem),
+        guessed=max((r.guessed for r in roles.values()), default=0.0),
+    )
+
+
+def _placements(config: JobConfig) -> list[PlacementGroupSpec]:
+    if config.cluster.runtime == "inline":
+        return [PlacementGroupSpec(tuple(roles_of(config)), 1, 0.0, 0.0)]
+    return placement_groups(config)
+
+
+def check_room(
+    config: JobConfig, hardware: Hardware, placements: Sequence[PlacementGroupSpec]
+) -> None:
+    """Raise PlanError where the recipe and the cluster contradict each other."""
+    if config.cluster.runtime == "inline":
+        return
+    need = sum(p.count * p.gpus for p in placements)
+    if hardware.gpu is None:
+        if need:
+            raise PlanError(
+                f"the recipe's workers need {need:g} GPUs ({total_text(placements)}), and this "
+                f"machine "
+                "has none that torch sees: say which cluster the plan is for, e.g. --cluster "
+                f"{max(1, round(need / 8))}x8xA100-80GB, or cluster.hardware in the recipe"
+            )
+        return
+    if not need:
+        raise PlanError(
+            "the recipe's workers compute on CPUs (cluster.gpus_per_worker=0), and the plan is for "
+            f"the GPUs of {hardware}; set cluster.gpus_per_worker=1, or leave --cluster and "
+            "cluster.hardware out"
+        )
+    if need > hardware.num_gpus:
+        raise PlanError(
+            f"the recipe needs {need:g} GPUs ({'; '.join(map(str, placements))}), and {hardware} "
+            f"has "
+            f"{hardware.num_gpus}; use fewer ranks or workers, a layout that shares more, or a "
+            "larger cluster"
+        )
+    for placement in placements:
+        if placement.gpus > hardware.gpus_per_node:
+            raise PlanError(
+                f"{placement}: one worker's GPUs have to be in one node, and a node of {hardware} "
+                f"has "
+                f"{hardware.gpus_per_node}"
+            )
+
+
+# ---- peaks -----------------------------------------------------------------------------------
+
+
+def _name(placement: PlacementGroupSpec) -> str:
+    count = f"{placement.count} x " if placement.count > 1 else ""
+    return f"{count}{'+'.join(placement.roles)}"
+
+
+def _device_peaks(
+    placements: Sequence[PlacementGroupSpec],
+    roles: dict[str, RoleMemory],
+    hardware: Hardware,
+    assume: frozenset[str],
+) -> list[Peak]:
+    """Of every kind of GPU place in every phase."""
+    if hardware.gpu is None:
+        return []
+    peaks = []
+    for placement in placements:
+        here = [roles[r] for r in placement.roles]
+        share = min(1.0, placement.gpus) if placement.gpus else 1.0
+        limit = hardware.gpu.bytes * share
+        for phase in _phases(here):
+            size, how = _in_place(here, phase, keeps="kept-cache" in assume)
+            peaks.append(Peak(_name(placement), "device", phase, size, limit, how))
+    return peaks
+
+
+def _phases(roles: Sequence[RoleMemory]) -> list[str]:
+    """Phases in which one of the roles works."""
+    working = {phase for r in roles for phase in r.passing}
+    if any(r.pool == "vllm" for r in roles):
+        working |= {"load", "rollout", "sync"}
+    return [phase for phase in PHASES if phase in working]
+
+
+def _in_place(roles: Sequence[RoleMemory], phase: str, *, keeps: bool) -> tuple[float, str]:
+    """Bytes on one GPU in a phase, and of whom."""
+    pools: dict[str, list[RoleMemory]] = {}
+    for role in roles:
+        pools.setdefault(role.pool, []).append(role)
+    alone = len(pools) == 1 or not keeps
+    parts = {}
+    for name, members in pools.items():
+        if alone or name == "vllm":
+            parts[name] = _held(members, phase)
+        elif phase == "load":
+            parts[name] = _held(members, "load")
+        else:
+            parts[name] = max(_held(members, p) for p in PHASES)
+    if not keeps:  # one role works at a time
+        idle = {n: sum(total(m.resident[phase]) for m in ms) for n, ms in pools.items()}
+        most = max(parts, key=lambda n: parts[n] - idle[n])
+        parts = {n: parts[n] if n == most else idle[n] for n in parts}
+    how = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    return sum(parts.values()), how
+
+
+def _held(members: Sequence[RoleMemory], phase: str) -> float:
+    """Bytes of one process: what is there, and what the role that works takes."""
+    there = sum(total(m.resident[phase]) for m in members)
+    return there + max(total(m.passing.get(phase, ())) for m in members)
+
+
+def _host_peaks(
+    placements: Sequence[PlacementGroupSpec], roles: dict[str, RoleMemory], hardware: Hardware
+) -> list[Peak]:
+    """Of the fullest node in every phase. On a machine without GPUs it holds everything."""
+    nodes = _nodes(placements, hardware)
+    both = hardware.gpu is None
+    phases = _phases(list(roles.values()))
+    peaks = []
+    for phase in phases:
+        sizes = [_on_node(node, roles, phase, both=both) for node in nodes]
+        worst = max(range(len(nodes)), key=lambda i: sizes[i])
+        name = "this machine" if both else "a node with " + _node_name(nodes[worst], roles)
+        peaks.append(Peak(name, "host", phase, sizes[worst], hardware.host_bytes))
+    if not peaks:
+        return []
+    most = max(peaks, key=lambda p: p.bytes)
+    return [Peak(most.place, "host", p.phase, p.bytes, p.limit) for p in peaks]
+
+
+def _nodes(placements: Sequence[PlacementGroupSpec], hardware: Hardware) -> list[dict[str, int]]:
+    """How many workers of each role are on each node. As Ray packs them: one kind of place after
+    another, each on as few nodes as are free."""
+    if hardware.gpu is None or all(p.gpus == 0 for p in placements):
+        return [{role: p.count for p in placements for role in p.roles}]
+    nodes: list[dict[str, int]] = [{} for _ in range(hardware.nodes)]
+    free = [float(hardware.gpus_per_node)] * hardware.nodes
+    for placement in placements:
+        left = placement.count
+        while left:
+            room = [int(f / placement.gpus + 1e-9) for f in free]
+            enough = [i for i, n in enumerate(room) if n >= left]
+            best = min(enough or range(len(room)), key=lambda i: (-min(room[i], left), room[i]))
+            count = min(left, room[best]) or left
+            free[best] -= count * placement.gpus
+            left -= count
+            for role in placement.roles:
+                nodes[best][role] = nodes[best].get(role, 0) + count
+    return [node for node in nodes if node]
+
+
+def _node_name(node: dict[str, int], roles: dict[str, RoleMemory]) -> str:
+    return "+".join(f"{count} {role}" for role, count in node.items())
+
+
+def _on_node(
+    node: dict[str, int], roles: dict[str, RoleMemory], phase: str, *, both: bool
+) -> float:
+    kinds = ("host", "device") if both else ("host",)
+
+    def size(items: Iterable[Item]) -> float:
+        return sum(i.bytes for i in items if i.where in kinds)
+
+    there = sum(n * size(roles[r].resident[phase]) for r, n in node.items())
+    once = sum(size(roles[r].first.get(phase, ())) for r in node)
+    working = max(n * size(roles[r].passing.get(phase, ())) for r, n in node.items())
+    return there + once + working
+
+
+# ---- words -----------------------------------------------------------------------------------
+
+
+def _rows(roles: Iterable[RoleMemory]) -> Iterable[Row]:
+    for role in roles:
+        name = f"{role.role} x{role.ranks}" if role.ranks > 1 else role.role
+        for phase in _phases([role]):
+            for item in (*role.resident[phase], *role.passing.get(phase, ())):
+                yield Row(name, phase, item.name, item.bytes, item.how, item.where)
+            for item in role.first.get(phase, ()):
+                yield Row(name, phase, item.name, item.bytes, item.how, item.where, "first")
+
+
+def _model_lines(roles: Iterable[RoleMemory]) -> Iterable[str]:
+    for role in roles:
+        if role.setup is None:
+            continue
+        shape = role.setup.model
+        adapters = f" and {shape.adapters:,} of adapters" if shape.adapters else ""
+        count = f"{shape.parameters:,} parameters{adapters}"
+        yield f"{role.role}: {shape.name}, {count} ({shape.source})"
+
+
+def _batch(config: Any) -> Iterable[tuple[str, str, str]]:
+    return batch_table(config.batch_plan())
+
+
+def _assumptions(
+    config: Any,
+    hardware: Hardware,
+    roles: Iterable[RoleMemory],
+    assume: frozenset[str],
+    disk: float,
+) -> Iterable[str]:
+    over = hardware.tables.overhead
+    yield from hardware.notes
+    for role in roles:
+        yield from role.notes
+        for work in role.works[-1:]:
+            longest = max(r.length for r in work.rows)
+            yield (
+                f"{role.role}: the largest micro-batch is {len(work.rows)} rows of {longest} "
+                f"tokens, {work.tokens} computed ({work.layout})"
+            )
+    if disk:
+        yield f"keep_last checkpoints and one being written take {disk / 1e9:.1f} GB of disk"
+    if hardware.gpu is None:
+        yield f"a process takes {over['process_gb']:g} GB besides tensors"
+        yield "the memory of one operation while it runs is not counted"
+    else:
+        yield (
+            f"a process takes {over['context_gb']:g} GB of a GPU for CUDA and, with ranks, "
+            f"{over['nccl_gb']:g} GB for NCCL; {over['fragmentation']:.0%} of passing memory is "
+            "lost between blocks"
+        )
+        yield _about_attention(hardware)
+    if config.cluster.runtime == "ray":
+        yield f"Ray ends workers beyond {over['ray_limit']:.0%} of a node's memory"
+        if hardware.gpu is not None and "kept-cache" not in assume:
+            yield (
+                "processes that share a GPU give unused memory back after every call, and a vLLM "
+                "that sleeps gives back its own"
+            )
+    yield from _unknown_models(config)
+    yield from (ASSUMPTIONS[name] for name in sorted(assume))
+
+
+def _about_attention(hardware: Hardware) -> str:
+    kernels = hardware.kernels
+    assert kernels is not None
+    major, minor = kernels.torch_version
+    return (
+        f"attention uses the kernels that torch {major}.{minor} (installed here) has for this GPU; "
+        "if no fused kernel takes a format or head size, the scores are counted"
+    )
+
+
+def _unknown_models(config: Any) -> Iterable[str]:
+    parts = vars(config)
+    critic, reference = parts.get("critic"), parts.get("reference")
+    teacher = parts.get("teacher")
+    rewards = [r.model for r in parts.get("rewards") or () if isinstance(r, ModelReward)]
+    named = [("the critic", critic.model if critic is not None else None)]
+    named += [("the reference", reference.model if reference is not None else None)]
+    named += [("the teacher", teacher.model if teacher is not None else None)]
+    named += [("the reward model", model) for model in rewards]
+    for what, model in named:
+        if model is not None and resolve_model(model, config.model) is not model:
+            yield f"{what} {model.path} has no config here: it is taken to be of the policy's size"

@@ -1,0 +1,190 @@
+"""Climbs the ladder: every rung in fresh processes, none that is predicted not to fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.config.jobs import JobConfig
+from burnish.errors import BurnishError
+from burnish.plan.hardware import Hardware
+from burnish.plan.launch import hardware_of
+from burnish.plan.probe_stages import PlannedPeak, ProbeStage, planned, probe_stages
+from burnish.plan.shapes import PlanError
+
+ROOM = 0.92
+"""A rung that is predicted to take a larger share of the memory is not tried."""
+Factors = dict[str, float]
+_HEAD = f"  {'phase':<17}{'planned':>9}{'measured':>10}{'meas./plan':>12}{'reserved':>10}{'s':>9}"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """How a probe ended."""
+
+    factors: Factors
+    """Measured / planned of the last rung, by phase."""
+    whole: bool
+    """Whether the last rung was reached."""
+
+
+def probe_recipe(config: JobConfig, say: Callable[[str], None]) -> Probed:
+    """Probe a recipe on this machine, saying what is found rung by rung. Raises PlanError."""
+    hardware = hardware_of(config)
+    if hardware is None:
+        raise PlanError("--probe measures this machine, and the recipe's GPUs are not in it")
+    limit = _free(hardware)
+    say(f"probe on {hardware}; {limit / 1e9:.2f} GB free, tried up to {ROOM:.0%} of it")
+    factors: Factors = {}
+    stages = probe_stages(config, hardware)
+    whole = planned(stages[-1], hardware)
+    for number, stage in enumerate(stages, 1):
+        plans = planned(stage, hardware)
+        say(f"\nrung {number} of {len(stages)}: {stage.name} ({' '.join(stage.overrides)})")
+        need = _predicted(plans, factors, sharing=stage.ranks if hardware.gpu is None else 1)
+        if need > ROOM * limit:
+            say(f"  not tried: {need / 1e9:.2f} GB predicted of {limit / 1e9:.2f}")
+            return _ended(factors, whole, say, reached=False)
+        found = _run(stage, list(plans), on_gpu=hardware.gpu is not None)
+        if isinstance(found, str):
+            say(f"  {found} ({need / 1e9:.2f} GB were predicted of {limit / 1e9:.2f})")
+            return _ended(factors, whole, say, reached=False)
+        factors = _told(plans, found, say)
+    return _ended(factors, whole, say, reached=True)
+
+
+def _ended(
+    factors: Factors, whole: Mapping[str, PlannedPeak], say: Callable[[str], None], *, reached: bool
+) -> Probed:
+    """Say what the last rung corrects, and what the recipe's own size takes, so corrected."""
+    if factors:
+        words = ", ".join(f"{phase} {value:.2f}" for phase, value in factors.items())
+        say(f"\ncorrection (measured / planned, last rung): {words}")
+        sizes = {p: x.overhead + x.tensors * factors.get(p, 1.0) for p, x in whole.items()}
+        words = ", ".join(f"{phase} {_gb(size)}" for phase, size in sizes.items())
+        say(f"the recipe's own size, corrected, in GB a rank: {words}")
+    say("the recipe's own size was reached" if reached else "stopped before the recipe's own size")
+    return Probed(factors, reached)
+
+
+def _free(hardware: Hardware) -> float:
+    if hardware.gpu is not None:
+        return hardware.gpu.bytes
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:  # what the system would give back as well (Linux)
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        lines = dict(line.split(":") for line in text.splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
+    return min(float(available), hardware.host_bytes)
+
+
+def _predicted(plans: Mapping[str, PlannedPeak], factors: Factors, *, sharing: int) -> float:
+    """The most of all phases: the plan, corrected by the last rung where that was more."""
+    each = [
+        p.overhead + p.tensors * max(1.0, factors.get(phase, 1.0)) for phase, p in plans.items()
+    ]
+    return sharing * max(each)
+
+
+def _run(stage: ProbeStage, phases: list[str], *, on_gpu: bool) -> dict[str, Any] | str:
+    """The most of all ranks by phase; or what went wrong, in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        base = {
+            "config": stage.config.model_dump(mode="json"),
+            "job": stage.config.job,
+            "size": stage.ranks,
+            "gpu": on_gpu,
+            "phases": phases,
+            "folder": folder,
+        }
+        started: list[subprocess.Popen[str]] = []
+        try:
+            started += [_start({**base, "rank": rank}) for rank in range(stage.ranks)]
+            return _most([_result(process) for process in started])
+        except _FailedError as error:
+            return str(error)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+class _FailedError(BurnishError):
+    """A rank that gave no measurement."""
+
+
+def _start(task: dict[str, Any]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    if not task["gpu"]:
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "burnish.plan.probe_worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if task["rank"] else None,
+        text=True,
+        env=environment,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(task) + "\n")
+    process.stdin.flush()  # and open for as long as this process lives
+    return process
+
+
+def _result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    lines = [line for line in process.stdout if line.startswith("{")]
+    code = process.wait()
+    if not lines:
+        raise _FailedError(
+            f"a rank was ended by signal {-code}: out of host memory, most likely"
+            if code < 0
+            else f"a rank failed with exit code {code}"
+        )
+    found: dict[str, Any] = json.loads(lines[-1])
+    if "out_of_memory" in found:
+        raise _FailedError(f"out of memory: {found['out_of_memory']}")
+    return found
+
+
+def _most(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        phase: {
+            name: max((r[phase][name] for r in ranks if r[phase][name] is not None), default=None)
+            for name in values
+        }
+        for phase, values in ranks[0].items()
+    }
+
+
+def _told(
+    plans: Mapping[str, PlannedPeak], found: Mapping[str, Any], say: Callable[[str], None]
+) -> Factors:
+    """Say what was measured; measured / planned by phase."""
+    factors: Factors = {}
+    counted = all(values["tensors"] is not None for values in found.values())
+    say(f"  GB of {'tensors' if counted else 'the whole process'}")
+    say(_HEAD)
+    for phase, values in found.items():
+        plan = plans[phase]
+        measured = values["tensors"] if counted else values["host"]
+        expected = plan.tensors if counted else plan.tensors + plan.overhead
+        factors[phase] = measured / expected
+        say(
+            f"  {phase:<17}{_gb(expected):>9}{_gb(measured):>10}{factors[phase]:>12.2f}"
+            f"{_gb(values['reserved']):>10}{values['seconds']:>9.3f}"
+        )
+    return factors
+
+
+def _gb(size: float | None) -> str:
+    return "-" if size is None else f"{size / 1e9:.3g}"

@@ -1,0 +1,202 @@
+"""The ladder of a probe: from short rows and small micro-batches to the recipe's own, then from one
+rank to all that this machine has; and what the planner says of each rung."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.config.distill import DistillConfig
+from burnish.config.jobs import (
+    JobConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
+from burnish.config.load import ConfigError, load_config
+from burnish.config.placement import placement_groups
+from burnish.config.roles import roles_of
+from burnish.config.rollout import LocalEngine
+from burnish.plan.hardware import Hardware
+from burnish.plan.model_state import Item
+from burnish.plan.role_base import Context, RoleMemory
+from burnish.plan.rollout_role import rollout_role
+from burnish.plan.shapes import PlanError
+from burnish.plan.train_role import train_role
+from burnish.train.engines import shares_weights
+from burnish.train.spec import EngineSpec
+
+LENGTHS = (0.25, 0.5, 1.0)
+"""Shares of the recipe's lengths."""
+
+
+@dataclass(frozen=True)
+class ProbeStage:
+    """One step of the ladder."""
+
+    name: str
+    overrides: tuple[str, ...]
+    config: JobConfig
+    ranks: int
+
+
+def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
+    """All rungs, the smallest first. Raises PlanError for a job that cannot be probed."""
+    if isinstance(config, DistillConfig):
+        raise PlanError(
+            "--probe does not run the teacher that a distillation needs; leave it out for the plan"
+        )
+    if not isinstance(config, (RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig)):
+        raise PlanError(
+            f"--probe trains a model, and the job {config.job} has none; leave it out for the plan"
+        )
+    most = _ranks_here(config, hardware)
+    sizes = list(_sizes(config))
+    found = [
+        (f"{share:.0%} of the length", (*_lengths(config, share), *_one_rank(config), *sizes[0]))
+        for share in LENGTHS
+    ]
+    found += [("larger micro-batch", (*_one_rank(config), *size)) for size in sizes[1:]]
+    counts = [2**k for k in range(1, most.bit_length()) if 2**k < most] + [most] * (most > 1)
+    found += [(f"{n} ranks", (*_on_ranks(n), *sizes[-1])) for n in counts]
+    return list(_that_load(config, found))
+
+
+def _that_load(
+    config: JobConfig, found: Iterable[tuple[str, tuple[str, ...]]]
+) -> Iterator[ProbeStage]:
+    """Without those whose batch does not divide."""
+    for name, overrides in found:
+        try:
+            tree = config.model_dump(mode="json")
+            smaller = load_config(tree, list(overrides), job=config.job)
+        except ConfigError:
+            continue
+        ranks = 1 if config.cluster.runtime == "inline" else _ranks(smaller)
+        yield ProbeStage(name, overrides, smaller, ranks)
+
+
+def _ranks_here(config: JobConfig, hardware: Hardware) -> int:
+    """How many of the recipe's ranks this machine can run."""
+    if config.cluster.runtime == "inline":
+        return 1
+    here = hardware.gpus_per_node if hardware.gpu is not None else os.cpu_count() or 1
+    return min(_ranks(config), here)
+
+
+def _ranks(config: JobConfig) -> int:
+    return config.cluster.ranks(probed_roles(config)[0])
+
+
+def _one_rank(config: JobConfig) -> list[str]:
+    return [] if config.cluster.runtime == "inline" else _on_ranks(1)
+
+
+def _on_ranks(count: int) -> list[str]:
+    """All roles on so many: those that are in one place have to be as many."""
+    more = ("cluster.reference_ranks=null", "cluster.critic_ranks=null")
+    return [f"cluster.policy_ranks={count}", *more]
+
+
+def _lengths(config: Any, share: float) -> list[str]:
+    if isinstance(config, RLConfig):
+        new, prompt = config.rollout.generate_max_len, config.data.prompt_max_len
+        return [
+            f"rollout.generate_max_len={max(1, int(share * new))}",
+            f"data.prompt_max_len={max(1, int(share * prompt))}",
+        ]
+    return [f"data.max_len={max(2, int(share * int(config.data.max_len)))}"]
+
+
+def _sizes(config: Any) -> Iterator[list[str]]:
+    """Micro-batches from the smallest to the recipe's own."""
+    budget = config.train.max_tokens_per_micro_batch
+    if budget is not None:
+        for part in (4, 2, 1):
+            yield [f"train.max_tokens_per_micro_batch={max(1, budget // part)}"]
+        return
+    micro = config.batch_plan().micro_train_batch_size or 1
+    for size in (n for n in range(1, micro + 1) if micro % n == 0):
+        yield [f"train.micro_train_batch_size={size}", "train.gradient_accumulation_steps=null"]
+
+
+# ---- what is planned -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedPeak:
+    """Bytes of one rank in a phase."""
+
+    tensors: float
+    """In the memory in which it computes."""
+    overhead: float
+    """There besides tensors: contexts, processes."""
+    host: float
+    """In host memory beside a GPU."""
+
+
+@dataclass(frozen=True)
+class RolePhase:
+    """What one role does in one phase."""
+
+    role: str
+    phase: str
+
+    def __str__(self) -> str:
+        return self.phase if self.role in ("policy", "rollout") else f"{self.phase} ({self.role})"
+
+
+def probed_roles(config: Any) -> tuple[str, ...]:
+    """The roles with a train engine that are in one place with the one that is trained."""
+    first = "reward" if isinstance(config, RewardModelConfig) else "policy"
+    if config.cluster.runtime == "inline":
+        together = roles_of(config)
+    else:
+        together = next(list(p.roles) for p in placement_groups(config) if first in p.roles)
+    return (first, *(r for r in together if r not in (first, "rollout")))
+
+
+def planned(stage: ProbeStage, hardware: Hardware) -> dict[str, PlannedPeak]:
+    """By role and phase (:class:`RolePhase`, as text), of those that are probed; all roles are
+    there. Raises PlanError."""
+    context = Context(stage.config, hardware, frozenset())
+    roles = [train_role(context, role) for role in probed_roles(stage.config)]
+    phases: dict[str, PlannedPeak] = {}
+    if probes_rollout(stage.config):
+        passing = rollout_role(context).passing["rollout"]
+        phases["rollout"] = _sum((*_resident(roles, "rollout"), *passing))
+    for role in roles:
+        for phase in ("log-probs", "forward/backward", "step"):
+            if phase in role.passing:
+                work = RolePhase(role.role, phase)
+                phases[str(work)] = _sum((*_resident(roles, phase), *role.passing[phase]))
+    return phases
+
+
+def _resident(roles: Sequence[RoleMemory], phase: str) -> list[Item]:
+    """What is there of all roles in one process: itself is counted once."""
+    first, *others = (role.resident[phase] for role in roles)
+    return [*first, *(i for items in others for i in items if i.name != "overhead")]
+
+
+def _sum(items: Iterable[Item]) -> PlannedPeak:
+    kept = list(items)
+
+    def total(where: str, *, overhead: bool) -> float:
+        return sum(i.bytes for i in kept if i.where == where and (i.name == "overhead") is overhead)
+
+    host = total("host", overhead=False) + total("host", overhead=True)
+    return PlannedPeak(total("device", overhead=False), total("device", overhead=True), host)
+
+
+def probes_rollout(config: Any) -> bool:
+    """Whether there is a rollout that runs the trainer's own weights: the local engine's, in the
+    same format, of weights that are whole."""
+    if not isinstance(config, RLConfig) or not isinstance(config.rollout.engine, LocalEngine):
+        return False
+    spec = EngineSpec("policy", config.train, config.model)
+    whole = shares_weights(spec) and config.train.engine.model_dump().get("sharding") != "full"
+    return whole and config.precision.sampler_dtype == config.precision.dtype

@@ -1,0 +1,237 @@
+"""One rank of one rung, in a process of its own: a few steps of every phase, measured.
+
+``python -m burnish.plan.probe_worker`` reads its task as one line of JSON and prints its result as
+one. It ends when what it reads from is closed, so that nothing outlives a probe that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from burnish.config.jobs import JobConfig, RLConfig
+from burnish.config.load import load_config
+from burnish.config.roles import role_of
+from burnish.messages import library_text
+from burnish.models.gpu import set_up_gpu
+from burnish.models.load import choose_attention, describe, place
+from burnish.models.lora import inject_lora
+from burnish.models.scratch import scratch_tokenizer
+from burnish.models.value_head import ScalarModel
+from burnish.observe.peaks import PhasePeaks
+from burnish.oom import is_out_of_memory
+from burnish.plan.probe_stages import RolePhase, probed_roles, probes_rollout
+from burnish.plan.role_base import model_reward, positions
+from burnish.plan.shapes import find_config, shape_of
+from burnish.plan.tracking import LiveBytes
+from burnish.plan.train_role import largest_rows, model_of
+from burnish.rollout.base import Request, Sampling
+from burnish.rollout.local import LocalRolloutEngine
+from burnish.train.base import Outputs, Role
+from burnish.train.engines import load_device, make_engine
+from burnish.train.process_group import RankGroup
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
+from burnish.types import Batch, Stats, rows_to_batch
+
+Work = dict[str, Callable[[], Any]]
+
+
+def main() -> None:
+    """Read the task, do it, print the result."""
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        result = probe(load_config(task["config"], job=task["job"]), task)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        result = {"out_of_memory": library_text(error)}
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # other ranks may wait in a collective of one that ran out of memory
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def probe(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
+    """Bytes and seconds by role and phase."""
+    ranks, device = _join(task)
+    torch.manual_seed(0)
+    engines = {role: _engine(config, role, ranks, device) for role in probed_roles(config)}
+    made = _work(config, engines, ranks)
+    work = {str(what): run for what, run in made.items() if str(what) in task["phases"]}
+    for run in work.values():  # moments and workspaces are there from the first step on
+        run()
+    kind = config.model_dump()["train"]["engine"]
+    counted = device.type == "cpu" and kind.get("sharding") == "none"
+    live = _count(engines.values(), work) if counted else {}
+    return _measured(work, live, device)
+
+
+def _measured(work: Work, live: dict[str, float], device: torch.device) -> dict[str, Any]:
+    peaks = PhasePeaks()
+    seconds: dict[str, float] = {}
+    for phase, run in work.items():
+        peaks.begin(phase)
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds[phase] = time.perf_counter() - begun
+    held = peaks.collect()
+    return {
+        phase: {
+            "tensors": live.get(phase, held[phase].allocated),
+            "reserved": held[phase].reserved,
+            "host": held[phase].host,
+            "seconds": seconds[phase],
+        }
+        for phase in work
+    }
+
+
+def _join(task: dict[str, Any]) -> tuple[RankGroup, torch.device]:
+    device = torch.device(f"cuda:{task['rank']}" if task["gpu"] else "cpu")
+    set_up_gpu(device)
+    if task["size"] == 1:
+        return RankGroup(), device
+    from torch import distributed
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    store = FileStore(str(Path(task["folder"]) / "store"), task["size"])
+    backend = "nccl" if task["gpu"] else "gloo"
+    distributed.init_process_group(backend, store=store, rank=task["rank"], world_size=task["size"])
+    return RankGroup(distributed.group.WORLD), device
+
+
+def _engine(config: Any, role: str, ranks: RankGroup, device: torch.device) -> TorchTrainEngine:
+    """The train engine of a role over a model with random weights."""
+    described, scalar, trainable = model_of(config, role)
+    micro = config.batch_plan().micro_train_batch_size
+    rewards = role_of(role) == "reward" and isinstance(config, RLConfig)
+    entry = model_reward(config, role) if rewards else None
+    spec = EngineSpec(
+        cast(Role, role_of(role)),
+        config.train,
+        described,
+        micro_batch_size=micro if entry is None else entry.micro_batch_size,
+        with_entropy=config.job == "rl",
+        trainable=trainable,
+        precision=config.precision,
+        dropout=config.job not in ("rl", "preference"),
+    )
+    home = load_device(spec, device, ranks)
+    with home:
+        model: Any = AutoModelForCausalLM.from_config(find_config(described)[0])
+    whole = trainable and described.lora is None
+    model = place(model, dtype="fp32" if whole else config.precision.dtype, device=home)
+    choose_attention(model, describe(described))
+    if described.lora is not None:
+        inject_lora(model, described.lora)
+    if scalar:
+        body = model.get_decoder()
+        size, like = body.config.hidden_size, next(body.parameters())
+        model = ScalarModel(body, torch.nn.Linear(size, 1, bias=False).to(like.device, like.dtype))
+    return make_engine(model, spec, ranks=ranks, device=device)
+
+
+def _work(
+    config: Any, engines: dict[str, TorchTrainEngine], ranks: RankGroup
+) -> dict[RolePhase, Callable[[], Any]]:
+    """What every role does in every phase, in order."""
+    work: dict[RolePhase, Callable[[], Any]] = {}
+    if probes_rollout(config):
+        work[RolePhase("rollout", "rollout")] = _rollout(config, engines["policy"])
+    for role, engine in engines.items():
+        scalar = model_of(config, role)[1]
+        batch = _batch(config, role, ranks.size)
+        read = engine.values if scalar else engine.logprobs
+        work[RolePhase(role, "log-probs")] = partial(read, batch)
+        if engine.spec.trainable:
+            work[RolePhase(role, "forward/backward")] = partial(
+                engine.forward_backward, batch, _loss
+            )
+            work[RolePhase(role, "step")] = engine.optim_step
+    return work
+
+
+def _loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
+    found = outputs.logprobs if outputs.logprobs is not None else outputs.values
+    assert found is not None
+    return -found.sum() / batch.num_tokens, Stats()
+
+
+def _batch(config: Any, role: str, ranks: int) -> Batch:
+    """Two of the largest micro-batches of every rank (one, where the recipe has no more)."""
+    limit = positions(shape_of(config.model))
+    micro = largest_rows(config, role, ranks, limit)
+    unit = config.rows_per_unit
+    share = config.batch_plan().train_batch_size * unit // ranks
+    rows = [row for _ in range(ranks * min(2, max(1, share // len(micro)))) for row in micro]
+    vocabulary = int(shape_of(config.model).text.vocab_size)
+    group = config.rollout.n_samples_per_prompt if isinstance(config, RLConfig) else 1
+    longest = max(row.length for row in rows)
+    groups = torch.randint(0, vocabulary, (-(-len(rows) // group), longest)).tolist()
+    tokens = [groups[i // group][: row.length] for i, row in enumerate(rows)]  # prompts are shared
+    made = rows_to_batch(
+        tokens,
+        [[False] * r.prompt + [True] * (r.length - r.prompt) for r in rows],
+        prompt_lens=[r.prompt for r in rows],
+        group_ids=[i // group for i in range(len(rows))],
+    )
+    return replace(made, rows_per_unit=unit).with_global_counts()
+
+
+def _rollout(config: RLConfig, engine: TorchTrainEngine) -> Callable[[], Any]:
+    """As many samples of full length as decode at one time."""
+    model = cast(Any, engine.model)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+    options = cast(Any, config.rollout.engine)
+    local = LocalRolloutEngine(model, scratch_tokenizer("0123456789"), options)
+    local._end_tokens = set()  # rows of full length
+    n = config.rollout.n_samples_per_prompt
+    most = min(options.max_batch_size, config.rollout.rollout_batch_size * n)
+    limit = positions(shape_of(config.model))
+    new = config.rollout.generate_max_len
+    prompt = tuple([7] * max(1, min(config.data.prompt_max_len, limit - new)))
+    requests = [Request(str(i), prompt, n=n, seed=i) for i in range(max(1, most // n))]
+    sampling = Sampling(max_tokens=new)
+    return lambda: [None for _ in local.generate(requests, sampling)]
+
+
+def _count(engines: Iterable[TorchTrainEngine], work: Work) -> dict[str, float]:
+    """Bytes of live tensors by phase, counted operation by operation (on a CPU)."""
+    held = [tensor for engine in engines for tensor in _state(engine)]
+    with LiveBytes() as live:
+        live.hold(held)
+        for phase, run in work.items():
+            live.stage(phase)
+            run()
+    return {phase: float(live.peaks[phase][0]) for phase in work}
+
+
+def _state(engine: TorchTrainEngine) -> list[torch.Tensor]:
+    model = [*engine.model.parameters(), *engine.model.buffers()]
+    if engine.optimizer is None:
+        return model
+    moments = [t for state in engine.optimizer.adamw.state.values() for t in state.values()]
+    return [*model, *engine.optimizer.masters, *moments, *(engine.optimizer.ema or ())]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""From a recipe to what each of its roles holds on one rank, in every phase.
+
+Who is beside whom, and what that adds up to, is in ``predict.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from burnish.config.jobs import JobConfig
+from burnish.config.roles import roles_of
+from burnish.plan.hardware import Hardware
+from burnish.plan.role_base import Context, Items, RoleMemory
+from burnish.plan.rollout_role import rollout_role
+from burnish.plan.train_role import train_role
+
+
+def roles_memory(
+    config: JobConfig, hardware: Hardware, assume: frozenset[str] = frozenset()
+) -> list[RoleMemory]:
+    """Every role of the job."""
+    context = Context(config, hardware, assume)
+    found: list[RoleMemory] = []
+    for role in roles_of(config):
+        made = rollout_role(context) if role == "rollout" else train_role(context, role)
+        if context.inline and found:  # one process: what it is itself was counted
+            made = replace(made, resident={p: _no_process(i) for p, i in made.resident.items()})
+        found.append(made)
+    return found
+
+
+def _no_process(items: Items) -> Items:
+    return tuple(i for i in items if i.name != "overhead" or "asleep" in i.how)

@@ -1,0 +1,180 @@
+"""What a rollout engine holds on one rank, by phase."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from burnish.config.jobs import EvaluateConfig, GenerateConfig, RLConfig
+from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
+from burnish.config.train import DeepSpeedEngine, TrainConfig
+from burnish.plan.kv_cache import (
+    Demand,
+    local_cache,
+    local_logits,
+    vllm_on_cpu,
+    vllm_on_gpu,
+)
+from burnish.plan.memory_plan import PHASES
+from burnish.plan.model_state import SIZES, EngineSetup, Item
+from burnish.plan.passes import Pass
+from burnish.plan.role_base import (
+    Context,
+    Items,
+    RoleMemory,
+    lengths_of,
+    overhead,
+    peaks_of,
+    positions,
+    uniform_rows,
+    with_fragmentation,
+)
+from burnish.plan.shapes import ModelShape, shape_of
+
+
+def rollout_role(context: Context) -> RoleMemory:
+    """The rollout engine that the recipe names."""
+    config = context.config
+    engine: RolloutEngineConfig = (
+        config.engine if isinstance(config, EvaluateConfig) else config.rollout.engine
+    )
+    shape = shape_of(config.model.model_copy(update={"lora": None}))
+    demand = demand_of(config, context.ranks("rollout"), shape)
+    if isinstance(engine, VllmEngine):
+        return _vllm_role(context, engine, shape, demand)
+    return _local_role(context, engine, shape, demand)
+
+
+def demand_of(config: Any, workers: int, shape: ModelShape) -> Demand:
+    """What one rollout worker is asked for at most."""
+    limit = positions(shape)
+    length, prompt = lengths_of(config, limit)
+    new = length - prompt
+    sequences = 0
+    if isinstance(config, (RLConfig, GenerateConfig)):
+        rollout = config.rollout
+        sequences = -(-rollout.rollout_batch_size // workers) * rollout.n_samples_per_prompt
+    held_out = None if isinstance(config, GenerateConfig) else config.eval
+    if held_out is not None:
+        prompt = max(prompt, min(held_out.data.prompt_max_len, limit))
+        new = max(new, held_out.generate_max_len or new)
+        count = held_out.num_prompts or 1 << 20
+        sequences = max(sequences, -(-count // workers) * held_out.n_samples_per_prompt)
+    return Demand(sequences, min(prompt, limit - 1), min(new, limit))
+
+
+def _local_role(
+    context: Context, engine: LocalEngine, shape: ModelShape, demand: Demand
+) -> RoleMemory:
+    config, gpu = context.config, context.hardware.gpu is not None
+    dtype = config.precision.sampler_dtype
+    graphs = gpu and engine.cuda_graphs
+    cache, slots = local_cache(shape, engine, demand, dtype, graphs=graphs)
+    logits = local_logits(shape, slots, graphs=graphs, longest=demand.longest)
+    count = max(1, min(slots, engine.max_prefill_tokens // demand.prompt))
+    rows = uniform_rows(count, demand.prompt + 1, demand.prompt, group=1)
+    work = Pass(rows, dtype=dtype, train=False, kernels=context.hardware.kernels)
+    setup = EngineSetup(
+        shape=shape,
+        train=TrainConfig(train_batch_size=1),
+        precision=config.precision.model_copy(update={"dtype": dtype, "grad_accum_dtype": "fp32"}),
+        trainable=False,
+    )
+    peaks, extra, note = peaks_of(setup, work, context.over["fallback_margin"])
+    prefill = Item("activations", max(0.0, peaks.activations - peaks.output), "prefill, traced")
+    own = _own_weights(context, setup)
+    always = (*(() if context.inline else overhead(context, 1)), *own)
+    passing = [cache, logits, prefill]
+    if not gpu and dtype == "fp16":
+        passing.append(Item("parameters", 4.0 * shape.parameters, "fp32 copies for the CPU"))
+    kept = (cache,) if graphs and not engine.sleep_between_rollouts else ()
+    resident: dict[str, Items] = {phase: (*always, *kept) for phase in PHASES}
+    resident["load"] = always
+    loads: Items = ()
+    if own and gpu:
+        loads = (Item("parameters", own[0].bytes, f"read: {own[0].how}", "host"),)
+    return RoleMemory(
+        role="rollout",
+        ranks=context.ranks("rollout"),
+        pool="main" if context.inline else "rollout",
+        resident=resident,
+        passing={
+            "load": loads,
+            "rollout": with_fragmentation(context, tuple(i for i in passing if i not in kept)),
+        },
+        works=(work,),
+        notes=(f"rollout: {note}",) if note else (),
+        guessed=extra,
+    )
+
+
+def _own_weights(context: Context, setup: EngineSetup) -> Items:
+    """Weights of the local engine's own; none where it runs the trainer's module."""
+    config = context.config
+    if context.inline and isinstance(config, RLConfig):
+        same = config.precision.sampler_dtype == config.precision.dtype
+        train = config.train.engine
+        in_shards = isinstance(train, DeepSpeedEngine) and train.zero_stage == 3
+        if same and not in_shards:
+            return ()
+    size = setup.model.parameters * setup.weight_size
+    how = f"{setup.model.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
+    return (Item("parameters", size, how),)
+
+
+def _vllm_role(
+    context: Context, engine: VllmEngine, shape: ModelShape, demand: Demand
+) -> RoleMemory:
+    dtype = context.config.precision.sampler_dtype
+    common: dict[str, Any] = {
+        "role": "rollout",
+        "ranks": context.ranks("rollout"),
+        "pool": "vllm",
+    }
+    size = shape.parameters * SIZES[dtype]
+    whole = Item("parameters", size, "the model read by the worker", "host")
+    reads = () if context.inline and isinstance(context.config, RLConfig) else (whole,)
+    if context.hardware.gpu is None:
+        weights, cache = vllm_on_cpu(shape, engine, demand, dtype)
+        always: Items = (*overhead(context, 1), weights, cache)
+        return RoleMemory(
+            **common,
+            resident={phase: always for phase in PHASES},
+            passing={"load": tuple(replace(i, where="device") for i in reads)},
+        )
+    found = vllm_on_gpu(
+        shape,
+        engine,
+        demand,
+        dtype=dtype,
+        gpu_bytes=context.hardware.gpu.bytes,
+        overhead=dict(context.over),
+    )
+    process = overhead(context, engine.tensor_parallel_size)
+    awake: Items = (*process, found.weights, found.cache, found.rest)
+    resident: dict[str, Items] = {phase: awake for phase in PHASES}
+    if engine.sleep_between_rollouts:
+        asleep = Item("overhead", context.over["vllm_asleep_gb"] * 1e9, "vLLM asleep")
+        sleeping: Items = (*(i for i in process if i.where == "host"), asleep)
+        resident = {phase: sleeping for phase in PHASES}
+        resident |= {phase: awake for phase in ("load", "rollout")}
+        resident["sync"] = (*process, found.weights, found.rest)  # no cache yet
+    first: dict[str, Items] = {"load": reads}
+    if engine.tensor_parallel_size > 1:
+        copy = replace(whole, how="weights for the other processes, in /dev/shm")
+        first = {"load": (*reads, copy), "sync": (copy,)}
+    if context.has_store:
+        store = replace(whole, how="Ray's object store: weights of the last sync, pulled here")
+        for phase in ("sync", "rollout"):
+            first[phase] = (*first.get(phase, ()), store)
+    return RoleMemory(
+        **common,
+        resident=resident,
+        passing={},
+        first=first,
+        problem=found.problem,
+        notes=(
+            f"rollout: vLLM's cache holds {found.cache_tokens} tokens, "
+            f"{found.cache_tokens / demand.longest:.1f} rows of {demand.longest}",
+        ),
+    )

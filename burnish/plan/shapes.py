@@ -1,0 +1,304 @@
+"""The shape of a model from its config alone: every parameter's size, counted on the meta device.
+
+A config comes from the recipe (``scratch``), a folder's config.json, the hub's cache on this
+machine, or, for a hub model that is not here, the small table ``models.yaml``. Nothing is
+downloaded and no weight is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.resources
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
+from burnish.config.paths import folder_problem
+from burnish.errors import BurnishError
+from burnish.messages import library_text
+from burnish.models.load import describe
+from burnish.models.scratch import scratch_tokenizer
+
+_ENDINGS = re.compile(r"-(instruct|it|chat|base|hf|v0\.3|sft|dpo|\d{4})$")
+
+
+class PlanError(BurnishError, ValueError):
+    """A plan that cannot be made. Says what is not known, and what would be."""
+
+
+@dataclass(frozen=True)
+class FsdpUnit:
+    """Parameters that are gathered together: a decoder layer, the embedding, or what is left."""
+
+    name: str
+    kind: str
+    """``layer``, ``embedding`` or ``rest`` (final norm, output projection or value head; the
+    embedding too where it is tied)."""
+    numels: tuple[int, ...]
+    """Entries of each parameter."""
+    lora: int = 0
+    """Adapter entries that stand in this unit."""
+
+    @property
+    def numel(self) -> int:
+        """Entries of all base parameters."""
+        return sum(self.numels)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model. ``scalar``: with one output (critic, reward) in place of the vocabulary."""
+
+    name: str
+    source: str
+    """Where the config came from, in words."""
+    config: Any
+    units: tuple[FsdpUnit, ...]
+    scalar: bool
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        """Entries of all parameters, tied ones once, without adapters."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def adapters(self) -> int:
+        """Entries of all LoRA adapters."""
+        return sum(unit.lora for unit in self.units)
+
+    @property
+    def layers(self) -> tuple[FsdpUnit, ...]:
+        """The decoder layers."""
+        return tuple(unit for unit in self.units if unit.kind == "layer")
+
+    @property
+    def text(self) -> Any:
+        """The config of the language model itself."""
+        return self.config.get_text_config()
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        text = self.text.to_dict()
+        given = text.get("head_dim")
+        return int(given or text["hidden_size"] // text["num_attention_heads"])
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        text = self.text.to_dict()
+        return int(text.get("num_key_value_heads") or text["num_attention_heads"])
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer: how far back it reads; None: everything."""
+        text, count = self.text.to_dict(), len(self.layers)
+        window = text.get("sliding_window")
+        kinds = text.get("layer_types")
+        if kinds:
+            return tuple(window if "sliding" in kind else None for kind in kinds[:count])
+        return (window,) * count
+
+
+def shape_of(model: ModelConfig, *, scalar: bool = False) -> ModelShape:
+    """The shape of the model that a recipe names. Raises PlanError where its config is not
+    known."""
+    return _shape(model.model_dump_json(), scalar)
+
+
+@functools.lru_cache(maxsize=64)
+def _shape(model_json: str, scalar: bool) -> ModelShape:
+    model = ModelConfig.model_validate_json(model_json)
+    config, source = find_config(model)
+    return shape_from_config(config, describe(model), source, scalar=scalar, lora=model.lora)
+
+
+def shape_from_config(
+    config: PretrainedConfig,
+    name: str,
+    source: str,
+    *,
+    scalar: bool = False,
+    lora: LoraConfig | None = None,
+) -> ModelShape:
+    """The shape of the model that ``config`` describes."""
+    try:
+        with torch.device("meta"):
+            network: Any = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
+        raise PlanError(
+            f"{name}: transformers cannot make a language model of its config ({source}): {error}"
+        ) from error
+    return ModelShape(
+        name=name,
+        source=source,
+        config=config,
+        units=tuple(_units(network, scalar=scalar, lora=lora)),
+        scalar=scalar,
+        tied=_is_tied(network),
+    )
+
+
+def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpUnit]:
+    """As ``train/fsdp.py`` cuts a model: layers, the embedding if nothing else reads it, the
+    rest."""
+    body = network.get_decoder()
+    left = {id(p): p for p in (body if scalar else network).parameters()}
+    units: list[FsdpUnit] = []
+
+    def take(module: nn.Module, name: str, kind: str) -> None:
+        own = [left.pop(id(p)) for p in module.parameters() if id(p) in left]
+        adapters = _adapter_entries(module, lora) if lora is not None and kind == "layer" else 0
+        units.append(FsdpUnit(name, kind, tuple(p.numel() for p in own), adapters))
+
+    for name, block in blocks_of(body):
+        take(block, name, "layer")
+    if scalar or not _is_tied(network):
+        take(body.get_input_embeddings(), "embedding", "embedding")
+    rest = [p.numel() for p in left.values()]
+    if scalar:
+        rest.append(int(body.config.hidden_size))
+    units.append(FsdpUnit("rest", "rest", tuple(rest)))
+    return units
+
+
+def blocks_of(body: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the decoder layers."""
+    names = set(body._no_split_modules or ())
+    return [(n, m) for n, m in body.named_modules() if type(m).__name__ in names]
+
+
+def _is_tied(network: Any) -> bool:
+    head = network.get_output_embeddings()
+    tied: bool = head is not None and head.weight is network.get_input_embeddings().weight
+    return tied or bool(network.config.get_text_config().tie_word_embeddings)
+
+
+def _adapter_entries(block: nn.Module, lora: LoraConfig) -> int:
+    """r x (inputs + outputs) for every linear layer of a block that gets an adapter."""
+    linears = [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]
+    return sum(
+        lora.lora_rank * (m.in_features + m.out_features)
+        for n, m in linears
+        if _is_target(n, lora.target_modules)
+    )
+
+
+def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
+    if targets == "all-linear":
+        return True
+    if isinstance(targets, str):  # a regular expression over whole names, as peft reads it
+        return re.fullmatch(targets, f"model.layers.0.{name}") is not None
+    return any(name == t or name.endswith(f".{t}") for t in targets)
+
+
+# ---- where a config comes from --------------------------------------------------------------
+
+
+def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
+    """The HuggingFace config of a model and where it was found. Raises PlanError."""
+    if model.scratch is not None:
+        return _scratch_config(model.scratch), "made from scratch"
+    path = str(model.path)
+    options: dict[str, Any] = {"gguf_file": model.gguf_file} if model.gguf_file else {}
+    try:
+        found = AutoConfig.from_pretrained(
+            path,
+            revision=model.revision or "main",
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=True,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        return _from_table(path, error)
+    is_folder = Path(path).is_dir()
+    return found, f"{path}/config.json" if is_folder else f"config of {path} in the hub's cache"
+
+
+def _scratch_config(scratch: ScratchConfig) -> PretrainedConfig:
+    return LlamaConfig(
+        vocab_size=len(scratch_tokenizer(scratch.alphabet)),
+        hidden_size=scratch.hidden_size,
+        intermediate_size=4 * scratch.hidden_size,
+        num_hidden_layers=scratch.num_layers,
+        num_attention_heads=scratch.num_heads,
+        num_key_value_heads=scratch.num_kv_heads,
+        max_position_embeddings=scratch.max_position_embeddings,
+        tie_word_embeddings=scratch.tie_word_embeddings,
+    )
+
+
+def _from_table(path: str, error: Exception) -> tuple[PretrainedConfig, str]:
+    known = known_models()
+    entry = None if Path(path).exists() else known.get(_plain_name(path))
+    if entry is None and (problem := folder_problem(path)):
+        raise PlanError(f"model.path: {problem}")
+    if entry is None:
+        names = ", ".join(sorted({e["name"] for e in known.values() if "source" in e}))
+        reason = library_text(error)
+        raise PlanError(
+            f"the sizes of the model {path} are not known: no config.json could be read ({reason}),"
+            f" and it is not in the table of well-known models ({names}); put the model's "
+            "config.json into a folder and give that folder as model.path"
+        ) from error
+    fields = copy.deepcopy(entry["config"])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    source = entry.get("recipe") or f"huggingface.co/{entry['source']}"
+    return config, f"built-in table, after {source}"
+
+
+@functools.lru_cache(maxsize=1)
+def known_models() -> dict[str, dict[str, Any]]:
+    """The table of well-known models, by plain name; other names of one shape too."""
+    text = (importlib.resources.files("burnish.plan") / "models.yaml").read_text("utf-8")
+    table: dict[str, dict[str, Any]] = {}
+    for name, entry in yaml.safe_load(text).items():
+        for key in (name, *entry.get("also", ())):
+            table[key] = {"name": name, **entry}
+    return table
+
+
+def _plain_name(path: str) -> str:
+    name = path.rstrip("/").rpartition("/")[2].lower()
+    while (shorter := _ENDINGS.sub("", name)) != name:
+        name = shorter
+    return name
+
+
+def matrix_flops(shape: ModelShape) -> float:
+    """Multiplications and additions of one token's forward pass through all matrices (the input
+    embedding is a look-up; of a mixture of experts only those that a token uses)."""
+    text = shape.text.to_dict()
+    total = sum(u.numel for u in shape.units)
+    embedding = int(text["vocab_size"]) * int(text["hidden_size"])
+    active = total - (0 if shape.tied and not shape.scalar else embedding)
+    experts, used = (
+        text.get("num_local_experts") or text.get("num_experts") or 0,
+        text.get("num_experts_per_tok") or 0,
+    )
+    if experts and used:
+        width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
+        one = 3 * int(text["hidden_size"]) * width
+        active -= len(shape.layers) * one * (experts - used)
+    return 2.0 * max(active, 0)
+
+
+def rounded_up(count: int, parts: int) -> int:
+    """Entries of one of ``parts`` equal parts, the last one padded."""
+    return math.ceil(count / parts)

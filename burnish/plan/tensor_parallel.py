@@ -1,0 +1,54 @@
+"""The part of a model that one rank of a tensor-parallel team has, as a model of its own.
+
+A layer with a share of the heads and of the inner width is the layer of a smaller config: the part
+is counted and traced like any other model. It is checked against what ``models/tensor_parallel.py``
+cuts, parameter by parameter; a model of which the two differ has no such config.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from burnish.config.model import LoraConfig
+from burnish.models.load import ModelError
+from burnish.models.tensor_parallel import check_head_counts, shard_dims
+from burnish.plan.shapes import ModelShape, PlanError, shape_from_config
+
+SHARED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""What is divided."""
+
+
+def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelShape | None:
+    """What each of ``parts`` ranks has; None where no config describes it. Raises PlanError where
+    the model cannot be cut like that."""
+    if parts == 1:
+        return shape
+    config = copy.deepcopy(shape.config)
+    text = config.get_text_config()
+    try:
+        check_head_counts(config, parts)
+        expected = _entries(shape, parts)
+    except ModelError as error:
+        raise PlanError(str(error)) from error
+    text.head_dim = shape.head_dim  # else it would follow from fewer heads
+    for name in SHARED:
+        value = text.to_dict().get(name)
+        if value is None or value % parts:
+            return None
+        setattr(text, name, value // parts)
+    part = shape_from_config(config, shape.name, shape.source, scalar=shape.scalar, lora=lora)
+    return part if part.parameters == expected else None
+
+
+def _entries(shape: ModelShape, parts: int) -> int:
+    """Entries of one rank's parameters, by the plan of the model's layers."""
+    with torch.device("meta"):
+        body: Any = AutoModelForCausalLM.from_config(shape.config).get_decoder()
+    dims = shard_dims(body)
+    sizes = {name: parameter.numel() for name, parameter in body.named_parameters()}
+    less = sum(sizes[name] - sizes[name] // parts for name, dim in dims.items() if dim is not None)
+    return shape.parameters - less

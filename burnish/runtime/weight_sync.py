@@ -1,0 +1,183 @@
+"""Weights from the policy's ranks to the rollout workers of a Ray cluster.
+
+Two ways. :class:`ObjectStoreSync`, the default: rank 0 puts buckets into Ray's object store, the
+controller keeps their headers, and every worker reads them there. Nobody has to meet, and a worker
+that is replaced is given what the others have. :class:`ConnectionSync`: rank 0 and the workers make
+a connection of their own (``sync/connect.py``), which is made anew, under a new name, when a
+process of either side was replaced.
+
+Both carry versions and checksums that the workers verify; a worker that did not get all of it, as
+it was sent, refuses to sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from burnish.config.model import Dtype
+from burnish.config.sync import DiskSync, LinkSync, resolve_kind
+from burnish.runtime.base import Sync
+from burnish.runtime.errors import died, failure, is_worker_loss
+from burnish.runtime.remote import Lost, RemoteRolloutEngine, RemoteTrainEngine
+from burnish.runtime.worker import ReceiverRank, TransferOptions
+from burnish.sync.base import Metrics, sync_metrics
+
+Call = tuple[Any, Any]
+"""A worker and what it was asked, a reference to the answer."""
+
+
+def ray_sync(
+    policy: RemoteTrainEngine,
+    rollout: RemoteRolloutEngine,
+    config: LinkSync | DiskSync,
+    dtype: Dtype,
+) -> Sync:
+    """The sync that the recipe asks for, after its first push."""
+    options = TransferOptions(config.bucket_bytes, dtype, verify=config.verify)
+    kind = resolve_kind(config, same_process=False, same_memory=False, has_store=True)
+    if kind == "object_store":
+        return ObjectStoreSync(policy, rollout, options)
+    return ConnectionSync(policy, rollout, config, options)
+
+
+class ObjectStoreSync:
+    """Through the object store."""
+
+    def __init__(
+        self, policy: RemoteTrainEngine, rollout: RemoteRolloutEngine, options: TransferOptions
+    ) -> None:
+        self.policy, self.rollout, self.options = policy, rollout, options
+        self._pushes = 0
+        self.push()
+
+    def push(self) -> Metrics:
+        """Hand the weights over. Raises SyncError where a worker refuses them."""
+        started = time.perf_counter()
+        kept = self.policy.transfer_weights(self._pushes, self.options)
+        self._pushes += 1
+        self.rollout.receive_snapshot(kept, verify=self.options.verify)
+        return sync_metrics(
+            kept.end.version,
+            kept.end.num_bytes,
+            buckets=kept.end.num_buckets,
+            seconds=time.perf_counter() - started,
+        )
+
+
+class ConnectionSync:
+    """Through a connection of the policy's rank 0 and the workers (or a folder that all see)."""
+
+    def __init__(
+        self,
+        policy: RemoteTrainEngine,
+        rollout: RemoteRolloutEngine,
+        config: LinkSync | DiskSync,
+        options: TransferOptions,
+    ) -> None:
+        self.policy, self.rollout, self.config, self.options = policy, rollout, config, options
+        self.ray = rollout.runtime.ray
+        self._connected: list[Any] = []
+        """The processes that the connection is between."""
+        self._names = 0
+        self._metrics: Metrics = {}
+        rollout.refill = self._refill
+        self.push()
+
+    def push(self) -> Metrics:
+        """Hand the weights over. Workers that die or hang meanwhile are replaced, and all meet
+        again. Raises SyncError where a worker refuses them, and WorkerLostError where a rank is
+        gone."""
+        while lost := self._push(range(self.rollout.size)):
+            self.rollout.replace(lost)  # (what they are given here the push to all overtakes)
+        return self._metrics
+
+    def _refill(self, indices: Sequence[int]) -> Lost:
+        """The policy's weights to fresh workers; the connection of all is void then."""
+        try:
+            return self._push(indices)
+        finally:
+            self._connected = []
+
+    def _push(self, indices: Sequence[int]) -> Lost:
+        """Hand over to some of the workers. Returns those that were lost in it."""
+        ranks, workers = self.policy.group.workers, [self.rollout.workers[i] for i in indices]
+        processes = [*ranks, *workers]
+        if self._connected != processes:
+            self._connected = []
+            if lost := self._connect(indices):
+                return lost
+        self._connected = []  # a connection on which something failed may be dead
+        version = self.policy.version
+        sent = [(w, w.push.remote()) for w in ranks]
+        if isinstance(self.config, DiskSync):  # all of it is written before anybody reads
+            self._wait(sent, [], indices)
+        received = [(w, w.receive.remote(version)) for w in workers]
+        if lost := self._wait(sent, received, indices):
+            return lost
+        self._connected, self.rollout.version = processes, version
+        self._metrics = self.ray.get(sent[0][1])
+        return {}
+
+    def _connect(self, indices: Sequence[int]) -> Lost:
+        """Make a new connection of the ranks and these workers. Returns those that were lost."""
+        self._names += 1
+        name, count, at = f"weights-{self._names}", len(indices), None
+        ranks = self.policy.group.workers
+        if not isinstance(self.config, DiskSync):
+            serving = (ranks[0], ranks[0].serve_store.remote(self.config.timeout_s))
+            self._wait([serving], [], indices)
+            at = self.ray.get(serving[1])
+        opening = [(w, w.open_sender.remote(self.config, self.options, name, count)) for w in ranks]
+        joining = []
+        for rank, index in enumerate(indices, 1):
+            worker = self.rollout.workers[index]
+            call = worker.open_receiver.remote(
+                self.config, at, name, receiver_rank=ReceiverRank(rank, count)
+            )
+            joining.append((worker, call))
+        return self._wait(opening, joining, indices)
+
+    def _wait(
+        self, sending: Sequence[Call], receiving: Sequence[Call], indices: Sequence[int]
+    ) -> Lost:
+        """Until every call is done or its worker is lost: those who live give the dead ones up
+        after ``sync.timeout_s``. Returns the receivers that were lost; raises WorkerLostError where
+        a sender was, and what else went wrong."""
+        calls = [*sending, *receiving]
+        gone = self._gone(calls)
+        ranks = [i for i in gone if i < len(sending)]
+        if ranks:
+            workers = [calls[i][0] for i in ranks]
+            raise self.policy.group.loss(workers, f"{gone[ranks[0]]} (in a hand-over)")
+        if gone:
+            return {indices[i - len(sending)]: why for i, why in gone.items()}
+        ends = [failure(self.ray, ref) for _, ref in calls]
+        told = ends[: len(sending)]
+        for error in (*ends[len(told) :], *told):  # a receiver says more than the sender of it
+            if error is not None:
+                raise error
+        return {}
+
+    def _gone(self, calls: Sequence[Call]) -> Lost:
+        """Wait for all calls. Returns those whose workers died or hang, by their place here."""
+        runtime = self.rollout.runtime
+        limit = runtime.config.call_timeout_s
+        waiting = dict(enumerate(calls))
+        gone: Lost = {}
+        while waiting:
+            refs, workers = [ref for _, ref in waiting.values()], [w for w, _ in waiting.values()]
+            ready, unresponsive = runtime.monitor.wait(refs, workers, limit_s=limit)
+            late = not ready and not unresponsive
+            for index, (worker, ref) in list(waiting.items()):
+                error = failure(self.ray, ref) if ref in ready else None
+                if error is not None and is_worker_loss(self.ray, error):
+                    gone[index] = died(error)
+                elif ref not in ready and worker in unresponsive:
+                    gone[index] = runtime.unresponsive_reason
+                elif ref not in ready and late:
+                    gone[index] = f"did not answer within {limit:g} s (cluster.call_timeout_s)"
+                if ref in ready or index in gone:
+                    del waiting[index]
+        return gone

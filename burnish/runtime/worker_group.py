@@ -1,0 +1,169 @@
+"""The ranks of a train engine as one: they start together, are called together and are lost
+together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from burnish.oom import is_out_of_memory
+from burnish.runtime.base import WorkerLostError
+from burnish.runtime.errors import died, failure, is_worker_loss
+from burnish.runtime.limits import Limits
+from burnish.runtime.worker import NO_SPANS, TrainWorker
+from burnish.train.base import Role
+from burnish.train.process_group import CollectiveTimeoutError
+from burnish.train.spec import EngineSpec
+
+if TYPE_CHECKING:
+    from burnish.runtime.ray import RayRuntime
+
+_OTHER_RANKS_S = 10.0
+"""How long other ranks get to fail as well once one has: Ray learns of a death after gloo does."""
+
+
+class WorkerGroup:
+    """The ranks of one train engine."""
+
+    def __init__(
+        self,
+        runtime: RayRuntime,
+        spec: EngineSpec,
+        *,
+        scalar: bool,
+        seed: int,
+        spans: Mapping[str, str] = NO_SPANS,
+        name: str | None = None,
+    ) -> None:
+        """``spans``: the phases of memory that its engine's methods are. ``name``: by which the
+        job's places know the group; None: its role."""
+        self.runtime, self.spec, self.scalar, self.seed = runtime, spec, scalar, seed
+        self.spans = dict(spans)
+        self.role: Role = spec.role
+        self.name = name or spec.role
+        self.size = runtime.config.ranks(spec.role)
+        self.workers: list[Any] = []
+        self._complete = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Fresh workers that have met and loaded the model; anew where some are lost meanwhile.
+        Raises ClusterError where that was too often."""
+        while not self._complete:
+            try:
+                self._start()
+            except WorkerLostError as lost:
+                self.runtime.count_restart(str(lost))
+
+    def _start(self) -> None:
+        self.end()
+        self.workers = self.runtime.start(self.name, TrainWorker, self.size)
+        limit = self.runtime.config.start_timeout_s
+        longest = self.runtime.config.call_timeout_s
+        limits = Limits(longest, min(longest, self.runtime.config.collective_timeout_s))
+        host, port = self.gather([self.workers[0].open_rendezvous.remote(limit)], limit_s=limit)[0]
+        joining = {"timeout_s": limit, "limits": limits}
+        self._each(lambda w: w.join.remote(host, port, **joining), limit_s=limit)
+        options = {"scalar": self.scalar, "seed": self.seed, "spans": self.spans}
+        self._each(lambda w: w.build.remote(self.spec, **options))
+        self._complete = True
+
+    def all(self, call: Callable[[Any], Any]) -> list[Any]:
+        """Every rank's answer to one call.
+
+        Where a rank dies or hangs: a model that is not trained is loaded anew, and the call done
+        again; else raises WorkerLostError that names it, and the group has to be restarted.
+        """
+        while True:
+            try:
+                return self._each(call)
+            except WorkerLostError as lost:
+                if self.spec.trainable:
+                    raise
+                self.runtime.count_restart(str(lost))
+                self.restart()
+
+    def _each(self, call: Callable[[Any], Any], *, limit_s: float | None = None) -> list[Any]:
+        if not self.workers:
+            raise WorkerLostError(f"the {self.name} has lost its workers")
+        return self.gather([call(worker) for worker in self.workers], limit_s=limit_s)
+
+    def gather(self, refs: Sequence[Any], *, limit_s: float | None = None) -> list[Any]:
+        """The results of calls, the first of rank 0 and so on. Raises WorkerLostError."""
+        monitor = self.runtime.monitor
+        limit = limit_s or self.runtime.config.call_timeout_s
+        waiting = list(refs)
+        while waiting:
+            ready, unresponsive = monitor.wait(waiting, self.workers, limit_s=limit)
+            for failed in (failure(self.runtime.ray, ref) for ref in ready):
+                if failed is not None:
+                    self._raise(refs, failed)
+            waiting = [ref for ref in waiting if ref not in ready]
+            if unresponsive and waiting:
+                raise self.loss(unresponsive, self.runtime.unresponsive_reason)
+            if waiting and not ready:
+                late = [self.workers[refs.index(ref)] for ref in waiting]
+                said = f"did not answer within {limit:g} s ({self._limit_name(limit_s)})"
+                raise self.loss(late, said)
+        return list(self.runtime.ray.get(list(refs)))
+
+    def _limit_name(self, limit_s: float | None) -> str:
+        return "cluster.call_timeout_s" if limit_s is None else "cluster.start_timeout_s"
+
+    def _raise(self, refs: Sequence[Any], failed: BaseException) -> NoReturn:
+        """A dead or hung rank makes its neighbours fail as well: it is the one to name."""
+        ray = self.runtime.ray
+        done, undone = ray.wait(list(refs), num_returns=len(refs), timeout=_OTHER_RANKS_S)
+        failures = {refs.index(ref): failure(ray, ref) for ref in done}
+        dead = {i: e for i, e in failures.items() if e is not None and is_worker_loss(ray, e)}
+        if dead:
+            how = died(next(iter(dead.values())))
+            raise self.loss([self.workers[i] for i in dead], how) from failed
+        unresponsive = self.runtime.monitor.wait_for_heartbeats(
+            [self.workers[refs.index(ref)] for ref in undone]
+        )
+        if unresponsive:
+            raise self.loss(unresponsive, self.runtime.unresponsive_reason) from failed
+        waited = {i: e for i, e in failures.items() if isinstance(e, CollectiveTimeoutError)}
+        if waited:
+            late = [self.workers[refs.index(ref)] for ref in undone]
+            raise self._wait(waited, late) from failed
+        for index, error in failures.items():
+            if error is not None and is_out_of_memory(error):  # why the others failed as well
+                error.add_note(f"in {self.runtime.monitor.name(self.workers[index])}")
+                raise error
+        raise failed
+
+    def _wait(self, waited: Mapping[int, BaseException], late: Sequence[Any]) -> WorkerLostError:
+        """The error for ranks that waited for others in vain. ``waited``: by rank, what it said;
+        ``late``: those that report, and did not come."""
+        monitor, self._complete = self.runtime.monitor, False
+        said = [f"{monitor.name(self.workers[i])} {error}" for i, error in sorted(waited.items())]
+        if late:
+            said.append(f"{monitor.names(late)} did not come")
+        return WorkerLostError(
+            f"the ranks of the {self.name} do not meet: {'; '.join(said)} "
+            "(cluster.collective_timeout_s)"
+        )
+
+    def loss(self, workers: Sequence[Any], how: str) -> WorkerLostError:
+        """The error that names ranks that are gone; the group has to be restarted."""
+        self._complete = False
+        return WorkerLostError(f"{self.runtime.monitor.names(workers)} {how}")
+
+    def is_complete(self) -> bool:
+        """Whether every rank answers."""
+        if not self._complete:
+            return False
+        try:
+            limit = self.runtime.config.heartbeat_timeout_s
+            self._each(lambda w: w.ping.remote(), limit_s=limit)
+        except WorkerLostError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """End the workers at once."""
+        self._complete = False
+        self.runtime.end(self.workers)
+        self.workers = []

@@ -1,0 +1,171 @@
+"""A micro-batch's tokens spread over a team of ranks (``train.engine.sequence_parallel_size``).
+
+All ranks of a team have the same rows. The arranged tokens stand in one row, padded to a multiple
+of the team, and each rank computes its stretch of it; log-probs and values are computed where their
+hidden state is and summed, so every rank has all of them, and computes the same loss. A rank's
+gradient is that of its stretch: gradients are summed over all ranks, of all teams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from burnish.config.train import TorchEngine, TrainConfig
+from burnish.models.attention import Segment, plan_segments
+from burnish.models.load import ModelError, require_packing
+from burnish.models.support import runs_own_code
+from burnish.models.ulysses import SequenceParallelPlan, sum_over
+from burnish.tensors import upload
+from burnish.train.base import Role
+from burnish.train.batching import Arranged
+from burnish.train.forward import Forward
+from burnish.train.process_group import RankGroup
+from burnish.types import Batch
+
+ATTENDING = {"full_attention", "sliding_attention"}
+"""Kinds of layers whose mixing of tokens is attention's, and exchanged."""
+BY_LENGTH = {"dynamic", "longrope"}
+"""Rotary embeddings that depend on the longest row that is computed, which ranks see parts of."""
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """This rank's part of an arranged micro-batch: C tokens of one row."""
+
+    input_ids: Tensor  # [1, C]; the last ranks' may be padding
+    position_ids: Tensor  # [1, C]
+    plan: SequenceParallelPlan
+    begin: int
+    """Where it begins in the whole row."""
+
+
+def local_shard(arranged: Arranged, model_parallel: RankGroup) -> LocalShard:
+    """The stretch of rank ``model_parallel.rank`` of the arranged tokens."""
+    assert model_parallel.group is not None
+    tokens, positions = arranged.input_ids.flatten(), arranged.position_ids.flatten()
+    plan = arranged.plan
+    if plan is None:  # a rectangle: rows of equal length, one after another
+        rows, width = arranged.input_ids.shape
+        plan = plan_segments([Segment(r * width, width) for r in range(rows)], positions)
+    count = tokens.numel()
+    length = -(-count // model_parallel.size)
+    begin = model_parallel.rank * length
+    own = [F.pad(x, (0, model_parallel.size * length - count)) for x in (tokens, positions)]
+    ids, at = (x[None, begin : begin + length] for x in own)
+    return LocalShard(ids, at, SequenceParallelPlan(plan, count, model_parallel.group), begin)
+
+
+def parallel_groups(engine: TorchEngine, ranks: RankGroup) -> tuple[RankGroup, RankGroup]:
+    """(the ranks that compute the same rows as this one, the ranks that compute other rows with the
+    same part in them). Raises ValueError where the ranks do not make whole teams, or both tokens
+    and layers are to be shared out."""
+    if engine.parallel_problem is not None:
+        raise ValueError(f"train.engine: {engine.parallel_problem}")
+    size = engine.ranks_per_row
+    if ranks.size % size:
+        raise ValueError(
+            f"{engine.parallel_setting}: {size} ranks compute the same rows, and this engine has "
+            f"{ranks.size}, "
+            f"which is no multiple of that; use a multiple of {size}"
+        )
+    return ranks.subgroups(size)
+
+
+def make_forward(
+    model: nn.Module,
+    role: Role,
+    train: TrainConfig,
+    *,
+    temperature: float,
+    model_parallel: RankGroup,
+) -> Forward:
+    """What computes micro-batches; ``model_parallel``: the ranks that have the same rows."""
+    if cast(TorchEngine, train.engine).sequence_parallel_size == 1:
+        return Forward(model, role, train, temperature=temperature)
+    return SequenceParallelForward(
+        model, role, train, temperature=temperature, model_parallel=model_parallel
+    )
+
+
+class SequenceParallelForward(Forward):
+    """A micro-batch computed by a team of ranks together. All of them call it at the same time with
+    the same rows, and get the same outputs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        role: Role,
+        train: TrainConfig,
+        *,
+        temperature: float,
+        model_parallel: RankGroup,
+    ) -> None:
+        super().__init__(model, role, train, temperature=temperature)
+        self.model_parallel = model_parallel
+        self._checked = False
+        setting = f"train.engine.sequence_parallel_size={model_parallel.size}"
+        require_packing(self.body.config, setting, trust=runs_own_code(self.body))
+        check_sequence_parallel(self.body.config, model_parallel.size)
+
+    def _compute(
+        self, batch: Batch, arranged: Arranged, *, with_entropy: bool | None
+    ) -> tuple[Tensor, ...]:
+        shard = local_shard(arranged, self.model_parallel)
+        hidden = self._hidden(shard.input_ids, shard.position_ids, shard.plan)
+        self._check_asked(shard.plan)
+        read, target = self._reads(batch)
+        place = arranged.place[read] - shard.begin
+        here = ((place >= 0) & (place < len(hidden))).nonzero()[:, 0]
+        group, device = self.model_parallel.group, hidden.device
+        assert group is not None
+        at_reads, own = hidden[upload(place[here], device)], upload(target[here], device)
+        found = self._ask(batch, at_reads, own, with_entropy=with_entropy)
+        return tuple(sum_over(group, values) for values in found)
+
+    def _check_asked(self, plan: SequenceParallelPlan) -> None:
+        """Once: every layer's attention has exchanged its tokens."""
+        asked, layers = len(plan.layers), int(_text(self.body.config).num_hidden_layers)
+        if not self._checked and asked != layers:
+            raise ModelError(
+                f"{type(self.body).__name__} has {layers} layers, and {asked} of them mix tokens "
+                "by an attention that can be exchanged between ranks; use "
+                "train.engine.sequence_parallel_size=1"
+            )
+        self._checked = True
+
+
+def check_sequence_parallel(config: Any, size: int) -> None:
+    """Raise ModelError where a team of ``size`` cannot share the attention of a model of this
+    HuggingFace ``config``."""
+    text = _text(config)
+    values = text.to_dict()
+    heads, name = int(text.num_attention_heads), text.model_type
+    what = f"train.engine.sequence_parallel_size={size}"
+    if heads % size:
+        works = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise ModelError(
+            f"{what} does not divide the {heads} attention heads (num_attention_heads) of this "
+            f"{name} model, which are shared among its ranks; use one of {', '.join(works)}"
+        )
+    odd = sorted(set(values.get("layer_types") or ()) - ATTENDING)
+    if odd:
+        raise ModelError(
+            f"{what}: this {name} model has layers of type {', '.join(odd)}, which mix tokens in "
+            "another way than attention does, and tokens on several ranks would not be mixed; use 1"
+        )
+    rope = str(values.get("rope_parameters") or values.get("rope_scaling") or "")
+    found = [kind for kind in sorted(BY_LENGTH) if f"'{kind}'" in rope]
+    if found:
+        raise ModelError(
+            f"{what}: the rotary embedding of this {name} model ({found[0]}) depends on the "
+            "longest row, of which each rank sees a part; use 1"
+        )
+
+
+def _text(config: Any) -> Any:
+    """Of the language model, where there are others beside it."""
+    return config.get_text_config()

@@ -1,0 +1,114 @@
+"""Which groups of workers a job has and how they share places: several reward models, jobs without
+a policy, numbers that do not fit together."""
+
+from typing import Any
+
+import pytest
+
+from burnish.config import ConfigError, load_config
+from burnish.config.placement import placement_groups, placement_text
+from burnish.config.roles import number_of, role_of, roles_of
+from burnish.plan.hardware import parse_cluster
+from burnish.plan.predict import make_plan
+
+Recipes = dict[str, dict[str, Any]]
+RAY = "cluster.runtime=ray"
+TWO_MODELS = (
+    "rewards=[{kind: model, model: {scratch: {}}}, {kind: math}, "
+    "{kind: model, weight: 2, model: {scratch: {hidden_size: 128}}}]"
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "placements"),
+    [
+        ("colocate_all", [("policy", "rollout", "reward", "reward 2")]),
+        ("separate", [("policy",), ("rollout",), ("reward",), ("reward 2",)]),
+        ("colocate_actor_ref", [("policy",), ("rollout",), ("reward",), ("reward 2",)]),
+        ("colocate_critic_reward", [("reward", "reward 2"), ("policy",), ("rollout",)]),
+    ],
+)
+def test_every_reward_model_has_workers_of_its_own(
+    layout: str, placements: list[tuple[str, ...]], rl_recipe: dict[str, Any]
+) -> None:
+    config = load_config(rl_recipe, [RAY, TWO_MODELS, f"cluster.layout={layout}"])
+    found = placement_groups(config)
+    assert [p.roles for p in found] == placements
+    assert [p.cpus for p in found] == [1] * len(placements)
+    assert "reward 2" in placement_text(config)
+    assert [(role_of(n), number_of(n)) for n in roles_of(config)[2:]] == [
+        ("reward", 0),
+        ("reward", 1),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["colocate_all", "separate"])
+def test_the_memory_plan_counts_each_reward_model_with_its_own_size(
+    layout: str, rl_recipe: dict[str, Any]
+) -> None:
+    """Of 64 and 128 wide models the second is the larger one; each is on every place (together), or
+    on its own (apart)."""
+    options = [RAY, TWO_MODELS, f"cluster.layout={layout}", "cluster.gpus_per_worker=1"]
+    plan = make_plan(load_config(rl_recipe, options), parse_cluster("4xA100-80GB"))
+    weights = {
+        role: sum(
+            r.bytes
+            for r in plan.rows
+            if (r.role, r.phase, r.item) == (role, "log-probs", "parameters")
+        )
+        for role in ("reward", "reward 2")
+    }
+    assert 0 < 2 * weights["reward"] < weights["reward 2"]
+    names = {p.place for p in plan.peaks if p.where == "device"}
+    apart = {"policy", "rollout", "reward", "reward 2"}
+    assert names == (apart if layout == "separate" else {"policy+rollout+reward+reward 2"})
+
+
+@pytest.mark.parametrize("job", ["evaluate", "generate"])
+def test_a_job_without_a_policy_has_as_many_rollout_workers_as_it_likes(
+    job: str, recipes: Recipes
+) -> None:
+    config = load_config(recipes[job], [RAY, "cluster.rollout_workers=4"])
+    (placements,) = placement_groups(config)
+    assert (placements.roles, placements.count) == (("rollout",), 4)
+    engine = "engine" if job == "evaluate" else "rollout.engine"
+    parts = [f"{engine}.kind=vllm", f"{engine}.tensor_parallel_size=2", "cluster.gpus_per_worker=1"]
+    (placements,) = placement_groups(
+        load_config(recipes[job], [RAY, "cluster.rollout_workers=4", *parts])
+    )
+    assert (placements.count, placements.gpus) == (4, 2)
+
+
+def test_with_a_reward_model_beside_them_they_have_to_be_as_many(recipes: Recipes) -> None:
+    model = "rewards=[{kind: model, model: {scratch: {}}}]"
+    options = [RAY, "cluster.rollout_workers=4", model]
+    with pytest.raises(ConfigError, match=r"puts rollout and reward into .* 4 and 1 workers"):
+        load_config(recipes["evaluate"], options)
+    equal = load_config(recipes["evaluate"], [*options, "cluster.policy_ranks=4"])
+    assert [p.roles for p in placement_groups(equal)] == [("rollout", "reward")]
+    apart = load_config(recipes["evaluate"], [*options, "cluster.layout=separate"])
+    assert [(p.roles, p.count) for p in placement_groups(apart)] == [
+        (("rollout",), 4),
+        (("reward",), 1),
+    ]
+
+
+def test_a_critic_and_a_reward_model_in_the_same_places_have_to_be_as_many(
+    rl_recipe: dict[str, Any],
+) -> None:
+    options = [
+        RAY,
+        "cluster.layout=colocate_critic_reward",
+        "cluster.policy_ranks=2",
+        "cluster.critic_ranks=1",
+        "algorithm.advantage=gae",
+    ]
+    model = "rewards=[{kind: model, model: {scratch: {}}}]"
+    with pytest.raises(ConfigError, match=r"puts reward and critic into .* 2 and 1 workers"):
+        load_config(rl_recipe, [*options, model])
+    alone = load_config(rl_recipe, options)
+    assert [(p.roles, p.count) for p in placement_groups(alone)] == [
+        (("critic",), 1),
+        (("policy",), 2),
+        (("rollout",), 2),
+    ]

@@ -1,0 +1,169 @@
+"""Missing files and rows of no use are said before torch is imported, by every job and by dry runs,
+with the messages of the code that reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.config import load_config
+from burnish.config.data import FileSource
+from burnish.config.model import ModelConfig
+from burnish.data.sources import DataError, first_rows, open_source
+from burnish.jobs.inputs import check_inputs
+from burnish.models.load import load_tokenizer
+from burnish.models.paths import ModelError
+from burnish.rewards.build import build_rewards
+from burnish.rewards.errors import RewardError
+
+PAIR = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3", "label": "2"}
+
+
+def recipe(job: str, path: str, **more: Any) -> dict[str, Any]:
+    data = {"sources": [path]}
+    tree: dict[str, Any] = {"job": job, "model": {"scratch": {}}, "data": data}
+    if job == "evaluate":
+        del tree["data"]
+        tree["eval"] = {"data": data, "generate_max_len": 4}
+    elif job != "generate":
+        tree["train"] = {"train_batch_size": 4}
+    if job == "rl":
+        tree |= {"max_steps": 1, "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2}}
+    if job == "distill":
+        tree["teacher"] = {"model": {"scratch": {"seed": 1}}}
+    return tree | more
+
+
+def rows_file(folder: Path, *rows: Any, name: str = "rows.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+JOBS = ["sft", "rm", "preference", "distill", "rl", "evaluate", "generate"]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_missing_file_is_said_in_the_words_of_whoever_opens_it(job: str, tmp_path: Path) -> None:
+    here = rows_file(tmp_path, PAIR)
+    check_inputs(load_config(recipe(job, here)))
+    missing = here.replace("rows", "row")
+    with pytest.raises(DataError) as caught:
+        check_inputs(load_config(recipe(job, missing)))
+    with pytest.raises(DataError) as opened:
+        open_source(FileSource(path=missing))
+    assert str(caught.value) == str(opened.value) and "nearest: rows.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize("command", [["rl"], ["rl", "--dry-run"], ["sft"]])
+def test_no_torch_is_imported_on_the_way_to_the_message(command: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe(command[0], str(tmp_path / "none.jsonl"))))
+    script = (
+        "import sys\nfrom burnish.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n"
+        "    heavy = {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "    sys.exit(f'imported {heavy}' if heavy else end.code)\n"
+    )
+    words = [command[0], str(path), *command[1:]]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 2 and "none.jsonl does not exist" in done.stderr, done.stderr
+    assert ("rows_per" not in done.stdout) and ("--dry-run" in command) == bool(done.stdout)
+
+
+def test_a_missing_model_is_said_in_the_words_of_its_loader(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path, PAIR)
+    for key in ("path", "tokenizer_path"):
+        model = {"path": None, "scratch": {}} | {key: str(tmp_path / "nowhere")}
+        model |= {"scratch": None} if key == "path" else {}
+        with pytest.raises(ModelError, match=rf"model\.{key}: .*nowhere does not ex") as caught:
+            check_inputs(load_config(recipe("sft", rows, model=model)))
+        with pytest.raises(ModelError) as loaded:
+            load_tokenizer(ModelConfig(**model))
+        assert str(loaded.value) == f"{str(caught.value).partition(': ')[2]}; check model.{key}"
+    hub = load_config(recipe("sft", rows, model={"path": "owner/name"}))
+    check_inputs(hub)
+
+
+def test_models_of_other_roles_are_looked_for_too(tmp_path: Path) -> None:
+    teacher = {"model": {"path": "./no-teacher"}}
+    with pytest.raises(ModelError, match="no-teacher does not exist"):
+        check_inputs(load_config(recipe("distill", rows_file(tmp_path, PAIR), teacher=teacher)))
+
+
+def test_a_missing_file_of_a_reward_is_said_in_the_words_of_its_loader(tmp_path: Path) -> None:
+    rewards = [{"kind": "function", "function": f"{tmp_path}/reward.py:f", "name": "mine"}]
+    config = load_config(recipe("rl", rows_file(tmp_path, PAIR), rewards=rewards))
+    with pytest.raises(RewardError, match=r"reward 'mine': function .* there is no file") as caught:
+        check_inputs(config)
+    with pytest.raises(RewardError) as loaded:
+        build_rewards(config.rewards)
+    assert str(caught.value) == str(loaded.value)
+
+
+@pytest.mark.parametrize(
+    ("job", "row", "says"),
+    [
+        ("sft", {"conversations": [{"from": "me", "value": "x"}]}, r"from 'me', and known are"),
+        ("sft", {"messages": [{"text": "x"}]}, r"a chat message is an object"),
+        ("sft", {"prmpt": "x"}, r"nothing to learn from"),
+        ("rl", {"prompt": None}, r"column 'prompt' \(prompt_key\) is empty here"),
+        ("rl", {"prompt": '[{"role": "user", "content": 1'}, r"is not JSON"),
+        ("generate", {"prompt": []}, r"list of chat messages with at least one"),
+        ("preference", PAIR | {"chosen": None}, r"'chosen' \(chosen_key\) is empty"),
+        ("rm", PAIR | {"rejected": 3}, r"expected a string or a list of chat messages.*int 3"),
+    ],
+)
+def test_a_first_row_of_no_use_is_said_with_its_place(
+    tmp_path: Path, job: str, row: dict[str, Any], says: str
+) -> None:
+    path = rows_file(tmp_path, PAIR, row) if job != "rl" else rows_file(tmp_path, row)
+    with pytest.raises(DataError, match=rf"rows\.jsonl:{1 + (job != 'rl')}: .*{says}"):
+        check_inputs(load_config(recipe(job, path)))
+
+
+def write_parquet(path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([{"prompt": str(i)} for i in range(9)]), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", lambda p: p.write_text('\n{"prompt": "0"}\n' * 9)),
+        ("a.json", lambda p: p.write_text(json.dumps([{"prompt": "0"}] * 9))),
+        ("a.csv", lambda p: p.write_text("prompt\n" + "0\n" * 9)),
+        ("a.parquet", write_parquet),
+    ],
+)
+def test_the_first_rows_are_those_of_the_open_source(
+    tmp_path: Path, name: str, write: Callable[[Path], None]
+) -> None:
+    path = tmp_path / name
+    write(path)
+    config = FileSource(path=str(path))
+    whole = open_source(config)
+    assert first_rows(config) == [whole[i] for i in range(3)]
+    for content in (b"", b"\xff\xfe{"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=name):
+            first_rows(config)
+
+
+def test_a_finished_generate_run_needs_no_input(tmp_path: Path) -> None:
+    config = load_config(recipe("generate", str(tmp_path / "gone.jsonl")))
+    check_inputs(config, resumed=True)
+    with pytest.raises(DataError):
+        check_inputs(config)

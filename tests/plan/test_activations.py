@@ -1,0 +1,199 @@
+"""What a train step really holds, counted on real tensors, against what fake tensors said."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.train import TrainConfig
+from burnish.models.load import load_causal_lm
+from burnish.models.sdpa import Kernels
+from burnish.plan.activations import _trace, key_of, measure
+from burnish.plan.passes import Pass, Row, fake_plan
+from burnish.plan.shapes import shape_from_config, shape_of
+from burnish.plan.tracking import LiveBytes, num_bytes
+from burnish.train.batching import arrange
+from burnish.train.spec import EngineSpec
+from burnish.train.torch import TorchTrainEngine
+from burnish.types import Stats, rows_to_batch
+
+A100 = Kernels((2, 13), (8, 0))
+TOLERANCE = 0.10  # what was asked for; the largest difference seen is in docs/memory.md
+
+
+def model(hidden=64, layers=4, **more):
+    sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": 4, "num_kv_heads": 2}
+    return ModelConfig(scratch=ScratchConfig(**sizes, max_position_embeddings=4096), **more)
+
+
+def rows_of(count, length, prompt, group=2):
+    """Rows of which every second is one token shorter, so that none are equal in a bucket."""
+    return tuple(Row(length - i % 2, prompt, i // group) for i in range(count))
+
+
+def batch_of(rows):
+    tokens = [[10 + r.group % 7] * r.prompt + [9] * (r.length - r.prompt) for r in rows]
+    masks = [[False] * r.prompt + [True] * (r.length - r.prompt) for r in rows]
+    return rows_to_batch(
+        tokens, masks, prompt_lens=[r.prompt for r in rows], group_ids=[r.group for r in rows]
+    )
+
+
+def measured(config, work, passes):
+    """Most bytes of a real forward_backward beside weights, masters and moments."""
+    train = TrainConfig(
+        train_batch_size=1,
+        layout=work.layout,
+        gradient_checkpointing=work.checkpointing,
+        logprob_chunk_tokens=work.chunk_tokens,
+    )
+    precision = PrecisionConfig(dtype=work.dtype, grad_accum_dtype=work.grad_accum_dtype)
+    spec = EngineSpec("policy", train, config, micro_batch_size=len(work.rows), precision=precision)
+    engine = TorchTrainEngine(load_causal_lm(config, dtype="fp32"), replace(spec, temperature=0.5))
+    batch = batch_of(work.rows * passes)
+    own = [*engine.model.parameters(), *engine.model.buffers(), *engine.optimizer.masters]
+    with LiveBytes() as live:
+        live.hold(own)
+        base = num_bytes(own)
+        assert live.now == base
+        engine.forward_backward(
+            batch, lambda o, b: ((o.logprobs.exp().sum() + o.entropy.sum()), Stats())
+        )
+    return live.peak - base
+
+
+GRID = [
+    *(
+        dict(hidden=h, layers=n, count=c, length=t, checkpointing=k, layout=layout)
+        for (h, n, c, t), k, layout in itertools.product(
+            [(64, 4, 4, 128), (128, 8, 2, 256), (32, 12, 8, 64), (64, 6, 1, 600)],
+            [False, True],
+            ["packed", "padded", "shared_prefix"],
+        )
+    ),
+    dict(hidden=64, layers=6, count=4, length=128, dtype="bf16"),
+    dict(hidden=64, layers=6, count=4, length=128, dtype="bf16", checkpointing=True),
+    dict(hidden=64, layers=6, count=4, length=128, dtype="fp16"),
+    dict(hidden=64, layers=6, count=4, length=128, dtype="bf16", grad_accum_dtype="bf16"),
+    dict(hidden=64, layers=6, count=4, length=128, passes=2),
+    dict(hidden=64, layers=6, count=4, length=128, passes=2, dtype="bf16", checkpointing=True),
+    dict(hidden=64, layers=6, count=4, length=128, chunk_tokens=64),
+    dict(hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8)),
+    dict(
+        hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8), checkpointing=True
+    ),
+]
+
+
+def case(hidden, layers, count, length, passes=1, **more):
+    lora = more.get("lora")
+    work = Pass(
+        rows=rows_of(count, length, length // 2),
+        with_entropy=True,
+        accumulates=passes > 1,
+        **more,
+    )
+    return model(hidden, layers, lora=lora), work, passes
+
+
+@pytest.mark.parametrize(
+    "settings", GRID, ids=lambda s: " ".join(f"{k}={v}" for k, v in s.items() if k != "lora")
+)
+def test_a_real_pass_holds_what_was_predicted_within_a_tenth(settings):
+    config, work, passes = case(**settings)
+    predicted = measure(key_of(shape_of(config)), work).peak
+    real = measured(config, work, passes)
+    assert predicted == pytest.approx(real, rel=TOLERANCE), f"{predicted / real:.3f}"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "name", ["HuggingFaceTB/SmolLM2-135M", "google/gemma-3-270m", "Qwen/Qwen3-0.6B"]
+)
+def test_two_depths_extended_are_the_whole_model(name, checkpointing):
+    """Every layer of the real shapes traced, against the line through two depths (three for two
+    kinds of layers): equal but for 0.1%, single tensors that are freed a moment earlier."""
+    shape = shape_of(ModelConfig(path=name))
+    work = Pass(rows_of(2, 600, 300), dtype="bf16", checkpointing=checkpointing, accumulates=True)
+    whole = _trace(shape, len(shape.layers), None, work)
+    assert measure(key_of(shape), work).peak == pytest.approx(whole.peak, rel=1e-3)
+
+
+def test_activations_under_checkpointing_grow_by_one_row_of_states_per_layer():
+    """28 layers more keep 28 x 2048 tokens x 3584 x 2 B = 411 MB more, and nothing else."""
+    shape = shape_of(ModelConfig(path="Qwen/Qwen2.5-7B"))
+    deeper = {"num_hidden_layers": 56, "layer_types": None}
+    config = type(shape.config)(**{**shape.config.to_dict(), **deeper})
+    twice = shape_from_config(config, "twice as deep", "here")
+    work = Pass(rows_of(1, 2048, 1024), dtype="bf16", checkpointing=True, kernels=A100)
+    few, many = (measure(key_of(x), work).other["forward"] for x in (shape, twice))
+    assert many - few == 28 * 2048 * 3584 * 2
+
+
+def test_buckets_are_those_of_the_attention_plan():
+    generator = torch.Generator().manual_seed(3)
+    for layout in ("packed", "shared_prefix"):
+        for _ in range(20):
+            count = int(torch.randint(1, 9, (1,), generator=generator))
+            prompts = torch.randint(1, 30, (count,), generator=generator).tolist()
+            rows = tuple(
+                Row(
+                    prompts[i // 3] + int(torch.randint(1, 40, (1,), generator=generator)),
+                    prompts[i // 3],
+                    i // 3,
+                )
+                for i in range(count)
+            )
+            work = Pass(rows, layout=layout)
+            arranged, planned = arrange(batch_of(rows), layout), fake_plan(work)
+            assert arranged.input_ids.numel() == work.tokens
+            real, sizes = (
+                [(*b.q_index.shape, b.k_index.shape[1], b.plain) for b in plan.buckets]
+                for plan in (arranged.plan, planned)
+            )
+            assert real == sizes and arranged.plan.longest == planned.longest
+
+
+def test_one_mask_is_planned_for_all_layers():
+    """Rows of 300 and 299 tokens: a mask of 2 x 300 x 304 numbers in bf16, 365 kB, made in the
+    first layer and read by all. Of a copy for each layer, 4 layers more would keep 4 more."""
+    rows = rows_of(2, 300, 150)
+    equal, newer = tuple(replace(row, length=300) for row in rows), Kernels((2, 14), (8, 0))
+    few, many = (
+        [
+            measure(key_of(shape_of(model(64, layers))), Pass(r, dtype="bf16", kernels=newer))
+            for r in (rows, equal)
+        ]
+        for layers in (4, 8)
+    )
+    masked, plain = (
+        a.other["forward"] - b.other["forward"] for a, b in zip(many, few, strict=True)
+    )
+    assert masked - plain <= 0  # one token less
+
+
+def test_scores_are_counted_where_no_fused_kernel_takes_the_format():
+    """bf16 before compute capability 8.0: [2, 4, 300, 300] scores in fp32 are 2.9 MB a layer, kept
+    for backward with their softmax."""
+    shape, rows = shape_of(model(64, 4)), rows_of(2, 300, 150)
+    fused, scores = (
+        measure(key_of(shape), Pass(rows, dtype="bf16", kernels=kernels)).other["forward"]
+        for kernels in (A100, Kernels((2, 13), (7, 0)))
+    )
+    assert scores - fused > 4 * 2 * 4 * 300 * 300 * 4
+
+
+def test_the_counter_sees_what_is_freed():
+    """1000 x 1000 fp32 are 4e6 bytes: a product of two, one of which goes, then a view."""
+    x = torch.randn(1000, 1000)
+    with LiveBytes() as live:
+        y = x * 2
+        z = y.view(-1)
+        assert live.now == 4_000_000
+        del y
+        assert live.now == 4_000_000
+        del z
+        assert live.now == 0
+    assert live.peak == 4_000_000

@@ -1,0 +1,189 @@
+"""Bytes per parameter of every engine, worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.train import TrainConfig
+from burnish.models.load import load_causal_lm
+from burnish.models.value_head import load_scalar_model
+from burnish.plan.model_state import (
+    EngineSetup,
+    checkpoint_bytes,
+    gathered,
+    gradients_in_step,
+    state,
+    total,
+)
+from burnish.plan.shapes import known_models, shape_from_config, shape_of
+
+SCRATCH = ModelConfig(scratch=ScratchConfig(hidden_size=64, num_layers=3))
+LLAMA_8B, LLAMA_70B = 8_030_261_248, 70_553_706_496
+
+
+def setup(dtype="bf16", ranks=1, sums="fp32", path="meta-llama/Meta-Llama-3-8B", **train):
+    engine = train.pop("engine", {"kind": "torch"})
+    trainable = train.pop("trainable", True)
+    return EngineSetup(
+        shape=shape_of(ModelConfig(path=path)),
+        train=TrainConfig(train_batch_size=8, engine=engine, **train),
+        precision=PrecisionConfig(dtype=dtype, grad_accum_dtype=sums),
+        ranks=ranks,
+        trainable=trainable,
+    )
+
+
+def per_parameter(s, where="device"):
+    """Bytes per parameter of what is there for good and of the gradients in the step, buckets left
+    out."""
+    items = [*state(s), *gradients_in_step(s)]
+    return total((i for i in items if i.name != "communication"), where) / s.shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("meta-llama/Meta-Llama-3-8B-Instruct", LLAMA_8B),
+        ("meta-llama/Meta-Llama-3-70B", LLAMA_70B),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("Qwen/Qwen2.5-14B", 14_770_033_664),
+        ("Qwen/Qwen2.5-32B", 32_763_876_352),
+        ("Qwen/Qwen2.5-72B-Instruct", 72_706_203_648),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        ("google/gemma-3-270m-it", 268_098_176),
+        ("mistralai/Mistral-7B-v0.1", 7_241_732_096),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
+    ],
+)
+def test_a_well_known_model_has_the_number_of_parameters_of_its_model_card(name, count):
+    assert shape_of(ModelConfig(path=name)).parameters == count
+
+
+def test_every_entry_of_the_table_of_models_can_be_made():
+    for name, entry in known_models().items():
+        least = 1e8 if "source" in entry else 1e5  # models of the hub, and of shipped recipes
+        assert shape_of(ModelConfig(path=f"owner/{name}")).parameters > least
+
+
+@pytest.mark.parametrize(
+    "lora", [None, LoraConfig(lora_rank=4), LoraConfig(target_modules=("q_proj", "down_proj"))]
+)
+def test_a_shape_counts_what_the_loaded_model_has(lora):
+    config = SCRATCH.model_copy(update={"lora": lora})
+    model, shape = load_causal_lm(config), shape_of(config)
+    adapters = sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n)
+    assert shape.adapters == adapters
+    assert shape.parameters + shape.adapters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_scalar_model_has_one_output_in_place_of_the_vocabulary():
+    shape = shape_of(SCRATCH, scalar=True)
+    assert shape.parameters == sum(
+        p.numel() for p in load_scalar_model(SCRATCH, new_head="random").parameters()
+    )
+
+
+def test_units_are_what_fsdp_gathers():
+    """Llama-3-8B: 32 layers of 218,112,000; embedding and head 128256 x 4096 each, and a norm."""
+    shape = shape_of(ModelConfig(path="meta-llama/Meta-Llama-3-8B"))
+    assert [u.numel for u in shape.layers] == [218_112_000] * 32
+    rest = {u.kind: u.numel for u in shape.units if u.kind != "layer"}
+    assert rest == {"embedding": 525_336_576, "rest": 525_336_576 + 4096}
+
+
+def test_the_torch_engine_takes_16_bytes_per_parameter_in_fp32_and_18_in_half():
+    """fp32: 4 weight + 4 gradient + 8 moments. bf16: 2 + 4 master + 4 sum + 8."""
+    assert per_parameter(setup("fp32")) == 16
+    assert per_parameter(setup("bf16")) == 18
+    assert per_parameter(setup("bf16", ema_decay=0.9)) == 22
+
+
+def test_sharding_divides_all_16_bytes_by_the_ranks():
+    full = {"kind": "torch", "sharding": "full"}
+    assert per_parameter(setup("bf16", ranks=8, engine=full)) == pytest.approx(2)
+    offload = {**full, "cpu_offload": True}
+    assert per_parameter(setup("bf16", ranks=8, engine=offload)) == 0
+    assert per_parameter(setup("bf16", ranks=8, engine=offload), "host") == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "device", "host"),
+    [
+        # 2 weights + (4 masters + 8 moments + 4 of the step) / 8 + 4 sums, whole
+        (1, {}, 2 + 16 / 8 + 4, 0),
+        # ... sums in shards too
+        (2, {}, 2 + 20 / 8, 0),
+        # ... weights in shards too: (2 + 4 + 4 + 8) / 8, and 4 of the step for 1e9 at a time
+        (3, {}, 18 / 8 + 4e9 / LLAMA_8B, 0),
+        # masters, moments, sums and the gradient of the step on the host
+        (3, {"adam_offload": True}, 2 / 8, 20 / 8),
+        (3, {"adam_offload": True, "param_offload": True}, 0, 22 / 8),
+        (2, {"adam_offload": True}, 2, 20 / 8),
+    ],
+)
+def test_deepspeed_divides_by_stage(stage, options, device, host):
+    s = setup(ranks=8, engine={"kind": "deepspeed", "zero_stage": stage, **options})
+    small = 0.0002  # norms, which stage 3 keeps whole: 65 x 4096 x 2 B of 8.03e9 parameters
+    assert per_parameter(s) == pytest.approx(device, abs=small)
+    assert per_parameter(s, "host") == pytest.approx(host)
+
+
+def test_hpz_keeps_a_second_shard_inside_of_the_node():
+    """2 B / 8 more than without, over groups of 8 of 32 ranks."""
+    plain = setup(ranks=32, engine={"kind": "deepspeed", "zero_stage": 3})
+    more = setup(
+        ranks=32, engine={"kind": "deepspeed", "zero_stage": 3, "zero_hpz_partition_size": 8}
+    )
+    assert per_parameter(more) - per_parameter(plain) == pytest.approx(2 / 8)
+
+
+def test_lora_trains_the_adapters_only():
+    """7.6e9 frozen x 2 B, and 18 B for each adapter entry."""
+    s = EngineSetup(
+        shape=shape_of(ModelConfig(path="Qwen/Qwen2.5-7B", lora=LoraConfig(lora_rank=64))),
+        train=TrainConfig(train_batch_size=1),
+        precision=PrecisionConfig(dtype="bf16"),
+    )
+    assert s.trained == s.shape.adapters == 161_480_704
+    bytes_ = total([*state(s), *gradients_in_step(s)])
+    assert bytes_ == 7_615_616_512 * 2 + 161_480_704 * 18
+
+
+@pytest.mark.parametrize(("ema", "size"), [(None, 12), (0.99, 16)])
+def test_a_checkpoint_that_is_written_in_the_background_is_held_twice_on_the_host(ema, size):
+    """Masters, two moments and the moving average, 4 B each, of this rank's part."""
+    plain = setup(ranks=8, engine={"kind": "torch", "sharding": "full"}, ema_decay=ema)
+    copied = replace(plain, saves_in_background=True)
+    assert per_parameter(copied) == per_parameter(plain)
+    assert per_parameter(plain, "host") == 0
+    assert per_parameter(copied, "host") == pytest.approx(size / 8)
+    assert per_parameter(replace(copied, trainable=False), "host") == 0
+
+
+def test_a_frozen_model_has_weights_only():
+    assert per_parameter(setup(trainable=False)) == 2
+    s = setup(trainable=False, ranks=32, engine={"kind": "deepspeed", "zero_stage": 3})
+    assert per_parameter(s) == pytest.approx(2 / 32, abs=0.0002)
+
+
+def test_what_fsdp_gathers_does_not_grow_with_depth():
+    """M4: two layers, and the ends."""
+    short = shape_of(ModelConfig(path="Qwen/Qwen2.5-7B"))
+    config = type(short.config)(
+        **{**short.config.to_dict(), "num_hidden_layers": 56, "layer_types": None}
+    )
+    sizes = []
+    for shape in (short, shape_from_config(config, "twice as deep", "here")):
+        s = setup(ranks=8, engine={"kind": "torch", "sharding": "full"})
+        sizes.append(total(gathered(EngineSetup(shape, s.train, s.precision, 8))))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_checkpoint_is_12_bytes_per_trained_parameter_whatever_the_ranks():
+    s = setup(ranks=32, engine={"kind": "deepspeed", "zero_stage": 3})
+    assert checkpoint_bytes(s) == 12 * LLAMA_8B
+    assert checkpoint_bytes(setup(ema_decay=0.9)) == 16 * LLAMA_8B

@@ -1,0 +1,499 @@
+"""Plans of whole recipes: the nine-node one, this machine, bad input, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import burnish
+from burnish.cli import app
+from burnish.config import ConfigError, load_config
+from burnish.config.data import FileSource
+from burnish.plan import launch, role_base
+from burnish.plan.activations import TraceError
+from burnish.plan.command import PlanOptions, plan_text
+from burnish.plan.fit import fit
+from burnish.plan.hardware import load_tables, parse_cluster, this_machine
+from burnish.plan.kv_cache import Demand, bytes_per_token, local_cache
+from burnish.plan.launch import DoesNotFitError, check_memory
+from burnish.plan.memory_plan import PHASES
+from burnish.plan.predict import make_plan
+from burnish.plan.shapes import PlanError, shape_of
+from burnish.plan.time import estimate, flops
+
+ROOT = Path(__file__).parents[2]
+NINE = ROOT / "recipes" / "llama3_70b_grpo_9x8.yaml"
+TINY = {
+    "job": "rl",
+    "max_steps": 1,
+    "model": {"scratch": {}},
+    "data": {"sources": ["prompts.jsonl"], "prompt_max_len": 16},
+    "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "generate_max_len": 8},
+    "train": {"train_batch_size": 16},
+}
+
+
+def nine(*overrides, assume=(), cluster="9x8xA800-80GB"):
+    return make_plan(load_config(NINE, overrides), parse_cluster(cluster), assume=assume)
+
+
+def peaks_of(plan, place):
+    return [p for p in plan.peaks if p.where == "device" and p.place.endswith(place)]
+
+
+# ---- the nine nodes --------------------------------------------------------------------------
+
+
+def test_the_nine_node_recipe_fits_with_a_wide_margin():
+    """By rank of the policy: 70.55e9 / 32 x 2 B = 4.41 GB of weights; sums, masters and moments on
+    the host. At its worst it takes about a third of 84.9 GB: 28.6 GB."""
+    plan = nine()
+    assert plan.fits and not plan.problems
+    worst = max(peaks_of(plan, "policy"), key=lambda p: p.bytes)
+    assert worst.phase == "forward/backward"
+    assert worst.bytes == pytest.approx(28.6e9, rel=0.05)  # a new library may move activations
+    assert worst.margin / worst.limit > 0.6
+    weights = [r for r in plan.rows if r.role == "policy x32" and r.phase == "step"]
+    assert sum(r.bytes for r in weights if r.item == "parameters" and "32" in r.how) == (
+        pytest.approx(70_553_706_496 / 32 * 2)
+    )
+    assert "verdict: fits" in plan.to_text() and "free" in plan.verdict()
+
+
+def test_gathers_that_are_never_released_do_not_fit():
+    """DeepSpeed 0.16.0 to 0.16.7: all 70.55e9 x 2 B = 141 GB are whole on every GPU."""
+    plan = nine(assume=["unreleased-gathers"])
+    assert not plan.fits and plan.cannot_run
+    worst = max(peaks_of(plan, "policy"), key=lambda p: p.bytes)
+    assert worst.bytes > 70_553_706_496 * 2
+    assert max(p.bytes for p in peaks_of(plan, "reference")) < 30e9  # has no checkpointing
+
+
+def test_a_cluster_with_too_few_gpus_is_an_error_with_both_numbers():
+    with pytest.raises(PlanError, match=r"needs 72 GPUs.*8x8xA800-80GB has 64"):
+        nine(cluster="8x8xA800-80GB")
+    with pytest.raises(PlanError, match="one worker's GPUs have to be in one node"):
+        nine(cluster="18x4xA800-80GB")
+    with pytest.raises(PlanError, match=r"needs? 72 GPUs.*--cluster 9x8x"):
+        make_plan(load_config(NINE), this_machine())
+
+
+def test_host_memory_is_that_of_the_fullest_node():
+    """8 ranks x 70.55e9 / 32 x 20 B (masters, moments, sums, gradient of the step) = 353 GB, with
+    processes. Where weights go through Ray's object store 70.55e9 x 2 B = 141 GB more."""
+    plan = nine()
+    state = 8 * 70_553_706_496 / 32 * 20
+    host = plan.peak("host")
+    assert state < host.bytes < 2 * state
+    stored = nine("sync.kind=auto").peak("host").bytes
+    assert stored - host.bytes == pytest.approx(70_553_706_496 * 2, rel=0.01)
+    small = load_config(NINE)
+    tight = make_plan(small, parse_cluster("9x8xA800-80GB", host_gb=300))
+    assert not tight.fits and not tight.peak("host").fits
+
+
+def test_a_plan_as_json_has_its_verdict_and_every_row():
+    plan = nine()
+    tree = json.loads(plan.to_json())
+    assert tree["fits"] is True and tree["margin_bytes"] > 0
+    assert tree["problems"] == list(plan.problems)
+    assert [row["bytes"] for row in tree["rows"]] == [row.bytes for row in plan.rows]
+    assert {row["phase"] for row in tree["rows"]} == set(PHASES)
+
+
+def test_every_number_of_the_table_has_its_sum():
+    text = nine().to_text(details=True)
+    assert "fp32 masters: 70.554e9 / 32 x 4 B" in text
+    assert "train_batch_size (B)                128" in text
+
+
+# ---- other recipes ---------------------------------------------------------------------------
+
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_planned_and_fits_without_options(recipe, monkeypatch, tmp_path):
+    """Where the recipe before it has not run, and on the cluster that the recipe names."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(recipe)
+    text, fits = plan_text(config, PlanOptions())
+    assert fits and "samples/s" in text
+    assert config.cluster.hardware is None or config.cluster.hardware.split("x")[-1] in text
+
+
+def test_a_recipe_that_fits_its_own_cluster_is_planned_for_another_by_the_option():
+    config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
+    text, _ = plan_text(config, PlanOptions(cluster="RTX4090-24GB"))
+    assert "1x1xRTX4090-24GB" in text
+    named = load_config(NINE)
+    assert named.cluster.hardware == "9x8xA800-80GB"
+    assert "10x8xH100-80GB" in plan_text(named, PlanOptions(cluster="10x8xH100-80GB"))[0]
+
+
+def test_the_table_has_the_model_that_the_first_recipe_makes():
+    made = shape_of(load_config(ROOT / "recipes" / "tiny_1_sft.yaml").model)
+    listed = shape_of(load_config(ROOT / "recipes" / "tiny_grpo.yaml").model)
+    assert listed.units == made.units and listed.parameters == made.parameters
+
+
+def test_a_cluster_that_the_recipe_names_must_be_of_the_form_and_known():
+    with pytest.raises(ConfigError, match="hardware='8 GPUs' is not of the form NODESxGPUSxNAME"):
+        load_config(NINE, ["cluster.hardware=8 GPUs"])
+    with pytest.raises(PlanError, match="the GPU 'Z9' is not known"):
+        plan_text(load_config(NINE, ["cluster.hardware=9x8xZ9"]), PlanOptions())
+
+
+def test_write_needs_fit_and_a_file_that_can_be_written(tmp_path):
+    config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
+    with pytest.raises(PlanError, match="--fit is not given; add --fit"):
+        plan_text(config, PlanOptions(write=tmp_path / "fits.yaml"))
+    with pytest.raises(PlanError, match="is in a folder that does not exist"):
+        plan_text(config, PlanOptions(fit=True, write=tmp_path / "no" / "fits.yaml"))
+    with pytest.raises(PlanError, match="is a folder"):
+        plan_text(config, PlanOptions(fit=True, write=tmp_path))
+
+
+def test_host_memory_and_network_that_are_given_are_this_machines_too():
+    config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
+    text, fits = plan_text(config, PlanOptions(host_gb=0.5))
+    assert not fits and "on this machine, 0.5 GB" in text
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_recipes_for_one_node_fit_one_node(name):
+    config = load_config(ROOT / "recipes" / f"llama3_8b_{name}_8gpu.yaml")
+    assert make_plan(config, parse_cluster("8xA100-80GB")).fits
+
+
+def test_a_sequence_over_several_ranks_halves_what_passes_and_not_what_stays():
+    base = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
+    base["train"] = {**TINY["train"], "layout": "padded"}
+    spread = {**base["train"], "engine": {"kind": "torch", "sequence_parallel_size": 2}}
+    plans = [
+        make_plan(load_config({**base, "train": train}), parse_cluster("2xA100-80GB"))
+        for train in (base["train"], spread)
+    ]
+    rows = [
+        {
+            r.item: r.bytes
+            for r in p.rows
+            if r.role.startswith("policy") and r.phase == "forward/backward"
+        }
+        for p in plans
+    ]
+    assert rows[1]["parameters"] == rows[0]["parameters"]
+    # the batch is shared by half as many, so each computes as many rows twice as short
+    assert rows[1]["activations"] <= 1.1 * rows[0]["activations"]
+
+
+def test_a_tensor_parallel_rank_has_its_part_and_nothing_is_guessed():
+    tree = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
+    engine = {"kind": "torch", "tensor_parallel_size": 2}
+    parallel = {**tree, "train": {**TINY["train"], "engine": engine}}
+    plans = [make_plan(load_config(c), parse_cluster("2xA100-80GB")) for c in (tree, parallel)]
+    whole, part = (
+        next(
+            r.bytes
+            for r in p.rows
+            if (r.role, r.phase, r.item) == ("policy x2", "step", "parameters")
+        )
+        for p in plans
+    )
+    assert 0.5 * whole < part < 0.75 * whole, "embeddings and norms are on both"
+    assert plans[1].guessed == 0 and plans[0].disk_per_checkpoint == plans[1].disk_per_checkpoint
+    assert plans[0].models == plans[1].models
+
+
+def test_roles_that_share_a_gpu_take_turns_and_a_sleeping_vllm_counts_nothing():
+    """With caches that are kept, the worst of every process adds up, but for vLLM's."""
+    config = load_config(ROOT / "recipes" / "llama3_8b_grpo_8gpu.yaml")
+    hardware = parse_cluster("8xA100-80GB")
+    turns, kept = (
+        {p.phase: p.bytes for p in make_plan(config, hardware, assume=assume).peaks[:7]}
+        for assume in ([], ["kept-cache"])
+    )
+    awake = 0.45 * 79.1 * 2**30
+    assert kept["rollout"] - kept["forward/backward"] == pytest.approx(awake, rel=0.05)
+    assert max(turns.values()) < max(kept.values())
+    assert turns["forward/backward"] < turns["rollout"] < turns["forward/backward"] + awake
+
+
+def test_on_cpus_all_processes_share_the_memory_of_the_machine():
+    more = {"runtime": "ray", "policy_ranks": 2, "rollout_workers": 2}
+    one = make_plan(load_config(TINY), this_machine())
+    four = make_plan(load_config({**TINY, "cluster": more}), this_machine())
+    process = load_tables().overhead["process_gb"] * 1e9
+    assert four.worst.bytes - one.worst.bytes == pytest.approx(
+        3 * process, rel=0.1
+    )  # and the second copies of tiny tensors
+
+
+def test_a_local_cache_grows_as_the_engine_grows_it():
+    """4 slots of 16 + 8 positions; 2 layers x 2 x 2 heads x 16 x 4 B = 512 B a token, and one of
+    four tensors twice while it grows."""
+    from burnish.config.model import ModelConfig
+    from burnish.config.rollout import LocalEngine
+
+    shape = shape_of(ModelConfig.model_validate({"scratch": {}}))
+    assert bytes_per_token(shape, "fp32") == 512
+    item, slots = local_cache(
+        shape, LocalEngine(max_batch_size=4), Demand(9, 16, 8), "fp32", graphs=False
+    )
+    assert slots == 4 and item.bytes == 4 * 24 * 512 * 1.25
+
+
+def test_more_ranks_more_length_and_less_checkpointing_move_the_peak_the_right_way():
+    base = max(p.bytes for p in peaks_of(nine(), "policy"))
+    assert max(p.bytes for p in peaks_of(nine("rollout.generate_max_len=4096"), "policy")) > base
+    without = nine("train.gradient_checkpointing=false")
+    assert max(p.bytes for p in peaks_of(without, "policy")) > 2 * base
+
+
+# ---- what cannot be traced -------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_traced_is_planned_by_the_formula_with_a_margin(monkeypatch):
+    traced = make_plan(load_config(TINY), this_machine())
+
+    def fail(*_):
+        raise TraceError("DataDependentOutputException: aten._local_scalar_dense")
+
+    monkeypatch.setattr(role_base, "measure", fail)
+    plan = make_plan(load_config(TINY), this_machine())
+    assert plan.guessed > 0 and traced.guessed == 0
+    assert "could not be traced on fake tensors" in plan.to_text()
+    assert "with 30% added" in plan.to_text()
+    assert plan.worst.bytes > traced.worst.bytes * 0.9
+
+
+@pytest.mark.parametrize("overrides", [(), ("train.gradient_checkpointing=true",)])
+def test_the_formula_is_near_the_trace(monkeypatch, overrides):
+    """Within a factor of two of what is traced; the margin is for that."""
+    config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml", overrides)
+    first = make_plan(config, this_machine())
+    monkeypatch.setattr(role_base, "measure", lambda *_: (_ for _ in ()).throw(TraceError("x")))
+    second = make_plan(config, this_machine())
+
+    def activations(plan):
+        items = [r for r in plan.rows if r.role == "policy" and r.phase == "forward/backward"]
+        held = sum(r.bytes for r in items if r.item in ("activations", "logits/loss"))
+        return held - plan.guessed
+
+    assert 0.5 < activations(second) / activations(first) < 2
+
+
+# ---- bad input -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4x8xB300", "GPU 'B300' is not known.*Known: A100-80GB"),
+        ("8xA100", "say which: A100-80GB, A100-40GB"),
+        ("4x8", "not of the form"),
+        ("0x8xA800-80GB", "not of the form"),
+        ("", "not of the form"),
+        ("2x2x2xH100-80GB", "not of the form"),
+    ],
+)
+def test_a_cluster_that_is_not_known_says_what_is(text, message):
+    with pytest.raises(PlanError, match=message):
+        parse_cluster(text)
+
+
+def test_a_model_without_a_config_says_what_is_known(tmp_path):
+    cases = {
+        "nobody/nothing-9b": r"the sizes of the model nobody/nothing-9b are not known",
+        str(tmp_path): r"model\.path: the model folder .* is empty",
+    }
+    for path, told in cases.items():
+        with pytest.raises(PlanError, match=told):
+            make_plan(load_config({**TINY, "model": {"path": path}}), this_machine())
+
+
+def test_a_folder_with_a_config_alone_is_enough(tmp_path, tiny_model):
+    tiny_model.config.save_pretrained(tmp_path)
+    plan = make_plan(load_config({**TINY, "model": {"path": str(tmp_path)}}), this_machine())
+    assert f"{sum(p.numel() for p in tiny_model.parameters()):,} parameters" in plan.to_text()
+
+
+def test_users_add_gpus_in_a_file(tmp_path):
+    more = tmp_path / "gpus.yaml"
+    fields = (
+        "capability: 7.5, bf16_tflops: 1, fp32_tflops: 1, memory_gbs: 1, link_gbs: 1, pcie_gbs: 1"
+    )
+    more.write_text(
+        f"gpus:\n  Z1-8GB: {{memory_gib: 7.5, {fields}}}\nefficiency: {{matmul: 0.3}}\n"
+    )
+    tables = load_tables(more)
+    assert parse_cluster("2xZ1-8GB", tables=tables).limit == 7.5 * 2**30
+    capabilities = [
+        parse_cluster(name, tables=tables).kernels.capability for name in ("Z1-8GB", "V100-32GB")
+    ]
+    assert capabilities == [(7, 5), (7, 0)]
+    assert tables.efficiency["matmul"] == 0.3
+    for wrong in ("gpus: {X: {memory_gib: 1}}", "speed: {x: 1}", "overhead: {nccl: 1}", "[1", "3"):
+        more.write_text(wrong)
+        load_tables.cache_clear()
+        with pytest.raises(PlanError, match=r"gpus\.yaml"):
+            load_tables(more)
+    with pytest.raises(PlanError, match=r"none\.yaml does not exist"):
+        load_tables(tmp_path / "none.yaml")
+
+
+def test_an_assumption_that_is_not_known_says_what_is():
+    with pytest.raises(PlanError, match="unreleased-gathers"):
+        nine(assume=["good-luck"])
+
+
+# ---- fit and time ----------------------------------------------------------------------------
+
+
+def test_fit_proposes_recipes_that_fit_the_fastest_first():
+    config = load_config(ROOT / "recipes" / "qwen25_7b_grpo_lora_1gpu.yaml")
+    hardware = parse_cluster("A100-80GB")
+    found = fit(config, hardware)
+    assert found.proposals and all(p.plan.fits for p in found.proposals)
+    times = [p.seconds for p in found.proposals]
+    assert times == sorted(times)
+    again = load_config(config.model_dump(mode="json"), found.proposals[0].overrides)
+    assert again == found.proposals[0].config and make_plan(again, hardware).fits
+
+
+def test_where_nothing_fits_the_smallest_cluster_is_named():
+    """Masters and moments of 70e9 parameters: 1.1 TB do not go into 8 x 79 GiB with offload to a
+    host of 100 GB."""
+    recipe = {
+        **TINY,
+        "model": {"path": "meta-llama/Meta-Llama-3-8B"},
+        "precision": {"dtype": "bf16"},
+        "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1},
+        "train": {
+            "engine": {"kind": "deepspeed", "zero_stage": 3, "zero_init": True},
+            "train_batch_size": 64,
+            "micro_train_batch_size": 1,
+        },
+        "rollout": {**TINY["rollout"], "rollout_batch_size": 16, "engine": {"kind": "vllm"}},
+    }
+    found = fit(load_config(recipe), parse_cluster("1x2xRTX4090-24GB", host_gb=64))
+    assert not found.proposals
+    assert found.smallest is None or "xRTX4090-24GB, with cluster.policy_ranks=" in found.smallest
+
+
+def test_flops_are_two_per_parameter_and_token_and_attention():
+    """Llama-3-8B, rows of 2048: 2 x (8.03e9 - 0.525e9 of the input embedding), and 4 x 1024 x 4096
+    in each of 32 layers."""
+    from burnish.config.model import ModelConfig
+
+    shape = shape_of(ModelConfig(path="meta-llama/Meta-Llama-3-8B"))
+    expected = 2 * (8_030_261_248 - 525_336_576) + 32 * 4 * 1024 * 4096
+    assert flops(shape, 2048) == pytest.approx(expected)
+
+
+def test_of_a_mixture_of_experts_a_token_uses_three_of_thirty_billion():
+    from burnish.config.model import ModelConfig
+
+    shape = shape_of(ModelConfig(path="Qwen/Qwen3-30B-A3B"))
+    assert flops(shape, 2) / 2 == pytest.approx(3.04e9, rel=0.02)  # "A3B", less the embedding
+
+
+# ---- the command and the start of a run ------------------------------------------------------
+
+
+def test_the_command_prints_plan_and_time_and_exits_with_the_verdict(tmp_path):
+    run = CliRunner().invoke
+    good = run(app, ["plan", str(NINE), "--cluster", "9x8xA800-80GB"])
+    assert good.exit_code == 0 and "verdict: fits" in good.stdout and "samples/s" in good.stdout
+    bad = run(
+        app,
+        [
+            "plan",
+            str(NINE),
+            "--cluster",
+            "9x8xA800-80GB",
+            "--assume",
+            "unreleased-gathers",
+            "--json",
+        ],
+    )
+    assert bad.exit_code == 4 and json.loads(bad.stdout)["fits"] is False
+    wrong = run(app, ["plan", str(NINE), "--cluster", "9x8xA9"])
+    assert wrong.exit_code == 2 and "is not known" in wrong.stderr
+
+
+def test_fit_writes_the_first_proposal_as_a_recipe(tmp_path):
+    recipe, out = tmp_path / "r.yaml", tmp_path / "fits.yaml"
+    recipe.write_text(json.dumps(TINY))
+    options = ["--fit", "--write", str(out), "--cluster", "A100-80GB"]
+    result = CliRunner().invoke(app, ["plan", str(recipe), *options])
+    assert result.exit_code == 0 and "settings tried" in result.stdout
+    written = load_config(out)
+    assert written.cluster.hardware == "A100-80GB", "where it fits"
+    assert plan_text(written, PlanOptions())[1]
+
+
+def huge():
+    return load_config({**TINY, "model": {"path": "meta-llama/Meta-Llama-3-70B"}})
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_loaded(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "label": "2"}\n' * 4, encoding="utf-8")
+    data = huge().data.model_copy(update={"sources": (FileSource(path=str(rows)),)})
+    config = huge().model_copy(update={"run_dir": str(tmp_path / "run"), "data": data})
+    with pytest.raises(DoesNotFitError, match=r"cannot fit(?s:.)*--force"):
+        burnish.run(config)
+    assert "verdict: does not fit" in (tmp_path / "run" / "plan.txt").read_text()
+    with pytest.raises(DoesNotFitError):  # the folder of a refused run can be used again
+        burnish.run(config)
+
+
+def test_force_runs_all_the_same(tmp_path):
+    plan = check_memory(huge(), tmp_path, force=True)
+    assert plan is not None and not plan.fits
+
+
+def test_a_failure_of_the_planner_stops_no_run(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ZeroDivisionError("a mistake in the planner")
+
+    monkeypatch.setattr(launch, "make_plan", fail)
+    assert check_memory(load_config(TINY), tmp_path) is None
+    assert "a mistake in the planner" in (tmp_path / "plan.txt").read_text()
+
+
+def test_a_guess_alone_refuses_nothing(tmp_path, monkeypatch):
+    """Over the limit by less than the margin that was added to the formula's activations."""
+    plan = make_plan(load_config(TINY), this_machine())
+    from dataclasses import replace
+
+    short = replace(plan.peaks[0], bytes=plan.peaks[0].limit + 10)
+    near = replace(plan, peaks=(short,), guessed=20.0)
+    assert not near.fits and not near.cannot_run
+    monkeypatch.setattr(launch, "make_plan", lambda *_, **__: near)
+    assert check_memory(load_config(TINY), tmp_path) is near
+
+
+def test_workers_on_gpus_that_cannot_be_seen_are_judged_only_if_the_recipe_names_them(tmp_path):
+    assert check_memory(load_config(NINE, ["cluster.hardware=null"]), tmp_path) is None
+    assert "cannot be seen from here" in (tmp_path / "plan.txt").read_text()
+    plan = check_memory(load_config(NINE), tmp_path)
+    assert plan is not None and plan.hardware == "9x8xA800-80GB"
+
+
+def test_a_step_of_generate_is_planned_as_the_rollout_of_rl_and_nothing_else():
+    """4 prompts x 4 samples of 16 + 8 tokens in both."""
+    generate = {k: v for k, v in TINY.items() if k not in ("max_steps", "train")}
+    cluster = parse_cluster("1x1xA800-80GB")
+    ours = make_plan(load_config(generate | {"job": "generate"}), cluster)
+    theirs = make_plan(load_config(TINY), cluster)
+
+    def caches(plan):
+        return {r.phase: r.bytes for r in plan.rows if r.item == "KV cache" and r.bytes}
+
+    assert caches(ours) and caches(ours).items() <= caches(theirs).items()
+    assert {r.role for r in ours.rows} == {"rollout"}
+    assert estimate(load_config(generate | {"job": "generate"}), cluster).samples == 16

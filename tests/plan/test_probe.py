@@ -1,0 +1,224 @@
+"""``burnish plan --probe`` climbs a ladder in fresh processes, and stops before what cannot fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from burnish import cli
+from burnish.config import load_config
+from burnish.plan import probe_command
+from burnish.plan.hardware import this_machine
+from burnish.plan.probe_command import probe_recipe
+from burnish.plan.probe_stages import planned, probe_stages
+from burnish.plan.shapes import PlanError
+
+TREE: dict[str, Any] = {
+    "job": "rl",
+    "max_steps": 1,
+    "model": {"scratch": {"hidden_size": 64, "num_layers": 4, "max_position_embeddings": 256}},
+    "data": {"sources": ["none.jsonl"], "prompt_max_len": 32},
+    "rewards": [{"kind": "function", "function": "none.py:score"}],
+    "rollout": {
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "generate_max_len": 32,
+        "engine": {"kind": "local", "max_batch_size": 16},
+    },
+    "train": {"train_batch_size": 16, "micro_train_batch_size": 4},
+}
+SFT = {
+    "job": "sft",
+    "model": TREE["model"],
+    "data": {"sources": ["none.jsonl"], "max_len": 64},
+    "train": {"train_batch_size": 4, "micro_train_batch_size": 2},
+}
+
+
+def test_the_ladder_goes_from_short_rows_and_one_row_to_the_recipe_itself() -> None:
+    stages = probe_stages(load_config(TREE), this_machine())
+    sizes = [
+        (r.config.rollout.generate_max_len, r.config.train.micro_train_batch_size)  # type: ignore
+        for r in stages
+    ]
+    assert sizes == [(8, 1), (16, 1), (32, 1), (32, 2), (32, 4)]
+    peaks = [planned(r, this_machine())["forward/backward"].tensors for r in stages]
+    assert peaks == sorted(peaks)
+
+
+def test_ranks_come_last_and_no_more_than_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    on_ray = ["cluster.runtime=ray", "cluster.policy_ranks=8", "train.micro_train_batch_size=2"]
+    stages = probe_stages(load_config(TREE, on_ray), this_machine())
+    assert [r.ranks for r in stages] == [1, 1, 1, 1, 2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_stage_is_measured_within_a_tenth_of_its_plan(capsys: Any, tmp_path: Path) -> None:
+    """Live tensors are counted, as the plan counts them; a tenth is the planner's own limit."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(TREE))
+    done = CliRunner().invoke(cli.app, ["plan", str(recipe), "--probe"])
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.output.splitlines()]
+    ratios = {
+        phase: [float(row[3]) for row in rows if row[:1] == [phase]]
+        for phase in ("rollout", "forward/backward", "step")
+    }
+    assert {len(found) for found in ratios.values()} == {5}
+    for phase, found in ratios.items():
+        assert all(0.9 < ratio < 1.1 for ratio in found), (phase, found)
+    assert "correction (measured / planned, last rung): rollout" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_two_ranks_are_two_processes(sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    two = ["cluster.runtime=ray", "cluster.policy_ranks=2", f"train.engine.sharding={sharding}"]
+    stages = probe_stages(load_config(SFT, two), this_machine())
+    assert [r.ranks for r in stages] == [1, 1, 1, 1, 2]
+    found = probe_command._run(stages[-1], ["forward/backward", "step"], on_gpu=False)
+    assert isinstance(found, dict), found
+    assert found["forward/backward"]["host"] > 50e6  # a Python process with torch
+    assert (found["step"]["tensors"] is None) == (sharding == "full")
+
+
+def test_it_stops_before_a_stage_that_is_predicted_not_to_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rung is measured at 1.02 times its plan; the limit lies between the plan of the third
+    rung and that plan times 1.02."""
+    config = load_config(TREE)
+    stages = probe_stages(config, this_machine())
+    tried: list[str] = []
+
+    def measured(stage: Any, phases: list[str], *, on_gpu: bool) -> dict[str, Any]:
+        tried.append(stage.name)
+        values = {"reserved": None, "host": 1.0, "seconds": 0.1}
+        plans = planned(stage, this_machine())
+        return {p: {"tensors": 1.02 * plans[p].tensors, **values} for p in phases}
+
+    def need(index: int, factor: float) -> float:
+        plans = planned(stages[index], this_machine()).values()
+        return max(p.overhead + factor * p.tensors for p in plans)
+
+    limit = (need(2, 1.0) + need(2, 1.02)) / 2 / probe_command.ROOM
+    assert need(1, 1.02) < probe_command.ROOM * limit
+    monkeypatch.setattr(probe_command, "_run", measured)
+    monkeypatch.setattr(probe_command, "_free", lambda _: limit)
+    said: list[str] = []
+    result = probe_recipe(config, said.append)
+    assert not result.whole and tried == [r.name for r in stages[:2]]
+    assert result.factors["step"] == pytest.approx(1.02)
+    assert any("not tried" in line for line in said)
+
+
+def test_a_rank_that_runs_out_of_memory_ends_the_probe_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = 'print(\'{"out_of_memory": "CUDA out of memory"}\')'
+    monkeypatch.setattr(
+        probe_command,
+        "_start",
+        lambda task: subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ),
+    )
+    said: list[str] = []
+    assert not probe_recipe(load_config(SFT), said.append).whole
+    assert any("out of memory: CUDA out of memory" in line for line in said)
+
+
+def test_a_job_without_a_policy_is_refused() -> None:
+    tree = {
+        "job": "evaluate",
+        "model": TREE["model"],
+        "rewards": TREE["rewards"],
+        "eval": {"data": TREE["data"], "generate_max_len": 8},
+    }
+    with pytest.raises(PlanError, match="--probe trains a model, and the job evaluate has none"):
+        probe_stages(load_config(tree), this_machine())
+
+
+PPO = [
+    "algorithm.advantage=gae",
+    "algorithm.kl.init_kl_coef=0.1",
+    "train.train_batch_size=8",
+    "train.micro_train_batch_size=4",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("tree", "overrides", "expected"),
+    [
+        pytest.param(
+            TREE,
+            PPO,
+            {
+                "rollout",
+                "log-probs",
+                "forward/backward",
+                "step",
+                "log-probs (reference)",
+                "log-probs (critic)",
+                "forward/backward (critic)",
+                "step (critic)",
+            },
+            id="ppo",
+        ),
+        pytest.param(
+            {**SFT, "job": "rm"},
+            [],
+            {"forward/backward (reward)", "step (reward)"},
+            id="rm",
+        ),
+        pytest.param(
+            {**SFT, "job": "preference"},
+            [],
+            {"forward/backward", "step", "log-probs (reference)"},
+            id="preference",
+        ),
+    ],
+)
+def test_every_role_and_phase_is_measured_beside_the_others(
+    tree: dict[str, Any], overrides: list[str], expected: set[str]
+) -> None:
+    """Within a tenth of the plan, as everything that it says."""
+    stage = probe_stages(load_config(tree, overrides), this_machine())[-1]
+    plans = planned(stage, this_machine())
+    assert set(plans) == expected
+    found = probe_command._run(stage, list(plans), on_gpu=False)
+    assert isinstance(found, dict), found
+    ratios = {phase: found[phase]["tensors"] / plan.tensors for phase, plan in plans.items()}
+    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_probe_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(TREE))
+    command_line = [sys.executable, "-m", "burnish", "plan", str(recipe), "--probe"]
+    parent = subprocess.Popen(command_line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children: list[psutil.Process] = []
+    while not children and parent.poll() is None:
+        children = psutil.Process(parent.pid).children()
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    _, left = psutil.wait_procs(children, timeout=60)
+    assert children and not left

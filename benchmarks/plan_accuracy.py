@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +225,9 @@ def _train(config: Any, model: Any) -> tuple[Any, list[Any]]:
         precision=config.precision,
     )
     engine = TorchTrainEngine(model, spec)
+    job = config.resolve()
     limit = positions(shape_of(config.model))
-    micro = largest_rows(config, "policy", 1, limit)
+    micro = largest_rows(job, replace(job.role("policy"), ranks=1), limit)
     count = max(1, plan.train_batch_size // max(1, len(micro)))
     rows = [r for _ in range(count) for r in micro]
     batch = rows_to_batch(

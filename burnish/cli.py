@@ -136,7 +136,7 @@ def _job(
 
 def _check_head_divisibility(config: JobConfig) -> None:
     """What only the models' own configs say, where a recipe shares models out and they are here."""
-    if parallel_degrees(config):  # else nothing heavy is imported
+    if parallel_degrees(config.roles()):  # else nothing heavy is imported
         from burnish.jobs.parallelism import check_head_divisibility
 
         check_head_divisibility(config, download=False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
 from burnish.config.data import SFTDataConfig
 from burnish.config.jobs import SupervisedJob
+from burnish.config.roles import DistillTarget, TrainRole
 from burnish.config.teacher import DistillLossConfig, ForwardKlLoss, TeacherConfig
 
 
@@ -39,6 +41,14 @@ class DistillConfig(SupervisedJob):
     def rows(self) -> SFTDataConfig:
         """The training data."""
         return self.data
+
+    def roles(self) -> tuple[TrainRole, ...]:
+        precision = self.teacher.precision_or(self.precision)
+        model = self.teacher.model
+        target = DistillTarget(model, precision.dtype, self.loss.kind)
+        student = replace(self.trained_role("policy"), distillation=target)
+        teacher = student.beside("teacher", model, self.cluster, trainable=False)
+        return student, replace(teacher, precision=precision, returns_states=True)
 
     def advice(self) -> Iterator[str]:
         if self.teacher.model == self.model:

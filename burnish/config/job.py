@@ -9,12 +9,13 @@ from pydantic import Field, model_validator
 
 from burnish.config.arithmetic import BatchError, BatchPlan, batch_table, derive_batch
 from burnish.config.base import Node, PathText
-from burnish.config.cluster import ClusterConfig
-from burnish.config.data import DataConfig
+from burnish.config.cluster import ClusterConfig, ClusterRole
+from burnish.config.data import PreferenceDataConfig, SFTDataConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.passes import passes_lines, total_rows
-from burnish.config.roles import placement_rules
+from burnish.config.roles import JobSpec, Role, RowLengths, TrainRole, placement_rules
+from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.config.train import (
     CheckpointConfig,
     TrainConfig,
@@ -24,6 +25,8 @@ from burnish.config.train import (
     parallel_rules,
     ranks_per_row,
 )
+
+GivenRows = SFTDataConfig | PreferenceDataConfig | PairsDataConfig | StepsDataConfig
 
 
 class JobConfig(Node):
@@ -45,10 +48,19 @@ class JobConfig(Node):
 
     @model_validator(mode="after")
     def _report_all_broken_rules(self) -> JobConfig:
-        problems = [*self.broken_rules(), *placement_rules(self)]
+        problems = [*self.broken_rules(), *placement_rules(self.cluster, self.roles())]
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @abstractmethod
+    def roles(self) -> tuple[Role, ...]:
+        """Return every role of the job. (It depends on no batch size, so that a recipe whose sizes
+        contradict each other has its other mistakes reported too.)"""
+
+    @abstractmethod
+    def resolve(self) -> JobSpec:
+        """Return the facts of the job that several modules need. Raises BatchError."""
 
 
 class TrainingJob(JobConfig):
@@ -71,6 +83,23 @@ class TrainingJob(JobConfig):
     def launch_table(self) -> list[tuple[str, str, str]]:
         """Rows (name, value, how it comes about) of what is printed at start."""
         return batch_table(self.batch_plan())
+
+    def resolve(self) -> JobSpec:
+        batch, roles = self.batch_plan(), self.roles()
+        trained = next(r for r in roles if isinstance(r, TrainRole) and r.trainable)
+        rollout = batch.samples_per_rollout
+        return JobSpec(
+            job=self.job,
+            model=self.model,
+            roles=roles,
+            cluster=self.cluster,
+            device=trained.train.engine.device,
+            batch=batch,
+            rows_per_step=batch.train_batch_size * trained.rows_per_unit
+            if rollout is None
+            else rollout * batch.epochs_per_rollout,
+            updates_per_step=batch.optimizer_steps_per_rollout or 1,
+        )
 
 
 class SupervisedJob(TrainingJob):
@@ -97,8 +126,25 @@ class SupervisedJob(TrainingJob):
 
     @property
     @abstractmethod
-    def rows(self) -> DataConfig:
+    def rows(self) -> GivenRows:
         """The training data."""
+
+    def roles(self) -> tuple[TrainRole, ...]:
+        return (self.trained_role("policy"),)
+
+    def trained_role(self, kind: ClusterRole) -> TrainRole:
+        """Return the role of the model that learns."""
+        return TrainRole(
+            name=kind,
+            kind=kind,
+            model=self.model,
+            precision=self.precision,
+            ranks=self.cluster.ranks(kind),
+            lengths=RowLengths(prompt=0, rest=self.rows.max_len),
+            train=self.train,
+            rows_per_unit=self.rows_per_unit,
+            checkpoint=self.checkpoint,
+        )
 
     @property
     def rows_per_item(self) -> int:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from burnish.config.algorithm import (
-    AlgorithmConfig,
     DpoLoss,
     PreferenceLossConfig,
 )
 from burnish.config.arithmetic import (
     BatchError,
-    BatchPlan,
-    check_rollout,
 )
 from burnish.config.base import PathText
 from burnish.config.data import (
     PreferenceDataConfig,
-    PromptDataConfig,
     SFTDataConfig,
     held_out_advice,
 )
@@ -35,27 +32,33 @@ from burnish.config.job import (
 from burnish.config.job import (
     TrainingJob as TrainingJob,
 )
-from burnish.config.job import derived_batch, training_rules
+from burnish.config.job import training_rules
 from burnish.config.model import (
-    CriticConfig,
     ReferenceConfig,
     lora_advice,
 )
 from burnish.config.observe import TrackersConfig
-from burnish.config.passes import passes_lines, total_rows
-from burnish.config.ptx import PtxConfig, ptx_rules
+from burnish.config.ptx import ptx_rules
 from burnish.config.rewards import (
     FailurePolicy,
     FunctionReward,
     RewardConfig,
-    ShapingConfig,
     weigh_nothing,
 )
-from burnish.config.rl_rules import cut_sampling, rl_advice, rl_rules
+from burnish.config.rl import RLFields
+from burnish.config.rl_rules import cut_sampling, rl_advice, rl_rules, teacher_rules
+from burnish.config.roles import (
+    JobSpec,
+    Role,
+    RolloutRole,
+    RowLengths,
+    TrainRole,
+    reward_roles,
+    rollout_precision,
+)
 from burnish.config.rollout import (
     EvalConfig,
     LocalEngine,
-    RolloutConfig,
     RolloutEngineConfig,
 )
 from burnish.config.steps import (
@@ -64,10 +67,9 @@ from burnish.config.steps import (
     StepsDataConfig,
     reward_data_rules,
 )
-from burnish.config.sync import LinkSync, SyncConfig, sync_rules
-from burnish.config.teacher import TeacherConfig, teacher_rules, without_rewards
+from burnish.config.sync import sync_rules
 from burnish.config.train import (
-    RLTrainConfig,
+    TrainConfig,
 )
 
 
@@ -126,6 +128,9 @@ class RewardModelConfig(SupervisedJob):
     def rows_per_unit(self) -> int:
         """A pair is two rows; step-labelled solutions are single rows."""
         return 1 if self.process else 2
+
+    def roles(self) -> tuple[TrainRole, ...]:
+        return (replace(self.trained_role("reward"), head="scalar"),)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -186,6 +191,13 @@ class PreferenceConfig(SupervisedJob):
     def needs_reference(self) -> bool:
         """Whether the loss measures against a reference model."""
         return self.loss.kind not in ("simpo", "orpo")
+
+    def roles(self) -> tuple[TrainRole, ...]:
+        policy = replace(self.trained_role("policy"), dropout=False)
+        own = self.reference.model if self.reference is not None else None
+        if not self.needs_reference or (own is None and self.model.lora is not None):
+            return (policy,)
+        return policy, policy.beside("reference", own, self.cluster, trainable=False)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -257,7 +269,7 @@ class PreferenceConfig(SupervisedJob):
             )
 
 
-class RLConfig(TrainingJob):
+class RLConfig(RLFields):
     """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family).
 
     Advantages that compare the samples of a prompt need ``n_samples_per_prompt`` of 2 or more.
@@ -266,61 +278,6 @@ class RLConfig(TrainingJob):
 
     job: Literal["rl"] = "rl"
     """Which job the recipe is for."""
-    max_steps: int = Field(ge=1)
-    """RL steps; each is one rollout and the updates on it."""
-    data: PromptDataConfig
-    """Training prompts."""
-    rollout: RolloutConfig
-    """How responses are sampled."""
-    rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
-    """What scores them; the total is the weighted sum. (None unless given where the advantage is
-    ``on_policy_distill``, with which they are only measured.)"""
-    on_reward_failure: FailurePolicy = FailurePolicy()
-    """What happens when a reward fails."""
-    shaping: ShapingConfig = ShapingConfig()
-    """Changes to the reward after the weighted sum."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantage, loss, KL."""
-    critic: CriticConfig | None = None
-    """Value model, for ``advantage: gae`` only. None with gae: defaults."""
-    ptx: PtxConfig | None = None
-    """Pre-training rows mixed into every update (PPO-ptx). None: none."""
-    reference: ReferenceConfig | None = None
-    """Reference model of the KL term. None with a KL term: the policy at the start."""
-    teacher: TeacherConfig | None = None
-    """The model to learn from, for ``advantage: on_policy_distill`` only."""
-    train: RLTrainConfig
-    """Batches, optimizer, schedule."""
-    sync: SyncConfig = LinkSync()
-    """How the policy's weights get to the rollout engine: ``auto | inproc | ipc | collective |
-    disk | object_store``, or a node with ``kind`` and its options."""
-    eval: EvalConfig | None = None
-    """Held-out evaluation. None: none."""
-
-    _no_rewards = model_validator(mode="before")(without_rewards)
-
-    def batch_plan(self) -> BatchPlan:
-        """The batch sizes after derivation. Raises BatchError."""
-        plan = replace(
-            derived_batch(self.train, self.cluster),
-            rollout_batch_size=self.rollout.rollout_batch_size,
-            n_samples_per_prompt=self.rollout.n_samples_per_prompt,
-            epochs_per_rollout=self.train.epochs_per_rollout,
-        )
-        train = self.train
-        given = 1 if train.max_tokens_per_micro_batch else None
-        part = given or train.micro_train_batch_size or train.gradient_accumulation_steps or 1
-        return check_rollout(plan, unit=part * plan.data_parallel_size)
-
-    def launch_table(self) -> list[tuple[str, str, str]]:
-        """The batch, how often each prompt is drawn, and how losses per token become one
-        number."""
-        table, num = super().launch_table(), total_rows(self.data)
-        if num is not None:
-            drawn = self.max_steps * self.rollout.rollout_batch_size
-            more = " or more" if self.rollout.dynamic_sampling is not None else ""
-            table += passes_lines(self.data, num, drawn=drawn, steps=self.max_steps, more=more)
-        return [*table, self.algorithm.table_row()]
 
     def rules(self) -> Iterator[str]:
         yield from training_rules(self, self.train)
@@ -328,7 +285,7 @@ class RLConfig(TrainingJob):
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
         yield from teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
-        if self.algorithm.policy_loss.kind == "reinforce" and _several_updates(self):
+        if self.algorithm.policy_loss.kind == "reinforce" and self.several_updates:
             yield (
                 "algorithm.policy_loss=reinforce has no ratio, so it is right for one optimizer "
                 "step per rollout only; use ppo, or train_batch_size = rollout_batch_size x "
@@ -378,6 +335,43 @@ class InferenceJob(JobConfig):
     """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
     ``cuda:1``."""
 
+    @abstractmethod
+    def rollout_role(self) -> RolloutRole:
+        """Return the role of the engine that samples."""
+
+    @property
+    @abstractmethod
+    def scored_by(self) -> tuple[RewardConfig, ...]:
+        """The rewards of the responses."""
+
+    def roles(self) -> tuple[Role, ...]:
+        rollout = self.rollout_role()
+        rewards = reward_roles(
+            self.scored_by,
+            self.cluster,
+            train=TrainConfig(train_batch_size=1),
+            precision=self.precision,
+            lengths=rollout.lengths,
+        )
+        return rollout, *rewards
+
+    def resolve(self) -> JobSpec:
+        roles, rollout = self.roles(), self.rollout_role()
+        prompts, samples = rollout.prompts, rollout.samples_per_prompt
+        if rollout.evaluation is not None:
+            prompts = rollout.evaluation.num_prompts or 1000
+            samples = rollout.evaluation.n_samples_per_prompt
+        return JobSpec(
+            job=self.job,
+            model=self.model,
+            roles=roles,
+            cluster=self.cluster,
+            device=self.device,
+            batch=None,
+            rows_per_step=prompts * samples,
+            updates_per_step=0,
+        )
+
 
 class EvaluateConfig(InferenceJob):
     """``burnish evaluate``: pass@1 and pass@k of a model on held-out prompts.
@@ -398,6 +392,23 @@ class EvaluateConfig(InferenceJob):
     """Which engine samples."""
     observe: TrackersConfig = TrackersConfig()
     """Trackers of the scores, besides the run folder."""
+
+    @property
+    def scored_by(self) -> tuple[RewardConfig, ...]:
+        return self.rewards
+
+    def rollout_role(self) -> RolloutRole:
+        return RolloutRole(
+            name="rollout",
+            kind="rollout",
+            model=self.model,
+            precision=rollout_precision(self.precision),
+            ranks=self.cluster.ranks("rollout"),
+            lengths=RowLengths(self.eval.data.prompt_max_len, self.eval.generate_max_len or 1),
+            engine=self.engine,
+            key="engine",
+            evaluation=self.eval,
+        )
 
     def rules(self) -> Iterator[str]:
         if self.eval.generate_max_len is None:
@@ -423,6 +434,24 @@ class GenerateConfig(GenerateFields, InferenceJob):
     job: Literal["generate"] = "generate"
     """Which job the recipe is for."""
 
+    @property
+    def scored_by(self) -> tuple[RewardConfig, ...]:
+        return self.rewards
+
+    def rollout_role(self) -> RolloutRole:
+        return RolloutRole(
+            name="rollout",
+            kind="rollout",
+            model=self.model,
+            precision=rollout_precision(self.precision),
+            ranks=self.cluster.ranks("rollout"),
+            lengths=RowLengths(self.data.prompt_max_len, self.rollout.generate_max_len),
+            engine=self.rollout.engine,
+            key="rollout.engine",
+            prompts=self.rollout.rollout_batch_size,
+            samples_per_prompt=self.rollout.n_samples_per_prompt,
+        )
+
 
 def pass_advice(config: EvalConfig, rewards: Sequence[RewardConfig]) -> Iterator[str]:
     """One sentence if no response can pass, unless a score is above 1: the weighted sum of several
@@ -444,10 +473,3 @@ def _random_reference(what: str) -> str:
         "(model.scratch) has random weights; set reference.model.path, or begin from a trained "
         "model"
     )
-
-
-def _several_updates(config: RLConfig) -> bool:
-    try:
-        return (config.batch_plan().optimizer_steps_per_rollout or 1) > 1
-    except BatchError:
-        return False

@@ -3,20 +3,12 @@ is in their own configs: ``jobs/parallelism.py`` looks there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from burnish.config.distill import DistillConfig
-from burnish.config.jobs import (
-    JobConfig,
-    PreferenceConfig,
-    RLConfig,
-    SupervisedJob,
-)
 from burnish.config.model import ModelConfig
-from burnish.config.rewards import ModelReward
-from burnish.config.roles import rollout_parallel_size
-from burnish.config.train import TorchEngine
+from burnish.config.roles import Role, RolloutRole
 
 ParallelKind = Literal["rollout", "tensor", "sequence"]
 
@@ -31,30 +23,19 @@ class ParallelDegree:
     size: int
 
 
-def parallel_degrees(config: JobConfig) -> list[ParallelDegree]:
-    """Every such model; empty for most jobs."""
-    found = [ParallelDegree(config.model, "rollout", rollout_parallel_size(config))]
-    if isinstance(config, (SupervisedJob, RLConfig)):
-        engine = config.train.engine
-        if isinstance(engine, TorchEngine):
-            for model in models_of(config):
-                found.append(ParallelDegree(model, "tensor", engine.tensor_parallel_size))
-                found.append(ParallelDegree(model, "sequence", engine.sequence_parallel_size))
-    return [degree for degree in found if degree.size > 1]
+def parallel_degrees(roles: Sequence[Role]) -> list[ParallelDegree]:
+    """Return every such model once; empty for most jobs."""
+    return list(dict.fromkeys(degree for role in roles for degree in _of(role) if degree.size > 1))
 
 
-def models_of(config: JobConfig) -> list[ModelConfig]:
-    """All models of a job, each once."""
-    models: list[ModelConfig | None] = [config.model]
-    if isinstance(config, (RLConfig, PreferenceConfig)) and config.reference is not None:
-        models.append(config.reference.model)
-    if isinstance(config, (RLConfig, DistillConfig)) and config.teacher is not None:
-        models.append(config.teacher.model)
-    if isinstance(config, RLConfig):
-        models += [] if config.critic is None else [config.critic.model]
-        models += [reward.model for reward in config.rewards if isinstance(reward, ModelReward)]
-    found: list[ModelConfig] = []
-    for model in models:
-        if model is not None and model not in found:
-            found.append(model)
-    return found
+def models_of(roles: Sequence[Role]) -> list[ModelConfig]:
+    """Return all models of a job, each once."""
+    return list(dict.fromkeys(role.model for role in roles))
+
+
+def _of(role: Role) -> Iterator[ParallelDegree]:
+    if isinstance(role, RolloutRole):
+        yield ParallelDegree(role.model, "rollout", role.tensor_parallel)
+    else:
+        yield ParallelDegree(role.model, "tensor", role.tensor_parallel)
+        yield ParallelDegree(role.model, "sequence", role.sequence_parallel)

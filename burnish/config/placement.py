@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from burnish.config.cluster import ClusterConfig
-from burnish.config.jobs import JobConfig
-from burnish.config.roles import roles_of, rollout_parallel_size, sharing
+from burnish.config.job import JobConfig
+from burnish.config.roles import role_of, sharing
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class PlacementGroupSpec:
     """Equal places; in each stands one worker of every group in ``roles``."""
 
     roles: tuple[str, ...]
-    """Groups of workers, by the names that :func:`roles_of` gives them."""
+    """Groups of workers, by the names of their roles."""
     count: int
     cpus: float
     """Of one place."""
@@ -31,8 +31,11 @@ class PlacementGroupSpec:
 
 def placement_groups(config: JobConfig) -> list[PlacementGroupSpec]:
     """Every set of places that the job takes on a cluster."""
-    size = rollout_parallel_size(config)
-    return placement_groups_for(config.cluster, roles_of(config), tensor_parallel_size=size)
+    roles = config.roles()
+    size = next((role.tensor_parallel for role in roles if role.kind == "rollout"), 1)
+    return placement_groups_for(
+        config.cluster, [role.name for role in roles], tensor_parallel_size=size
+    )
 
 
 def placement_groups_for(
@@ -46,7 +49,7 @@ def placement_groups_for(
     found = []
     for group in sets:
         size = tensor_parallel_size if group == ["rollout"] else 1
-        count = max(cluster.ranks(role) for role in group)
+        count = max(cluster.ranks(role_of(role)) for role in group)
         cpus, gpus = cluster.cpus_per_worker * size, cluster.gpus_per_worker * size
         found.append(PlacementGroupSpec(tuple(group), count, cpus=cpus, gpus=gpus))
     return found

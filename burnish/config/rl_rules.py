@@ -4,23 +4,23 @@ one node alone stands at the node.)"""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from burnish.config.algorithm import GaeAdvantage, GroupAdvantage
-from burnish.config.rewards import weigh_nothing
+from burnish.config.algorithm import GaeAdvantage, GroupAdvantage, OnPolicyDistillAdvantage
+from burnish.config.rewards import ShapingConfig, weigh_nothing
+from burnish.config.rl import RLFields
 
 BROADCAST = frozenset({"grpo", "dr_grpo", "opo"})
 """Advantages that are one number per response, which KL on single tokens cannot be part of."""
 
 
-def rl_rules(config: Any) -> Iterator[str]:
+def rl_rules(config: RLFields) -> Iterator[str]:
     """One sentence for each broken rule between the fields of an ``RLConfig``."""
     yield from _advantage_rules(config)
     yield from _kl_rules(config)
     yield from _reward_rules(config)
 
 
-def rl_advice(config: Any) -> Iterator[str]:
+def rl_advice(config: RLFields) -> Iterator[str]:
     """One sentence for each thing between the fields that works and is rarely meant."""
     kind, cut = config.algorithm.advantage.kind, cut_sampling(config)
     if kind == "on_policy_distill" and cut:
@@ -31,12 +31,12 @@ def rl_advice(config: Any) -> Iterator[str]:
         )
 
 
-def cut_sampling(config: Any) -> str | None:
+def cut_sampling(config: RLFields) -> str | None:
     """The setting by which tokens are drawn from a part of the distribution only; None: no such."""
     return "top_p<1" if config.rollout.top_p < 1 else "top_k>0" if config.rollout.top_k else None
 
 
-def _advantage_rules(config: Any) -> Iterator[str]:
+def _advantage_rules(config: RLFields) -> Iterator[str]:
     advantage = config.algorithm.advantage
     uses_gae = isinstance(advantage, GaeAdvantage)
     if config.critic is not None and not uses_gae:
@@ -58,7 +58,7 @@ def _advantage_rules(config: Any) -> Iterator[str]:
         )
 
 
-def _kl_rules(config: Any) -> Iterator[str]:
+def _kl_rules(config: RLFields) -> Iterator[str]:
     advantage, kl = config.algorithm.advantage, config.algorithm.kl
     if advantage.kind in BROADCAST and kl.init_kl_coef and kl.placement == "reward":
         yield (
@@ -80,7 +80,7 @@ def _kl_rules(config: Any) -> Iterator[str]:
         )
 
 
-def _reward_rules(config: Any) -> Iterator[str]:
+def _reward_rules(config: RLFields) -> Iterator[str]:
     shaping = config.shaping
     penalties = (shaping.length_penalty, shaping.truncation_penalty, shaping.overlong_buffer_len)
     measured_only = config.algorithm.advantage.kind == "on_policy_distill"
@@ -93,4 +93,44 @@ def _reward_rules(config: Any) -> Iterator[str]:
         yield (
             f"shaping.overlong_buffer_len={shaping.overlong_buffer_len} must be below "
             f"rollout.generate_max_len={config.rollout.generate_max_len}"
+        )
+
+
+def teacher_rules(config: RLFields) -> Iterator[str]:
+    """One sentence for each thing in a recipe for ``rl`` that does not go with its having, or not
+    having, a teacher."""
+    kind = config.algorithm.advantage.kind
+    if not isinstance(config.algorithm.advantage, OnPolicyDistillAdvantage):
+        if config.teacher is not None:
+            yield (
+                f"teacher is set and algorithm.advantage={kind} never reads it; remove it, or use "
+                "on_policy_distill"
+            )
+        if not config.rewards:
+            yield f"rewards is empty and algorithm.advantage={kind} learns from them; add one"
+        return
+    if config.teacher is None:
+        yield (
+            f"algorithm.advantage={kind} measures every token against a teacher, and there is "
+            "none; set teacher.model.path"
+        )
+    kl = config.algorithm.kl
+    if kl.init_kl_coef and kl.placement == "reward":
+        yield (
+            f"algorithm.kl.placement=reward with advantage={kind}, which learns from no reward; "
+            "use placement=loss (estimator k3 is usual)"
+        )
+    if config.rollout.dynamic_sampling is not None:
+        yield (
+            f"rollout.dynamic_sampling leaves groups out by their rewards, and advantage={kind} "
+            "learns from every token; remove it"
+        )
+    if config.shaping != ShapingConfig():
+        yield (
+            f"shaping changes rewards, and with advantage={kind} they are only measured; remove it"
+        )
+    if config.eval is not None and not config.rewards:
+        yield (
+            f"eval measures rewards, and the recipe has none (advantage={kind} needs none); add "
+            "some, which are then measured in training too, or remove eval"
         )

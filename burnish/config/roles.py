@@ -1,53 +1,262 @@
-"""Which groups of workers a job has, each named by its role, and what a recipe cannot ask of their
-places."""
+"""The roles of a job: on which model, trainable or not, in which format, on how many ranks.
+
+A job's config derives them once (``JobConfig.resolve``). Placement, parallelism checks, builders,
+the memory planner and the probe read them from here. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, cast
+from typing import Literal, cast
 
-from burnish.config.algorithm import GaeAdvantage
+from burnish.config.arithmetic import BatchPlan
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
-from burnish.config.rewards import ModelReward
-from burnish.config.rollout import VllmEngine
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
+from burnish.config.ptx import PtxConfig
+from burnish.config.rewards import ModelReward, RewardConfig
+from burnish.config.rollout import EvalConfig, RolloutEngineConfig
+from burnish.config.sync import SyncConfig
+from burnish.config.train import CheckpointConfig, TrainConfig, TrainEngineConfig
 
 
-def roles_of(config: Any) -> list[str]:
-    """The groups of workers of a job, by their roles. Where a job has several reward models they
-    are ``reward``, ``reward 2`` and so on, in the order of the recipe."""
-    if config.job == "sft":
-        return ["policy"]
-    if config.job == "rm":
-        return ["reward"]
-    if config.job == "distill":
-        return ["policy", "teacher"]
-    if config.job == "preference":
-        return ["policy", "reference"] if config.needs_reference and _apart(config) else ["policy"]
-    rewards: list[str] = []
-    for entry in config.rewards:
+@dataclass(frozen=True)
+class RowLengths:
+    """The longest row that a recipe allows, in tokens."""
+
+    prompt: int
+    """Longest prompt. 0: rows are given, not sampled."""
+    rest: int
+    """Most tokens after the prompt."""
+
+    def within(self, limit: int) -> tuple[int, int]:
+        """Return (row, its prompt) for a model with ``limit`` positions.
+
+        >>> RowLengths(prompt=1024, rest=256).within(1000)
+        (1000, 744)
+        >>> RowLengths(prompt=0, rest=2048).within(1000)
+        (1000, 1)
+        """
+        if not self.prompt:
+            return min(self.rest, limit), 1
+        prompt = max(1, min(self.prompt, limit - self.rest))
+        return prompt + self.rest, prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """One group of workers of a job, and its model."""
+
+    name: str
+    """Unique in the job: the kind, or ``reward 2``, ``reward 3`` for further reward models."""
+    kind: ClusterRole
+    model: ModelConfig
+    """The role's own model, or the policy's."""
+    precision: PrecisionConfig
+    ranks: int
+    """Data-parallel workers."""
+    lengths: RowLengths
+
+    @property
+    def dtype(self) -> Dtype:
+        """Compute format."""
+        return self.precision.dtype
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Processes among which the heads of each layer are divided."""
+        return 1
+
+
+@dataclass(frozen=True)
+class DistillTarget:
+    """The teacher whose distribution a student's engine computes."""
+
+    model: ModelConfig
+    dtype: Dtype
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRole(RoleSpec):
+    """A role in a train engine: policy, critic, reference, teacher or reward model."""
+
+    head: Literal["lm", "scalar"] = "lm"
+    trainable: bool = True
+    train: TrainConfig
+    """Settings of the engine."""
+    lr: float | None = None
+    """Peak learning rate. None: ``train.lr``."""
+    rows_per_unit: int = 1
+    """Rows that stay together: 2 for pairs."""
+    rows_per_pass: int | None = None
+    """Rows of a forward pass of a reward model. None: micro-batches of the job."""
+    with_entropy: bool = False
+    """The entropy of the policy is measured in training passes."""
+    dropout: bool = True
+    """Training passes have the dropout and router noise of the model's own config."""
+    needs_old_logprobs: bool = False
+    """Log-probs of the policy are computed before the update."""
+    holds_reference: bool = False
+    """The base of a LoRA policy is the reference, and computes its log-probs."""
+    returns_states: bool = False
+    """Returns hidden states instead of log-probs (the teacher of a distillation)."""
+    distillation: DistillTarget | None = None
+    """Of a student. None: no teacher in the training pass."""
+    ptx: PtxConfig | None = None
+    """Pre-training rows mixed into the updates of the policy."""
+    sync: SyncConfig | None = None
+    """How the weights get to the rollout engine. None: there is none."""
+    checkpoint: CheckpointConfig | None = None
+    """None: frozen roles, which are not saved."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks among which the heads of each layer are divided."""
+        return self.train.engine.tensor_parallel_size
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Ranks among which the tokens of each row are divided."""
+        return self.train.engine.sequence_parallel_size
+
+    def beside(
+        self, name: str, model: ModelConfig | None, cluster: ClusterConfig, *, trainable: bool
+    ) -> TrainRole:
+        """Return another role on the same batches; ``model`` None: this role's model."""
+        kind = role_of(name)
+        return TrainRole(
+            name=name,
+            kind=kind,
+            model=model or self.model,
+            precision=self.precision,
+            ranks=cluster.ranks(kind),
+            lengths=self.lengths,
+            head="scalar" if kind == "critic" else "lm",
+            trainable=trainable,
+            train=self.train.model_copy(update={"moe_aux_loss_coef": 0.0}),
+            rows_per_unit=self.rows_per_unit,
+            dropout=self.dropout,
+            checkpoint=self.checkpoint if trainable else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRole(RoleSpec):
+    """The rollout engine of a job."""
+
+    engine: RolloutEngineConfig
+    key: str
+    """Where ``engine`` is in the recipe."""
+    prompts: int = 0
+    """Prompts of one step, over all workers. 0: there is only an evaluation."""
+    samples_per_prompt: int = 1
+    evaluation: EvalConfig | None = None
+    """Held-out prompts that this engine answers too. None: none."""
+    of_policy: bool = False
+    """Samples from a policy that the job trains, which gives it its weights."""
+    shares_weights: bool = False
+    """In the process of the policy's engine it runs the same tensors, not a copy."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Processes, each on a GPU, that share one copy of the model."""
+        return self.engine.tensor_parallel_size
+
+
+Role = TrainRole | RolloutRole
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """The facts of a job that several modules need."""
+
+    job: str
+    model: ModelConfig
+    """Of the policy; in a job that trains a reward model, of that."""
+    roles: tuple[Role, ...]
+    cluster: ClusterConfig
+    device: str
+    """Of the trainer, or of a job without one."""
+    batch: BatchPlan | None
+    """None: the job trains nothing."""
+    rows_per_step: int
+    """Rows that one step samples, or trains on (once for each epoch over a rollout)."""
+    updates_per_step: int
+    """Optimizer steps of one step."""
+
+    @property
+    def inline(self) -> bool:
+        """All roles are in one process."""
+        return self.cluster.runtime == "inline"
+
+    @property
+    def trained(self) -> TrainRole | None:
+        """The policy or, in a job that trains one, the reward model. None: nothing is trained."""
+        return next((r for r in self.train_roles if r.trainable), None)
+
+    @property
+    def train_roles(self) -> tuple[TrainRole, ...]:
+        """All roles but the rollout."""
+        return tuple(role for role in self.roles if isinstance(role, TrainRole))
+
+    @property
+    def rollout(self) -> RolloutRole | None:
+        """None: the job samples nothing."""
+        return next((role for role in self.roles if isinstance(role, RolloutRole)), None)
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Consecutive rows of a training batch that have the same prompt."""
+        return 1 if self.batch is None else self.batch.n_samples_per_prompt
+
+    def role(self, name: str) -> TrainRole:
+        """Return a role with a train engine by its name."""
+        return next(role for role in self.train_roles if role.name == name)
+
+
+def samples_with_policy(engine: TrainEngineConfig, precision: PrecisionConfig) -> bool:
+    """Return whether a local rollout engine in the process of a train engine can run the policy's
+    own tensors: their format is the sampler's, and none of them is in shards."""
+    return precision.sampler_dtype == precision.dtype and engine.shares_weights
+
+
+def rollout_precision(precision: PrecisionConfig) -> PrecisionConfig:
+    """Return the number formats of the rollout engine."""
+    return PrecisionConfig(dtype=precision.sampler_dtype)
+
+
+def reward_roles(
+    rewards: Sequence[RewardConfig],
+    cluster: ClusterConfig,
+    *,
+    train: TrainConfig,
+    precision: PrecisionConfig,
+    lengths: RowLengths,
+) -> list[TrainRole]:
+    """Return one role for each reward model, in the order of the recipe."""
+    found: list[TrainRole] = []
+    for entry in rewards:
         if isinstance(entry, ModelReward):
-            rewards.append(free_name("reward", rewards))
-    if config.job != "rl":
-        return ["rollout", *rewards]
-    roles = ["policy", "rollout", *rewards]
-    if isinstance(config.algorithm.advantage, GaeAdvantage):
-        roles.append("critic")
-    if config.algorithm.kl.init_kl_coef and _apart(config):
-        roles.append("reference")
-    if config.teacher is not None:
-        roles.append("teacher")
-    return roles
-
-
-def _apart(config: Any) -> bool:
-    """Whether the reference is a model of its own, and not the base of a LoRA policy."""
-    own = config.reference is not None and config.reference.model is not None
-    return config.model.lora is None or own
+            role = TrainRole(
+                name=free_name("reward", [role.name for role in found]),
+                kind="reward",
+                model=entry.model,
+                precision=precision,
+                ranks=cluster.ranks("reward"),
+                lengths=lengths,
+                head="scalar",
+                trainable=False,
+                train=train,
+                rows_per_pass=entry.micro_batch_size,
+            )
+            found.append(role)
+    return found
 
 
 def free_name(role: str, taken: Container[str]) -> str:
-    """The name of a further group in a role.
+    """Return the name of a further group in a role.
 
     >>> free_name("reward", ["reward"])
     'reward 2'
@@ -56,7 +265,7 @@ def free_name(role: str, taken: Container[str]) -> str:
 
 
 def role_of(name: str) -> ClusterRole:
-    """The role of a group.
+    """Return the role of a group.
 
     >>> role_of("reward 2")
     'reward'
@@ -64,40 +273,30 @@ def role_of(name: str) -> ClusterRole:
     return cast(ClusterRole, name.partition(" ")[0])
 
 
-def number_of(name: str) -> int:
-    """Which group of its role it is, from 0."""
-    return int(name.partition(" ")[2] or 1) - 1
-
-
 def sharing(cluster: ClusterConfig, roles: Sequence[str]) -> list[str]:
-    """Those groups that stand in the same places."""
+    """Return the groups that share their places."""
     return [name for name in roles if role_of(name) in COLOCATED[cluster.layout]]
 
 
-def rollout_parallel_size(config: Any) -> int:
-    """Parts of a job's rollout engine, each on a GPU; 1 where it has none."""
-    engine = vars(vars(config).get("rollout", config)).get("engine")
-    return engine.tensor_parallel_size if isinstance(engine, VllmEngine) else 1
-
-
-def placement_rules(config: Any) -> Iterator[str]:
-    """One sentence for each thing in a recipe that cannot be about the places of its job's groups,
-    with the key in front."""
-    cluster: ClusterConfig = config.cluster
-    together = sharing(cluster, roles_of(config))
-    for name in together[1:]:
+def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[str]:
+    """Yield one sentence for each mistake in the places of a job's groups, with the key in
+    front."""
+    names = sharing(cluster, [role.name for role in roles])
+    together = [role for role in roles if role.name in names]
+    for role in together[1:]:
         first = together[0]
-        if cluster.ranks(first) != cluster.ranks(name):
+        if first.ranks != role.ranks:
             yield (
-                f"cluster: layout={cluster.layout} puts {first} and {name} into the same places, "
-                f"and they have {cluster.ranks(first)} and {cluster.ranks(name)} workers; give "
+                f"cluster: layout={cluster.layout} puts {first.name} and {role.name} into the same "
+                f"places, and they have {first.ranks} and {role.ranks} workers; give "
                 "them equal numbers (a reward model has policy_ranks), or use layout=separate"
             )
-    size = rollout_parallel_size(config)
+    rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
+    size = 1 if rollout is None else rollout.tensor_parallel
     if cluster.runtime == "inline" or size == 1 or not cluster.gpus_per_worker:
         return
-    if "rollout" in together and len(together) > 1:
-        other = next(name for name in together if name != "rollout")
+    if rollout in together and len(together) > 1:
+        other = next(name for name in names if name != "rollout")
         yield (
             f"recipe: cluster.layout={cluster.layout} puts each rollout worker on its {other} "
             f"rank's GPU, and tensor_parallel_size={size} needs {size} GPUs for one; use "

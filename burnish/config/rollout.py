@@ -47,6 +47,11 @@ class LocalEngine(Node):
     """Give the graphs' cache back after every rollout: less memory while training, graphs recorded
     anew."""
 
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Each worker has a copy of the model."""
+        return 1
+
 
 class VllmEngine(Node):
     """vLLM, in the trainer's process or on Ray in each rollout worker (with more processes of

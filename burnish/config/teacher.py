@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from burnish.config.algorithm import OnPolicyDistillAdvantage, name_to_node
+from burnish.config.algorithm import name_to_node
 from burnish.config.base import Node
-from burnish.config.model import Dtype, ModelConfig
-from burnish.config.rewards import ShapingConfig
+from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 
 
 class TeacherConfig(Node):
@@ -20,6 +19,10 @@ class TeacherConfig(Node):
     """Where it is loaded from."""
     dtype: Dtype | None = None
     """Number format that it computes in. None: ``precision.dtype``."""
+
+    def precision_or(self, precision: PrecisionConfig) -> PrecisionConfig:
+        """Return its own number format, or the job's where it has none."""
+        return precision if self.dtype is None else PrecisionConfig(dtype=self.dtype)
 
     def rules(self) -> Iterator[str]:
         if self.model.lora is not None:
@@ -62,43 +65,3 @@ def without_rewards(recipe: Any) -> Any:
     advantage = algorithm.get("advantage") if isinstance(algorithm, dict) else None
     kind = advantage.get("kind") if isinstance(advantage, dict) else advantage
     return {**recipe, "rewards": ()} if kind == "on_policy_distill" else recipe
-
-
-def teacher_rules(config: Any) -> Iterator[str]:
-    """One sentence for each thing in a recipe for ``rl`` that does not go with its having, or not
-    having, a teacher."""
-    kind = config.algorithm.advantage.kind
-    if not isinstance(config.algorithm.advantage, OnPolicyDistillAdvantage):
-        if config.teacher is not None:
-            yield (
-                f"teacher is set and algorithm.advantage={kind} never reads it; remove it, or use "
-                "on_policy_distill"
-            )
-        if not config.rewards:
-            yield f"rewards is empty and algorithm.advantage={kind} learns from them; add one"
-        return
-    if config.teacher is None:
-        yield (
-            f"algorithm.advantage={kind} measures every token against a teacher, and there is "
-            "none; set teacher.model.path"
-        )
-    kl = config.algorithm.kl
-    if kl.init_kl_coef and kl.placement == "reward":
-        yield (
-            f"algorithm.kl.placement=reward with advantage={kind}, which learns from no reward; "
-            "use placement=loss (estimator k3 is usual)"
-        )
-    if config.rollout.dynamic_sampling is not None:
-        yield (
-            f"rollout.dynamic_sampling leaves groups out by their rewards, and advantage={kind} "
-            "learns from every token; remove it"
-        )
-    if config.shaping != ShapingConfig():
-        yield (
-            f"shaping changes rewards, and with advantage={kind} they are only measured; remove it"
-        )
-    if config.eval is not None and not config.rewards:
-        yield (
-            f"eval measures rewards, and the recipe has none (advantage={kind} needs none); add "
-            "some, which are then measured in training too, or remove eval"
-        )

@@ -52,6 +52,22 @@ class TorchEngine(Node):
         return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether each of several ranks holds a part of every weight."""
+        return self.sharding == "full"
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether another engine in the same process can run the model as it is. (One process has
+        one rank, whose model is not in shards.)"""
+        return self.tensor_parallel_size == 1
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether masters and moments are in host memory."""
+        return self.cpu_offload
+
+    @property
     def parallel_setting(self) -> str:
         """The setting by which ranks compute the same rows, as it is written."""
         tensor = self.tensor_parallel_size > 1
@@ -104,6 +120,37 @@ class DeepSpeedEngine(Node):
     """Stage 3: weights of fewer entries than this stay whole on every rank."""
     reduce_bucket_size: int = Field(50_000_000, ge=1)
     """Gradient entries that are sent at one time; buffers of this size are held."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """A layer is whole."""
+        return 1
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """A rank computes whole rows."""
+        return 1
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that compute the same rows together."""
+        return 1
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each rank holds a part of every weight."""
+        return self.zero_stage == 3
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether another engine in the same process can run the model as it is. (Stage 3 has its
+        weights in shards even on one rank.)"""
+        return self.zero_stage < 3
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether masters and moments are in host memory."""
+        return self.adam_offload
 
     def rules(self) -> Iterator[str]:
         if self.adam_offload and self.zero_stage == 0:
@@ -311,7 +358,7 @@ def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
 
 def ranks_per_row(train: TrainConfig) -> int:
     """Ranks that compute the same rows together."""
-    return train.engine.ranks_per_row if isinstance(train.engine, TorchEngine) else 1
+    return train.engine.ranks_per_row
 
 
 class RLTrainConfig(TrainConfig):

@@ -23,7 +23,7 @@ def check_families(config: JobConfig, *, download: bool) -> list[str]:
     a model cannot be trained, or the local engine cannot sample from it.
     """
     sentences = []
-    for model in models_of(config):
+    for model in models_of(config.roles()):
         if model.scratch is not None:  # a Llama, whose layouts the tests hold
             continue
         sampled = model == config.model and _samples_locally(config)

@@ -33,7 +33,7 @@ def check_head_divisibility(config: JobConfig, *, download: bool) -> None:
 
     ``download``: a config that is not on this machine may be asked of the hub.
     """
-    for degree in parallel_degrees(config):
+    for degree in parallel_degrees(config.roles()):
         found = config_of(degree.model, download=download)
         if found is None:
             continue

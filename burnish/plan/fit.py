@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from burnish.config.jobs import GenerateConfig, InferenceJob, JobConfig, RLConfig
+from burnish.config.arithmetic import BatchPlan
+from burnish.config.job import JobConfig
 from burnish.config.load import ConfigError, load_config
 from burnish.config.placement import placement_groups
+from burnish.config.roles import JobSpec, TrainRole
 from burnish.config.rollout import VllmEngine
 from burnish.config.train import DeepSpeedEngine
 from burnish.plan.hardware import Hardware
@@ -125,25 +126,26 @@ def _reason(plan: Plan, seconds: float, rate: float) -> str:
 # ---- what is tried ---------------------------------------------------------------------------
 
 
-def candidates(config: Any, hardware: Hardware) -> list[list[str]]:
+def candidates(config: JobConfig, hardware: Hardware) -> list[list[str]]:
     """Overrides of every candidate, the recipe itself first."""
-    options = [_vllm_shares(config, hardware)]
-    if not isinstance(config, InferenceJob):
-        options += [_engines(config), _checkpointing(config), _micro_batches(config)]
+    job = config.resolve()
+    options = [_vllm_shares(config, job, hardware)]
+    if job.trained is not None and job.batch is not None:
+        options += [_engines(job.trained), _checkpointing(job.trained)]
+        options.append(_micro_batches(job.trained, job.batch))
     return [[*itertools.chain(*chosen)] for chosen in itertools.product(*options)]
 
 
-def _checkpointing(config: Any) -> list[list[str]]:
-    now = config.train.gradient_checkpointing
+def _checkpointing(role: TrainRole) -> list[list[str]]:
+    now = role.train.gradient_checkpointing
     return [[], [f"train.gradient_checkpointing={str(not now).lower()}"]]
 
 
-def _micro_batches(config: Any) -> list[list[str]]:
-    budget = config.train.max_tokens_per_micro_batch
+def _micro_batches(role: TrainRole, plan: BatchPlan) -> list[list[str]]:
+    budget = role.train.max_tokens_per_micro_batch
     if budget is not None:
         sizes = [budget // 4, budget // 2, 2 * budget]
         return [[], *([f"train.max_tokens_per_micro_batch={n}"] for n in sizes if n)]
-    plan = config.batch_plan()
     each, now = plan.train_batch_size // plan.data_parallel_size, plan.micro_train_batch_size
     divisors = [n for n in range(1, each + 1) if each % n == 0 and n != now]
     near = sorted(divisors, key=lambda n: abs(n.bit_length() - (now or 1).bit_length()))[:4]
@@ -153,14 +155,13 @@ def _micro_batches(config: Any) -> list[list[str]]:
     return out
 
 
-def _engines(config: Any) -> list[list[str]]:
+def _engines(role: TrainRole) -> list[list[str]]:
     """Ways to hold the model, of the engine that the recipe names."""
-    engine, ranks = config.train.engine, config.cluster.policy_ranks
     key = "train.engine."
-    if isinstance(engine, DeepSpeedEngine):
+    if isinstance(role.train.engine, DeepSpeedEngine):
         stages = [(s, adam, False) for s in (1, 2, 3) for adam in (False, True)]
-        return [[], *(_stage(config, *way) for way in (*stages, (3, True, True)))]
-    if ranks == 1:
+        return [[], *(_stage(role, *way) for way in (*stages, (3, True, True)))]
+    if role.ranks == 1:
         return [[]]
     plain = [f"{key}sharding=none", f"{key}cpu_offload=false", f"{key}reshard_after_forward=true"]
     plain.append(f"{key}reduce_gradients=every_pass")
@@ -174,28 +175,26 @@ def _engines(config: Any) -> list[list[str]]:
     ]
 
 
-def _stage(config: Any, stage: int, adam_offload: bool, param_offload: bool) -> list[str]:
+def _stage(role: TrainRole, stage: int, adam_offload: bool, param_offload: bool) -> list[str]:
     whole = stage < 3
     values = {
         "zero_stage": stage,
         "adam_offload": str(adam_offload).lower(),
         "param_offload": str(param_offload).lower(),
-        "zero_init": str(not whole and bool(config.model.path)).lower(),
+        "zero_init": str(not whole and bool(role.model.path)).lower(),
         **({"zero_hpz_partition_size": 1} if whole else {}),
     }
     return [f"train.engine.{name}={value}" for name, value in values.items()]
 
 
-def _vllm_shares(config: Any, hardware: Hardware) -> list[list[str]]:
-    rollout = isinstance(config, (RLConfig, GenerateConfig))
-    path = "rollout.engine" if rollout else "engine"
-    engine = config.rollout.engine if rollout else vars(config).get("engine")
-    if not isinstance(engine, VllmEngine) or hardware.gpu is None:
+def _vllm_shares(config: JobConfig, job: JobSpec, hardware: Hardware) -> list[list[str]]:
+    rollout = job.rollout
+    if rollout is None or not isinstance(rollout.engine, VllmEngine) or hardware.gpu is None:
         return [[]]
+    engine, path = rollout.engine, rollout.key
     now = engine.gpu_memory_utilization
     shares = [s for s in (0.25, 0.35, 0.5, 0.6) if abs(s - now) > 0.04]
-    on_ray = config.cluster.runtime == "ray"
-    alone = on_ray and any(
+    alone = not job.inline and any(
         placement.roles == ("rollout",) for placement in placement_groups(config)
     )
     found: list[list[str]] = [[]]
@@ -212,7 +211,7 @@ def _vllm_shares(config: Any, hardware: Hardware) -> list[list[str]]:
 # ---- a larger cluster ------------------------------------------------------------------------
 
 
-def _smallest(config: Any, hardware: Hardware, assume: Sequence[str]) -> str | None:
+def _smallest(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> str | None:
     """The first multiple of the recipe's ranks with which some settings fit."""
     if hardware.gpu is None:
         return None
@@ -242,7 +241,7 @@ def _smallest(config: Any, hardware: Hardware, assume: Sequence[str]) -> str | N
     return None
 
 
-def _larger_gpu(config: Any, hardware: Hardware, assume: Sequence[str]) -> str | None:
+def _larger_gpu(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> str | None:
     """A recipe in one process has one GPU: the smallest of the table with which settings fit."""
     assert hardware.gpu is not None
     larger = [g for g in hardware.tables.gpus.values() if g.bytes > 1.02 * hardware.gpu.bytes]

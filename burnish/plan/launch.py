@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
 
-from burnish.config.jobs import InferenceJob, JobConfig
+from burnish.config.job import JobConfig
 from burnish.config.placement import placement_groups
 from burnish.errors import BurnishError
 from burnish.messages import library_text
@@ -57,12 +56,11 @@ def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Pl
     return plan
 
 
-def hardware_of(config: Any) -> Hardware | None:
+def hardware_of(config: JobConfig) -> Hardware | None:
     """What the run will compute on, as far as this process can see; None where it cannot."""
     cluster = config.cluster
     if cluster.runtime == "inline":
-        device = config.device if isinstance(config, InferenceJob) else config.train.engine.device
-        gpus = None if device == "cpu" else visible_gpus()
+        gpus = None if config.resolve().device == "cpu" else visible_gpus()
         return gpus or this_machine()
     need = sum(p.count * p.gpus for p in placement_groups(config))
     if not need:  # on CPUs: of this machine, unless the cluster is one that runs elsewhere

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from burnish.config.jobs import EvaluateConfig, GenerateConfig, InferenceJob, JobConfig, RLConfig
+from burnish.config.arithmetic import BatchPlan
+from burnish.config.job import JobConfig
 from burnish.config.load import ConfigError, load_config
+from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import VllmEngine
 from burnish.config.train import DeepSpeedEngine, on_oom_problem
 from burnish.errors import BurnishError
@@ -72,10 +73,10 @@ def _indented(text: str) -> str:
 
 
 def _go_on(config: JobConfig, failure: Failure) -> str:
-    if isinstance(config, EvaluateConfig):
+    if config.job == "evaluate":
         return "An evaluation is done in one go: run it again with one of these."
     again = f"burnish {config.job} --resume {failure.run_dir} KEY=VALUE"
-    if isinstance(config, GenerateConfig):
+    if config.job == "generate":
         return f"The steps before are kept. Go on with them by: {again}"
     if failure.checkpoint is None:
         return f"There is no checkpoint yet. Start again from step 0 by: {again}"
@@ -135,27 +136,30 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.2f}"
 
 
-def suggestions(config: Any, phase: str) -> Iterator[Suggestion]:
+def suggestions(config: JobConfig, phase: str) -> Iterator[Suggestion]:
     """What makes a recipe smaller, in the order of what it costs."""
-    if phase == "rollout":
-        yield from _rollout_suggestions(config)
-    if not isinstance(config, InferenceJob):
+    job = config.resolve()
+    if phase == "rollout" and job.rollout is not None:
+        yield from _rollout_suggestions(job.rollout)
+    if job.trained is not None and job.batch is not None:
         if phase not in ("rollout", "sync", "checkpoint", "step", "load"):
-            yield from _pass_suggestions(config)
-        yield from _state_suggestions(config)
-    if phase != "rollout":
-        yield from _rollout_suggestions(config)
-    yield from _length_suggestions(config)
+            hardware = _hardware(config)
+            device = "cuda" if hardware is None else hardware.device
+            yield from _pass_suggestions(job.trained, job.batch, device)
+        yield from _state_suggestions(job, job.trained)
+    if phase != "rollout" and job.rollout is not None:
+        yield from _rollout_suggestions(job.rollout)
+    if job.trained is not None:
+        yield from _length_suggestions(job.trained)
 
 
-def _pass_suggestions(config: Any) -> Iterator[Suggestion]:
-    """Less at a time."""
-    train = config.train
+def _pass_suggestions(role: TrainRole, plan: BatchPlan, device: str) -> Iterator[Suggestion]:
+    """Suggestions that reduce the size of each pass."""
+    train = role.train
     same = "the same result in more passes"
     if train.on_oom == "fail" and on_oom_problem(train) is None:
         what = "a micro-batch that does not fit is halved and done again"
         yield Suggestion(("train.on_oom=retry_smaller",), f"{what}: {same}")
-    plan = config.batch_plan()
     budget, micro = train.max_tokens_per_micro_batch, plan.micro_train_batch_size
     if budget is not None:
         yield Suggestion((f"train.max_tokens_per_micro_batch={max(1, budget // 2)}",), same)
@@ -166,17 +170,15 @@ def _pass_suggestions(config: Any) -> Iterator[Suggestion]:
     if not train.gradient_checkpointing:
         more = "activations are computed again in backward: about a third more compute"
         yield Suggestion(("train.gradient_checkpointing=true",), more)
-    hardware = _hardware(config)
-    device = "cuda" if hardware is None else hardware.device
     tokens = chunk_tokens(train.logprob_chunk_tokens, device)
     if tokens > 64:
         chunk = f"train.logprob_chunk_tokens={tokens // 4}"
         yield Suggestion((chunk,), "fewer logits at a time; slower on small chunks")
 
 
-def _state_suggestions(config: Any) -> Iterator[Suggestion]:
-    """Less of the model on each rank."""
-    engine, ranks, key = config.train.engine, config.cluster.policy_ranks, "train.engine."
+def _state_suggestions(job: JobSpec, role: TrainRole) -> Iterator[Suggestion]:
+    """Suggestions that reduce the part of the model on each rank."""
+    engine, ranks, key = role.train.engine, role.ranks, "train.engine."
     moved = "moved to host memory; the step is slower"
     if isinstance(engine, DeepSpeedEngine):
         for stage in range(engine.zero_stage + 1, 4) if ranks > 1 else ():
@@ -196,17 +198,13 @@ def _state_suggestions(config: Any) -> Iterator[Suggestion]:
             yield Suggestion(
                 (f"{key}cpu_offload=true",), f"weights, gradients and moments are {moved}"
             )
-    if config.cluster.runtime == "ray":
+    if not job.inline:
         more = "more ranks share the work, and sharded state"
         yield Suggestion((f"cluster.policy_ranks={2 * ranks}",), more)
 
 
-def _rollout_suggestions(config: Any) -> Iterator[Suggestion]:
-    rollout = isinstance(config, (RLConfig, GenerateConfig))
-    if not rollout and not isinstance(config, EvaluateConfig):
-        return
-    engine = config.rollout.engine if rollout else config.engine
-    key = "rollout.engine." if rollout else "engine."
+def _rollout_suggestions(role: RolloutRole) -> Iterator[Suggestion]:
+    engine, key = role.engine, f"{role.key}."
     if isinstance(engine, VllmEngine):
         share = round(0.75 * engine.gpu_memory_utilization, 2)
         what = "vLLM takes less of the GPU: fewer samples at a time"
@@ -216,10 +214,7 @@ def _rollout_suggestions(config: Any) -> Iterator[Suggestion]:
         yield Suggestion((f"{key}max_batch_size={engine.max_batch_size // 2}",), what)
 
 
-def _length_suggestions(config: Any) -> Iterator[Suggestion]:
-    what = "shorter rows: this changes what is learned"
-    if isinstance(config, RLConfig):
-        half = max(1, config.rollout.generate_max_len // 2)
-        yield Suggestion((f"rollout.generate_max_len={half}",), what)
-    elif not isinstance(config, InferenceJob):
-        yield Suggestion((f"data.max_len={max(1, int(config.data.max_len) // 2)}",), what)
+def _length_suggestions(role: TrainRole) -> Iterator[Suggestion]:
+    key = "rollout.generate_max_len" if role.lengths.prompt else "data.max_len"
+    half = max(1, role.lengths.rest // 2)
+    yield Suggestion((f"{key}={half}",), "shorter rows: this changes what is learned")

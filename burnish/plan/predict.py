@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from burnish.config.arithmetic import batch_table
-from burnish.config.jobs import InferenceJob, JobConfig
+from burnish.config.job import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups, total_text
-from burnish.config.rewards import ModelReward
-from burnish.config.roles import roles_of
+from burnish.config.roles import JobSpec
 from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import PHASES, Peak, Plan, Row
 from burnish.plan.model_state import Item, total
@@ -42,9 +40,9 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
         raise PlanError(
             f"--assume {sorted(unknown)[0]} is not known; known: {', '.join(ASSUMPTIONS)}"
         )
-    placements = _placements(config)
+    job, placements = config.resolve(), _placements(config)
     check_room(config, hardware, placements)
-    roles = {r.role: r for r in roles_memory(config, hardware, supposed)}
+    roles = {r.role: r for r in roles_memory(job, hardware, supposed)}
     host = hardware.host_bytes
     if config.cluster.runtime == "ray":
         host *= hardware.tables.overhead["ray_limit"]
@@ -52,19 +50,16 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
         *_device_peaks(placements, roles, hardware, supposed),
         *_host_peaks(placements, roles, replace(hardware, host_bytes=host)),
     ]
-    keep = 1 if isinstance(config, InferenceJob) else config.model_dump()["checkpoint"]["keep_last"]
     disk = sum(r.disk for r in roles.values())
     return Plan(
-        job=f"{config.job} ({config.cluster.runtime})",
+        job=f"{job.job} ({config.cluster.runtime})",
         hardware=str(hardware),
         models=tuple(dict.fromkeys(_model_lines(roles.values()))),
-        batch=() if isinstance(config, InferenceJob) else tuple(_batch(config)),
+        batch=() if job.batch is None else tuple(batch_table(job.batch)),
         rows=tuple(_rows(roles.values())),
         peaks=tuple(peaks),
         disk_per_checkpoint=disk,
-        assumptions=tuple(
-            _assumptions(config, hardware, roles.values(), supposed, disk * (keep + 1))
-        ),
+        assumptions=tuple(_assumptions(job, hardware, roles.values(), supposed, disk)),
         problems=tuple(r.problem for r in roles.values() if r.problem),
         guessed=max((r.guessed for r in roles.values()), default=0.0),
     )
@@ -72,7 +67,7 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
 
 def _placements(config: JobConfig) -> list[PlacementGroupSpec]:
     if config.cluster.runtime == "inline":
-        return [PlacementGroupSpec(tuple(roles_of(config)), 1, 0.0, 0.0)]
+        return [PlacementGroupSpec(tuple(role.name for role in config.roles()), 1, 0.0, 0.0)]
     return placement_groups(config)
 
 
@@ -259,12 +254,8 @@ def _model_lines(roles: Iterable[RoleMemory]) -> Iterable[str]:
         yield f"{role.role}: {shape.name}, {count} ({shape.source})"
 
 
-def _batch(config: Any) -> Iterable[tuple[str, str, str]]:
-    return batch_table(config.batch_plan())
-
-
 def _assumptions(
-    config: Any,
+    job: JobSpec,
     hardware: Hardware,
     roles: Iterable[RoleMemory],
     assume: frozenset[str],
@@ -280,7 +271,9 @@ def _assumptions(
                 f"{role.role}: the largest micro-batch is {len(work.rows)} rows of {longest} "
                 f"tokens, {work.tokens} computed ({work.layout})"
             )
+    kept = next((r.checkpoint.keep_last for r in job.train_roles if r.checkpoint is not None), 0)
     if disk:
+        disk *= kept + 1
         yield f"keep_last checkpoints and one being written take {disk / 1e9:.1f} GB of disk"
     if hardware.gpu is None:
         yield f"a process takes {over['process_gb']:g} GB besides tensors"
@@ -292,14 +285,14 @@ def _assumptions(
             "lost between blocks"
         )
         yield _about_attention(hardware)
-    if config.cluster.runtime == "ray":
+    if not job.inline:
         yield f"Ray ends workers beyond {over['ray_limit']:.0%} of a node's memory"
         if hardware.gpu is not None and "kept-cache" not in assume:
             yield (
                 "processes that share a GPU give unused memory back after every call, and a vLLM "
                 "that sleeps gives back its own"
             )
-    yield from _unknown_models(config)
+    yield from _unknown_models(job)
     yield from (ASSUMPTIONS[name] for name in sorted(assume))
 
 
@@ -313,15 +306,14 @@ def _about_attention(hardware: Hardware) -> str:
     )
 
 
-def _unknown_models(config: Any) -> Iterable[str]:
-    parts = vars(config)
-    critic, reference = parts.get("critic"), parts.get("reference")
-    teacher = parts.get("teacher")
-    rewards = [r.model for r in parts.get("rewards") or () if isinstance(r, ModelReward)]
-    named = [("the critic", critic.model if critic is not None else None)]
-    named += [("the reference", reference.model if reference is not None else None)]
-    named += [("the teacher", teacher.model if teacher is not None else None)]
-    named += [("the reward model", model) for model in rewards]
-    for what, model in named:
-        if model is not None and resolve_model(model, config.model) is not model:
-            yield f"{what} {model.path} has no config here: it is taken to be of the policy's size"
+def _unknown_models(job: JobSpec) -> Iterable[str]:
+    kinds = {"critic": "critic", "reference": "reference", "teacher": "teacher"}
+    kinds["reward"] = "reward model"
+    for kind, what in kinds.items():
+        for role in job.train_roles:
+            model = role.model
+            if role.kind == kind and resolve_model(model, job.model) is not model:
+                yield (
+                    f"the {what} {model.path} has no config here: it is taken to be of the "
+                    "policy's size"
+                )

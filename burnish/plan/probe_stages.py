@@ -6,19 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from burnish.config.distill import DistillConfig
-from burnish.config.jobs import (
-    JobConfig,
-    PreferenceConfig,
-    RewardModelConfig,
-    RLConfig,
-    SFTConfig,
-)
+from burnish.config.arithmetic import BatchPlan
+from burnish.config.job import JobConfig
 from burnish.config.load import ConfigError, load_config
 from burnish.config.placement import placement_groups
-from burnish.config.roles import roles_of
+from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import LocalEngine
 from burnish.plan.hardware import Hardware
 from burnish.plan.model_state import Item
@@ -26,8 +19,6 @@ from burnish.plan.role_base import Context, RoleMemory
 from burnish.plan.rollout_role import rollout_role
 from burnish.plan.shapes import PlanError
 from burnish.plan.train_role import train_role
-from burnish.train.engines import shares_weights
-from burnish.train.spec import EngineSpec
 
 LENGTHS = (0.25, 0.5, 1.0)
 """Shares of the recipe's lengths."""
@@ -45,18 +36,20 @@ class ProbeStage:
 
 def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
     """All rungs, the smallest first. Raises PlanError for a job that cannot be probed."""
-    if isinstance(config, DistillConfig):
+    job = config.resolve()
+    role = job.trained
+    if role is None or job.batch is None:
+        raise PlanError(
+            f"--probe trains a model, and the job {job.job} has none; leave it out for the plan"
+        )
+    if role.distillation is not None:
         raise PlanError(
             "--probe does not run the teacher that a distillation needs; leave it out for the plan"
         )
-    if not isinstance(config, (RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig)):
-        raise PlanError(
-            f"--probe trains a model, and the job {config.job} has none; leave it out for the plan"
-        )
-    most = _ranks_here(config, hardware)
-    sizes = list(_sizes(config))
+    most = _ranks_here(role, hardware)
+    sizes = list(_sizes(role, job.batch))
     found = [
-        (f"{share:.0%} of the length", (*_lengths(config, share), *_one_rank(config), *sizes[0]))
+        (f"{share:.0%} of the length", (*_lengths(role, share), *_one_rank(config), *sizes[0]))
         for share in LENGTHS
     ]
     found += [("larger micro-batch", (*_one_rank(config), *size)) for size in sizes[1:]]
@@ -75,20 +68,15 @@ def _that_load(
             smaller = load_config(tree, list(overrides), job=config.job)
         except ConfigError:
             continue
-        ranks = 1 if config.cluster.runtime == "inline" else _ranks(smaller)
-        yield ProbeStage(name, overrides, smaller, ranks)
+        role = smaller.resolve().trained
+        assert role is not None
+        yield ProbeStage(name, overrides, smaller, role.ranks)
 
 
-def _ranks_here(config: JobConfig, hardware: Hardware) -> int:
+def _ranks_here(role: TrainRole, hardware: Hardware) -> int:
     """How many of the recipe's ranks this machine can run."""
-    if config.cluster.runtime == "inline":
-        return 1
     here = hardware.gpus_per_node if hardware.gpu is not None else os.cpu_count() or 1
-    return min(_ranks(config), here)
-
-
-def _ranks(config: JobConfig) -> int:
-    return config.cluster.ranks(probed_roles(config)[0])
+    return min(role.ranks, here)
 
 
 def _one_rank(config: JobConfig) -> list[str]:
@@ -101,24 +89,24 @@ def _on_ranks(count: int) -> list[str]:
     return [f"cluster.policy_ranks={count}", *more]
 
 
-def _lengths(config: Any, share: float) -> list[str]:
-    if isinstance(config, RLConfig):
-        new, prompt = config.rollout.generate_max_len, config.data.prompt_max_len
+def _lengths(role: TrainRole, share: float) -> list[str]:
+    prompt, rest = role.lengths.prompt, role.lengths.rest
+    if prompt:
         return [
-            f"rollout.generate_max_len={max(1, int(share * new))}",
+            f"rollout.generate_max_len={max(1, int(share * rest))}",
             f"data.prompt_max_len={max(1, int(share * prompt))}",
         ]
-    return [f"data.max_len={max(2, int(share * int(config.data.max_len)))}"]
+    return [f"data.max_len={max(2, int(share * rest))}"]
 
 
-def _sizes(config: Any) -> Iterator[list[str]]:
+def _sizes(role: TrainRole, batch: BatchPlan) -> Iterator[list[str]]:
     """Micro-batches from the smallest to the recipe's own."""
-    budget = config.train.max_tokens_per_micro_batch
+    budget = role.train.max_tokens_per_micro_batch
     if budget is not None:
         for part in (4, 2, 1):
             yield [f"train.max_tokens_per_micro_batch={max(1, budget // part)}"]
         return
-    micro = config.batch_plan().micro_train_batch_size or 1
+    micro = batch.micro_train_batch_size or 1
     for size in (n for n in range(1, micro + 1) if micro % n == 0):
         yield [f"train.micro_train_batch_size={size}", "train.gradient_accumulation_steps=null"]
 
@@ -149,24 +137,27 @@ class RolePhase:
         return self.phase if self.role in ("policy", "rollout") else f"{self.phase} ({self.role})"
 
 
-def probed_roles(config: Any) -> tuple[str, ...]:
+def probed_roles(config: JobConfig) -> tuple[TrainRole, ...]:
     """The roles with a train engine that are in one place with the one that is trained."""
-    first = "reward" if isinstance(config, RewardModelConfig) else "policy"
-    if config.cluster.runtime == "inline":
-        together = roles_of(config)
-    else:
-        together = next(list(p.roles) for p in placement_groups(config) if first in p.roles)
-    return (first, *(r for r in together if r not in (first, "rollout")))
+    job = config.resolve()
+    first = job.trained
+    assert first is not None, "refused by ladder"
+    if job.inline:
+        return job.train_roles
+    together = next(place.roles for place in placement_groups(config) if first.name in place.roles)
+    return tuple(role for role in job.train_roles if role.name in together)
 
 
 def planned(stage: ProbeStage, hardware: Hardware) -> dict[str, PlannedPeak]:
     """By role and phase (:class:`RolePhase`, as text), of those that are probed; all roles are
     there. Raises PlanError."""
-    context = Context(stage.config, hardware, frozenset())
+    job = stage.config.resolve()
+    context = Context(job, hardware, frozenset())
     roles = [train_role(context, role) for role in probed_roles(stage.config)]
     phases: dict[str, PlannedPeak] = {}
-    if probes_rollout(stage.config):
-        passing = rollout_role(context).passing["rollout"]
+    rollout = probed_rollout(job)
+    if rollout is not None:
+        passing = rollout_role(context, rollout).passing["rollout"]
         phases["rollout"] = _sum((*_resident(roles, "rollout"), *passing))
     for role in roles:
         for phase in ("log-probs", "forward/backward", "step"):
@@ -192,11 +183,10 @@ def _sum(items: Iterable[Item]) -> PlannedPeak:
     return PlannedPeak(total("device", overhead=False), total("device", overhead=True), host)
 
 
-def probes_rollout(config: Any) -> bool:
-    """Whether there is a rollout that runs the trainer's own weights: the local engine's, in the
-    same format, of weights that are whole."""
-    if not isinstance(config, RLConfig) or not isinstance(config.rollout.engine, LocalEngine):
-        return False
-    spec = EngineSpec("policy", config.train, config.model)
-    whole = shares_weights(spec) and config.train.engine.model_dump().get("sharding") != "full"
-    return whole and config.precision.sampler_dtype == config.precision.dtype
+def probed_rollout(job: JobSpec) -> RolloutRole | None:
+    """The rollout that runs the trainer's own weights: the local engine's, in the same format, of
+    weights that are whole. None: there is no such."""
+    role, policy = job.rollout, job.trained
+    if role is None or policy is None or not isinstance(role.engine, LocalEngine):
+        return None
+    return role if role.shares_weights and not policy.train.engine.shards_weights else None

@@ -20,9 +20,10 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM
 
-from burnish.config.jobs import JobConfig, RLConfig
+from burnish.config.job import JobConfig
 from burnish.config.load import load_config
-from burnish.config.roles import role_of
+from burnish.config.roles import JobSpec, RolloutRole, TrainRole
+from burnish.config.rollout import LocalEngine
 from burnish.messages import library_text
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import choose_attention, describe, place
@@ -31,14 +32,14 @@ from burnish.models.scratch import scratch_tokenizer
 from burnish.models.value_head import ScalarModel
 from burnish.observe.peaks import PhasePeaks
 from burnish.oom import is_out_of_memory
-from burnish.plan.probe_stages import RolePhase, probed_roles, probes_rollout
-from burnish.plan.role_base import model_reward, positions
+from burnish.plan.probe_stages import RolePhase, probed_roles, probed_rollout
+from burnish.plan.role_base import positions
 from burnish.plan.shapes import find_config, shape_of
 from burnish.plan.tracking import LiveBytes
-from burnish.plan.train_role import largest_rows, model_of
+from burnish.plan.train_role import largest_rows, planned_model
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
-from burnish.train.base import Outputs, Role
+from burnish.train.base import Outputs
 from burnish.train.engines import load_device, make_engine
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
@@ -71,13 +72,14 @@ def probe(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
     """Bytes and seconds by role and phase."""
     ranks, device = _join(task)
     torch.manual_seed(0)
-    engines = {role: _engine(config, role, ranks, device) for role in probed_roles(config)}
-    made = _work(config, engines, ranks)
+    job, roles = config.resolve(), probed_roles(config)
+    engines = {role.name: _engine(job, role, ranks, device) for role in roles}
+    made = _work(job, engines, ranks)
     work = {str(what): run for what, run in made.items() if str(what) in task["phases"]}
     for run in work.values():  # moments and workspaces are there from the first step on
         run()
-    kind = config.model_dump()["train"]["engine"]
-    counted = device.type == "cpu" and kind.get("sharding") == "none"
+    engine = roles[0].train.engine
+    counted = device.type == "cpu" and engine.kind == "torch" and engine.sharding == "none"
     live = _count(engines.values(), work) if counted else {}
     return _measured(work, live, device)
 
@@ -118,31 +120,31 @@ def _join(task: dict[str, Any]) -> tuple[RankGroup, torch.device]:
     return RankGroup(distributed.group.WORLD), device
 
 
-def _engine(config: Any, role: str, ranks: RankGroup, device: torch.device) -> TorchTrainEngine:
+def _engine(
+    job: JobSpec, role: TrainRole, ranks: RankGroup, device: torch.device
+) -> TorchTrainEngine:
     """The train engine of a role over a model with random weights."""
-    described, scalar, trainable = model_of(config, role)
-    micro = config.batch_plan().micro_train_batch_size
-    rewards = role_of(role) == "reward" and isinstance(config, RLConfig)
-    entry = model_reward(config, role) if rewards else None
+    assert role.kind != "rollout" and job.batch is not None
+    described = planned_model(job, role)
     spec = EngineSpec(
-        cast(Role, role_of(role)),
-        config.train,
+        role.kind,
+        role.train,
         described,
-        micro_batch_size=micro if entry is None else entry.micro_batch_size,
-        with_entropy=config.job == "rl",
-        trainable=trainable,
-        precision=config.precision,
-        dropout=config.job not in ("rl", "preference"),
+        micro_batch_size=role.rows_per_pass or job.batch.micro_train_batch_size,
+        with_entropy=role.with_entropy,
+        trainable=role.trainable,
+        precision=role.precision,
+        dropout=role.dropout,
     )
     home = load_device(spec, device, ranks)
     with home:
         model: Any = AutoModelForCausalLM.from_config(find_config(described)[0])
-    whole = trainable and described.lora is None
-    model = place(model, dtype="fp32" if whole else config.precision.dtype, device=home)
+    whole = role.trainable and described.lora is None
+    model = place(model, dtype="fp32" if whole else role.dtype, device=home)
     choose_attention(model, describe(described))
     if described.lora is not None:
         inject_lora(model, described.lora)
-    if scalar:
+    if role.head == "scalar":
         body = model.get_decoder()
         size, like = body.config.hidden_size, next(body.parameters())
         model = ScalarModel(body, torch.nn.Linear(size, 1, bias=False).to(like.device, like.dtype))
@@ -150,22 +152,23 @@ def _engine(config: Any, role: str, ranks: RankGroup, device: torch.device) -> T
 
 
 def _work(
-    config: Any, engines: dict[str, TorchTrainEngine], ranks: RankGroup
+    job: JobSpec, engines: dict[str, TorchTrainEngine], ranks: RankGroup
 ) -> dict[RolePhase, Callable[[], Any]]:
     """What every role does in every phase, in order."""
     work: dict[RolePhase, Callable[[], Any]] = {}
-    if probes_rollout(config):
-        work[RolePhase("rollout", "rollout")] = _rollout(config, engines["policy"])
-    for role, engine in engines.items():
-        scalar = model_of(config, role)[1]
-        batch = _batch(config, role, ranks.size)
-        read = engine.values if scalar else engine.logprobs
-        work[RolePhase(role, "log-probs")] = partial(read, batch)
-        if engine.spec.trainable:
-            work[RolePhase(role, "forward/backward")] = partial(
+    rollout = probed_rollout(job)
+    if rollout is not None:
+        work[RolePhase("rollout", "rollout")] = _rollout(rollout, engines["policy"])
+    for name, engine in engines.items():
+        role = job.role(name)
+        batch = _batch(job, role, ranks.size)
+        read = engine.values if role.head == "scalar" else engine.logprobs
+        work[RolePhase(name, "log-probs")] = partial(read, batch)
+        if role.trainable:
+            work[RolePhase(name, "forward/backward")] = partial(
                 engine.forward_backward, batch, _loss
             )
-            work[RolePhase(role, "step")] = engine.optim_step
+            work[RolePhase(name, "step")] = engine.optim_step
     return work
 
 
@@ -175,15 +178,15 @@ def _loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
     return -found.sum() / batch.num_tokens, Stats()
 
 
-def _batch(config: Any, role: str, ranks: int) -> Batch:
+def _batch(job: JobSpec, role: TrainRole, ranks: int) -> Batch:
     """Two of the largest micro-batches of every rank (one, where the recipe has no more)."""
-    limit = positions(shape_of(config.model))
-    micro = largest_rows(config, role, ranks, limit)
-    unit = config.rows_per_unit
-    share = config.batch_plan().train_batch_size * unit // ranks
+    assert job.batch is not None and job.trained is not None
+    limit = positions(shape_of(job.model))
+    micro = largest_rows(job, role, limit)
+    unit, group = job.trained.rows_per_unit, job.samples_per_prompt
+    share = job.batch.train_batch_size * unit // ranks
     rows = [row for _ in range(ranks * min(2, max(1, share // len(micro)))) for row in micro]
-    vocabulary = int(shape_of(config.model).text.vocab_size)
-    group = config.rollout.n_samples_per_prompt if isinstance(config, RLConfig) else 1
+    vocabulary = int(shape_of(job.model).text.vocab_size)
     longest = max(row.length for row in rows)
     groups = torch.randint(0, vocabulary, (-(-len(rows) // group), longest)).tolist()
     tokens = [groups[i // group][: row.length] for i, row in enumerate(rows)]  # prompts are shared
@@ -196,19 +199,18 @@ def _batch(config: Any, role: str, ranks: int) -> Batch:
     return replace(made, rows_per_unit=unit).with_global_counts()
 
 
-def _rollout(config: RLConfig, engine: TorchTrainEngine) -> Callable[[], Any]:
+def _rollout(role: RolloutRole, engine: TorchTrainEngine) -> Callable[[], Any]:
     """As many samples of full length as decode at one time."""
     model = cast(Any, engine.model)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
-    options = cast(Any, config.rollout.engine)
+    options = cast(LocalEngine, role.engine)
     local = LocalRolloutEngine(model, scratch_tokenizer("0123456789"), options)
     local._end_tokens = set()  # rows of full length
-    n = config.rollout.n_samples_per_prompt
-    most = min(options.max_batch_size, config.rollout.rollout_batch_size * n)
-    limit = positions(shape_of(config.model))
-    new = config.rollout.generate_max_len
-    prompt = tuple([7] * max(1, min(config.data.prompt_max_len, limit - new)))
+    n = role.samples_per_prompt
+    most = min(options.max_batch_size, role.prompts * n)
+    length, prefix = role.lengths.within(positions(shape_of(role.model)))
+    new, prompt = length - prefix, tuple([7] * prefix)
     requests = [Request(str(i), prompt, n=n, seed=i) for i in range(max(1, most // n))]
     sampling = Sampling(max_tokens=new)
     return lambda: [None for _ in local.generate(requests, sampling)]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from burnish.config.jobs import EvaluateConfig, GenerateConfig, RLConfig
 from burnish.config.model import ModelConfig
-from burnish.config.rewards import ModelReward
-from burnish.config.roles import number_of
+from burnish.config.roles import JobSpec
 from burnish.config.train import TrainConfig
 from burnish.models.support import model_support, row_limit, runs_own_code
 from burnish.plan import model_state
@@ -20,8 +17,6 @@ from burnish.plan.passes import Pass, Row
 from burnish.plan.shapes import ModelShape, PlanError, shape_of
 
 Items = tuple[Item, ...]
-REWARD_ROWS = 8
-"""Rows of a forward pass of a reward model where the recipe does not say."""
 
 
 @dataclass(frozen=True)
@@ -57,46 +52,30 @@ _STORED = ("auto", "object_store")
 class Context:
     """The job, and what it runs on."""
 
-    config: Any
+    job: JobSpec
     hardware: Hardware
     assume: frozenset[str]
 
     @property
-    def inline(self) -> bool:
-        """Everything in one process."""
-        return bool(self.config.cluster.runtime == "inline")
-
-    @property
     def has_store(self) -> bool:
         """Ray keeps the weights of the last sync, for workers that are replaced."""
-        stored = isinstance(self.config, RLConfig) and self.config.sync.kind in _STORED
-        return stored and not self.inline
+        kinds = [role.sync.kind for role in self.job.train_roles if role.sync is not None]
+        return any(kind in _STORED for kind in kinds) and not self.job.inline
 
     @property
     def over(self) -> Mapping[str, float]:
         """What is held besides tensors."""
         return self.hardware.tables.overhead
 
-    def ranks(self, role: str) -> int:
-        """Workers of a role."""
-        return 1 if self.inline else int(self.config.cluster.ranks(role))
 
-
-def resolve_model(own: ModelConfig | None, policy: ModelConfig) -> ModelConfig:
-    """A role's own model, or the policy's where it has none or its config is not here: most often
-    they are of one size, and the plan says so."""
-    if own is None:
-        return policy
+def resolve_model(own: ModelConfig, policy: ModelConfig) -> ModelConfig:
+    """A role's own model, or the policy's where its config is not here: most often they are of one
+    size, and the plan says so."""
     try:
         shape_of(own)
     except PlanError:
         return policy.model_copy(update={"lora": own.lora})
     return own
-
-
-def model_reward(config: Any, name: str) -> ModelReward:
-    """The reward model of a group."""
-    return [r for r in config.rewards if isinstance(r, ModelReward)][number_of(name)]
 
 
 def positions(shape: ModelShape) -> int:
@@ -108,19 +87,6 @@ def with_layout(train: TrainConfig, shape: ModelShape) -> TrainConfig:
     """``train`` with the layout that the model's passes have: padded if it cannot pack rows."""
     packs = model_support(shape.text, trust=runs_own_code(shape.config)).packed
     return train if packs else train.model_copy(update={"layout": "padded"})
-
-
-def lengths_of(config: Any, limit: int) -> tuple[int, int]:
-    """(longest row, its prompt) of the training data."""
-    if isinstance(config, (RLConfig, GenerateConfig)):
-        new = config.rollout.generate_max_len
-        prompt = max(1, min(config.data.prompt_max_len, limit - new))
-        return prompt + new, prompt
-    if isinstance(config, EvaluateConfig):
-        new = config.eval.generate_max_len or 1
-        prompt = max(1, min(config.eval.data.prompt_max_len, limit - new))
-        return prompt + new, prompt
-    return min(int(config.data.max_len), limit), 1
 
 
 def uniform_rows(count: int, length: int, prompt: int, *, group: int) -> tuple[Row, ...]:

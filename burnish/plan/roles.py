@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from burnish.config.jobs import JobConfig
-from burnish.config.roles import roles_of
+from burnish.config.roles import JobSpec, RolloutRole
 from burnish.plan.hardware import Hardware
 from burnish.plan.role_base import Context, Items, RoleMemory
 from burnish.plan.rollout_role import rollout_role
@@ -16,14 +15,17 @@ from burnish.plan.train_role import train_role
 
 
 def roles_memory(
-    config: JobConfig, hardware: Hardware, assume: frozenset[str] = frozenset()
+    job: JobSpec, hardware: Hardware, assume: frozenset[str] = frozenset()
 ) -> list[RoleMemory]:
     """Every role of the job."""
-    context = Context(config, hardware, assume)
+    context = Context(job, hardware, assume)
     found: list[RoleMemory] = []
-    for role in roles_of(config):
-        made = rollout_role(context) if role == "rollout" else train_role(context, role)
-        if context.inline and found:  # one process: what it is itself was counted
+    for role in job.roles:
+        if isinstance(role, RolloutRole):
+            made = rollout_role(context, role)
+        else:
+            made = train_role(context, role)
+        if job.inline and found:  # one process: what it is itself was counted
             made = replace(made, resident={p: _no_process(i) for p, i in made.resident.items()})
         found.append(made)
     return found

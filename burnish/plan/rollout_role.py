@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from burnish.config.jobs import EvaluateConfig, GenerateConfig, RLConfig
-from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
-from burnish.config.train import DeepSpeedEngine, TrainConfig
+from burnish.config.roles import RolloutRole
+from burnish.config.rollout import LocalEngine, VllmEngine
+from burnish.config.train import TrainConfig
 from burnish.plan.kv_cache import (
     Demand,
     local_cache,
@@ -22,7 +22,6 @@ from burnish.plan.role_base import (
     Context,
     Items,
     RoleMemory,
-    lengths_of,
     overhead,
     peaks_of,
     positions,
@@ -32,29 +31,21 @@ from burnish.plan.role_base import (
 from burnish.plan.shapes import ModelShape, shape_of
 
 
-def rollout_role(context: Context) -> RoleMemory:
+def rollout_role(context: Context, role: RolloutRole) -> RoleMemory:
     """The rollout engine that the recipe names."""
-    config = context.config
-    engine: RolloutEngineConfig = (
-        config.engine if isinstance(config, EvaluateConfig) else config.rollout.engine
-    )
-    shape = shape_of(config.model.model_copy(update={"lora": None}))
-    demand = demand_of(config, context.ranks("rollout"), shape)
-    if isinstance(engine, VllmEngine):
-        return _vllm_role(context, engine, shape, demand)
-    return _local_role(context, engine, shape, demand)
+    shape = shape_of(role.model.model_copy(update={"lora": None}))
+    demand = demand_of(role, shape)
+    if isinstance(role.engine, VllmEngine):
+        return _vllm_role(context, role, role.engine, shape=shape, demand=demand)
+    return _local_role(context, role, role.engine, shape=shape, demand=demand)
 
 
-def demand_of(config: Any, workers: int, shape: ModelShape) -> Demand:
+def demand_of(role: RolloutRole, shape: ModelShape) -> Demand:
     """What one rollout worker is asked for at most."""
     limit = positions(shape)
-    length, prompt = lengths_of(config, limit)
-    new = length - prompt
-    sequences = 0
-    if isinstance(config, (RLConfig, GenerateConfig)):
-        rollout = config.rollout
-        sequences = -(-rollout.rollout_batch_size // workers) * rollout.n_samples_per_prompt
-    held_out = None if isinstance(config, GenerateConfig) else config.eval
+    length, prompt = role.lengths.within(limit)
+    new, workers, held_out = length - prompt, role.ranks, role.evaluation
+    sequences = -(-role.prompts // workers) * role.samples_per_prompt
     if held_out is not None:
         prompt = max(prompt, min(held_out.data.prompt_max_len, limit))
         new = max(new, held_out.generate_max_len or new)
@@ -64,10 +55,10 @@ def demand_of(config: Any, workers: int, shape: ModelShape) -> Demand:
 
 
 def _local_role(
-    context: Context, engine: LocalEngine, shape: ModelShape, demand: Demand
+    context: Context, role: RolloutRole, engine: LocalEngine, *, shape: ModelShape, demand: Demand
 ) -> RoleMemory:
-    config, gpu = context.config, context.hardware.gpu is not None
-    dtype = config.precision.sampler_dtype
+    inline, gpu = context.job.inline, context.hardware.gpu is not None
+    dtype = role.dtype
     graphs = gpu and engine.cuda_graphs
     cache, slots = local_cache(shape, engine, demand, dtype, graphs=graphs)
     logits = local_logits(shape, slots, graphs=graphs, longest=demand.longest)
@@ -77,13 +68,13 @@ def _local_role(
     setup = EngineSetup(
         shape=shape,
         train=TrainConfig(train_batch_size=1),
-        precision=config.precision.model_copy(update={"dtype": dtype, "grad_accum_dtype": "fp32"}),
+        precision=role.precision,
         trainable=False,
     )
     peaks, extra, note = peaks_of(setup, work, context.over["fallback_margin"])
     prefill = Item("activations", max(0.0, peaks.activations - peaks.output), "prefill, traced")
-    own = _own_weights(context, setup)
-    always = (*(() if context.inline else overhead(context, 1)), *own)
+    own = () if inline and role.shares_weights else _own_weights(setup)
+    always = (*(() if inline else overhead(context, 1)), *own)
     passing = [cache, logits, prefill]
     if not gpu and dtype == "fp16":
         passing.append(Item("parameters", 4.0 * shape.parameters, "fp32 copies for the CPU"))
@@ -94,9 +85,9 @@ def _local_role(
     if own and gpu:
         loads = (Item("parameters", own[0].bytes, f"read: {own[0].how}", "host"),)
     return RoleMemory(
-        role="rollout",
-        ranks=context.ranks("rollout"),
-        pool="main" if context.inline else "rollout",
+        role=role.name,
+        ranks=role.ranks,
+        pool="main" if inline else role.name,
         resident=resident,
         passing={
             "load": loads,
@@ -108,32 +99,21 @@ def _local_role(
     )
 
 
-def _own_weights(context: Context, setup: EngineSetup) -> Items:
-    """Weights of the local engine's own; none where it runs the trainer's module."""
-    config = context.config
-    if context.inline and isinstance(config, RLConfig):
-        same = config.precision.sampler_dtype == config.precision.dtype
-        train = config.train.engine
-        in_shards = isinstance(train, DeepSpeedEngine) and train.zero_stage == 3
-        if same and not in_shards:
-            return ()
+def _own_weights(setup: EngineSetup) -> Items:
+    """Weights of the local engine's own."""
     size = setup.model.parameters * setup.weight_size
     how = f"{setup.model.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
     return (Item("parameters", size, how),)
 
 
 def _vllm_role(
-    context: Context, engine: VllmEngine, shape: ModelShape, demand: Demand
+    context: Context, role: RolloutRole, engine: VllmEngine, *, shape: ModelShape, demand: Demand
 ) -> RoleMemory:
-    dtype = context.config.precision.sampler_dtype
-    common: dict[str, Any] = {
-        "role": "rollout",
-        "ranks": context.ranks("rollout"),
-        "pool": "vllm",
-    }
+    dtype = role.dtype
+    common: dict[str, Any] = {"role": role.name, "ranks": role.ranks, "pool": "vllm"}
     size = shape.parameters * SIZES[dtype]
     whole = Item("parameters", size, "the model read by the worker", "host")
-    reads = () if context.inline and isinstance(context.config, RLConfig) else (whole,)
+    reads = () if context.job.inline and role.of_policy else (whole,)
     if context.hardware.gpu is None:
         weights, cache = vllm_on_cpu(shape, engine, demand, dtype)
         always: Items = (*overhead(context, 1), weights, cache)

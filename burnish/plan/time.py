@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from burnish.config.jobs import EvaluateConfig, GenerateConfig, JobConfig, RLConfig
+from burnish.config.job import JobConfig
 from burnish.config.placement import placement_groups
-from burnish.config.roles import roles_of
+from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
 from burnish.config.rollout import VllmEngine
-from burnish.config.train import DeepSpeedEngine, ranks_per_row
+from burnish.config.train import DeepSpeedEngine
 from burnish.plan.hardware import Hardware
 from burnish.plan.kv_cache import bytes_per_token, vllm_on_gpu
 from burnish.plan.model_state import SIZES, EngineSetup
-from burnish.plan.role_base import lengths_of, positions
+from burnish.plan.role_base import positions
 from burnish.plan.rollout_role import demand_of
 from burnish.plan.shapes import ModelShape, matrix_flops, shape_of
 from burnish.plan.train_role import setup_of
@@ -75,11 +74,12 @@ class TimePlan:
 
 def estimate(config: JobConfig, hardware: Hardware) -> TimePlan:
     """The time of a step of ``config``."""
-    clock = _Clock(config, hardware)
+    job = config.resolve()
+    clock = _Clock(job, hardware)
     parts: list[Part] = []
-    for role in roles_of(config):
-        parts += clock.rollout() if role == "rollout" else clock.engine(role)
-    return TimePlan(tuple(parts), clock.samples, _idle(config, parts))
+    for role in job.roles:
+        parts += clock.rollout(role) if isinstance(role, RolloutRole) else clock.engine(role)
+    return TimePlan(tuple(parts), job.rows_per_step, _idle(config, parts))
 
 
 def _idle(config: JobConfig, parts: Sequence[Part]) -> dict[str, float]:
@@ -94,14 +94,10 @@ def _idle(config: JobConfig, parts: Sequence[Part]) -> dict[str, float]:
 
 
 class _Clock:
-    def __init__(self, config: Any, hardware: Hardware) -> None:
-        self.config, self.hardware = config, hardware
+    def __init__(self, job: JobSpec, hardware: Hardware) -> None:
+        self.job, self.hardware = job, hardware
         self.share = hardware.tables.efficiency
-        self.samples, self.updates = _work_of(config)
-
-    def ranks(self, role: str) -> int:
-        cluster = self.config.cluster
-        return 1 if cluster.runtime == "inline" else int(cluster.ranks(role))
+        self.samples, self.updates = job.rows_per_step, job.updates_per_step
 
     # ---- speeds --------------------------------------------------------------------------
 
@@ -135,37 +131,32 @@ class _Clock:
 
     # ---- train engines -------------------------------------------------------------------
 
-    def engine(self, role: str) -> list[Part]:
-        ranks = self.ranks(role)
-        setup, rows = setup_of(self.config, role, ranks)
-        length, prompt = self._mean_lengths(setup.model)
-        group = self.config.rollout.n_samples_per_prompt if self._is_rl else 1
+    def engine(self, role: TrainRole) -> list[Part]:
+        ranks = role.ranks
+        setup, rows = setup_of(self.job, role)
+        length, prompt = self._mean_lengths(role.lengths, setup.model)
+        group = self.job.samples_per_prompt
         shares = setup.train.layout == "shared_prefix"
         tokens = length - (prompt * (1 - 1 / group) if shares else 0.0)
         per_token = flops(setup.model, length)
-        model_parallel = ranks_per_row(setup.train)
+        model_parallel = setup.train.engine.ranks_per_row
         passes = max(1.0, model_parallel * self.samples / ranks / max(1, len(rows)))
         work = self.samples / ranks * tokens * per_token
         parts = []
-        old = self._is_rl and (role in ("critic", "reference") or self.updates > 1)
-        if old or not setup.trainable:
+        if self.updates > 1 or role.kind == "critic" or not role.trainable:
             seconds, how = self._pass(setup, work, passes, gathers=1.0, reduces=0.0)
-            parts.append(Part(role, "log-probs", seconds, how))
+            parts.append(Part(role.name, "log-probs", seconds, how))
         if setup.trainable:
             factor = (2.0 if setup.shape.adapters else 3.0) + setup.train.gradient_checkpointing
             seconds, how = self._pass(setup, work * factor, passes, gathers=2.0, reduces=1.0)
-            parts.append(Part(role, "forward/backward", seconds, how))
-            parts.append(self._step(setup, role))
-        if role == "policy" and self._is_rl:
+            parts.append(Part(role.name, "forward/backward", seconds, how))
+            parts.append(self._step(setup, role.name))
+        if role.sync is not None:
             parts.append(self._sync(setup))
         return parts
 
-    @property
-    def _is_rl(self) -> bool:
-        return isinstance(self.config, RLConfig)
-
-    def _mean_lengths(self, shape: ModelShape) -> tuple[float, float]:
-        length, prompt = lengths_of(self.config, positions(shape))
+    def _mean_lengths(self, lengths: RowLengths, shape: ModelShape) -> tuple[float, float]:
+        length, prompt = lengths.within(positions(shape))
         return length * self.share["mean_length"], prompt * self.share["mean_length"]
 
     def _pass(
@@ -193,8 +184,7 @@ class _Clock:
         engine = setup.train.engine
         cut = setup.sharded or (isinstance(engine, DeepSpeedEngine) and engine.zero_stage > 0)
         own = setup.trained / (setup.ranks if cut else 1)
-        offload = vars(engine).get("adam_offload") or vars(engine).get("cpu_offload")
-        if offload and self.hardware.gpu is not None:
+        if engine.offloads_optimizer and self.hardware.gpu is not None:
             node = min(setup.ranks, self.hardware.gpus_per_node)
             host = own * 28 * node / (self.share["host_adam_gbs"] * 1e9)
             seconds = host + own * (4 + setup.weight_size) / self.pcie_bytes_per_s()
@@ -206,8 +196,9 @@ class _Clock:
 
     def _sync(self, setup: EngineSetup) -> Part:
         size = setup.model.parameters * setup.weight_size
-        if self.config.cluster.runtime == "inline":
-            copies = isinstance(self.config.rollout.engine, VllmEngine)
+        if self.job.inline:
+            rollout = self.job.rollout
+            copies = rollout is not None and isinstance(rollout.engine, VllmEngine)
             seconds = size / self.memory_bytes_per_s() * (2 if copies else 0)
             return Part(
                 "policy", "sync", seconds, "copied inside of the GPU" if copies else "shared"
@@ -219,21 +210,16 @@ class _Clock:
 
     # ---- rollout -------------------------------------------------------------------------
 
-    def rollout(self) -> list[Part]:
-        config, hardware = self.config, self.hardware
-        shape = shape_of(config.model.model_copy(update={"lora": None}))
-        dtype = config.precision.sampler_dtype
-        plain: Any = config
-        engine = plain.rollout.engine if not isinstance(config, EvaluateConfig) else plain.engine
-        workers = self.ranks("rollout")
-        demand = demand_of(config, workers, shape)
-        is_vllm = isinstance(engine, VllmEngine)
-        parts = engine.tensor_parallel_size if is_vllm else 1
-        most = engine.max_num_seqs if is_vllm else engine.max_batch_size
-        length, prompt = self._mean_lengths(shape)
+    def rollout(self, role: RolloutRole) -> list[Part]:
+        hardware, dtype, engine = self.hardware, role.dtype, role.engine
+        shape = shape_of(role.model.model_copy(update={"lora": None}))
+        demand = demand_of(role, shape)
+        parts = role.tensor_parallel
+        most = engine.max_num_seqs if isinstance(engine, VllmEngine) else engine.max_batch_size
+        length, prompt = self._mean_lengths(role.lengths, shape)
         new = length - prompt
-        sequences = max(1, self.samples // workers)
-        if is_vllm and hardware.gpu is not None:
+        sequences = max(1, self.samples // role.ranks)
+        if isinstance(engine, VllmEngine) and hardware.gpu is not None:
             over = dict(hardware.tables.overhead)
             found = vllm_on_gpu(
                 shape, engine, demand, dtype=dtype, gpu_bytes=hardware.gpu.bytes, overhead=over
@@ -247,9 +233,7 @@ class _Clock:
             batch * flops(shape, length) / parts / self.flops_per_s(dtype != "fp32"),
         )
         steps = max(sequences * new / batch, float(demand.new_tokens))
-        one = isinstance(config, EvaluateConfig)
-        group = 1 if one else config.rollout.n_samples_per_prompt
-        prefill = sequences / group * prompt * flops(shape, prompt) / parts
+        prefill = sequences / role.samples_per_prompt * prompt * flops(shape, prompt) / parts
         seconds = prefill / self.flops_per_s(dtype != "fp32")
         return [
             Part("rollout", "prefill", seconds, f"{prefill:.2e} FLOPs a GPU"),
@@ -269,17 +253,3 @@ def flops(shape: ModelShape, length: float) -> float:
     width = int(text.get("num_attention_heads") or 1) * shape.head_dim
     seen = [min(length / 2, w) if w else length / 2 for w in shape.windows]
     return matrix_flops(shape) + sum(4.0 * s * width for s in seen)
-
-
-def _work_of(config: Any) -> tuple[int, int]:
-    """(rows, optimizer steps) of one step of the job."""
-    if isinstance(config, EvaluateConfig):
-        count = config.eval.num_prompts or 1000
-        return count * config.eval.n_samples_per_prompt, 0
-    if isinstance(config, GenerateConfig):
-        return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt, 0
-    plan = config.batch_plan()
-    if isinstance(config, RLConfig):
-        samples = (plan.samples_per_rollout or 1) * plan.epochs_per_rollout
-        return samples, plan.optimizer_steps_per_rollout or 1
-    return plan.train_batch_size * config.rows_per_unit, 1

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from burnish.config.distill import DistillConfig
-from burnish.config.jobs import InferenceJob, RewardModelConfig, RLConfig
-from burnish.config.model import CriticConfig, ModelConfig, PrecisionConfig
-from burnish.config.roles import role_of
-from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
+from burnish.config.arithmetic import BatchPlan
+from burnish.config.model import ModelConfig
+from burnish.config.roles import JobSpec, TrainRole
+from burnish.config.train import DeepSpeedEngine, TorchEngine
 from burnish.models.logprobs import chunk_tokens
 from burnish.plan import model_state
 from burnish.plan.activations import Peaks
 from burnish.plan.distill import teacher_head, with_teacher
 from burnish.plan.memory_plan import PHASES
-from burnish.plan.model_state import EngineSetup, Item
+from burnish.plan.model_state import EngineSetup, Item, Where
 from burnish.plan.passes import Pass, Row
 from burnish.plan.role_base import (
-    REWARD_ROWS,
     Context,
     Items,
     RoleMemory,
-    lengths_of,
-    model_reward,
     overhead,
     peaks_of,
     positions,
@@ -36,40 +31,40 @@ from burnish.plan.shapes import shape_of
 from burnish.plan.tensor_parallel import rank_shape
 
 
-def train_role(context: Context, role: str) -> RoleMemory:
+def train_role(context: Context, role: TrainRole) -> RoleMemory:
     """Policy, reference, teacher, critic or reward model."""
-    setup, rows = setup_of(context.config, role, context.ranks(role), context.assume)
+    job = context.job
+    setup, rows = setup_of(job, role, context.assume)
     passes = _passes(context, setup, role, rows)
     peaks, notes, guessed = {}, [], 0.0
     for name, work in passes.items():
         found, extra, note = peaks_of(setup, work, context.over["fallback_margin"])
-        peaks[name] = with_teacher(context.config, found, work) if role == "policy" else found
+        peaks[name] = with_teacher(role, found, work)
         guessed = max(guessed, extra)
-        notes += [f"{role}: {note}"] if note else []
-    always = (*overhead(context, context.ranks(role)), *model_state.state(setup))
-    always += teacher_head(context.config) if role == "policy" else ()
+        notes += [f"{role.name}: {note}"] if note else []
+    always = (*overhead(context, role.ranks), *model_state.state(setup), *teacher_head(role))
     passing = {
         name: _in_pass(setup, peaks[name], accumulates=work.accumulates)
         for name, work in passes.items()
     }
-    loading, loading_host = _loading(context, setup, model_of(context.config, role)[0])
+    loading, loading_host = _loading(context, setup, planned_model(job, role))
     passing["load"] = (*loading, *loading_host)
     if setup.trainable:
         passing["step"] = tuple(model_state.gradients_in_step(setup))
         passing["checkpoint"] = _saving(context, setup)
     first: dict[str, Items] = {}
-    if role == "policy" and isinstance(context.config, RLConfig):
+    if role.sync is not None:
         passing["sync"] = tuple(model_state.weight_transfer(setup))
         first = _object_store(context, setup)
     resident = {phase: always for phase in PHASES}
     resident["load"] = tuple(i for i in always if not i.how.startswith("moments"))
     worst = max(model_state.total(items) for items in passing.values())
     unsharded, said = _unsharded(setup, model_state.total(always) + worst)
-    notes += [f"{role}: {said}"] if said else []
+    notes += [f"{role.name}: {said}"] if said else []
     return RoleMemory(
-        role=role,
-        ranks=context.ranks(role),
-        pool="main" if context.inline else role,
+        role=role.name,
+        ranks=role.ranks,
+        pool="main" if job.inline else role.name,
         resident=resident,
         passing={name: with_fragmentation(context, items) for name, items in passing.items()},
         first=first,
@@ -82,41 +77,36 @@ def train_role(context: Context, role: str) -> RoleMemory:
 
 
 def setup_of(
-    config: Any, role: str, ranks: int, assume: frozenset[str] = frozenset()
+    job: JobSpec, role: TrainRole, assume: frozenset[str] = frozenset()
 ) -> tuple[EngineSetup, tuple[Row, ...]]:
     """The engine of a role, and the rows of its largest micro-batch."""
-    model, scalar, trainable = model_of(config, role)
-    shape = shape_of(model, scalar=scalar)
-    train = with_layout(_train_of(config), shape)
-    parts = _tensor_parallel(train)
-    part = rank_shape(shape, parts, model.lora)
+    model = planned_model(job, role)
+    shape = shape_of(model, scalar=role.head == "scalar")
+    train = with_layout(role.train, shape)
+    part = rank_shape(shape, role.tensor_parallel, model.lora)
     setup = EngineSetup(
         shape=part or shape,
-        unsharded=shape if part is not None and parts > 1 else None,
+        unsharded=shape if part is not None and role.tensor_parallel > 1 else None,
         train=train,
-        precision=_precision_of(config, role),
-        ranks=max(1, ranks // parts),
-        trainable=trainable,
-        saves_in_background=trainable and config.checkpoint.in_background,
+        precision=role.precision,
+        ranks=max(1, role.ranks // role.tensor_parallel),
+        trainable=role.trainable,
+        saves_in_background=role.checkpoint is not None and role.checkpoint.in_background,
         unreleased_gathers="unreleased-gathers" in assume
-        and trainable
+        and role.trainable
         and train.gradient_checkpointing,
     )
-    rows = largest_rows(config, role, ranks, positions(shape), layout=train.layout)
-    return setup, _local_rows(rows, train)
+    rows = largest_rows(job, role, positions(shape), layout=train.layout)
+    return setup, _local_rows(rows, role.sequence_parallel)
 
 
-def _precision_of(config: Any, role: str) -> PrecisionConfig:
-    own: PrecisionConfig = config.precision
-    if role == "teacher" and config.teacher.dtype is not None:
-        own = PrecisionConfig(dtype=config.teacher.dtype)
-    return own
+def planned_model(job: JobSpec, role: TrainRole) -> ModelConfig:
+    """A role's model, or the one that its sizes are taken from."""
+    return resolve_model(role.model, job.model)
 
 
-def _local_rows(rows: tuple[Row, ...], train: TrainConfig) -> tuple[Row, ...]:
+def _local_rows(rows: tuple[Row, ...], parts: int) -> tuple[Row, ...]:
     """What one of ``sequence_parallel_size`` ranks computes of the rows."""
-    engine = train.engine
-    parts = engine.sequence_parallel_size if isinstance(engine, TorchEngine) else 1
     if parts == 1:
         return rows
     return tuple(replace(r, length=-(-r.length // parts), prompt=r.prompt // parts) for r in rows)
@@ -125,7 +115,7 @@ def _local_rows(rows: tuple[Row, ...], train: TrainConfig) -> tuple[Row, ...]:
 def _unsharded(setup: EngineSetup, held: float) -> tuple[float, str | None]:
     """How many of the ``held`` bytes tensor parallelism would leave to other ranks, at most, where
     what a rank has is not known; and what is said of it."""
-    parts = _tensor_parallel(setup.train)
+    parts = setup.train.engine.tensor_parallel_size
     if parts == 1 or setup.unsharded is not None:
         return 0.0, None
     return held * (1 - 1 / parts), (
@@ -135,64 +125,35 @@ def _unsharded(setup: EngineSetup, held: float) -> tuple[float, str | None]:
     )
 
 
-def _tensor_parallel(train: TrainConfig) -> int:
-    return train.engine.tensor_parallel_size if isinstance(train.engine, TorchEngine) else 1
-
-
-def model_of(config: Any, role: str) -> tuple[ModelConfig, bool, bool]:
-    """(model, scalar, trainable)"""
-    if role == "policy":
-        return config.model, False, True
-    if role == "critic":
-        own = (config.critic or CriticConfig()).model
-        return resolve_model(own, config.model), True, True
-    if role == "reference":
-        own = config.reference.model if config.reference is not None else None
-        return resolve_model(own, config.model), False, False
-    if role == "teacher":
-        return resolve_model(config.teacher.model, config.model), False, False
-    if isinstance(config, RewardModelConfig):
-        return config.model, True, True
-    return resolve_model(model_reward(config, role).model, config.model), True, False
-
-
-def _train_of(config: Any) -> TrainConfig:
-    if isinstance(config, InferenceJob):
-        return TrainConfig(train_batch_size=1)
-    train: TrainConfig = config.train
-    return train
-
-
 def largest_rows(
-    config: Any, role: str, ranks: int, limit: int, *, layout: str = "shared_prefix"
+    job: JobSpec, role: TrainRole, limit: int, *, layout: str = "shared_prefix"
 ) -> tuple[Row, ...]:
     """The rows of the largest micro-batch that the recipe allows: all of full length, every second
     one token shorter (rows of one length would be computed without a mask)."""
-    length, prompt = lengths_of(config, limit)
-    if isinstance(config, InferenceJob):
-        return uniform_rows(REWARD_ROWS, length, prompt, group=1)
-    if role_of(role) == "reward" and isinstance(config, RLConfig):
-        return uniform_rows(model_reward(config, role).micro_batch_size, length, prompt, group=1)
-    rows = _update_rows(config, ranks, (length, prompt), layout)
-    if role != "policy" or not isinstance(config, RLConfig) or config.ptx is None:
+    length, prompt = role.lengths.within(limit)
+    if role.rows_per_pass is not None:
+        return uniform_rows(role.rows_per_pass, length, prompt, group=1)
+    assert job.batch is not None
+    rows = _update_rows(job.batch, role, (length, prompt), layout)
+    if role.ptx is None:
         return rows
-    other = min(config.ptx.data.max_len, limit)
-    budget, micro = config.train.max_tokens_per_micro_batch, config.batch_plan()
-    most = micro.micro_train_batch_size or max(1, (budget or other) // other)
-    mixed = uniform_rows(min(most, config.ptx.batch_size), other, 1, group=1)
+    other = min(role.ptx.data.max_len, limit)
+    budget, micro = role.train.max_tokens_per_micro_batch, job.batch.micro_train_batch_size
+    most = micro or max(1, (budget or other) // other)
+    mixed = uniform_rows(min(most, role.ptx.batch_size), other, 1, group=1)
     return max(rows, mixed, key=lambda found: sum(row.length for row in found))
 
 
-def _update_rows(config: Any, ranks: int, lengths: tuple[int, int], layout: str) -> tuple[Row, ...]:
+def _update_rows(
+    plan: BatchPlan, role: TrainRole, lengths: tuple[int, int], layout: str
+) -> tuple[Row, ...]:
     """The largest micro-batch of the job's own rows of ``lengths`` (row, prompt)."""
     length, prompt = lengths
-    unit = config.rows_per_unit
-    plan = config.batch_plan()
-    group = plan.n_samples_per_prompt if isinstance(config, RLConfig) else 1
-    share = max(1, plan.train_batch_size // ranks) * unit
+    unit, group = role.rows_per_unit, plan.n_samples_per_prompt
+    share = max(1, plan.train_batch_size // role.ranks) * unit
     if plan.micro_train_batch_size is not None:
         return uniform_rows(plan.micro_train_batch_size * unit, length, prompt, group=group)
-    budget = config.train.max_tokens_per_micro_batch
+    budget = role.train.max_tokens_per_micro_batch
     assert budget is not None
     rows: list[Row] = []
     used = 0
@@ -207,9 +168,9 @@ def _update_rows(config: Any, ranks: int, lengths: tuple[int, int], layout: str)
 
 
 def _passes(
-    context: Context, setup: EngineSetup, role: str, rows: tuple[Row, ...]
+    context: Context, setup: EngineSetup, role: TrainRole, rows: tuple[Row, ...]
 ) -> dict[str, Pass]:
-    config, train = context.config, setup.train
+    train, batch = setup.train, context.job.batch
     base = Pass(
         rows=rows,
         layout=train.layout,
@@ -217,39 +178,25 @@ def _passes(
         train=False,
         chunk_tokens=chunk_tokens(train.logprob_chunk_tokens, context.hardware.device),
         grad_accum_dtype=setup.precision.grad_accum_dtype,
-        lora=model_of(config, role)[0].lora,
-        states=role == "teacher" and isinstance(config, DistillConfig),
+        lora=role.model.lora,
+        states=role.returns_states,
         kernels=context.hardware.kernels,
     )
     passes: dict[str, Pass] = {}
-    if not setup.trainable or role == "critic" or _needs_old_policy(config, role):
+    before = role.kind == "critic" or role.needs_old_logprobs or role.holds_reference
+    if before or not role.trainable:
         passes["log-probs"] = base
-    if setup.trainable:
+    if role.trainable:
+        assert batch is not None
+        share = batch.train_batch_size * role.rows_per_unit // batch.data_parallel_size
         passes["forward/backward"] = replace(
             base,
             train=True,
-            accumulates=_accumulates(config, rows),
+            accumulates=share > len(rows),
             checkpointing=train.gradient_checkpointing,
-            with_entropy=role == "policy" and isinstance(config, RLConfig),
+            with_entropy=role.with_entropy,
         )
     return passes
-
-
-def _needs_old_policy(config: Any, role: str) -> bool:
-    """As ``loops/rl.with_old_policy``; a LoRA policy is its own reference too."""
-    if role != "policy" or not isinstance(config, RLConfig):
-        return False
-    if config.teacher is not None:
-        return True
-    kl = config.algorithm.kl
-    several = (config.batch_plan().optimizer_steps_per_rollout or 1) > 1
-    return several or bool(kl.init_kl_coef and (kl.placement == "reward" or config.model.lora))
-
-
-def _accumulates(config: Any, rows: tuple[Row, ...]) -> bool:
-    plan = config.batch_plan()
-    unit = config.rows_per_unit
-    return plan.train_batch_size * unit // plan.data_parallel_size > len(rows)
 
 
 def _in_pass(setup: EngineSetup, peaks: Peaks, *, accumulates: bool) -> Items:
@@ -317,14 +264,16 @@ def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[
 
 def _saving(context: Context, setup: EngineSetup) -> Items:
     """Host memory while a checkpoint is written."""
-    where: Any = "device" if context.hardware.gpu is None else "host"
+    where: Where = "device" if context.hardware.gpu is None else "host"
     if isinstance(setup.train.engine, DeepSpeedEngine):
         size = 8.0 * setup.largest_tensor
         return (Item("parameters", size, "one whole fp32 weight and its bytes", where),)
     if setup.sharded:
         if where == "device":  # it is there already
             return ()
-        parts = setup.ranks * (_tensor_parallel(setup.train) if setup.unsharded is not None else 1)
+        parts = setup.ranks
+        if setup.unsharded is not None:
+            parts *= setup.train.engine.tensor_parallel_size
         size = model_state.checkpoint_bytes(setup) / parts
         return (Item("optimizer", size, "this rank's state, copied to be written", where),)
     return (Item("optimizer", 4.0 * setup.trained, "one kind of tensors as bytes", where),)

@@ -7,7 +7,6 @@ import pytest
 
 from burnish.config import ConfigError, load_config
 from burnish.config.placement import placement_groups, placement_text
-from burnish.config.roles import number_of, role_of, roles_of
 from burnish.plan.hardware import parse_cluster
 from burnish.plan.predict import make_plan
 
@@ -36,10 +35,13 @@ def test_every_reward_model_has_workers_of_its_own(
     assert [p.roles for p in found] == placements
     assert [p.cpus for p in found] == [1] * len(placements)
     assert "reward 2" in placement_text(config)
-    assert [(role_of(n), number_of(n)) for n in roles_of(config)[2:]] == [
-        ("reward", 0),
-        ("reward", 1),
+    rewards = config.roles()[2:]
+    assert [(role.kind, role.name) for role in rewards] == [
+        ("reward", "reward"),
+        ("reward", "reward 2"),
     ]
+    widths = [role.model.scratch.hidden_size for role in rewards if role.model.scratch is not None]
+    assert widths == [64, 128]
 
 
 @pytest.mark.parametrize("layout", ["colocate_all", "separate"])

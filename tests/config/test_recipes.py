@@ -13,7 +13,6 @@ from burnish.cli import app
 from burnish.config import GenerateConfig, PreferenceConfig, RLConfig, load_config
 from burnish.config.load import ConfigError
 from burnish.config.placement import placement_groups
-from burnish.config.roles import roles_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 BY_NAME = {path.stem: path for path in RECIPES}
@@ -90,7 +89,7 @@ def test_one_node_holds_five_roles_on_eight_gpus() -> None:
 def test_a_lora_policy_is_its_own_reference() -> None:
     path = BY_NAME["qwen25_7b_grpo_lora_1gpu"]
     config = load_config(path, ["algorithm.kl.init_kl_coef=0.01"])
-    assert roles_of(config) == ["policy", "rollout"]
+    assert [role.name for role in config.roles()] == ["policy", "rollout"]
 
 
 def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_places() -> None:

@@ -45,7 +45,7 @@ def dry_run(config: Any, folder: Path) -> Any:
 
 
 def test_most_jobs_share_nothing_out(tmp_path: Path) -> None:
-    assert parallel_degrees(recipe(tmp_path, HEADS)) == []
+    assert parallel_degrees(recipe(tmp_path, HEADS).roles()) == []
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -15,7 +15,6 @@ import burnish
 from burnish.config import ConfigError, JobConfig, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.placement import placement_groups
-from burnish.config.roles import roles_of
 from burnish.data.sources import DataError
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
@@ -348,11 +347,11 @@ def test_the_teacher_is_placed_as_the_reference_is(
     distill: MakeConfig, on_policy: MakeConfig
 ) -> None:
     ray = ["cluster.runtime=ray", "cluster.policy_ranks=2"]
-    assert roles_of(distill()) == ["policy", "teacher"]
+    assert [role.name for role in distill().roles()] == ["policy", "teacher"]
     assert [p.roles for p in placement_groups(distill(*ray))] == [("policy", "teacher")]
     apart = distill(*ray, "cluster.layout=separate", "cluster.teacher_ranks=3")
     assert {p.roles: p.count for p in placement_groups(apart)} == {("policy",): 2, ("teacher",): 3}
-    assert roles_of(on_policy()) == ["policy", "rollout", "teacher"]
+    assert [role.name for role in on_policy().roles()] == ["policy", "rollout", "teacher"]
     with pytest.raises(ConfigError, match="puts policy and teacher into the same places"):
         distill(*ray, "cluster.teacher_ranks=3")
 

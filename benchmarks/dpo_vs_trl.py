@@ -73,7 +73,7 @@ def run_burnish(args: argparse.Namespace) -> None:
     import torch
 
     from burnish.config import PreferenceConfig, load_config
-    from burnish.jobs.build_preference import build_preference
+    from burnish.jobs.preference import build_preference
     from burnish.jobs.supervised import supervised_step
 
     torch.set_num_threads(args.threads)
@@ -104,7 +104,7 @@ def run_burnish(args: argparse.Namespace) -> None:
     assert isinstance(config, PreferenceConfig)
     (folder / "run").mkdir()
     runtime = inline_runtime(config)
-    run, _ = build_preference(config, runtime, folder / "run")
+    run = build_preference(config, runtime, folder / "run")
     turns, step = Turns(), 0
     while turns.wait():
         step += 1

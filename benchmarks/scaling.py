@@ -36,9 +36,9 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import LocalEngine
+from burnish.jobs.base import rare_garbage_collection
 from burnish.jobs.credit import assign_advantages
 from burnish.jobs.rl import advantage_by_sample
-from burnish.jobs.session import rare_garbage_collection
 from burnish.observe.peaks import MemoryPeak, peak_metrics
 from burnish.rewards.base import RewardInput, RewardSet
 from burnish.rollout.base import Completion, Request, Sampling

@@ -36,6 +36,7 @@ from burnish.config.parallelism import parallel_degrees
 from burnish.config.paths import folder_problem
 from burnish.config.placement import placement_text
 from burnish.config.reference import config_markdown
+from burnish.config.registry import REGISTRY, JobEntry
 from burnish.jobs.families import check_families
 from burnish.jobs.inputs import check_inputs
 
@@ -73,21 +74,10 @@ def _options(
     """Options before the command."""
 
 
-_RESUMABLE = {
-    "sft": "Supervised fine-tuning on demonstrations.",
-    "rm": "A reward model from preference pairs.",
-    "preference": "A policy from preferences, without rollouts: DPO and its family.",
-    "distill": "A student from a teacher's distribution over every token of given rows.",
-    "rl": "Reinforcement learning from rewards: PPO, GRPO and their family.",
-    "generate": "Answers to a file of prompts: all, the best, or pairs; data for the next job.",
-}
+def _add_job(job: str, entry: JobEntry) -> None:
+    """Add the command of a job."""
 
-
-def _add_job(job: str, text: str) -> None:
-    """The command of a job that can be resumed."""
-
-    @app.command(job, help=text)
-    def command(  # house: ok typer makes the options from the signature
+    def resumable(  # house: ok typer makes the options from the signature
         arguments: Arguments = None,
         dry_run: DryRun = False,
         resume: Resume = None,
@@ -96,20 +86,19 @@ def _add_job(job: str, text: str) -> None:
     ) -> None:
         _job(job, on_ray(arguments, ray_address), dry_run, resume=resume, force=force)
 
+    def in_one_go(
+        arguments: Recipe = None,
+        dry_run: DryRun = False,
+        ray_address: RayAddress = None,
+        force: Force = False,
+    ) -> None:
+        _job(job, on_ray(arguments, ray_address), dry_run, resume=None, force=force)
 
-for _name, _text in _RESUMABLE.items():
-    _add_job(_name, _text)
+    app.command(job, help=entry.help)(resumable if entry.resumable else in_one_go)
 
 
-@app.command()
-def evaluate(
-    arguments: Recipe = None,
-    dry_run: DryRun = False,
-    ray_address: RayAddress = None,
-    force: Force = False,
-) -> None:
-    """pass@1 and pass@k of a model on held-out prompts."""
-    _job("evaluate", on_ray(arguments, ray_address), dry_run, resume=None, force=force)
+for _name, _entry in REGISTRY.items():
+    _add_job(_name, _entry)
 
 
 def _job(

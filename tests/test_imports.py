@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import burnish
+from burnish.config.registry import REGISTRY
 
 PACKAGE = Path(burnish.__file__).parent
 
@@ -133,7 +134,8 @@ def test_a_run_starts_without_what_only_its_report_or_other_engines_need():
     """A machine without these trains with the torch engine and the local rollout."""
     others = {"plotly", "pandas", "matplotlib", "datasets", "math_verify", "gguf", "starlette"}
     others |= {"tensorboard", "ray", "deepspeed", "vllm", "bitsandbytes", "wandb"}
-    code = f"import sys, burnish.jobs.run; print(*sorted({others} & set(sys.modules)))"
+    jobs = "".join(f", {entry.module}" for entry in REGISTRY.values())
+    code = f"import sys, burnish.jobs.run{jobs}; print(*sorted({others} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, capture_output=True, text=True
     )

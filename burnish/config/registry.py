@@ -1,6 +1,12 @@
-"""Every job by its name."""
+"""Every job, one line each. The command line and ``burnish.run`` find jobs here.
+
+To add a job: its config class (a file of this folder), its job file (``burnish/jobs/``, with
+``JOB``), a line below, a test.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from burnish.config.distill import DistillConfig
 from burnish.config.jobs import (
@@ -13,12 +19,50 @@ from burnish.config.jobs import (
     SFTConfig,
 )
 
-JOBS: dict[str, type[JobConfig]] = {
-    "sft": SFTConfig,
-    "rm": RewardModelConfig,
-    "preference": PreferenceConfig,
-    "distill": DistillConfig,
-    "rl": RLConfig,
-    "evaluate": EvaluateConfig,
-    "generate": GenerateConfig,
+
+class JobEntry(NamedTuple):
+    """One job."""
+
+    config: type[JobConfig]
+    module: str
+    """Module whose ``JOB`` builds and runs it. Imported when the job runs."""
+    help: str
+    """Of its command."""
+    resumable: bool = True
+
+
+REGISTRY: dict[str, JobEntry] = {
+    "sft": JobEntry(SFTConfig, "burnish.jobs.sft", "Supervised fine-tuning on demonstrations."),
+    "rm": JobEntry(
+        RewardModelConfig, "burnish.jobs.reward_model", "A reward model from preference pairs."
+    ),
+    "preference": JobEntry(
+        PreferenceConfig,
+        "burnish.jobs.preference",
+        "A policy from preferences, without rollouts: DPO and its family.",
+    ),
+    "distill": JobEntry(
+        DistillConfig,
+        "burnish.jobs.distill",
+        "A student from a teacher's distribution over every token of given rows.",
+    ),
+    "rl": JobEntry(
+        RLConfig,
+        "burnish.jobs.rl_job",
+        "Reinforcement learning from rewards: PPO, GRPO and their family.",
+    ),
+    "evaluate": JobEntry(
+        EvaluateConfig,
+        "burnish.jobs.evaluate",
+        "pass@1 and pass@k of a model on held-out prompts.",
+        resumable=False,
+    ),
+    "generate": JobEntry(
+        GenerateConfig,
+        "burnish.jobs.generate",
+        "Answers to a file of prompts: all, the best, or pairs; data for the next job.",
+    ),
 }
+
+JOBS: dict[str, type[JobConfig]] = {name: entry.config for name, entry in REGISTRY.items()}
+"""The config class of each job."""

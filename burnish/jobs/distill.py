@@ -12,16 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from burnish.algorithms.distill import distill_loss
+from burnish.algorithms.distill import DIVERGENCES, SLOPES, distill_loss, forward_kl
 from burnish.algorithms.reduce import reduce
+from burnish.config import DistillConfig
 from burnish.config.model import ModelConfig
 from burnish.config.teacher import TeacherConfig
+from burnish.data.sft import SFTStream, load_rows
 from burnish.data.sources import DataError
-from burnish.models.teacher import by_id, shared_vocabulary
+from burnish.jobs.build import (
+    held_out_data,
+    supervised_spec,
+    within_positions,
+)
+from burnish.jobs.objectives import with_expert_balance
+from burnish.jobs.supervised import Supervised, SupervisedTraining
+from burnish.models.teacher import DistillTargetSpec, by_id, shared_vocabulary
+from burnish.observe.timeline import timed
 from burnish.runtime.base import Runtime
 from burnish.tensors import masked_sum
 from burnish.train.base import Loss, Outputs, TrainEngine
@@ -144,3 +157,51 @@ def teacher_stats(batch: Batch) -> dict[str, float]:
         float(masked_sum(x, mask)) / count for x in (batch.teacher_logprobs, batch.old_logprobs)
     )
     return {"train/teacher_kl": own - teacher, "train/teacher_logprob": teacher}
+
+
+def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Supervised:
+    """Return the parts of a distillation."""
+    data = within_positions(config.data, config.model)
+    data = within_positions(data, config.teacher.model)
+    other = held_out_data(config.eval_data, config.model, config.teacher.model)
+    held_out = load_rows(other, runtime.tokenizer) if other is not None else None
+    stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
+    total = config.steps_for(len(stream))
+    spec = supervised_spec(config, "policy", total)
+    teacher = make_teacher(config.teacher, config.model, spec, runtime)
+    distill_target = distill_target_spec(config, teacher.vocabulary)
+    spans = {"forward_backward": "train", "optim_step": "optim", "measure": "eval"}
+    loss = distill_objective(temperature=config.temperature, nll_weight=config.nll_weight)
+    size = config.batch_plan().train_batch_size
+    return Supervised(
+        stream=timed(stream, runtime.timeline, {"next": "data"}),
+        engine=runtime.language_model(replace(spec, distill_target=distill_target), spans),
+        loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
+        total_steps=total,
+        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
+        measure=measure_distill(loss, teacher, rows_at_once=size),
+        eval_batch=held_out,
+        prepare=teacher.prepare,
+    )
+
+
+def distill_target_spec(config: DistillConfig, vocabulary: int) -> DistillTargetSpec:
+    """What the student's engine has to know. ``vocabulary``: tokens that both models know."""
+    options = config.loss.model_dump(exclude={"kind"})
+    kind = config.loss.kind
+    return DistillTargetSpec(
+        teacher=config.teacher.model,
+        dtype=config.teacher.dtype or config.precision.dtype,
+        vocabulary=vocabulary,
+        divergence=_with(DIVERGENCES[kind], options),
+        slope=_with(SLOPES[kind], options),
+        kl=forward_kl,
+        temperature=config.temperature,
+    )
+
+
+def _with(function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+    return partial(function, **options) if options else function
+
+
+JOB = SupervisedTraining(DistillConfig, build_distill)

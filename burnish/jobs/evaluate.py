@@ -6,22 +6,33 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from burnish.config import dump_yaml
-from burnish.config.jobs import EvaluateConfig
-from burnish.config.rollout import EvalConfig
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config import EvaluateConfig, JobConfig, RLConfig, dump_yaml
+from burnish.config.rewards import ShapingConfig
+from burnish.config.rollout import EvalConfig, SamplingConfig
+from burnish.data.prompts import load_prompts
+from burnish.jobs.base import Driver, Functions, Job, Metrics
+from burnish.jobs.build import (
+    WeightedRewards,
+    sampling_of,
+    weighted_rewards,
+    within_positions,
+)
+from burnish.jobs.degenerate import warn_without_labels
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
-from burnish.observe.metrics import MetricsLog
-from burnish.observe.progress import FILE_ONLY, close_logging, setup_logging, tell
-from burnish.observe.timeline import Timeline
-from burnish.observe.trackers import open_trackers
-from burnish.rewards.base import sum_of_part
+from burnish.observe.progress import FILE_ONLY, tell
+from burnish.observe.samples import write_samples
+from burnish.observe.timeline import timed
+from burnish.rewards.base import RewardSet, sum_of_part
+from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner
+from burnish.runtime.base import Runtime
 from burnish.types import ROUNDING, Group, Prompt
 
 log = logging.getLogger("burnish")
@@ -43,7 +54,7 @@ class Evaluator:
     config: EvalConfig
     prompts: Sequence[Prompt]
     runner: Runner
-    keep_samples: Callable[[int, Sequence[Group]], None]
+    keep_samples: Callable[[int, Sequence[Group]], object]
 
     def evaluate(self, step: int) -> dict[str, float]:
         """``eval/pass@k`` for every k asked for, ``eval/reward`` (where it is made of several, also
@@ -70,52 +81,118 @@ class Evaluator:
             "eval/prompts": float(len(groups)),
         }
 
+    def close(self) -> None:
+        """Close rewards and engine."""
+        self.runner.rewards.close()
+        self.runner.engine.close()
 
-class EvaluateRun:
-    """The evaluate job around its one measurement: log, metrics, timeline, score. Use as a context
-    manager."""
 
-    def __init__(
-        self,
-        config: EvaluateConfig,
-        run_dir: Path,
-        memory_monitor: MemoryMonitor,
-        timeline: Timeline,
-    ) -> None:
-        self.config, self.run_dir, self.memory_monitor, self.timeline = (
-            config,
-            run_dir,
-            memory_monitor,
-            timeline,
-        )
-        setup_logging(run_dir)
-        self.metrics = MetricsLog(run_dir, open_trackers(config, run_dir))
+_ALL = 1 << 30
 
-    def __enter__(self) -> EvaluateRun:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with suppress(Exception):  # must not hide the error that ended the run
-            self.memory_monitor.finish()
-        self.timeline.save(self.run_dir / "timeline.json")
-        self.metrics.close(ended_by=kind)
-        close_logging()
+def held_out_prompts(
+    config: EvalConfig | None, job: JobConfig, tokenizer: PreTrainedTokenizerBase, new_tokens: int
+) -> Sequence[Prompt]:
+    """Load the prompts of an evaluation; none without evaluation. ``new_tokens``: of a response if
+    the evaluation sets no length of its own."""
+    if config is None:
+        return ()
+    new_tokens = config.generate_max_len or new_tokens
+    data = within_positions(config.data, job.model, new_tokens=new_tokens, field="eval.data")
+    return load_prompts(data, tokenizer, limit=config.num_prompts)
 
-    def run(self, evaluator: Evaluator) -> dict[str, float]:
-        """Measure once, write the metrics and print the score. Returns the metrics."""
+
+def longest_row(config: EvalConfig | None, new_tokens: int) -> int:
+    """Return the most tokens of an evaluation's prompt with its response; 0 without evaluation."""
+    if config is None:
+        return 0
+    return config.data.prompt_max_len + (config.generate_max_len or new_tokens)
+
+
+def eval_sampling(config: EvalConfig, rollout: SamplingConfig) -> Sampling:
+    """Return the rollout's stops with the evaluation's temperature and length, without top-p and
+    top-k."""
+    return replace(
+        sampling_of(rollout),
+        temperature=config.temperature,
+        max_tokens=config.generate_max_len or rollout.generate_max_len,
+        stop=rollout.stop if config.stop is None else config.stop,
+        stop_token_ids=rollout.stop_token_ids
+        if config.stop_token_ids is None
+        else config.stop_token_ids,
+        top_p=1.0,
+        top_k=0,
+    )
+
+
+def make_evaluator(  # house: ok called twice, with everything an evaluation consists of
+    config: EvalConfig,
+    engine: RolloutEngine,
+    scores: WeightedRewards,
+    sampling: Sampling,
+    prompts: Sequence[Prompt],
+    job: RLConfig | EvaluateConfig,
+    run_dir: Path,
+) -> Evaluator:
+    rewards = RewardSet(
+        scores,
+        on_failure=job.on_reward_failure,
+        shaping=ShapingConfig(),
+        generate_max_len=sampling.max_tokens,
+    )
+    runner = Runner(
+        engine, rewards, sampling, num_samples=config.n_samples_per_prompt, seed=job.seed
+    )
+    return Evaluator(
+        config,
+        prompts,
+        runner,
+        lambda step, groups: write_samples(run_dir, step, groups, None, limit=_ALL, split="eval"),
+    )
+
+
+def build_evaluation(
+    config: EvaluateConfig, runtime: Runtime, functions: Functions, run_dir: Path
+) -> Evaluator:
+    """Return the evaluator of an ``evaluate`` job."""
+    assert config.eval.generate_max_len is not None
+    new_tokens = config.eval.generate_max_len
+    held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
+    scores = weighted_rewards(config.rewards, runtime, functions)
+    longest = longest_row(config.eval, new_tokens)
+    engine = runtime.standalone_rollout(config.model, config.engine, max_len=longest)
+    plain = SamplingConfig(generate_max_len=new_tokens)
+    sampling = eval_sampling(config.eval, plain)
+    timeline = runtime.timeline
+    rollout = timed(engine, timeline, {"generate": "rollout"})  # the phase in the memory plan
+    evaluator = make_evaluator(config.eval, rollout, scores, sampling, held_out, config, run_dir)
+    warn_without_labels(held_out, evaluator.runner.rewards)
+    evaluator.runner.rewards = timed(evaluator.runner.rewards, timeline, {"score": "reward"})
+    return evaluator
+
+
+class Evaluation(Driver[Evaluator]):
+    """Runs one measurement: log, metrics, timeline, score."""
+
+    config: EvaluateConfig
+
+    def run(self, loop: Evaluator) -> Metrics:
+        """Measure once, write the metrics and print the score. Return the metrics."""
+        self.open()
         for warning in self.config.warnings():  # the terminal got them when the recipe was loaded
             log.warning(warning, extra=FILE_ONLY)
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
         self.metrics.start_trackers()
         samples = self.config.eval.n_samples_per_prompt
-        tell(f"evaluating {len(evaluator.prompts):,} prompts, {samples} samples of each")
-        started = time.perf_counter()
-        metrics = evaluator.evaluate(0)
-        metrics["time/step_s"] = time.perf_counter() - started
-        seconds = self.timeline.collect()
-        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
-        metrics |= memory_metrics() | self.memory_monitor.metrics()
-        self.metrics.log(0, metrics)
+        tell(f"evaluating {len(loop.prompts):,} prompts, {samples} samples of each")
+        with self.measured_memory():
+            started = time.perf_counter()
+            metrics = loop.evaluate(0)
+            metrics["time/step_s"] = time.perf_counter() - started
+            seconds = self.timeline.collect()
+            metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+            metrics |= memory_metrics() | self.memory_monitor.metrics()
+            self.metrics.log(0, metrics)
         for line in score_lines(metrics, threshold=self.config.eval.pass_threshold):
             tell(line)
         return metrics
@@ -135,3 +212,26 @@ def score_lines(metrics: Mapping[str, float], *, threshold: float) -> list[str]:
         lines.append(f"{name:<{width}}  {shown}")
     lines[0] += f"  (a response passes with a reward of {threshold:g} or more)"
     return lines
+
+
+class EvaluateJob(Job[EvaluateConfig, Evaluator]):
+    """The job ``evaluate``."""
+
+    config_class = EvaluateConfig
+    takes_rewards = True
+
+    def device(self, config: EvaluateConfig) -> str:
+        return config.device
+
+    def driver(
+        self, config: EvaluateConfig, run_dir: Path, memory_monitor: MemoryMonitor
+    ) -> Evaluation:
+        return Evaluation(config, run_dir, memory_monitor)
+
+    def build(
+        self, config: EvaluateConfig, runtime: Runtime, *, run_dir: Path, functions: Functions
+    ) -> Evaluator:
+        return build_evaluation(config, runtime, functions, run_dir)
+
+
+JOB = EvaluateJob()

@@ -13,7 +13,6 @@ import re
 import time
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,26 +25,33 @@ from burnish.config.changes import changed_settings
 from burnish.config.rewards import ModelReward
 from burnish.data.generation_prompts import GenerationPrompt, GenerationPrompts
 from burnish.data.selection import DROPS, Selection, select
+from burnish.jobs.base import (
+    Driver,
+    Functions,
+    Job,
+    Metrics,
+    rare_garbage_collection,
+    seed_everything,
+)
+from burnish.jobs.build import reward_set, sampling_of, weighted_rewards, within_positions
+from burnish.jobs.degenerate import warn_without_labels
 from burnish.jobs.errors import Interrupted, RunError
 from burnish.jobs.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.jobs.output_shards import STATE_FILE, OutputShards
-from burnish.jobs.session import rare_garbage_collection, seed_everything
 from burnish.jobs.signals import StopSignals
 from burnish.models.digest import weights_digest
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
-from burnish.observe.metrics import MetricsLog, read_metrics
-from burnish.observe.progress import Progress, close_logging, setup_logging
+from burnish.observe.metrics import read_metrics
+from burnish.observe.progress import Progress
 from burnish.observe.samples import drop_samples_after, write_samples
-from burnish.observe.timeline import Timeline
-from burnish.observe.trackers import open_trackers
+from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError, RewardError
 from burnish.rollout.runner import Rollout, Runner
+from burnish.runtime.base import Runtime
 from burnish.types import Stats
 
 log = logging.getLogger("burnish")
-
-Metrics = dict[str, float]
 
 MAY_CHANGE = ("run_dir", "cluster", "device", "observe", "output", "rollout.engine")
 """Keys that a resumed run may set anew: none of them decides what is asked and which responses are
@@ -90,6 +96,11 @@ class Generation:
         size = self.config.rollout.rollout_batch_size
         return max(0, min(size, len(self.generation_prompts) - (step - 1) * size))
 
+    def close(self) -> None:
+        """Close rewards and engine."""
+        self.runner.rewards.close()
+        self.runner.engine.close()
+
 
 @dataclass(frozen=True)
 class Answered:
@@ -122,6 +133,36 @@ def generate_step(parts: Generation, step: int) -> Answered:
         tokenizer=parts.tokenizer,
     )
     return Answered(rollout, chosen, len(generation_prompts) - len(rollout.groups))
+
+
+def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
+    """Return the parts of a ``generate`` job. Data and rewards first, as for rl."""
+    new_tokens = config.rollout.generate_max_len
+    data = within_positions(config.data, config.model, new_tokens=new_tokens)
+    generation_prompts = GenerationPrompts(
+        data,
+        runtime.tokenizer,
+        limit=config.num_prompts,
+        condition=config.condition,
+        one_form=not config.output.lower().endswith(".jsonl"),
+    )
+    rewards = reward_set(
+        weighted_rewards(config.rewards, runtime, functions),
+        on_failure=config.on_reward_failure,
+        max_len=new_tokens,
+    )
+    first = generation_prompts.take(0, config.rollout.rollout_batch_size)
+    warn_without_labels([generation_prompt.prompt for generation_prompt in first], rewards)
+    longest = data.prompt_max_len + new_tokens
+    engine = runtime.standalone_rollout(config.model, config.rollout.engine, max_len=longest)
+    runner = Runner(
+        timed(engine, runtime.timeline, {"generate": "rollout"}),
+        timed(rewards, runtime.timeline, {"score": "reward"}),
+        sampling_of(config.rollout),
+        num_samples=config.rollout.n_samples_per_prompt,
+        seed=config.seed,
+    )
+    return Generation(config, generation_prompts, runner, runtime.tokenizer)
 
 
 # ---- before a run --------------------------------------------------------------------------------
@@ -193,45 +234,30 @@ def _may_change(key: str) -> bool:
 # ---- a run ---------------------------------------------------------------------------------------
 
 
-class GenerateRun:
-    """One run around its steps: metrics, samples, parts, signals, the output. Use as a context
-    manager."""
+class GenerateRun(Driver[Generation]):
+    """Runs the steps that are missing: metrics, samples, parts, signals, the output."""
+
+    config: GenerateConfig
 
     def __init__(
-        self, parts: Generation, run_dir: Path, memory_monitor: MemoryMonitor, timeline: Timeline
+        self, config: GenerateConfig, run_dir: Path, memory_monitor: MemoryMonitor
     ) -> None:
-        self.parts, self.run_dir, self.memory_monitor, self.timeline = (
-            parts,
-            run_dir,
-            memory_monitor,
-            timeline,
-        )
-        self.config = parts.config
+        super().__init__(config, run_dir, memory_monitor)
         self.files = OutputShards(run_dir)
         self.signals = StopSignals(self._announce_stop)
         self._last: Metrics = {}
-        setup_logging(run_dir)
-        self.metrics = MetricsLog(run_dir, open_trackers(self.config, run_dir))
-        every = self.config.observe.log_every_n_steps
-        self.progress = Progress(parts.total_steps, every=every)
 
-    def __enter__(self) -> GenerateRun:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with suppress(Exception):  # what ended the run is not to be hidden by this
-            self.memory_monitor.finish()
-        self.timeline.save(self.run_dir / "timeline.json")
-        self.progress.close()
-        self.metrics.close(ended_by=kind)
-        close_logging()
-
-    def run(self) -> Metrics:
-        """All steps that are missing, then the output. Returns the last value of every metric.
+    def run(self, loop: Generation) -> Metrics:
+        """Do all steps that are missing, then write the output. Return the last value of every
+        metric.
 
         Raises Interrupted after a signal, once the step under way is kept; a second signal ends the
         process at once.
         """
+        self.parts = loop
+        self.open()
+        self.progress = Progress(loop.total_steps, every=self.config.observe.log_every_n_steps)
+        self.closing.callback(self.progress.close)
         for warning in self.config.warnings():
             log.warning(warning)
         mine = self._check_prompts()
@@ -240,12 +266,16 @@ class GenerateRun:
         self._restore()
         self.metrics.start_trackers()
         self._say_what_is_left_out()
+        with self.measured_memory():
+            self._do_missing_steps()
+            return self._last | self._finish()
+
+    def _do_missing_steps(self) -> None:
         with self.signals, rare_garbage_collection():
             for step in range(len(self.files.done) + 1, self.parts.total_steps + 1):
                 if self.signals.asked is not None:
                     raise Interrupted(self.run_dir, self.signals.asked)
                 self._one_step(step)
-        return self._last | self._finish()
 
     def _check_prompts(self) -> dict[str, Any]:
         """What the run is of. Raises RunError where it was begun with other prompts or
@@ -405,3 +435,33 @@ def _sums(answered: Answered) -> dict[str, float]:
     if scored:
         found |= {"scored": len(scored), "reward": math.fsum(scored)}
     return found | dict(answered.selection.sums)
+
+
+class GenerateJob(Job[GenerateConfig, Generation]):
+    """The job ``generate``."""
+
+    config_class = GenerateConfig
+    takes_rewards = True
+
+    def prepare(self, config: GenerateConfig, run_dir: Path, *, resumed: bool) -> Metrics | None:
+        check_output(config, run_dir, resumed=resumed)
+        if not resumed:
+            return None
+        check_same_recipe(config, run_dir)
+        return finished(config, run_dir)
+
+    def device(self, config: GenerateConfig) -> str:
+        return config.device
+
+    def driver(
+        self, config: GenerateConfig, run_dir: Path, memory_monitor: MemoryMonitor
+    ) -> GenerateRun:
+        return GenerateRun(config, run_dir, memory_monitor)
+
+    def build(
+        self, config: GenerateConfig, runtime: Runtime, *, run_dir: Path, functions: Functions
+    ) -> Generation:
+        return build_generation(config, runtime, functions)
+
+
+JOB = GenerateJob()

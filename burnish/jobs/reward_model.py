@@ -1,19 +1,76 @@
 """Reward models from pairs (Bradley-Terry), and process reward models from step-labelled solutions.
-The loop is ``supervised.py``'s; here is what evaluation measures."""
+The loop is ``supervised.py``'s."""
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from burnish.algorithms import PREFERENCE_LOSSES
 from burnish.algorithms.process import AGGREGATIONS, aggregate_steps
-from burnish.config import RewardModelConfig, SFTConfig
-from burnish.config.steps import StepsDataConfig
-from burnish.jobs.objectives import pair_scores, process_objective
-from burnish.train.base import Outputs, TrainEngine
+from burnish.config import RewardModelConfig
+from burnish.config.steps import PairsDataConfig, StepsDataConfig
+from burnish.data.preference import PreferenceStream, load_pairs
+from burnish.data.steps import StepsStream, load_solutions
+from burnish.jobs.build import held_out_data, supervised_spec, within_positions
+from burnish.jobs.degenerate import SignalWatch, pair_signal
+from burnish.jobs.objectives import (
+    pair_scores,
+    process_objective,
+    reward_model_objective,
+    with_expert_balance,
+)
+from burnish.jobs.supervised import Supervised, SupervisedTraining
+from burnish.observe.timeline import timed
+from burnish.runtime.base import Runtime
+from burnish.train.base import Loss, Outputs, TrainEngine
 from burnish.types import Batch, Stats
+
+
+def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Path) -> Supervised:
+    """Return the parts of a reward-model run."""
+    stream, eval_batch = _data(config, runtime.tokenizer)
+    total = config.steps_for(len(stream))
+    spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
+    spec = supervised_spec(config, "reward", total)
+    return Supervised(
+        stream=timed(stream, runtime.timeline, {"next": "data"}),
+        engine=runtime.scalar_model(spec, seed=config.seed, spans=spans),
+        loss=with_expert_balance(_objective(config), config.train.moe_aux_loss_coef),
+        total_steps=total,
+        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
+        measure=measure_steps if config.process else measure_pairs,
+        eval_batch=eval_batch,
+        signal=SignalWatch(config.train.max_steps_without_signal),
+        look=None if config.process else pair_signal,
+        export_metadata=export_metadata(config),
+    )
+
+
+def _objective(config: RewardModelConfig) -> Loss:
+    if config.process:
+        return process_objective()
+    return reward_model_objective(config.loss or "bradley_terry", center_coef=config.center_coef)
+
+
+def _data(
+    config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreferenceStream | StepsStream, Batch | None]:
+    """Return the training stream and all held-out rows."""
+    other = config.eval_data
+    if isinstance(config.data, StepsDataConfig):
+        steps = within_positions(config.data, config.model)
+        held = held_out_data(other if isinstance(other, StepsDataConfig) else None, config.model)
+        solutions = load_solutions(held, tokenizer) if held is not None else None
+        return StepsStream(steps, tokenizer, seed=config.seed), solutions
+    own = within_positions(config.data, config.model)
+    kept = held_out_data(other if isinstance(other, PairsDataConfig) else None, config.model)
+    pairs = load_pairs(kept, tokenizer) if kept is not None else None
+    return PreferenceStream(own, tokenizer, seed=config.seed), pairs
 
 
 def measure_pairs(engine: TrainEngine, batch: Batch) -> Stats:
@@ -47,9 +104,12 @@ def measure_steps(engine: TrainEngine, batch: Batch) -> Stats:
     return stats + Stats(maxima=scores)
 
 
-def export_metadata(config: SFTConfig | RewardModelConfig) -> dict[str, Any] | None:
+def export_metadata(config: RewardModelConfig) -> dict[str, Any] | None:
     """Return what the exports of a process reward model say of it; None for others."""
     data = config.data
     if not isinstance(data, StepsDataConfig):
         return None
     return {"process_reward": True, "step_separator": data.step_separator}
+
+
+JOB = SupervisedTraining(RewardModelConfig, build_reward_model)

@@ -2,7 +2,7 @@
 algorithm.
 
 The formulas are in ``algorithms``, put together by ``objectives.py`` (losses) and ``credit.py``
-(advantages); ``build.py`` puts the parts together; ``session.py`` surrounds each step with metrics
+(advantages); ``rl_job.py`` puts the parts together; ``trainer.py`` surrounds each step with metrics
 and checkpoints.
 """
 
@@ -17,23 +17,21 @@ import numpy as np
 import torch
 
 from burnish.algorithms.kl import KL_ESTIMATORS, KlController
-from burnish.algorithms.value_losses import explained_variance
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.data.prompts import PromptStream
+from burnish.jobs.base import Metrics
 from burnish.jobs.credit import assign_advantages
 from burnish.jobs.degenerate import SignalWatch, reward_signal
 from burnish.jobs.distill import Teacher, teacher_stats
-from burnish.jobs.errors import StoppedError
 from burnish.jobs.ptx import Ptx
 from burnish.jobs.saving import save_engines
+from burnish.jobs.updates import Updates
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Sync
-from burnish.train.base import HasLogprobs, Loss, NonFiniteError, StepStats, TrainEngine
-from burnish.types import Batch, Group, PendingSave, Stats, groups_to_batch
-
-Metrics = dict[str, float]
+from burnish.train.base import HasLogprobs, Loss, TrainEngine
+from burnish.types import Batch, Group, PendingSave, groups_to_batch
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class RL:
     policy_loss: Loss
     kl: KlController
     sync: Sync
-    keep_samples: Callable[[int, Sequence[Group], dict[str, float]], None]
+    keep_samples: Callable[[int, Sequence[Group], dict[str, float]], object]
     """(step, groups, sample id -> advantage): where samples are written for people to see."""
     reference: HasLogprobs | None = None
     teacher: Teacher | None = None
@@ -153,66 +151,6 @@ def advantage_by_sample(groups: Sequence[Group], batch: Batch) -> dict[str, floa
     return dict(zip(samples, (sums / counts).tolist(), strict=True))
 
 
-@dataclass
-class Updates:
-    """Stats of all updates of one step, by role."""
-
-    stats: dict[str, Stats] = field(default_factory=dict)
-    steps: dict[str, list[StepStats]] = field(default_factory=dict)
-    failures: dict[str, NonFiniteError] = field(default_factory=dict)
-
-    def add(self, role: str, stats: Stats) -> None:
-        """Add what one forward_backward measured."""
-        self.stats[role] = self.stats.get(role, Stats()) + stats
-
-    def step(self, role: str, engine: TrainEngine) -> None:
-        """Take an optimizer step. Where it says that going on makes no sense, the rest of the RL
-        step is still done, so that what is saved is whole."""
-        try:
-            stats = engine.optim_step()
-        except NonFiniteError as error:
-            stats = error.stats
-            self.failures.setdefault(role, error)  # the first one says where it began
-        self.steps.setdefault(role, []).append(stats)
-
-    def checked(self, metrics: Metrics) -> Metrics:
-        """``metrics``; raises StoppedError with them where an update said to stop."""
-        if self.failures:
-            first = next(iter(self.failures.values()))
-            raise StoppedError(" Also: ".join(map(str, self.failures.values())), metrics) from first
-        return metrics
-
-    def metrics(self) -> Metrics:
-        """Plain numbers; losses (sums over one update) become means over the updates."""
-        out: Metrics = {}
-        for role, stats in self.stats.items():
-            steps = self.steps[role]
-            mean_sums = {name: (value, len(steps)) for name, value in stats.sums.items()}
-            out |= Stats({**stats.means, **mean_sums}, stats.maxima).floats(f"{role}/")
-            out |= {f"{role}/{name}": value for name, value in step_metrics(steps).items()}
-            if role == "critic":
-                out["critic/explained_variance"] = explained_variance(stats)
-        return out
-
-
-def step_metrics(steps: Sequence[StepStats]) -> Metrics:
-    """What the optimizer steps of one role did: the mean norm of those that were taken (of all, if
-    none was), counts of the others, the last rate and loss scale."""
-    taken = [s for s in steps if not s.skipped] or steps
-    out = {
-        "grad_norm": sum(s.grad_norm for s in taken) / len(taken),
-        "lr": steps[-1].lr,
-        "skipped_steps": float(sum(s.skipped for s in steps)),
-        "skipped_total": float(steps[-1].skipped_total),
-    }
-    if steps[-1].scaled:
-        out["loss_scale"] = steps[-1].loss_scale
-        out["overflows"] = float(sum(s.overflow for s in steps))
-    if steps[-1].oom_retries is not None:
-        out["oom_retries"] = float(sum(s.oom_retries or 0 for s in steps))
-    return out
-
-
 def batch_metrics(batch: Batch) -> Metrics:
     """Mean and spread of the rewards that are trained on: ``reward/trained_mean``, ``reward/std``.
     (``reward/mean``, which comes with the scores, is over all that were sampled: dynamic sampling
@@ -253,8 +191,8 @@ def stream_metrics(run: RL) -> Metrics:
 
 
 class RLState:
-    """What a checkpoint of an RL run holds beside the session's own. Implements
-    ``session.State``."""
+    """What a checkpoint of an RL run holds beside the trainer's own. Implements
+    ``base.State``."""
 
     def __init__(self, run: RL) -> None:
         self.run = run

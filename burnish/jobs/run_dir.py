@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from burnish.config.jobs import JobConfig
+from burnish.config.registry import REGISTRY
 from burnish.jobs.errors import RunError
 from burnish.jobs.memory_monitor import OOM_FILE
 from burnish.observe.metrics import METRICS_FILE
@@ -51,7 +52,7 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
     if run_dir.exists() and not run_dir.is_dir():
         raise RunError(f"the run folder {run_dir} is a file; choose another name with run_dir=...")
     if run_dir.exists() and _holds_something(run_dir):
-        resumable = config.job != "evaluate"
+        resumable = REGISTRY[config.job].resumable
         go_on = f"go on with that run by --resume {run_dir}, or " if resumable else ""
         raise RunError(
             f"the run folder {run_dir} is not empty; {go_on}choose another folder with run_dir=... "

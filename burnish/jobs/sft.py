@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
+from burnish.config import SFTConfig
+from burnish.data.sft import SFTStream, load_rows
+from burnish.jobs.build import held_out_data, supervised_spec, within_positions
+from burnish.jobs.degenerate import SignalWatch
+from burnish.jobs.objectives import sft_objective, with_expert_balance
+from burnish.jobs.supervised import Supervised, SupervisedTraining
+from burnish.observe.timeline import timed
+from burnish.runtime.base import Runtime
 from burnish.tensors import masked_sum
 from burnish.train.base import TrainEngine
 from burnish.types import Batch, Stats
+
+
+def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
+    """Return the parts of an SFT run."""
+    data = within_positions(config.data, config.model)
+    other = held_out_data(config.eval_data, config.model)
+    held_out = load_rows(other, runtime.tokenizer) if other is not None else None
+    stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
+    total = config.steps_for(len(stream))
+    spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
+    return Supervised(
+        stream=timed(stream, runtime.timeline, {"next": "data"}),
+        engine=runtime.language_model(supervised_spec(config, "policy", total), spans),
+        loss=with_expert_balance(sft_objective(), config.train.moe_aux_loss_coef),
+        total_steps=total,
+        batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
+        measure=measure_sft,
+        eval_batch=held_out,
+        signal=SignalWatch(config.train.max_steps_without_signal),
+    )
 
 
 def measure_sft(engine: TrainEngine, batch: Batch) -> Stats:
     """Mean negative log-likelihood per trained token, in nats."""
     logprobs, mask = engine.logprobs(batch), batch.action_mask
     return Stats(means={"loss": (-masked_sum(logprobs, mask), mask.sum())})
+
+
+JOB = SupervisedTraining(SFTConfig, build_sft)

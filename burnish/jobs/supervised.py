@@ -6,16 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
+from burnish.config.jobs import SupervisedJob
 from burnish.data.preference import PreferenceStream
 from burnish.data.sft import SFTStream
 from burnish.data.steps import StepsStream
 from burnish.data.unpaired import UnpairedStream
+from burnish.jobs.base import Functions, Job, Loop, Metrics
 from burnish.jobs.degenerate import Finding, SignalWatch
-from burnish.jobs.rl import Metrics, Updates
+from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.jobs.saving import save_engines
+from burnish.jobs.trainer import Trainer
+from burnish.jobs.updates import Updates
+from burnish.runtime.base import Runtime
 from burnish.train.base import Loss, TrainEngine
 from burnish.types import Batch, PendingSave, Stats
 
@@ -27,6 +32,7 @@ class Supervised:
     stream: SFTStream | PreferenceStream | UnpairedStream | StepsStream
     engine: TrainEngine
     loss: Loss
+    total_steps: int
     batch_size_at: Callable[[int], int]
     """Rows (or pairs) of an optimizer step; the first is 1."""
     measure: Callable[[TrainEngine, Batch], Stats]
@@ -54,14 +60,15 @@ def supervised_step(run: Supervised, step: int) -> Metrics:
     return run.signal.checked(updates.checked(updates.metrics() | counts | tokens | signal))
 
 
-def supervised_eval(run: Supervised, step: int) -> Metrics:
-    """The measures of the held-out rows."""
-    assert run.eval_batch is not None
+def supervised_eval(run: Supervised) -> Metrics:
+    """Return the measures of the held-out rows; nothing if there are none."""
+    if run.eval_batch is None:
+        return {}
     return run.measure(run.engine, run.eval_batch).floats("eval/")
 
 
 class SupervisedState:
-    """What a checkpoint of a supervised run holds. Implements ``session.State``."""
+    """What a checkpoint of a supervised run holds. Implements ``base.State``."""
 
     def __init__(self, run: Supervised) -> None:
         self.run, self.role = run, run.engine.role
@@ -95,3 +102,46 @@ class SupervisedState:
         """Take back what :meth:`save` wrote."""
         self.run.engine.load(folder / self.role)
         self.run.stream.load_state_dict(load_state(folder, "data"))
+
+
+class SupervisedLoop:
+    """The loop of a supervised run. Implements ``base.Loop``."""
+
+    best_metric = "eval/loss"
+
+    def __init__(self, run: Supervised, *, eval_every_n_steps: int) -> None:
+        self.run, self.state = run, SupervisedState(run)
+        self.total_steps, self.eval_every_n_steps = run.total_steps, eval_every_n_steps
+
+    def step(self, number: int) -> Metrics:
+        """Do one batch and one update."""
+        return supervised_step(self.run, number)
+
+    def evaluate(self, number: int) -> Metrics:
+        """Measure the held-out rows, if there are any."""
+        return supervised_eval(self.run)
+
+    def close(self) -> None:
+        """Log how many steps taught nothing."""
+        self.run.signal.log_total()
+
+
+S = TypeVar("S", bound=SupervisedJob)
+
+
+@dataclass(frozen=True)
+class SupervisedTraining(Job[S, Loop]):
+    """A job that learns from given rows: its config class and how its parts are built."""
+
+    config_class: type[S]
+    build_parts: Callable[[S, Runtime, Path], Supervised]
+
+    def device(self, config: S) -> str:
+        return config.train.engine.device
+
+    def driver(self, config: S, run_dir: Path, memory_monitor: MemoryMonitor) -> Trainer:
+        return Trainer(config, run_dir, memory_monitor)
+
+    def build(self, config: S, runtime: Runtime, *, run_dir: Path, functions: Functions) -> Loop:
+        run = self.build_parts(config, runtime, run_dir)
+        return SupervisedLoop(run, eval_every_n_steps=config.eval_every_n_steps)

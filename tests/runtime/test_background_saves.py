@@ -16,7 +16,7 @@ import burnish
 from burnish.checkpoint import CheckpointError, CheckpointStore
 from burnish.config import ConfigError, JobConfig
 from burnish.jobs.errors import RunError
-from burnish.jobs.session import Session
+from burnish.jobs.trainer import Trainer
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError
 from burnish.runtime.base import WorkerLostError
@@ -219,10 +219,10 @@ def recoveries(rl: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> list[WorkerLo
     """Recoveries of a run whose lost workers come back with the weights of its beginning."""
     found: list[WorkerLostError] = []
     start: dict[str, torch.Tensor] = {}
-    run = Session.run
+    run = Trainer.run
 
-    def with_recovery(session: Session, state: Any, **rest: Any) -> Any:
-        weights = dict(state.run.policy.model.named_parameters())
+    def with_recovery(trainer: Trainer, loop: Any) -> Any:
+        weights = dict(loop.run.policy.model.named_parameters())
         start.update({name: weight.detach().clone() for name, weight in weights.items()})
 
         def recover(error: WorkerLostError) -> None:
@@ -231,10 +231,10 @@ def recoveries(rl: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> list[WorkerLo
                 for name, weight in weights.items():
                     weight.copy_(start[name])
 
-        session.recover = recover
-        return run(session, state, **rest)
+        trainer.recover = recover
+        return run(trainer, loop)
 
-    monkeypatch.setattr(Session, "run", with_recovery)
+    monkeypatch.setattr(Trainer, "run", with_recovery)
     return found
 
 

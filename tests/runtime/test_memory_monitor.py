@@ -15,7 +15,7 @@ import burnish
 from burnish import cli
 from burnish.checkpoint import CheckpointStore
 from burnish.config import JobConfig
-from burnish.jobs import build
+from burnish.jobs import rl_job
 from burnish.observe.metrics import read_metrics
 from burnish.plan.oom import RunOutOfMemoryError, suggestions
 from burnish.plan.plan_vs_actual import MeasuredPeak, plan_vs_actual, plan_vs_actual_text
@@ -28,7 +28,7 @@ FULL = "[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allo
 @pytest.fixture
 def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``full_at(call)``: that call of the policy's loss runs out of memory."""
-    plain = build.policy_objective
+    plain = rl_job.policy_objective
 
     def install(call: int, error: type[Exception] = RuntimeError, text: str = FULL) -> None:
         def made(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
             return failing
 
-        monkeypatch.setattr(build, "policy_objective", made)
+        monkeypatch.setattr(rl_job, "policy_objective", made)
 
     return install
 
@@ -193,7 +193,7 @@ def test_on_ray_every_worker_reports_and_an_out_of_memory_names_its_rank(
     planned = {(line["role"], line["phase"]): line["host_planned"] for line in kept}
     assert planned["policy", "train"] and planned["rollout", "rollout"]
 
-    plain = build.policy_objective
+    plain = rl_job.policy_objective
 
     def made(*args: Any, **kwargs: Any) -> Any:
         loss = plain(*args, **kwargs)
@@ -207,7 +207,7 @@ def test_on_ray_every_worker_reports_and_an_out_of_memory_names_its_rank(
 
         return failing
 
-    monkeypatch.setattr(build, "policy_objective", made)
+    monkeypatch.setattr(rl_job, "policy_objective", made)
     with pytest.raises(RunOutOfMemoryError) as raised:
         burnish.run(rl(*on_ray, f"run_dir={tmp_path / 'full'}"), rewards=reward)
     assert "in rank 1 of the policy" in str(raised.value)

@@ -15,7 +15,7 @@ import burnish
 from burnish.config import JobConfig, load_config
 from burnish.jobs.degenerate import label_signal, pair_signal
 from burnish.jobs.errors import StoppedError
-from burnish.jobs.session import STOPPED_FILE
+from burnish.jobs.trainer import STOPPED_FILE
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError
 from burnish.types import rows_to_batch

@@ -335,7 +335,7 @@ def test_training_goes_on_to_its_end_with_a_tracker_that_hangs(
     dropped."""
     tracker, limits = Hanging(), TrackerLimits(close_timeout_s=0.05, max_queued_steps=2)
     monkeypatch.setattr(
-        "burnish.jobs.session.open_trackers",
+        "burnish.jobs.base.open_trackers",
         lambda _config, run_dir: Trackers([TrackerQueue(tracker, run_dir, limits)]),
     )
     run_dir = burnish.run(supervised("sft")).run_dir

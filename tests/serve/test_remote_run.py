@@ -14,7 +14,7 @@ import pytest
 import burnish
 from burnish.config import load_config
 from burnish.config.model import ModelConfig
-from burnish.jobs.build import build_rl
+from burnish.jobs.rl_job import build_rl
 from burnish.models.load import load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardError

@@ -1,0 +1,162 @@
+"""When a training run saves, what a checkpoint holds beside the loop's state, and how a run is
+restored from one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from burnish.checkpoint import CheckpointError, CheckpointStore, PendingCheckpoint
+from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
+from burnish.config.jobs import TrainingJob
+from burnish.config.train import better
+from burnish.jobs.base import Metrics, State
+from burnish.jobs.errors import RunError
+from burnish.observe.timeline import Timeline
+from burnish.types import PendingSave
+
+log = logging.getLogger("burnish")
+
+
+@dataclass
+class RunPosition:
+    """Steps done, and what was measured at which step."""
+
+    step: int = 0
+    last: Metrics = field(default_factory=dict)
+    """The last value of every metric."""
+    best_measured_step: int = -1
+    """Step of the last measurement of the best metric."""
+    evaluated_step: int = -1
+    """Step of the last measurement of held-out data."""
+
+
+@dataclass(frozen=True)
+class PreStepState:
+    """What a step may change without an update, as it was before the step."""
+
+    version: int
+    position: Mapping[str, Any]
+    rng: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, state: State) -> PreStepState:
+        """Capture it now."""
+        return cls(state.version, state.position(), capture_rng())
+
+
+class Checkpointing:
+    """The checkpoints of one training run."""
+
+    def __init__(
+        self, config: TrainingJob, run_dir: Path, timeline: Timeline, *, best_metric: str
+    ) -> None:
+        """``best_metric``: used if the recipe names none."""
+        self.config, self.timeline = config.checkpoint, timeline
+        self.best_metric = config.checkpoint.best_metric or best_metric
+        self.best_mode = config.checkpoint.best_mode or better(self.best_metric) or "max"
+        self.store = CheckpointStore(
+            run_dir / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            best_mode=self.best_mode,
+        )
+        self.saved_step = -1
+        """Step of the newest checkpoint; -1: there is none."""
+        self._saved_at = 0.0
+        """By the monotonic clock: the last save, or the start of the first step."""
+        self._pending: PendingCheckpoint | None = None
+        """The checkpoint of ``saved_step``, while it is written in the background."""
+
+    def start_clock(self) -> None:
+        """Count ``every_minutes`` from now."""
+        self._saved_at = time.monotonic()
+
+    def due(self, step: int, total_steps: int) -> bool:
+        """Whether a checkpoint is due after ``step``."""
+        every, minutes = self.config.every_n_steps, self.config.every_minutes
+        if step == total_steps or not every:
+            return step == total_steps
+        late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return late or step % every == 0
+
+    def save(self, state: State, run: RunPosition, before: PreStepState | None = None) -> None:
+        """Save the run as it is, or as it was ``before`` the current step. Raises
+        CheckpointError."""
+        if self.saved_step == run.step:
+            return
+        self.finish()
+        in_background = self.config.in_background
+
+        def write(folder: Path) -> Sequence[PendingSave]:
+            position = state.position() if before is None else before.position
+            pending = state.save(folder, position, in_background=in_background)
+            counts = {"step": run.step, "evaluated_step": run.evaluated_step, "last": run.last}
+            rng = capture_rng() if before is None else before.rng
+            save_state(folder, "session", counts | {"rng": rng})
+            return pending
+
+        # A value measured at an earlier step says nothing about these weights.
+        fresh = run.best_measured_step == run.step
+        metric = run.last[self.best_metric] if fresh else None
+        with self.timeline.span("checkpoint"):
+            self._pending = self.store.begin(
+                run.step, write, metric=metric, num_bytes=state.num_bytes
+            )
+        self.saved_step, self._saved_at = run.step, time.monotonic()
+        if not in_background:
+            self.finish()
+
+    def poll(self) -> None:
+        """Publish the pending checkpoint if all of it is written."""
+        if self._pending is not None and self._pending.done:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the pending checkpoint, if there is one. Raises CheckpointError."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        with self.timeline.span("checkpoint"):
+            path = pending.finish()
+        log.info("checkpoint %s", path)
+
+    def try_finish(self) -> None:
+        """As :meth:`finish`, but log the failure: another error ends the run already, and must not
+        be hidden."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            log.warning(error)
+
+    def restore(self, state: State, run: RunPosition) -> Path | None:
+        """Restore ``state`` and ``run`` from the newest good checkpoint and return its folder;
+        None if there is no checkpoint at all. Raises RunError if none is good, or if it does not
+        fit the recipe."""
+        newest = self.store.latest()
+        if newest is None and self.store.all():
+            raise RunError(
+                f"none of the checkpoints in {self.store.folder} is good (the warnings above say "
+                "why); move that folder away to start this run from step 0"
+            )
+        if newest is None and run.step > 0:
+            raise RunError(
+                f"there is no checkpoint in {self.store.folder} to go back to from step "
+                f"{run.step}; start the run anew"
+            )
+        if newest is None:
+            self.saved_step = -1
+            return None
+        try:
+            state.load(newest)
+        except ValueError as error:
+            raise RunError(f"{newest} does not fit this recipe: {error}") from error
+        saved = load_state(newest, "session")
+        run.step = self.saved_step = saved["step"]
+        run.evaluated_step = saved.get("evaluated_step", -1)
+        run.last = dict(saved["last"])
+        restore_rng(saved["rng"])
+        return newest

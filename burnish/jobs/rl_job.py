@@ -1,0 +1,257 @@
+"""The job ``rl``: from its recipe to the parts of :func:`burnish.jobs.rl.rl_step`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
+from burnish.config import RLConfig
+from burnish.config.algorithm import GaeAdvantage, KlConfig
+from burnish.config.model import CriticConfig, PrecisionConfig
+from burnish.data.prompts import PromptStream
+from burnish.data.sft import SFTStream
+from burnish.jobs.base import Functions, Job, Loop, Metrics
+from burnish.jobs.build import (
+    WeightedRewards,
+    reward_set,
+    sampling_of,
+    tell_noise,
+    weighted_rewards,
+    within_positions,
+)
+from burnish.jobs.degenerate import SignalWatch, warn_without_labels
+from burnish.jobs.distill import Teacher, make_teacher
+from burnish.jobs.evaluate import (
+    Evaluator,
+    eval_sampling,
+    held_out_prompts,
+    longest_row,
+    make_evaluator,
+)
+from burnish.jobs.memory_monitor import MemoryMonitor
+from burnish.jobs.objectives import policy_objective, value_objective, with_expert_balance
+from burnish.jobs.ptx import Ptx, ptx_objective
+from burnish.jobs.rl import RL, RLState, rl_step
+from burnish.jobs.trainer import Trainer
+from burnish.observe.samples import write_samples
+from burnish.observe.timeline import Timeline, timed
+from burnish.rewards.base import RewardSet
+from burnish.rollout.base import RolloutEngine
+from burnish.rollout.runner import Runner
+from burnish.runtime.base import Runtime
+from burnish.train.base import HasLogprobs, Loss, Role, TrainEngine
+from burnish.train.spec import EngineSpec
+
+log = logging.getLogger("burnish")
+
+
+class RLLoop:
+    """The loop of an RL run. Implements ``base.Loop``."""
+
+    def __init__(self, run: RL, evaluator: Evaluator | None) -> None:
+        self.run, self.evaluator, self.state = run, evaluator, RLState(run)
+        config = run.config
+        self.total_steps = config.max_steps
+        self.eval_every_n_steps = config.eval.every_n_steps if config.eval is not None else 0
+        self.best_metric = "reward/mean" if config.eval is None else "eval/pass@1"
+        self._gap_logged = config.precision.sampler_dtype == config.precision.dtype
+
+    def step(self, number: int) -> Metrics:
+        """Do one step. The first also logs the gap between trainer and sampler, if they compute in
+        two formats."""
+        metrics = rl_step(self.run, number)
+        if not self._gap_logged and "train/mismatch_abs" in metrics:
+            self._gap_logged = True
+            _log_gap(self.run.config.precision, number, metrics)
+        return metrics
+
+    def evaluate(self, number: int) -> Metrics:
+        """Measure the held-out prompts, if there are any."""
+        return {} if self.evaluator is None else self.evaluator.evaluate(number)
+
+    def close(self) -> None:
+        """Close rewards and rollout engine."""
+        self.run.signal.log_total()
+        self.run.runner.rewards.close()
+        self.run.runner.engine.close()
+
+
+def _log_gap(precision: PrecisionConfig, step: int, metrics: Mapping[str, float]) -> None:
+    log.warning(
+        "precision.rollout_dtype: measured at step %d, log-probs of the trainer (%s) and "
+        "of the rollout engine (%s) differ by %.2g nats per token on average and %.2g at "
+        "most, k3 KL %.2g",
+        step,
+        precision.dtype,
+        precision.sampler_dtype,
+        metrics["train/mismatch_abs"],
+        metrics["train/mismatch_max"],
+        metrics["train/mismatch_k3"],
+    )
+
+
+def build_rl(
+    config: RLConfig, runtime: Runtime, functions: Functions, run_dir: Path
+) -> tuple[RL, Evaluator | None]:
+    """Return the parts of an RL run and its evaluator. Data and rewards first: their errors are the
+    quickest to find."""
+    new_tokens = config.rollout.generate_max_len
+    data = within_positions(config.data, config.model, new_tokens=new_tokens)
+    prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
+    held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
+    ptx = _ptx(config, runtime)
+    scores = weighted_rewards(config.rewards, runtime, functions, engine=config.train.engine)
+    tell_noise(config.model, "policy")
+    policy = runtime.language_model(_rl_spec(config, "policy"))
+    longest = max(data.prompt_max_len + new_tokens, longest_row(config.eval, new_tokens))
+    rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
+    kl = _kl_controller(config.algorithm.kl)
+    critic, value_loss = _critic(config, runtime)
+    max_len = config.rollout.generate_max_len
+    rewards = reward_set(
+        scores,
+        on_failure=config.on_reward_failure,
+        max_len=max_len,
+        shaping=config.shaping,
+        running=_running(config, scores),
+    )
+    warn_without_labels(held_out, rewards)
+    limit = config.observe.samples_per_step
+    parts = RL(
+        config=config,
+        prompts=prompts,
+        runner=_runner(config, rollout, rewards, runtime.timeline),
+        policy=policy,
+        policy_loss=with_expert_balance(
+            policy_objective(config.algorithm, max_len=max_len, kl_coef=lambda: kl.coef),
+            config.train.moe_aux_loss_coef,
+        ),
+        kl=kl,
+        sync=runtime.sync(policy, rollout, config.sync),
+        keep_samples=lambda step, groups, advantages: write_samples(
+            run_dir, step, groups, advantages, limit=limit, split="train"
+        ),
+        reference=_reference(config, runtime, policy),
+        teacher=_teacher(config, runtime),
+        critic=critic,
+        value_loss=value_loss,
+        ptx=ptx,
+        signal=SignalWatch(config.train.max_steps_without_signal),
+    )
+    if config.eval is None:
+        return parts, None
+    sampling = eval_sampling(config.eval, config.rollout)
+    eval_rollout = timed(rollout, runtime.timeline, {"generate": "eval"})
+    return parts, make_evaluator(
+        config.eval, eval_rollout, scores, sampling, held_out, config, run_dir
+    )
+
+
+def _runner(
+    config: RLConfig, engine: RolloutEngine, rewards: RewardSet, timeline: Timeline
+) -> Runner:
+    return Runner(
+        timed(engine, timeline, {"generate": "rollout"}),
+        timed(rewards, timeline, {"score": "reward"}),
+        sampling_of(config.rollout),
+        num_samples=config.rollout.n_samples_per_prompt,
+        seed=config.seed,
+        dynamic=config.rollout.dynamic_sampling,
+    )
+
+
+def _critic(config: RLConfig, runtime: Runtime) -> tuple[TrainEngine | None, Loss | None]:
+    if not isinstance(config.algorithm.advantage, GaeAdvantage):
+        return None, None
+    own = config.critic or CriticConfig()
+    spec = replace(_rl_spec(config, "critic"), model=own.model or config.model, lr=own.lr)
+    if own.model is not None:
+        tell_noise(own.model, "critic")
+    critic = runtime.scalar_model(spec, seed=config.seed)
+    return critic, value_objective(value_clip=own.value_clip)
+
+
+def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["mean_std", "std"]]:
+    pairs = zip(config.rewards, scores, strict=True)
+    return {reward.name: e.running_norm for e, (reward, _) in pairs if e.running_norm is not None}
+
+
+def _ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
+    if config.ptx is None:
+        return None
+    data = within_positions(config.ptx.data, config.model, field="ptx.data")
+    stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
+    return Ptx(
+        timed(stream, runtime.timeline, {"next": "data"}),
+        config.ptx.batch_size,
+        ptx_objective(config.ptx.ptx_coef),
+    )
+
+
+def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
+    plan = config.batch_plan()
+    updates = plan.optimizer_steps_per_rollout
+    assert updates is not None
+    train = config.train
+    if role != "policy":
+        train = train.model_copy(update={"moe_aux_loss_coef": 0.0})
+    return EngineSpec(
+        role=role,
+        train=train,
+        model=config.model,
+        micro_batch_size=plan.micro_train_batch_size,
+        total_steps=config.max_steps * updates,
+        temperature=config.rollout.temperature,
+        with_entropy=role == "policy",
+        trainable=role != "reference",
+        seed=config.seed,
+        dropout=False,
+    )
+
+
+def _reference(config: RLConfig, runtime: Runtime, policy: TrainEngine) -> HasLogprobs | None:
+    if not config.algorithm.kl.init_kl_coef:
+        return None
+    own = config.reference.model if config.reference is not None else None
+    if own is None and config.model.lora is not None:
+        return runtime.frozen_base(policy)
+    spec = replace(_rl_spec(config, "reference"), model=own or config.model)
+    return runtime.language_model(spec, {"logprobs": "reference"})
+
+
+def _teacher(config: RLConfig, runtime: Runtime) -> Teacher | None:
+    if config.teacher is None:
+        return None
+    spec = _rl_spec(config, "teacher")
+    return make_teacher(config.teacher, config.model, spec, runtime)
+
+
+def _kl_controller(config: KlConfig) -> KlController:
+    if config.kl_target is None:
+        return FixedKl(config.init_kl_coef)
+    return AdaptiveKl(config.init_kl_coef, target=config.kl_target, horizon=config.kl_horizon)
+
+
+class RLJob(Job[RLConfig, Loop]):
+    """The job ``rl``."""
+
+    config_class = RLConfig
+    takes_rewards = True
+
+    def device(self, config: RLConfig) -> str:
+        return config.train.engine.device
+
+    def driver(self, config: RLConfig, run_dir: Path, memory_monitor: MemoryMonitor) -> Trainer:
+        return Trainer(config, run_dir, memory_monitor)
+
+    def build(
+        self, config: RLConfig, runtime: Runtime, *, run_dir: Path, functions: Functions
+    ) -> Loop:
+        return RLLoop(*build_rl(config, runtime, functions, run_dir))
+
+
+JOB = RLJob()

@@ -1,0 +1,299 @@
+"""The training run around its steps: metrics, evaluation, checkpoints, recovery, signals.
+
+:meth:`Trainer.run` owns the order in which a step is measured, recorded, saved and interrupted, so
+that a run killed anywhere continues from its last checkpoint and writes the same metrics as one
+that was never killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from burnish.checkpoint import CheckpointError
+from burnish.config import dump_yaml
+from burnish.config.changes import changed_settings
+from burnish.config.jobs import TrainingJob
+from burnish.data.sources import DataError
+from burnish.jobs.base import Driver, Loop, Metrics, rare_garbage_collection
+from burnish.jobs.checkpointing import Checkpointing, PreStepState, RunPosition
+from burnish.jobs.errors import Interrupted, StoppedError
+from burnish.jobs.memory_monitor import OOM_FILE, MemoryMonitor
+from burnish.jobs.signals import StopSignals
+from burnish.observe.files import write_text
+from burnish.observe.memory import memory_metrics
+from burnish.observe.metrics import read_metrics
+from burnish.observe.progress import FILE_ONLY, Progress
+from burnish.observe.samples import drop_samples_after
+from burnish.observe.spikes import SpikeAlarm
+from burnish.rewards.base import RewardError
+from burnish.runtime.base import Runtime, WorkerLostError
+from burnish.runtime.ray import RayRuntime
+
+log = logging.getLogger("burnish")
+
+STOPPED_FILE = "stopped.txt"
+
+
+class Trainer(Driver[Loop]):
+    """Runs a training loop."""
+
+    config: TrainingJob
+
+    def __init__(self, config: TrainingJob, run_dir: Path, memory_monitor: MemoryMonitor) -> None:
+        super().__init__(config, run_dir, memory_monitor)
+        self.position = RunPosition()
+        self.recover: Callable[[WorkerLostError], None] | None = None
+        """Replaces lost workers. None: nothing can be lost."""
+        self._signals = StopSignals(self._announce_stop)
+        self._spikes = SpikeAlarm()
+
+    def attach(self, runtime: Runtime) -> None:
+        super().attach(runtime)
+        self.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
+
+    # ---- the order of a run ------------------------------------------------------------------
+
+    def run(self, loop: Loop) -> Metrics:
+        """Run the steps of ``loop``, with evaluation at step 0, every ``eval_every_n_steps`` and at
+        the end, and with checkpoints. Return the last value of every metric.
+
+        Raises Interrupted after a signal, once the current step is finished and saved; a second
+        signal ends the process at once. Raises StoppedError, once the step is saved, if a step says
+        that continuing makes no sense.
+        """
+        self.checkpoints = Checkpointing(
+            self.config, self.run_dir, self.timeline, best_metric=loop.best_metric
+        )
+        self._open_records(loop)
+        with self._recovery(loop):
+            self._restore(loop)
+        self._say_best_mode()
+        # Only now is it certain that this recipe and the run in the folder belong together.
+        self._log_config_diff()
+        write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        self.metrics.start_trackers()
+        self.checkpoints.start_clock()
+        with self._signals, rare_garbage_collection(), self.measured_memory():
+            begun = False
+            while not begun:
+                with self._recovery(loop):
+                    self._begin(loop)
+                    begun = True
+            while self.position.step < loop.total_steps:
+                with self._recovery(loop):
+                    self._step(loop)
+        self._stop_if_mostly_skipped(loop)
+        self._warn_if_best_was_never_measured()
+        return self.position.last
+
+    def _open_records(self, loop: Loop) -> None:
+        self.open()
+        self.progress = Progress(loop.total_steps, every=self.config.observe.log_every_n_steps)
+        self.closing.callback(self.progress.close)
+        self.closing.push(self._finish_pending_checkpoint)
+        self.progress.table(
+            "Batch arithmetic", ("name", "value", "how"), self.config.launch_table()
+        )
+        for warning in self.config.warnings():  # printed when the recipe was loaded
+            log.warning(warning, extra=FILE_ONLY)
+
+    def _finish_pending_checkpoint(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):  # else: exit at once
+            self.checkpoints.try_finish()
+
+    def _begin(self, loop: Loop) -> None:
+        """Do what comes before the first step."""
+        if self.checkpoints.saved_step >= 0:  # step 0 is in the log already
+            return
+        if metrics := loop.evaluate(0):
+            self._record(0, metrics)
+        if self.recover is not None:  # the first steps need a checkpoint to roll back to
+            self._save_now(loop)
+
+    def _step(self, loop: Loop) -> None:
+        """Do one step, record it, and save if a checkpoint is due."""
+        self.checkpoints.poll()
+        self._stop_if_asked(loop)
+        before = PreStepState.of(loop.state)
+        started, number = time.perf_counter(), self.position.step + 1
+        try:
+            metrics = loop.step(number)
+            every = loop.eval_every_n_steps
+            if number == loop.total_steps or (every and number % every == 0):
+                metrics |= loop.evaluate(number)
+        except StoppedError as stop:
+            self.position.step = number
+            self._record(number, stop.metrics)
+            self._stop(loop, stop)
+        except (RewardError, DataError):
+            self._save_pre_step_state(loop, before)
+            raise
+        metrics["time/step_s"] = time.perf_counter() - started
+        self.position.step = number
+        self._record(number, metrics)
+        self.progress.step(number, metrics)
+        if self.checkpoints.due(number, loop.total_steps):
+            self.checkpoints.save(loop.state, self.position)
+        if number == loop.total_steps:
+            self.checkpoints.finish()
+
+    def _record(self, step: int, metrics: Metrics) -> None:
+        run = self.position
+        if "train/loss" in metrics:
+            metrics["train/loss_spike"] = self._spikes.check(metrics["train/loss"])
+        seconds = self.timeline.collect()
+        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+        for phase in ("rollout", "train"):
+            if f"{phase}/tokens" in metrics and seconds.get(phase):
+                metrics[f"{phase}/tokens_per_s"] = metrics[f"{phase}/tokens"] / seconds[phase]
+        metrics |= memory_metrics() | self.memory_monitor.metrics()
+        self.metrics.log(step, metrics)
+        run.last |= metrics
+        if self.checkpoints.best_metric in metrics:
+            run.best_measured_step = step
+        if any(name.startswith("eval/") for name in metrics):
+            run.evaluated_step = step
+
+    # ---- restoring and recovery --------------------------------------------------------------
+
+    @contextmanager
+    def _recovery(self, loop: Loop) -> Iterator[None]:
+        """If a worker is lost inside, have it replaced and roll back to the newest checkpoint."""
+        try:
+            yield
+        except (WorkerLostError, CheckpointError) as error:
+            self._rollback(loop, error)
+
+    def _rollback(self, loop: Loop, error: Exception) -> None:
+        """Have lost workers replaced and restore the newest checkpoint; again if more are lost
+        meanwhile (``recover`` bounds that). Raises ``error`` if it is about something else."""
+        lost = error if isinstance(error, WorkerLostError) else error.__cause__
+        if self.recover is None or not isinstance(lost, WorkerLostError):
+            raise error
+        self.checkpoints.try_finish()
+        while lost is not None:
+            self.progress.message(f"{lost}; going back to the newest checkpoint")
+            try:
+                self.recover(lost)
+                self._restore(loop)
+                lost = None
+            except WorkerLostError as again:
+                lost = again
+
+    def _restore(self, loop: Loop) -> None:
+        """Restore the newest checkpoint, and the logs as they were then."""
+        for about_the_last_time in (STOPPED_FILE, OOM_FILE):
+            (self.run_dir / about_the_last_time).unlink(missing_ok=True)
+        newest = self.checkpoints.restore(loop.state, self.position)
+        step = -1 if newest is None else self.position.step
+        self.metrics.rewind(step)
+        drop_samples_after(self.run_dir, step)
+        if newest is None:
+            return
+        self._spikes = SpikeAlarm()
+        logged = read_metrics(self.run_dir)
+        self._spikes.replay(line["train/loss"] for line in logged if "train/loss" in line)
+        self.progress.message(f"resumed from {newest} at step {step} of {loop.total_steps}")
+
+    def _log_config_diff(self) -> None:
+        """Log the settings that a resumed run changes."""
+        saved = self.run_dir / "config.yaml"
+        if self.checkpoints.saved_step < 0 or not saved.is_file():
+            return
+        then = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        changed = changed_settings(then, yaml.safe_load(dump_yaml(self.config)))
+        changed.pop("run_dir", None)
+        if changed:
+            listed = "; ".join(f"{key}: {what}" for key, what in changed.items())
+            self.progress.message(f"with other settings: {listed}")
+
+    # ---- ends --------------------------------------------------------------------------------
+
+    def _save_now(self, loop: Loop) -> None:
+        self.checkpoints.save(loop.state, self.position)
+        self.checkpoints.finish()
+
+    def _save_pre_step_state(self, loop: Loop, before: PreStepState) -> None:
+        """Save the run as it was before the step that an outside failure ended, and say how to
+        resume."""
+        run = self.position
+        if run.step == 0 or loop.state.version != before.version:
+            return
+        try:
+            self.checkpoints.save(loop.state, run, before)
+            self.checkpoints.finish()
+        except CheckpointError as error:  # must not hide the error that ended the run
+            log.warning(error)
+            return
+        self.progress.message(
+            f"step {run.step} is saved: once this is mended, go on by --resume {self.run_dir}"
+        )
+
+    def _stop(self, loop: Loop, stop: StoppedError) -> NoReturn:
+        """Save if there is something worth saving, say why, and raise."""
+        step, total = self.position.step, loop.total_steps
+        try:
+            self._save_now(loop)
+            saved = "The run is saved"
+        except CheckpointError as error:
+            saved = f"This step is not saved: {error}"
+        more = " max_steps=MORE" if step == total else ""
+        why = (
+            f"stopped at step {step} of {total}: {stop}. {saved}; go on with other "
+            f"settings by --resume {self.run_dir} KEY=VALUE{more}"
+        )
+        write_text(self.run_dir / STOPPED_FILE, why + "\n")
+        log.info(why)
+        raise StoppedError(why, stop.metrics) from stop
+
+    def _stop_if_mostly_skipped(self, loop: Loop) -> None:
+        """End as stopped if most steps of the run were skipped, the last one too; warn if that one
+        was not, or if the loss scale was still being searched."""
+        last = self.position.last
+        skipped = last.get("train/skipped_total", 0.0)
+        if skipped <= self.position.step / 2:
+            return
+        why = (
+            f"{skipped:.0f} optimizer steps were skipped because the loss or the gradient was not "
+            "finite: this run has learned little (see train/skipped_steps in the report)"
+        )
+        if last.get("train/skipped_steps") and not last.get("train/overflows"):
+            more = "; try a lower learning rate, or look at the data and rewards"
+            self._stop(loop, StoppedError(why + more, last))
+        log.warning(why)
+
+    def _stop_if_asked(self, loop: Loop) -> None:
+        if self._signals.asked is not None:
+            self._save_now(loop)
+            raise Interrupted(self.run_dir, self._signals.asked)
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def _announce_stop(self, name: str) -> None:
+        self.progress.message(
+            f"{name}: saving after the step under way, then stopping; once more stops at once "
+            "without saving"
+        )
+
+    def _say_best_mode(self) -> None:
+        if self.config.checkpoint.best_metric and self.config.checkpoint.best_mode is None:
+            which = "smallest" if self.checkpoints.best_mode == "min" else "largest"
+            self.progress.message(
+                f"the checkpoint with the {which} {self.checkpoints.best_metric} is kept as the "
+                "best (checkpoint.best_mode changes that)"
+            )
+
+    def _warn_if_best_was_never_measured(self) -> None:
+        if self.config.checkpoint.best_metric and self.position.best_measured_step < 0:
+            log.warning(
+                "checkpoint.best_metric=%s was never measured; metrics of this run: %s",
+                self.checkpoints.best_metric,
+                ", ".join(sorted(self.position.last)),
+            )

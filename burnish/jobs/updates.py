@@ -1,0 +1,72 @@
+"""The optimizer steps of one training step, counted and measured by role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from burnish.algorithms.value_losses import explained_variance
+from burnish.jobs.base import Metrics
+from burnish.jobs.errors import StoppedError
+from burnish.train.base import NonFiniteError, StepStats, TrainEngine
+from burnish.types import Stats
+
+
+@dataclass
+class Updates:
+    """Stats of all updates of one step, by role."""
+
+    stats: dict[str, Stats] = field(default_factory=dict)
+    steps: dict[str, list[StepStats]] = field(default_factory=dict)
+    failures: dict[str, NonFiniteError] = field(default_factory=dict)
+
+    def add(self, role: str, stats: Stats) -> None:
+        """Add what one forward_backward measured."""
+        self.stats[role] = self.stats.get(role, Stats()) + stats
+
+    def step(self, role: str, engine: TrainEngine) -> None:
+        """Take an optimizer step. Where it says that going on makes no sense, the rest of the RL
+        step is still done, so that what is saved is whole."""
+        try:
+            stats = engine.optim_step()
+        except NonFiniteError as error:
+            stats = error.stats
+            self.failures.setdefault(role, error)  # the first one says where it began
+        self.steps.setdefault(role, []).append(stats)
+
+    def checked(self, metrics: Metrics) -> Metrics:
+        """``metrics``; raises StoppedError with them where an update said to stop."""
+        if self.failures:
+            first = next(iter(self.failures.values()))
+            raise StoppedError(" Also: ".join(map(str, self.failures.values())), metrics) from first
+        return metrics
+
+    def metrics(self) -> Metrics:
+        """Plain numbers; losses (sums over one update) become means over the updates."""
+        out: Metrics = {}
+        for role, stats in self.stats.items():
+            steps = self.steps[role]
+            mean_sums = {name: (value, len(steps)) for name, value in stats.sums.items()}
+            out |= Stats({**stats.means, **mean_sums}, stats.maxima).floats(f"{role}/")
+            out |= {f"{role}/{name}": value for name, value in step_metrics(steps).items()}
+            if role == "critic":
+                out["critic/explained_variance"] = explained_variance(stats)
+        return out
+
+
+def step_metrics(steps: Sequence[StepStats]) -> Metrics:
+    """What the optimizer steps of one role did: the mean norm of those that were taken (of all, if
+    none was), counts of the others, the last rate and loss scale."""
+    taken = [s for s in steps if not s.skipped] or steps
+    out = {
+        "grad_norm": sum(s.grad_norm for s in taken) / len(taken),
+        "lr": steps[-1].lr,
+        "skipped_steps": float(sum(s.skipped for s in steps)),
+        "skipped_total": float(steps[-1].skipped_total),
+    }
+    if steps[-1].scaled:
+        out["loss_scale"] = steps[-1].loss_scale
+        out["overflows"] = float(sum(s.overflow for s in steps))
+    if steps[-1].oom_retries is not None:
+        out["oom_retries"] = float(sum(s.oom_retries or 0 for s in steps))
+    return out

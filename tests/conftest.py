@@ -9,6 +9,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is an oracle of test
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["BURNISH_TESTS_PROCESS"] = str(os.getpid())  # whatever a test starts inherits it
 
+import gc
 import re
 import subprocess
 import tempfile
@@ -281,6 +282,14 @@ def _run_together(
     said = "\n".join(path.read_text()[-3000:] for path in logs)
     assert not end_well or codes == [0] * len(codes), said
     return codes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_collector_skips_what_is_loaded() -> None:
+    """A full collection walks the million objects of torch, transformers and vLLM, 0.6 s each time;
+    several libraries ask for one whenever an engine starts or ends."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -34,7 +34,7 @@ from burnish.runtime.limits import Limits
 from burnish.runtime.ray import RayRuntime
 from burnish.runtime.remote import RemoteTrainEngine
 from burnish.runtime.worker import TrainWorker, TransferOptions, WorkerInfo, pack_batch
-from burnish.runtime.worker_group import Group
+from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.buckets import LinkReceiver
 from burnish.sync.stored import SnapshotLink
 from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
@@ -194,7 +194,7 @@ class OnRay:
             precision=PrecisionConfig(),
             timeline=Timeline(),
         )
-        self._group = Group(self.runtime, Kind("ray", 2).spec(Wanted()), scalar=False, seed=0)
+        self._group = WorkerGroup(self.runtime, Kind("ray", 2).spec(Wanted()), scalar=False, seed=0)
         self.runtime.groups.append(self._group)
 
     def make(self, kind: Kind, wanted: Wanted) -> RemoteTrainEngine:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.jobs.output_shards import Parts
+from burnish.jobs.output_shards import OutputShards
 from burnish.observe.files import write_text
 
 
@@ -19,7 +19,7 @@ def _text(folder: Path) -> Path:
 
 def _output(folder: Path) -> Path:
     (folder / "run").mkdir(exist_ok=True)
-    Parts(folder / "run").publish(folder / "out.jsonl")
+    OutputShards(folder / "run").publish(folder / "out.jsonl")
     return folder / ".out.jsonl.of-run"
 
 

@@ -167,7 +167,7 @@ def process(args: argparse.Namespace) -> None:
     """One of the two; each prints a line of JSON for each kind."""
     import torch
 
-    from burnish.sync.store import connect_store, serve_store
+    from burnish.sync.channel import connect_store, serve_store
 
     torch.set_num_threads(1)
     folder = Path(args.folder)
@@ -220,7 +220,8 @@ def make_ends(
 ) -> Callable[[], Any]:
     """What this process does in one hand-over."""
     from burnish.config.sync import DiskSync, LinkSync
-    from burnish.sync.connect import Rendezvous, open_receiver, open_sender
+    from burnish.sync.connect import Rendezvous, open_sender, open_source
+    from burnish.sync.engine import SyncedEngine
 
     bucket_bytes, verify = args.bucket_mb << 20, not args.no_verify
     sync: LinkSync | DiskSync
@@ -236,7 +237,7 @@ def make_ends(
         sender = open_sender(sync, policy, rendezvous, dtype="bf16")
         return sender.push
     loader: Any = Loader({n: t.shape for n, t in policy.tensors.items()})
-    return open_receiver(sync, loader, rendezvous).receive
+    return SyncedEngine(loader, open_source(sync, rendezvous)).receive
 
 
 # ---- the parent ----------------------------------------------------------------------------------

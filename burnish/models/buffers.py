@@ -2,7 +2,7 @@
 
 A buffer is not trained by the optimizer. Some never change (``layer_scalar`` of Gemma 4,
 ``e_score_correction_bias`` of DeepSeek-V3), some change in training passes (running statistics).
-Both kinds belong to checkpoints, exports and hand-overs. Buffers that a model marks as not
+Both kinds belong to checkpoints, exports and weight transfers. Buffers that a model marks as not
 persistent (rotary frequencies) are computed from its config and belong to none of them.
 
 A buffer keeps its number format everywhere: it may be fp32 in a bf16 model. Iterators over a

@@ -31,7 +31,7 @@ from burnish.rollout.cuda_graphs import DecodeGraphs
 from burnish.rollout.requests import StopRule, check_requests, end_tokens
 from burnish.rollout.row_sampler import RowSampler
 from burnish.rollout.sampling import sample_tokens, uniforms_for
-from burnish.rollout.weights import WeightList
+from burnish.rollout.weights import WeightNameCheck
 from burnish.types import FinishReason
 
 
@@ -117,15 +117,15 @@ class LocalRolloutEngine:
         """
         own: dict[str, Tensor] = dict(self.model.named_parameters())
         own |= dict(persistent_buffers(self.model))
-        wanted = WeightList({name: tensor.shape for name, tensor in own.items()})
+        names = WeightNameCheck({name: tensor.shape for name, tensor in own.items()})
         with torch.no_grad():
             for name, tensor in tensors:
-                wanted.take(name, tensor)
+                names.add(name, tensor.shape)
                 if isinstance(own[name], nn.Buffer) and own[name].dtype != tensor.dtype:
                     self._take_format(name, tensor)
                 else:
                     own[name].copy_(tensor)
-        wanted.finish()
+        names.complete()
         self.version = version
 
     def _take_format(self, name: str, tensor: Tensor) -> None:

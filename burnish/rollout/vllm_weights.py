@@ -24,7 +24,7 @@ from burnish import shm
 from burnish.models.buffers import persistent_buffers
 from burnish.rollout.vllm_experts import experts_not_used
 from burnish.rollout.vllm_names import HubNames, held_names, layer_of, state_of
-from burnish.rollout.weights import WeightList, fingerprint, read_fingerprints
+from burnish.rollout.weights import WeightNameCheck, fingerprint, read_fingerprints
 
 
 class WeightStream:
@@ -40,7 +40,7 @@ class WeightStream:
     ) -> None:
         """``skeleton``: the model without weights. ``dtype``: of vLLM's parameters."""
         self._tensors, self._dtype = tensors, dtype
-        self._wanted = WeightList(shapes_of(skeleton))
+        self._names = WeightNameCheck(shapes_of(skeleton))
         self._buffers = {name for name, _ in persistent_buffers(skeleton)}
         self._hub = HubNames(skeleton)
         self._fingerprints: dict[str, Tensor] = {}
@@ -52,7 +52,7 @@ class WeightStream:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         try:
             for name, tensor in self._tensors:
-                self._wanted.take(name, tensor)
+                self._names.add(name, tensor.shape)
                 yield from self._parts(name, tensor.detach())
             self._read_to_the_end = True
         except Exception as error:  # raised again by finish
@@ -70,7 +70,7 @@ class WeightStream:
         """Raise what went wrong in the stream, or ValueError where weights are missing."""
         if self._error is not None:
             raise self._error
-        self._wanted.finish()
+        self._names.complete()
 
     def compare(self, reports: Sequence[dict[str, Any]]) -> list[str]:
         """Return the differences between the weights given and those that the workers hold.

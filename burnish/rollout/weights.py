@@ -8,38 +8,50 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+Shape = tuple[int, ...]
+
 _CHUNK = 1 << 22
 """Elements at a time on a GPU: few launches, and temporary tensors of 32 MiB."""
 _CHUNKS = {"cpu": 1 << 15}
 """On a CPU the 64-bit products stay in the cache."""
 
 
-class WeightList:
-    """The weights that an engine must be given, crossed off one by one."""
+class WeightNameCheck:
+    """Check that every weight of a model comes exactly once, in its shape."""
 
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self._missing, self._taken = dict(shapes), set[str]()
+    def __init__(self, expected: Mapping[str, Shape] | None) -> None:
+        """``expected``: shape of every weight. None: any names, each once."""
+        self._expected = expected
+        self.given: dict[str, Shape] = {}
+        """Names and shapes that came so far, in order."""
 
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Cross ``name`` off. Raises ValueError if it is unknown, came before, or has another
-        shape (which a copy could broadcast silently)."""
-        if name in self._taken:
-            raise ValueError(f"weight {name} was given twice; each parameter is given once")
-        if name not in self._missing:
-            raise ValueError(f"weight {name} is not a parameter of the rollout model")
-        shape = self._missing.pop(name)
-        if shape != tensor.shape:
+    def add(self, name: str, shape: Shape) -> None:
+        """Raise ValueError if ``name`` is unknown or came before, or if its shape differs (which a
+        copy could broadcast silently)."""
+        if name in self.given:
             raise ValueError(
-                f"weight {name} is {list(tensor.shape)}, the rollout model has {list(shape)}"
+                f"weight {name} was given twice, and each is to come once; the sender's weights() "
+                "repeats it, or a bucket was sent twice"
             )
-        self._taken.add(name)
-
-    def finish(self) -> None:
-        """Raise ValueError if a weight was not given."""
-        if self._missing:
+        if self._expected is not None and name not in self._expected:
             raise ValueError(
-                f"{len(self._missing)} weights were not given, e.g. {sorted(self._missing)[0]}: "
-                "they would be stale"
+                f"weight {name} is not one of the {len(self._expected)} weights of the rollout "
+                "model; trainer and rollout engine must be of one model"
+            )
+        if self._expected is not None and self._expected[name] != shape:
+            raise ValueError(
+                f"weight {name} is {list(shape)}, the rollout model has "
+                f"{list(self._expected[name])}; trainer and rollout engine must be of one model"
+            )
+        self.given[name] = shape
+
+    def complete(self) -> None:
+        """Raise ValueError if a weight has not come."""
+        missing = [n for n in self._expected or () if n not in self.given]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of {len(self._expected or ())} weights did not come, e.g. "
+                f"{missing[0]}: they would be stale"
             )
 
 

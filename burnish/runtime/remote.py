@@ -29,9 +29,8 @@ from burnish.runtime.worker import (
 )
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.base import encode
-from burnish.sync.buckets import LinkReceiver
-from burnish.sync.engine import messages
-from burnish.sync.stored import SnapshotLink, WeightSnapshot
+from burnish.sync.buckets import messages
+from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.types import Batch, PendingSave, Stats
 
@@ -99,11 +98,9 @@ class RemoteTrainEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace name, tensor) on the controller. (A sync moves buckets instead.)"""
         kept = self.transfer_weights(0, TransferOptions(BUCKET_BYTES, None, verify=True))
-        link = SnapshotLink()
-        link.fill(kept.headers, [self.group.runtime.ray.get(ref) for ref in kept.payloads])
-        incoming = LinkReceiver(link, hold=True).open(self.version)
-        yield from incoming
-        incoming.close(None)
+        payloads = [self.group.runtime.ray.get(ref) for ref in kept.payloads]
+        with SnapshotSource(kept.headers, payloads, hold=True).open(self.version) as transfer:
+            yield from transfer
 
     def transfer_weights(self, push: int, options: TransferOptions) -> WeightSnapshot[Any]:
         """The weights as rank 0 gives them: headers here, bytes in the object store."""
@@ -186,7 +183,7 @@ class RemoteRolloutEngine:
         max_len: int | None,
         ready: bool = True,
     ) -> None:
-        """``ready``: they may sample from the model's own weights before the first hand-over."""
+        """``ready``: they may sample from the model's own weights before the first transfer."""
         self.runtime, self.model, self.config, self.max_len = runtime, model, config, max_len
         self.ready, self.version = ready, 0
         self.size = runtime.config.ranks("rollout")
@@ -295,7 +292,7 @@ class RemoteRolloutEngine:
         return lost | (self.refill(left) if left else {})
 
     def receive_snapshot(self, kept: WeightSnapshot[Any], *, verify: bool) -> None:
-        """Give all workers one hand-over, which stays in the object store until the next, for
+        """Give all workers one transfer, which stays in the object store until the next, for
         those that are replaced. Raises SyncError where one does not accept it."""
 
         def give(indices: Sequence[int]) -> Lost:

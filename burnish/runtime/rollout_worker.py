@@ -11,13 +11,13 @@ from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.observe.timeline import timed
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.runtime.worker import ReceiverRank, Worker
-from burnish.sync.base import Metrics, Shape
-from burnish.sync.buckets import LinkReceiver
+from burnish.rollout.weights import Shape
+from burnish.runtime.worker import Worker
+from burnish.sync.base import Metrics
+from burnish.sync.channel import connect_store
 from burnish.sync.connect import Rendezvous, open_source
 from burnish.sync.engine import SyncedEngine
-from burnish.sync.store import connect_store
-from burnish.sync.stored import SnapshotLink
+from burnish.sync.snapshot import SnapshotSource
 
 CHUNKS_PER_S = 64
 """Completions travel to the controller in parcels, so many a second from all workers together: one
@@ -46,10 +46,10 @@ class RolloutWorker(Worker):
         ready: bool = True,
     ) -> None:
         """Load the model and make the engine. ``ready``: it may sample from the model's own
-        weights; else a hand-over has to come first."""
+        weights; else a weight transfer has to come first."""
         engine = self.runtime().standalone_rollout(model, config, max_len=max_len)
-        self._stored, self._expected = SnapshotLink(), None
-        synced = SyncedEngine(engine, LinkReceiver(self._stored), ready=ready)
+        self._expected = None
+        synced = SyncedEngine(engine, SnapshotSource(), ready=ready)
         spans = {"generate": "rollout", "receive": "rollout_sync"}
         self.engine = timed(synced, self.timeline, spans)
 
@@ -79,37 +79,33 @@ class RolloutWorker(Worker):
     def receive_snapshot(
         self, version: int, verify: bool, headers: Sequence[bytes], *payloads: Any
     ) -> Metrics:
-        """Take a hand-over that was kept for us. Raises SyncError if it is incomplete."""
-        self.engine.receiver.close()
-        self._stored.fill(headers, payloads)
-        source = LinkReceiver(self._stored, expected=self._expected, check=verify)
-        self.engine.receiver = source
+        """Load a snapshot of the policy's weights. Raises SyncError if it is incomplete."""
+        self.engine.source.close()
+        source = SnapshotSource(headers, payloads, expected=self._expected, check=verify)
+        self.engine.source = source
         metrics = self.engine.receive(version)
         self._expected = source.expected
         return metrics
 
-    def open_receiver(
+    def open_source(
         self,
         sync: LinkSync | DiskSync,
         at: tuple[str, int] | None,
         connection: str,
         *,
-        receiver_rank: ReceiverRank,
+        rank: int,
+        num_receivers: int,
     ) -> None:
-        """This worker's end of a new connection; the one before is closed. ``at``: host and port of
-        the sender's store."""
-        self.engine.receiver.close()
+        """Join a new connection as receiver ``rank`` (from 1); the one before is closed. ``at``:
+        host and port of the sender's store."""
+        self.engine.source.close()
         rendezvous = None
         if at is not None:
             store = connect_store(*at, timeout_s=sync.timeout_s)
             rendezvous = Rendezvous(
-                store,
-                connection,
-                receiver_rank.size,
-                rank=receiver_rank.rank,
-                device=self.info.device,
+                store, connection, num_receivers, rank=rank, device=self.info.device
             )
-        self.engine.receiver = open_source(sync, rendezvous)
+        self.engine.source = open_source(sync, rendezvous)
 
     def receive(self, version: int) -> Metrics:
         """Take what the trainer pushes through the connection."""

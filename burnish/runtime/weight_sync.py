@@ -21,7 +21,7 @@ from burnish.config.sync import DiskSync, LinkSync, resolve_kind
 from burnish.runtime.base import Sync
 from burnish.runtime.errors import died, failure, is_worker_loss
 from burnish.runtime.remote import Lost, RemoteRolloutEngine, RemoteTrainEngine
-from burnish.runtime.worker import ReceiverRank, TransferOptions
+from burnish.runtime.worker import TransferOptions
 from burnish.sync.base import Metrics, sync_metrics
 
 Call = tuple[Any, Any]
@@ -133,9 +133,7 @@ class ConnectionSync:
         joining = []
         for rank, index in enumerate(indices, 1):
             worker = self.rollout.workers[index]
-            call = worker.open_receiver.remote(
-                self.config, at, name, receiver_rank=ReceiverRank(rank, count)
-            )
+            call = worker.open_source.remote(self.config, at, name, rank=rank, num_receivers=count)
             joining.append((worker, call))
         return self._wait(opening, joining, indices)
 
@@ -150,7 +148,7 @@ class ConnectionSync:
         ranks = [i for i in gone if i < len(sending)]
         if ranks:
             workers = [calls[i][0] for i in ranks]
-            raise self.policy.group.loss(workers, f"{gone[ranks[0]]} (in a hand-over)")
+            raise self.policy.group.loss(workers, f"{gone[ranks[0]]} (in a weight transfer)")
         if gone:
             return {indices[i - len(sending)]: why for i, why in gone.items()}
         ends = [failure(self.ray, ref) for _, ref in calls]

@@ -34,10 +34,11 @@ from burnish.runtime.heartbeat import start_heartbeat
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.limits import Limits, groups_here, limit_collectives, limited
 from burnish.sync.base import Metrics, encode
+from burnish.sync.buckets import messages
+from burnish.sync.channel import serve_store
 from burnish.sync.connect import Rendezvous, open_sender
 from burnish.sync.disk import DiskSender
-from burnish.sync.engine import WeightSender, exhaust, messages
-from burnish.sync.store import serve_store
+from burnish.sync.engine import WeightSender, exhaust
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
@@ -128,14 +129,6 @@ class WorkerInfo:
     threads: int
     shared: bool = False
     """Other workers are on the same GPU."""
-
-
-@dataclass(frozen=True)
-class ReceiverRank:
-    """A receiver's place in a connection: ``rank`` from 1 to ``size``."""
-
-    rank: int
-    size: int
 
 
 class Worker:
@@ -326,7 +319,7 @@ class TrainWorker(Worker):
     # ---- weights ---------------------------------------------------------------------------
 
     def transfer_weights(self, push: int, options: TransferOptions) -> Iterator[Any]:
-        """One hand-over from rank 0, as pairs: a bucket's bytes, then its header. The others take
+        """One transfer from rank 0, as pairs: a bucket's bytes, then its header. The others take
         part in gathering and give none."""
         with self.timeline.span("sync"):
             yield from self._give(push, options)

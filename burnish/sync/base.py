@@ -1,32 +1,33 @@
-"""What travels when a trainer hands its weights to rollout engines in other processes, and who says
-what.
+"""Messages and interfaces of weight transfers between a trainer and rollout engines in other
+processes.
 
-A hand-over (a *push*) has a version and is a row of buckets and an end. A bucket is some bytes and
-a header that says which tensors they are, in which order, and what their checksum is. The receiver
-computes the checksum over what came, checks order, names and shapes, and only then gives a tensor
-to its engine; at the end it checks that nothing is missing. Whatever does not fit is a
-:class:`SyncError` that says what was expected and what came.
+A weight transfer (a *push*) has a version and consists of buckets and an end. A bucket is some
+bytes with a header: the tensors in it, in order, and their checksum. The receiver compares
+checksum, order, names and shapes before it gives a tensor to its engine, and checks at the end that
+nothing is missing. Anything else is a :class:`SyncError` with what was expected and what came.
 
-Reading order of this package: base, checksum, buckets (tensors <-> buckets), engine (the two ends:
-:class:`~burnish.sync.engine.WeightSender` and :class:`~burnish.sync.engine.SyncedEngine`), store
-(small messages), links, then one file per way that bytes go: collective, ipc, disk; connect, which
-chooses among them; and inproc, where none go.
+Reading order of this package: base, checksum, buckets (tensors to messages), source (messages to
+tensors), engine (the two ends: :class:`~burnish.sync.engine.WeightSender` and
+:class:`~burnish.sync.engine.SyncedEngine`), channel (small messages), links, then one file for each
+transport: collective, ipc, disk, snapshot; connect, which chooses among them; and inproc, where
+nothing is moved.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from burnish.errors import BurnishError
+from burnish.rollout.weights import Shape
 
 Metrics = dict[str, float]
-Shape = tuple[int, ...]
 
 
 class SyncError(BurnishError, RuntimeError):
@@ -68,12 +69,12 @@ class Bucket:
     """The header of one bucket."""
 
     push: int
-    """Number of the hand-over among those of its sender, from 0, so that what a broken one left on
+    """Number of the transfer among those of its sender, from 0, so that what a broken one left on
     the way is not taken for the next."""
     version: int
     """Optimizer steps the weights have taken."""
     index: int
-    """Buckets of this hand-over before this one."""
+    """Buckets of this transfer before this one."""
     num_bytes: int
     checksum: str
     """``kind:digest`` of the bytes (``checksum.py``); empty where nobody verifies."""
@@ -82,7 +83,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class End:
-    """All of one hand-over was sent."""
+    """All of one transfer was sent."""
 
     push: int
     version: int
@@ -93,7 +94,7 @@ class End:
 
 @dataclass(frozen=True)
 class Abort:
-    """The sender gave up in the middle of a hand-over."""
+    """The sender gave up in the middle of a transfer."""
 
     push: int
     version: int
@@ -128,56 +129,8 @@ def decode(data: bytes) -> Message:
     return kind(**fields)
 
 
-class SendLink(Protocol):
-    """The sender's end of a connection to all receivers."""
-
-    def buffer(self) -> Tensor:
-        """uint8 [bucket_bytes] to be filled next; waits until nobody reads what was sent from it.
-        Two take turns."""
-        ...
-
-    def send(self, bucket: Bucket, payload: Tensor) -> None:
-        """Start to send the first bytes of the buffer given last. Raises LinkError."""
-        ...
-
-    def finish(self, message: End | Abort) -> None:
-        """Say that this was all, and wait for the receivers' answers (not after an Abort).
-
-        Raises SyncError with what each receiver that refused said, and LinkError with the names of
-        those that said nothing in time.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave the connection. Nothing can be sent afterwards."""
-        ...
-
-
-class ReceiveLink(Protocol):
-    """One receiver's end of a connection."""
-
-    def receive(self) -> tuple[Message, Tensor | None]:
-        """The next message, with uint8 [num_bytes] if it is a bucket; good until the next call.
-
-        Raises LinkError where nothing comes in time, SyncError for a header that was damaged.
-        """
-        ...
-
-    def look_ahead(self) -> None:
-        """Let the next bucket come in meanwhile, if it has been announced. Does not wait."""
-        ...
-
-    def answer(self, push: int, problem: str | None) -> None:
-        """Tell the sender how a hand-over went; None: accepted."""
-        ...
-
-    def close(self) -> None:
-        """Leave the connection."""
-        ...
-
-
-class Incoming(Protocol):
-    """One hand-over as a receiver sees it: iterate once, then close."""
+class WeightTransfer(Protocol):
+    """One weight transfer as a receiver sees it."""
 
     version: int
     num_bytes: int
@@ -185,21 +138,20 @@ class Incoming(Protocol):
     num_buckets: int
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor), each verified before it is given out; a tensor is good until the next.
-        Ends only where all was right; raises SyncError otherwise."""
-        ...
-
-    def close(self, problem: str | None) -> None:
-        """Let the sender know how it went, and leave nothing of this hand-over on the way."""
+        """Iterate once over (name, tensor), each verified before it is given out and valid until
+        the next one. Raises SyncError unless everything came as it was sent."""
         ...
 
 
-class Receiver(Protocol):
-    """Where a rollout engine's weights come from."""
+class WeightSource(Protocol):
+    """The receiving end of weight transfers."""
 
-    def open(self, version: int | None) -> Incoming:
-        """Wait for a hand-over to begin. Raises SyncError where none comes in time, and where it is
-        not of ``version``."""
+    def open(self, version: int | None = None) -> AbstractContextManager[WeightTransfer]:
+        """Wait for the next transfer, and load it in the block.
+
+        The end of the block tells the sender how it went: an exception refuses the transfer.
+        Raises SyncError if none begins in time, or if it is not of ``version``.
+        """
         ...
 
     def close(self) -> None:
@@ -207,49 +159,14 @@ class Receiver(Protocol):
         ...
 
 
-class NameCheck:
-    """Every weight of a model exactly once, each in its shape."""
-
-    def __init__(self, expected: Mapping[str, Shape] | None) -> None:
-        self._expected = expected
-        self.given: dict[str, Shape] = {}
-        """What came so far, in order."""
-
-    def add(self, name: str, shape: Shape, where: str) -> None:
-        """Raises WeightMismatchError, beginning with ``where``, for a name that is unknown or came
-        before, and for another shape."""
-        if name in self.given:
-            raise WeightMismatchError(
-                f"{where}: weight {name} was given before, and each is to come once; the sender's "
-                "weights() repeats it, or a bucket was sent twice"
-            )
-        if self._expected is not None and name not in self._expected:
-            raise WeightMismatchError(
-                f"{where}: weight {name} is not one of the {len(self._expected)} weights of the "
-                "rollout model; trainer and rollout engine must be of one model"
-            )
-        if self._expected is not None and self._expected[name] != shape:
-            raise WeightMismatchError(
-                f"{where}: weight {name} is {list(shape)}, the rollout model has "
-                f"{list(self._expected[name])}; trainer and rollout engine must be of one model"
-            )
-        self.given[name] = shape
-
-    def complete(self, where: str) -> None:
-        """Raises WeightMismatchError where a weight has not come."""
-        missing = [n for n in self._expected or () if n not in self.given]
-        if missing:
-            raise WeightMismatchError(
-                f"{where}: {len(missing)} of {len(self._expected or ())} weights did not come, "
-                f"e.g. {missing[0]}: they would be stale"
-            )
-
-
-def transfer_metrics(incoming: Incoming, seconds: float) -> Metrics:
-    """What a hand-over cost, as metrics."""
-    return sync_metrics(
-        incoming.version, incoming.num_bytes, buckets=incoming.num_buckets, seconds=seconds
-    )
+@contextmanager
+def mismatch_at(where: str) -> Iterator[None]:
+    """Raise the ValueError of a :class:`~burnish.rollout.weights.WeightNameCheck` as a
+    WeightMismatchError that begins with ``where``."""
+    try:
+        yield
+    except ValueError as error:
+        raise WeightMismatchError(f"{where}: {error}") from error
 
 
 def sync_metrics(version: int, num_bytes: int, *, buckets: int, seconds: float) -> Metrics:

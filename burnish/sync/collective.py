@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from burnish.sync.base import LinkError
-from burnish.sync.links import ChannelReceiver, ChannelSender, split_frame
-from burnish.sync.store import Channel
+from burnish.sync.channel import Channel
+from burnish.sync.links import ChannelSender, ChannelSource, split_frame
+from burnish.sync.source import Checks
 
 
 class CollectiveSender(ChannelSender):
@@ -67,13 +68,15 @@ class CollectiveSender(ChannelSender):
             self._works[slot].pop(0)
 
 
-class CollectiveReceiver(ChannelReceiver):
+class CollectiveSource(ChannelSource):
     """One of the other ranks of the group."""
 
-    def __init__(self, channel: Channel, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, channel: Channel, *, device: torch.device | str = "cpu", **checks: Unpack[Checks]
+    ) -> None:
         """Raises LinkError with the names of those who did not join in time."""
-        super().__init__(channel)
-        self._device = torch.device(device)
+        super().__init__(**checks)
+        self.channel, self._device = channel, torch.device(device)
         self._group = _Group(channel, self._device)
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in "ab"]
         self._turn = 0

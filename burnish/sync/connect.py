@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from burnish.config.model import Dtype
 from burnish.config.sync import DiskSync, LinkSync
-from burnish.rollout.base import RolloutEngine
-from burnish.sync.base import ReceiveLink, Receiver, SendLink, Shape, SyncError
-from burnish.sync.buckets import LinkReceiver
-from burnish.sync.collective import CollectiveReceiver, CollectiveSender
-from burnish.sync.disk import DiskReceiver, DiskSender
-from burnish.sync.engine import HasWeights, SyncedEngine, WeightSender
-from burnish.sync.ipc import SharedReceiver, SharedSender
-from burnish.sync.store import Channel
+from burnish.sync.base import SyncError, WeightSource
+from burnish.sync.channel import Channel
+from burnish.sync.collective import CollectiveSender, CollectiveSource
+from burnish.sync.disk import DiskSender, DiskSource
+from burnish.sync.engine import HasWeights, WeightSender
+from burnish.sync.ipc import SharedSender, SharedSource
+from burnish.sync.links import ChannelSender
+from burnish.sync.source import Checks
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def open_sender(
         return DiskSender(
             policy, folder, bucket_bytes=sync.bucket_bytes, keep=sync.keep, dtype=dtype
         )
-    link: SendLink | None = None
+    link: ChannelSender | None = None
     if rendezvous is not None:
         make = CollectiveSender if _is_collective(sync) else SharedSender
         channel = rendezvous.channel(sync.timeout_s)
@@ -74,43 +74,28 @@ def open_sender(
     return WeightSender(policy, link, dtype=dtype, check=sync.verify)
 
 
-def open_receiver(
-    sync: LinkSync | DiskSync,
-    engine: RolloutEngine,
-    rendezvous: Rendezvous,
-    *,
-    expected: Mapping[str, Shape] | None = None,
-    hold: bool = False,
-) -> SyncedEngine:
-    """A rollout engine's end: ``receive()`` when the trainer pushes, and sample from what is
-    returned here and not from ``engine`` itself. Options as in :func:`open_source`."""
-    return SyncedEngine(engine, open_source(sync, rendezvous, expected=expected, hold=hold))
-
-
 def open_source(
-    sync: LinkSync | DiskSync,
-    rendezvous: Rendezvous | None,
-    *,
-    expected: Mapping[str, Shape] | None = None,
-    hold: bool = False,
-) -> Receiver:
-    """Where a rollout engine's weights come from. ``rendezvous``: None for ``disk``.
+    sync: LinkSync | DiskSync, rendezvous: Rendezvous | None, **checks: Unpack[Checks]
+) -> WeightSource:
+    """The weights of a rollout engine: give them to a :class:`~burnish.sync.engine.SyncedEngine`
+    and call its ``receive()`` when the trainer pushes.
 
-    ``expected``: name -> shape of every weight (None: learned from the first good hand-over).
-    ``hold``: for engines that keep tensors beyond the next one. Waits as :func:`open_sender` does.
+    ``rendezvous``: None for ``disk``. ``sync.verify`` is the default of ``check``. Waits as
+    :func:`open_sender` does.
     """
+    checks.setdefault("check", sync.verify)
     if isinstance(sync, DiskSync):
-        return DiskReceiver(
-            Path(sync.folder), timeout_s=sync.timeout_s, check=sync.verify, expected=expected
+        return DiskSource(
+            Path(sync.folder),
+            timeout_s=sync.timeout_s,
+            check=checks["check"],
+            expected=checks.get("expected"),
         )
     assert rendezvous is not None, "processes have to find each other"
     channel = rendezvous.channel(sync.timeout_s)
-    link: ReceiveLink
     if _is_collective(sync):
-        link = CollectiveReceiver(channel, device=torch.device(rendezvous.device))
-    else:
-        link = SharedReceiver(channel)
-    return LinkReceiver(link, expected=expected, check=sync.verify, hold=hold)
+        return CollectiveSource(channel, device=torch.device(rendezvous.device), **checks)
+    return SharedSource(channel, **checks)
 
 
 def _is_collective(sync: LinkSync) -> bool:

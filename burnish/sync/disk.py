@@ -1,6 +1,6 @@
 """Weights through a folder that trainer and rollout workers both see (a local or a network disk).
 
-Every hand-over is one folder, written as a checkpoint is (``checkpoint/save.py``: hidden until it
+Every transfer is one folder, written as a checkpoint is (``checkpoint/save.py``: hidden until it
 is whole, manifest with sizes and checksums last, renamed into place), so a writer that is killed
 leaves nothing that looks whole:
 
@@ -10,7 +10,7 @@ leaves nothing that looks whole:
       manifest.json           size and SHA-256 of each file
 
 A receiver checks every byte and all names before it gives out the first tensor, so a damaged
-hand-over never leaves an engine half-written. There are no answers: the sender does not wait for
+transfer never leaves an engine half-written. There are no answers: the sender does not wait for
 anybody, and a receiver waits until the version it was told of (or any new one) is there.
 
 Give every start of a trainer a folder of its own: what an earlier start pushed has versions too.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,12 @@ from burnish.checkpoint.manifest import verify
 from burnish.config.model import Dtype
 from burnish.models.buffers import wanted_dtype
 from burnish.models.load import DTYPES
-from burnish.sync.base import LinkError, Metrics, NameCheck, Shape, SyncError, sync_metrics
-from burnish.sync.engine import HasWeights
+from burnish.rollout.weights import Shape, WeightNameCheck
+from burnish.sync.base import LinkError, Metrics, SyncError, mismatch_at, sync_metrics
+from burnish.sync.engine import HasWeights, exhaust
 
 CONTENTS = "sync.json"
+Weights = Iterator[tuple[str, Tensor]]
 
 
 class DiskSender:
@@ -64,70 +66,64 @@ class DiskSender:
             self._store = CheckpointStore(folder, keep_last=keep, best_mode="max")
 
     def push(self) -> Metrics:
-        """Write the weights and their version; older hand-overs are deleted but for ``keep``.
+        """Write the weights and their version; older transfers are deleted but for ``keep``.
 
         Raises SyncError where they cannot be written; what was there stays. Ranks without a folder
         return nothing.
         """
         started, weights = time.perf_counter(), self.policy.weights()
         if self._store is None:
-            for _ in weights:
-                pass
+            exhaust(weights)
             return {}
         version = self.policy.version
         number = max((push_number(p) for p in self._store.all()), default=-1) + 1
-        written = _Written(version)
+        sizes: list[int] = []
+        """Bytes of tensors in each file."""
         try:
-            self._store.save(number, lambda folder: self._write(folder, weights, written))
+            self._store.save(number, lambda folder: self._write(folder, weights, version, sizes))
         except CheckpointError as error:
-            for _ in weights:  # the other ranks wait in the same gathers
-                pass
+            exhaust(weights)  # the other ranks wait in the same gathers
             raise SyncError(
                 f"version {version} of the weights could not be written to {self._store.folder}: "
                 f"{error}"
             ) from error
         seconds = time.perf_counter() - started
-        return sync_metrics(version, written.num_bytes, buckets=written.num_files, seconds=seconds)
+        return sync_metrics(version, sum(sizes), buckets=len(sizes), seconds=seconds)
 
     def close(self) -> None:
         """Nothing to do: what was pushed stays."""
 
-    def _write(
-        self, folder: Path, weights: Iterator[tuple[str, Tensor]], written: _Written
-    ) -> None:
+    def _write(self, folder: Path, weights: Weights, version: int, sizes: list[int]) -> None:
+        names = WeightNameCheck(None)
+        for part in self._parts(weights, names, f"version {version}"):
+            save_file(part, folder / f"weights-{len(sizes):05d}.safetensors")
+            sizes.append(sum(t.nbytes for t in part.values()))
+        contents = {"version": version, "weights": names.given}
+        (folder / CONTENTS).write_text(json.dumps(contents), encoding="utf-8")
+
+    def _parts(
+        self, weights: Weights, names: WeightNameCheck, where: str
+    ) -> Iterator[dict[str, Tensor]]:
+        """The tensors of each file."""
         part: dict[str, Tensor] = {}
         size = 0
-        names = NameCheck(None)
         for name, tensor in weights:
-            names.add(name, tuple(tensor.shape), f"version {written.version}")
+            with mismatch_at(where):
+                names.add(name, tuple(tensor.shape))
             wanted = wanted_dtype(tensor, self.dtype)
             # a copy always: what a sharded engine gives out lives until the next tensor only
             copy = tensor.detach().to("cpu", wanted, copy=True).contiguous()
             if part and size + copy.nbytes > self.bucket_bytes:
-                written.save(folder, part)
+                yield part
                 part, size = {}, 0
             part[name] = copy
             size += copy.nbytes
-        written.save(folder, part)
-        contents = {"version": written.version, "weights": names.given}
-        (folder / CONTENTS).write_text(json.dumps(contents), encoding="utf-8")
+        yield part
 
 
-class _Written:
-    """What was written of one hand-over."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.num_files = self.num_bytes = 0
-
-    def save(self, folder: Path, part: dict[str, Tensor]) -> None:
-        save_file(part, folder / f"weights-{self.num_files:05d}.safetensors")
-        self.num_files += 1
-        self.num_bytes += sum(t.nbytes for t in part.values())
-
-
-class DiskReceiver:
-    """Reads what a :class:`DiskSender` writes. Implements :class:`burnish.sync.base.Receiver`."""
+class DiskSource:
+    """Reads what a :class:`DiskSender` writes. Implements
+    :class:`burnish.sync.base.WeightSource`."""
 
     def __init__(
         self,
@@ -138,19 +134,39 @@ class DiskReceiver:
         check: bool = True,
         expected: Mapping[str, Shape] | None = None,
     ) -> None:
-        """``expected`` as in :class:`burnish.sync.buckets.LinkReceiver`; ``check``: compare every
-        byte with the manifest, not only sizes."""
+        """``expected`` as in :class:`burnish.sync.source.Checks`; ``check``: compare every byte
+        with the manifest, not only sizes."""
         self.folder, self.timeout_s, self.poll_s, self.check = folder, timeout_s, poll_s, check
         self.expected = expected
         self._last = -1
-        """Number of the last push that was taken."""
+        """Number of the last push that was loaded."""
 
-    def open(self, version: int | None) -> DiskIn:
-        """Wait for the newest hand-over of ``version`` (None: for one newer than the last taken).
+    @contextmanager
+    def open(self, version: int | None = None) -> Iterator[DiskTransfer]:
+        """Wait for the newest transfer of ``version`` (None: for one newer than the last loaded).
 
-        Raises LinkError where there is none in time, SyncError where it is damaged or of another
+        Raises LinkError if there is none in time, and SyncError if it is damaged or of another
         model; nothing was given out then.
         """
+        found = self._wait_for(version)
+        problems = verify(found, checksums=self.check)
+        if problems:
+            raise SyncError(
+                f"{found} is damaged: {'; '.join(problems)}. Nothing of it was used; push again"
+            )
+        try:
+            transfer = DiskTransfer(found, self.expected)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise SyncError(
+                f"{found} cannot be read: {error}. Nothing of it was used; push again"
+            ) from error
+        yield transfer
+        self._last, self.expected = push_number(found), transfer.shapes
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _wait_for(self, version: int | None) -> Path:
         deadline = time.monotonic() + self.timeout_s
         while (found := self._find(version)) is None:
             if time.monotonic() > deadline:
@@ -162,24 +178,7 @@ class DiskReceiver:
                     "the trainer lives and writes to this folder, or raise sync.timeout_s"
                 )
             time.sleep(self.poll_s)
-        problems = verify(found, checksums=self.check)
-        if problems:
-            raise SyncError(
-                f"{found} is damaged: {'; '.join(problems)}. Nothing of it was used; push again"
-            )
-        try:
-            return DiskIn(self, found)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise SyncError(
-                f"{found} cannot be read: {error}. Nothing of it was used; push again"
-            ) from error
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-    def taken(self, folder: Path, weights: Mapping[str, Shape]) -> None:
-        """A hand-over was accepted: only newer ones are new now, and of the same model."""
-        self._last, self.expected = push_number(folder), weights
+        return found
 
     def _pushes(self) -> list[Path]:
         found = self.folder.glob("step_*") if self.folder.is_dir() else ()
@@ -195,33 +194,34 @@ class DiskReceiver:
 
     @staticmethod
     def _version(path: Path) -> int | None:
-        """None where the file is gone or unreadable: the manifest's check says more."""
+        """None if the file is gone or unreadable: the manifest's check says more."""
         with suppress(OSError, ValueError, KeyError):
             return int(json.loads((path / CONTENTS).read_text(encoding="utf-8"))["version"])
         return None
 
 
-class DiskIn:
-    """One hand-over on disk, whole. Implements :class:`burnish.sync.base.Incoming`."""
+class DiskTransfer:
+    """One transfer on disk. Implements :class:`burnish.sync.base.WeightTransfer`."""
 
-    def __init__(self, receiver: DiskReceiver, folder: Path) -> None:
-        """Raises SyncError where its weights are not those of the receiver's model."""
-        self._receiver, self._folder = receiver, folder
+    def __init__(self, folder: Path, expected: Mapping[str, Shape] | None) -> None:
+        """Raises SyncError if its weights are not the expected ones."""
         contents: dict[str, Any] = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
         self.version = int(contents["version"])
-        self._names = NameCheck(receiver.expected)
         self._files = sorted(folder.glob("weights-*.safetensors"))
         self.num_bytes, self.num_buckets = 0, len(self._files)
+        names = WeightNameCheck(expected)
         for file in self._files:
-            with safe_open(file, "pt") as opened:
+            with safe_open(file, "pt") as opened, mismatch_at(file.name):
                 for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                    self._names.add(name, tuple(opened.get_slice(name).get_shape()), file.name)
-        self._names.complete(str(folder))
-        said = {name: tuple(shape) for name, shape in contents["weights"].items()}
-        if said != self._names.given:
+                    names.add(name, tuple(opened.get_slice(name).get_shape()))
+        with mismatch_at(str(folder)):
+            names.complete()
+        self.shapes = names.given
+        listed = {name: tuple(shape) for name, shape in contents["weights"].items()}
+        if listed != self.shapes:
             raise SyncError(
-                f"{folder} holds {len(self._names.given)} weights and its {CONTENTS} speaks of "
-                f"{len(said)} (or of other shapes); push again"
+                f"{folder} holds {len(self.shapes)} weights and its {CONTENTS} speaks of "
+                f"{len(listed)} (or of other shapes); push again"
             )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -232,11 +232,6 @@ class DiskIn:
                     tensor: torch.Tensor = opened.get_tensor(name)
                     self.num_bytes += tensor.nbytes
                     yield name, tensor
-
-    def close(self, problem: str | None) -> None:
-        """Remember what was taken."""
-        if problem is None:
-            self._receiver.taken(self._folder, self._names.given)
 
 
 def push_number(folder: Path) -> int:

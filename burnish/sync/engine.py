@@ -1,19 +1,18 @@
-"""The two ends of a hand-over: the trainer that pushes and the rollout engine that receives.
+"""The two ends of a transfer: the trainer that pushes and the rollout engine that receives.
 
-What a failed hand-over leaves behind decides what the rollout engine may do. Nothing was written
-yet: its old weights are whole, and it refuses to sample until a good hand-over. Something was
+What a failed transfer leaves behind decides what the rollout engine may do. Nothing was written
+yet: its old weights are whole, and it refuses to sample until a good transfer. Something was
 written: it holds half of two versions, and refuses as well.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from burnish.config.model import Dtype
@@ -21,23 +20,20 @@ from burnish.models.load import DTYPES
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
 from burnish.sync.base import (
     Abort,
-    Bucket,
     End,
     InvalidWeightsError,
     Metrics,
-    Receiver,
-    SendLink,
     SyncError,
     WeightMismatchError,
+    WeightSource,
     sync_metrics,
-    transfer_metrics,
 )
-from burnish.sync.buckets import pack
-from burnish.sync.checksum import checksum
+from burnish.sync.buckets import messages
+from burnish.sync.links import ChannelSender
 
 
 class HasWeights(Protocol):
-    """All that a hand-over needs of a train engine."""
+    """All that a transfer needs of a train engine."""
 
     version: int
 
@@ -56,7 +52,7 @@ class WeightSender:
     def __init__(
         self,
         policy: HasWeights,
-        link: SendLink | None,
+        link: ChannelSender | None,
         *,
         dtype: Dtype | None = None,
         check: bool = True,
@@ -106,27 +102,6 @@ class WeightSender:
             self.link.close()
 
 
-def messages(
-    weights: Iterable[tuple[str, Tensor]],
-    take_buffer: Callable[[], Tensor],
-    *,
-    push: int,
-    version: int,
-    dtype: torch.dtype | None = None,
-    check: bool = True,
-) -> Iterator[tuple[Bucket, Tensor] | tuple[End, Tensor]]:  # house: ok all that a hand-over is
-    """All of a hand-over: (header, uint8 payload) of every bucket, then the end (with no bytes).
-    ``take_buffer`` and ``dtype`` as in :func:`burnish.sync.buckets.pack`."""
-    index = num_tensors = num_bytes = 0
-    for entries, payload in pack(weights, take_buffer, dtype=dtype):
-        digest = checksum(payload) if check else ""
-        yield Bucket(push, version, index, payload.numel(), digest, entries=entries), payload
-        index += 1
-        num_tensors += sum(entry.begin == 0 for entry in entries)
-        num_bytes += sum(entry.num_bytes for entry in entries)
-    yield End(push, version, index, num_tensors, num_bytes), torch.empty(0, dtype=torch.uint8)
-
-
 def exhaust(weights: Iterable[tuple[str, Tensor]]) -> None:
     """Take part in gathering what is left, for the ranks that wait in the same gathers."""
     for _ in weights:
@@ -146,11 +121,11 @@ class SyncedEngine:
     """A rollout engine whose weights come from a trainer in another process. Implements
     :class:`burnish.rollout.base.RolloutEngine`.
 
-    ``ready``: the weights it was made with may be sampled from before the first hand-over.
+    ``ready``: the weights it was made with may be sampled from before the first transfer.
     """
 
-    def __init__(self, engine: RolloutEngine, receiver: Receiver, *, ready: bool = False) -> None:
-        self.engine, self.receiver = engine, receiver
+    def __init__(self, engine: RolloutEngine, source: WeightSource, *, ready: bool = False) -> None:
+        self.engine, self.source = engine, source
         self.invalid_reason = (
             None if ready else InvalidReason("no weights have come yet", consistent=False)
         )
@@ -162,59 +137,41 @@ class SyncedEngine:
         return self.engine.version
 
     def receive(self, version: int | None = None) -> Metrics:
-        """Take one hand-over (of ``version``; None: whichever comes) into the engine.
+        """Load one transfer (of ``version``; None: whichever comes) into the engine.
 
-        Raises SyncError where it fails; the engine then refuses to sample, see the module.
+        Raises SyncError if it fails; the engine then refuses to sample, see the module.
         """
-        started = time.perf_counter()
+        started, transfer = time.perf_counter(), None
         try:
-            incoming = self.receiver.open(version)
+            with self.source.open(version) as transfer:
+                self.load_weights(transfer.version, transfer)
         except Exception as error:
-            self._mark_invalid(error, wrote=False)
-            raise
-        try:
-            self._load(incoming.version, incoming)
-        except Exception as error:
-            with suppress(SyncError):  # what went wrong first is what to tell
-                incoming.close(str(error) or type(error).__name__)
-            if isinstance(error, SyncError):
+            if transfer is None:
+                self._mark_invalid(error, wrote=False)
+            if transfer is None or isinstance(error, SyncError):
                 raise
             kind = WeightMismatchError if isinstance(error, ValueError) else SyncError
             raise kind(
-                f"the rollout engine did not take version {incoming.version}: {error}"
+                f"the rollout engine did not take version {transfer.version}: {error}"
             ) from error
-        incoming.close(None)
-        return transfer_metrics(incoming, time.perf_counter() - started)
+        return sync_metrics(
+            transfer.version,
+            transfer.num_bytes,
+            buckets=transfer.num_buckets,
+            seconds=time.perf_counter() - started,
+        )
 
     # ---- the rollout engine ------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish. Raises InvalidWeightsError after a hand-over that failed."""
+        """Completions as they finish. Raises InvalidWeightsError after a transfer that failed."""
         self._check_ready()
         for completion in self.engine.generate(requests, sampling):
             self._check_ready()
             yield completion
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights by hand; as good as a hand-over."""
-        self._load(version, tensors)
-
-    def sleep(self, *, new_weights_follow: bool = False) -> None:
-        """Free caches until the next generate."""
-        self.engine.sleep(new_weights_follow=new_weights_follow)
-
-    def wake(self) -> None:
-        """Take memory again."""
-        self.engine.wake()
-
-    def close(self) -> None:
-        """End the engine and leave the connection."""
-        self.receiver.close()
-        self.engine.close()
-
-    # ---- parts -------------------------------------------------------------------------------
-
-    def _load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights. After a failure the engine refuses to sample, see the module."""
         begun = False
 
         def watched() -> Iterator[tuple[str, Tensor]]:
@@ -242,13 +199,28 @@ class SyncedEngine:
             raise
         self.invalid_reason = None
 
+    def sleep(self, *, new_weights_follow: bool = False) -> None:
+        """Free caches until the next generate."""
+        self.engine.sleep(new_weights_follow=new_weights_follow)
+
+    def wake(self) -> None:
+        """Take memory again."""
+        self.engine.wake()
+
+    def close(self) -> None:
+        """End the engine and leave the connection."""
+        self.source.close()
+        self.engine.close()
+
+    # ---- parts -------------------------------------------------------------------------------
+
     def _mark_invalid(self, error: Exception, *, wrote: bool) -> None:
         had = self.invalid_reason
         if wrote:
-            reason = f"a hand-over failed half-way, so two versions are mixed ({error})"
+            reason = f"a transfer failed half-way, so two versions are mixed ({error})"
             self.invalid_reason = InvalidReason(reason, consistent=False)
         elif had is None or had.consistent:
-            reason = f"a hand-over failed before version {self.version} was touched ({error})"
+            reason = f"a transfer failed before version {self.version} was touched ({error})"
             self.invalid_reason = InvalidReason(reason, consistent=True)
 
     def _check_ready(self) -> None:

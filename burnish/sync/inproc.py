@@ -1,4 +1,4 @@
-"""Weight hand-over inside one process: none where the rollout engine holds the trainer's own
+"""Weight transfer inside one process: none where the rollout engine holds the trainer's own
 module."""
 
 from __future__ import annotations

@@ -13,15 +13,16 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from burnish import shm
 from burnish.sync.base import LinkError, SyncError
-from burnish.sync.links import ChannelReceiver, ChannelSender, split_frame
-from burnish.sync.store import Channel
+from burnish.sync.channel import Channel
+from burnish.sync.links import ChannelSender, ChannelSource, split_frame
+from burnish.sync.source import Checks
 
 
 class SharedSender(ChannelSender):
@@ -69,13 +70,14 @@ class SharedSender(ChannelSender):
         self._sent[slot] = None
 
 
-class SharedReceiver(ChannelReceiver):
+class SharedSource(ChannelSource):
     """A process that reads the sender's buffers."""
 
-    def __init__(self, channel: Channel) -> None:
-        """Raises LinkError with the names of those who did not join in time, and SyncError where
-        the buffers cannot be mapped."""
-        super().__init__(channel)
+    def __init__(self, channel: Channel, **checks: Unpack[Checks]) -> None:
+        """Raises LinkError with the names of those who did not join in time, and SyncError if the
+        buffers cannot be mapped."""
+        super().__init__(**checks)
+        self.channel = channel
         channel.rendezvous()
         handles = json.loads(channel.get(f"buffers/{channel.rank}", rank=0, what="made no buffers"))
         self._buffers = [_open_handle(handle) for handle in handles]
@@ -83,11 +85,8 @@ class SharedReceiver(ChannelReceiver):
         self._reading: int | None = None
         self._closed = False
 
-    def look_ahead(self) -> None:
-        """Nothing: the bytes are here when their header is."""
-
     def answer(self, push: int, problem: str | None) -> None:
-        """Tell the sender how the hand-over went."""
+        """Tell the sender how the transfer went."""
         self._mark_read()
         super().answer(push, problem)
 
@@ -160,33 +159,24 @@ def _open_handle(handle: dict[str, Any]) -> Tensor:
 
 # ---- CUDA (not run) ----------------------------------------------------------------------------
 
-_IPC_HANDLE = (
-    "storage_device",
-    "storage_handle",
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "ref_counter_handle",
-    "ref_counter_offset",
-    "event_handle",
-    "event_sync_required",
-)
+_DEVICE = 6
+"""Of the arguments of ``rebuild_cuda_tensor``: the first that says where the memory is."""
 
 
 def cuda_ipc_handle(buffer: Tensor) -> dict[str, Any]:
-    """What another process needs to open a CUDA buffer, as JSON. Not run."""
+    """Return the IPC handle of a CUDA buffer, as JSON. Not run."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, args = reduce_tensor(buffer)
-    values = dict(zip(_IPC_HANDLE, (args[6], *args[7:10], *args[11:]), strict=True))
     uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
-    packed = {k: _packed(v) for k, v in values.items()}
+    packed = [_packed(v) for v in args[_DEVICE:]]
     return {"cuda": packed, "num_bytes": buffer.numel(), "uuid": uuid}
 
 
 def open_cuda_ipc_handle(handle: dict[str, Any]) -> Tensor:
-    """The CUDA buffer of another process, on the same GPU. Not run.
+    """Map the CUDA buffer of another process, on the same GPU. Not run.
 
-    Raises SyncError where this process does not see that GPU.
+    Raises SyncError if this process does not see that GPU.
     """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -198,19 +188,16 @@ def open_cuda_ipc_handle(handle: dict[str, Any]) -> Tensor:
             f"the sender's buffer is on GPU {handle['uuid']}, and this process sees {uuids}: "
             "sync.kind=ipc needs both on one GPU; use sync.kind=collective"
         )
-    values = {k: _unpacked(v) for k, v in handle["cuda"].items()}
-    values["storage_device"] = uuids.index(handle["uuid"])
-    size = handle["num_bytes"]
-    return rebuild_cuda_tensor(
+    _, *where = (_unpacked(v) for v in handle["cuda"])
+    layout = (
         torch.Tensor,
-        (size,),
+        (handle["num_bytes"],),
         (1,),
         0,
-        storage_cls=torch.storage.TypedStorage,
-        dtype=torch.uint8,
-        requires_grad=False,
-        **values,
+        torch.storage.TypedStorage,
+        torch.uint8,
     )
+    return rebuild_cuda_tensor(*layout, uuids.index(handle["uuid"]), *where)
 
 
 def _packed(value: Any) -> Any:

@@ -18,25 +18,26 @@ from burnish.sync.base import (
     decode,
     encode,
 )
-from burnish.sync.store import Channel
+from burnish.sync.channel import Channel
+from burnish.sync.source import BucketSource
 
 
 class ChannelSender(ABC):
-    """Sends buckets from two buffers in turn. Implements :class:`burnish.sync.base.SendLink`."""
+    """The sender's end of a connection to all receivers; sends buckets from two buffers in turn."""
 
     def __init__(self, channel: Channel, buffers: Sequence[Tensor]) -> None:
         self.channel, self._buffers, self._turn = channel, buffers, 0
         self._dead: str | None = None
 
     def buffer(self) -> Tensor:
-        """The buffer that is not on its way; waits for it if both are."""
+        """Return the uint8 [bucket_bytes] to fill next, once nobody reads what was sent from it."""
         self._check_alive()
         self._turn = 1 - self._turn
         self._wait_free(self._turn)
         return self._buffers[self._turn]
 
     def send(self, bucket: Bucket, payload: Tensor) -> None:
-        """Post the header and start the bytes."""
+        """Start to send the first bytes of the buffer given last. Raises LinkError."""
         self._check_alive()
         slot = next(i for i, b in enumerate(self._buffers) if b.data_ptr() == payload.data_ptr())
         self._before(payload)
@@ -44,7 +45,11 @@ class ChannelSender(ABC):
         self._after(slot, payload, self.channel.post(data))
 
     def finish(self, message: End | Abort) -> None:
-        """Post the end and collect the answers."""
+        """Send the last message and wait for the receivers' answers (not after an Abort).
+
+        Raises SyncError with the answer of each receiver that refused, and LinkError with the names
+        of those that did not answer in time.
+        """
         self._check_alive()
         self.channel.post(b"0 0 " + encode(message))
         if isinstance(message, Abort):
@@ -58,7 +63,7 @@ class ChannelSender(ABC):
             raise SyncError(
                 f"version {message.version} was refused by {len(refused)} of "
                 f"{len(self.channel.receivers)} receivers, which will not sample until a good "
-                f"hand-over: {told}"
+                f"transfer: {told}"
             )
 
     def close(self) -> None:
@@ -85,34 +90,24 @@ class ChannelSender(ABC):
         """Until nobody reads what was sent from a buffer. Raises LinkError."""
 
 
-class ChannelReceiver(ABC):
-    """Receives what a :class:`ChannelSender` sends. Implements
-    :class:`burnish.sync.base.ReceiveLink`."""
+class ChannelSource(BucketSource):
+    """Receives what a :class:`ChannelSender` sends."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    channel: Channel
 
-    def receive(self) -> tuple[Message, Tensor | None]:
-        """The next message and its bytes."""
+    def next_message(self) -> tuple[Message, Tensor | None]:
+        """Wait for the next message and its bytes."""
         header, payload = self._receive()
         message = decode(header)  # after the bytes were taken, so that the next are in step
         return message, payload if isinstance(message, Bucket) else None
 
-    @abstractmethod
-    def look_ahead(self) -> None:
-        """Let the next bytes come in meanwhile, if their header is there."""
-
     def answer(self, push: int, problem: str | None) -> None:
-        """Tell the sender how the hand-over went."""
+        """Tell the sender how the transfer went."""
         self.channel.answer(push, problem)
 
     @abstractmethod
     def _receive(self) -> tuple[bytes, Tensor]:
-        """The next header and its bytes, when they are here."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the connection."""
+        """Wait for the next header and its bytes."""
 
 
 def split_frame(data: bytes) -> tuple[int, int, bytes]:

@@ -35,8 +35,7 @@ from burnish.runtime.ray import RayRuntime
 from burnish.runtime.remote import RemoteTrainEngine
 from burnish.runtime.worker import TrainWorker, TransferOptions, WorkerInfo, pack_batch
 from burnish.runtime.worker_group import WorkerGroup
-from burnish.sync.buckets import LinkReceiver
-from burnish.sync.stored import SnapshotLink
+from burnish.sync.snapshot import SnapshotSource
 from burnish.train.base import Loss, Outputs, Role, StepStats, TrainEngine
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
@@ -287,9 +286,9 @@ class PipedEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         items, _ = self.pool.all("transfer_weights", 0, TransferOptions(1 << 20, None, verify=True))
-        link = SnapshotLink()
-        link.fill(items[1::2], [p for p in items[::2] if p.size])
-        yield from LinkReceiver(link, hold=True).open(self.version)
+        source = SnapshotSource(items[1::2], [p for p in items[::2] if p.size], hold=True)
+        with source.open(self.version) as transfer:
+            yield from transfer
 
     @property
     def state_bytes(self) -> int:

@@ -25,9 +25,9 @@ from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
 from burnish.models.load import DTYPES, load_causal_lm, load_tokenizer
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Bucket, SyncError
-from burnish.sync.connect import Rendezvous, open_receiver, open_sender
-from burnish.sync.engine import WeightSender
-from burnish.sync.store import connect_store, serve_store
+from burnish.sync.channel import connect_store, serve_store
+from burnish.sync.connect import Rendezvous, open_sender, open_source
+from burnish.sync.engine import SyncedEngine, WeightSender
 from burnish.train.base import Outputs
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
@@ -133,13 +133,13 @@ def receives(
     model = load_causal_lm(OTHER, dtype=dtype, device=rendezvous.device).requires_grad_(False)
     engine = LocalRolloutEngine(model, load_tokenizer(OTHER), LocalEngine())
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    synced = open_receiver(config, engine, rendezvous, expected=expected)
+    synced = SyncedEngine(engine, open_source(config, rendezvous, expected=expected))
     versions = []
     for push in range(3):
         error = told(synced.receive) if push == 2 else ""
         versions.append(synced.receive()["sync/version"])
         write(folder / f"{dtype}-{push}-came.safetensors", model.named_parameters(), dtype)
-    synced.receiver.close()
+    synced.source.close()
     return {"versions": versions, "error": error}
 
 

@@ -16,7 +16,7 @@ import torch
 
 from burnish import shm
 from burnish.rollout.vllm_weights import _not_live, shared_folder
-from burnish.rollout.weights import WeightList, fingerprint, read_fingerprints
+from burnish.rollout.weights import WeightNameCheck, fingerprint, read_fingerprints
 
 MASK = (1 << 64) - 1
 
@@ -117,19 +117,21 @@ def test_layers_that_compute_with_a_copy_or_with_noise_are_told_apart() -> None:
     ]
 
 
-def test_weights_are_crossed_off_once_each() -> None:
-    wanted = WeightList({"a": torch.Size([2]), "b": torch.Size([3])})
-    wanted.take("a", torch.ones(2))
+def test_every_weight_comes_once_in_its_shape() -> None:
+    names = WeightNameCheck({"a": (2,), "b": (3,)})
+    names.add("a", (2,))
     with pytest.raises(ValueError, match="weight a was given twice"):
-        wanted.take("a", torch.ones(2))
-    with pytest.raises(ValueError, match="weight c is not a parameter"):
-        wanted.take("c", torch.ones(2))
+        names.add("a", (2,))
+    with pytest.raises(ValueError, match="weight c is not one of the 2 weights of the rollout"):
+        names.add("c", (2,))
     with pytest.raises(
-        ValueError, match=r"1 weights were not given, e\.g\. b: they would be stale"
+        ValueError, match=r"1 of 2 weights did not come, e\.g\. b: they would be stale"
     ):
-        wanted.finish()
+        names.complete()
     with pytest.raises(ValueError, match=r"weight b is \[1\], the rollout model has \[3\]"):
-        wanted.take("b", torch.ones(1))
+        names.add("b", (1,))
+    names.add("b", (3,))
+    names.complete()
 
 
 KILLED = """

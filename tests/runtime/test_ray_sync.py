@@ -26,7 +26,7 @@ from burnish.runtime.rollout_worker import RolloutWorker
 from burnish.runtime.weight_sync import ObjectStoreSync
 from burnish.runtime.worker import TrainWorker, TransferOptions
 from burnish.sync.base import InvalidWeightsError, SyncError
-from burnish.sync.stored import WeightSnapshot
+from burnish.sync.snapshot import WeightSnapshot
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch

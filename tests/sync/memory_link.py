@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from burnish.sync.base import Abort, Bucket, End, LinkError, Message, decode, encode
+from burnish.sync.source import BucketSource, Checks
 
 
 class MemoryLink:
-    """Both ends of a link. Buffers are overwritten when their turn comes, as in a real one."""
+    """The sender's end. Buffers are overwritten when their turn comes, as in a real one."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in "ab"]
@@ -19,7 +21,6 @@ class MemoryLink:
         self.sent: deque[tuple[bytes, Tensor | None]] = deque()
         self.answers: list[tuple[int, str | None]] = []
         self.closed = False
-        self._given: Tensor | None = None
 
     def buffer(self) -> Tensor:
         self._turn = 1 - self._turn
@@ -31,22 +32,35 @@ class MemoryLink:
     def finish(self, message: End | Abort) -> None:
         self.sent.append((encode(message), None))
 
-    def receive(self) -> tuple[Message, Tensor | None]:
-        if self._given is not None:
-            self._given.fill_(255)  # what was given out before is good no more
-        if not self.sent:
-            raise LinkError("nothing more came")
-        header, self._given = self.sent.popleft()
-        return decode(header), self._given
-
-    def look_ahead(self) -> None:
-        pass
-
-    def answer(self, push: int, problem: str | None) -> None:
-        self.answers.append((push, problem))
-
     def close(self) -> None:
         self.closed = True
+
+    def source(self, **checks: Unpack[Checks]) -> MemorySource:
+        """A receiver's end."""
+        return MemorySource(self, **checks)
+
+
+class MemorySource(BucketSource):
+    """Reads what was sent over a link."""
+
+    def __init__(self, link: MemoryLink, **checks: Unpack[Checks]) -> None:
+        super().__init__(**checks)
+        self._link = link
+        self._given: Tensor | None = None
+
+    def next_message(self) -> tuple[Message, Tensor | None]:
+        if self._given is not None:
+            self._given.fill_(255)  # what was given out before is good no more
+        if not self._link.sent:
+            raise LinkError("nothing more came")
+        header, self._given = self._link.sent.popleft()
+        return decode(header), self._given
+
+    def answer(self, push: int, problem: str | None) -> None:
+        self._link.answers.append((push, problem))
+
+    def close(self) -> None:
+        pass
 
 
 class Weights:

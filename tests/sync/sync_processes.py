@@ -30,13 +30,12 @@ from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Abort, Bucket, End, LinkError, SyncError
-from burnish.sync.buckets import LinkReceiver
-from burnish.sync.collective import CollectiveReceiver, CollectiveSender
-from burnish.sync.connect import Rendezvous, open_receiver, open_sender
+from burnish.sync.channel import Channel, connect_store, serve_store
+from burnish.sync.collective import CollectiveSender, CollectiveSource
+from burnish.sync.connect import Rendezvous, open_sender, open_source
 from burnish.sync.disk import DiskSender
 from burnish.sync.engine import SyncedEngine, WeightSender
-from burnish.sync.ipc import SharedReceiver, SharedSender
-from burnish.sync.store import Channel, connect_store, serve_store
+from burnish.sync.ipc import SharedSender, SharedSource
 from burnish.train.base import Outputs
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
@@ -149,14 +148,15 @@ def receiver(
     expected = {n: tuple(p.shape) for n, p in engine.model.named_parameters()}
     rank = context.rank if receivers == 2 else 1
     rendezvous = Rendezvous(context.store, name, num_receivers=receivers, rank=rank)
-    return open_receiver(config(context, kind, name), engine, rendezvous, expected=expected)
+    source = open_source(config(context, kind, name), rendezvous, expected=expected)
+    return SyncedEngine(engine, source)
 
 
 # ---- cases ---------------------------------------------------------------------------------------
 
 
 def several_pushes(context: Context, kind: str, dtype: Dtype) -> list[Any]:
-    """Three hand-overs with training between them."""
+    """Three transfers with training between them."""
     name, out = f"several {kind} {dtype}", []
     if context.rank == 0:
         engine = trainer()
@@ -273,7 +273,7 @@ def one_receiver(context: Context, kind: str) -> dict[str, Any]:
         out["tokens"] = expected_tokens(engine, "fp32")
     else:
         synced = receiver(context, kind, name, rollout())
-        link = synced.receiver.link  # type: ignore[attr-defined]
+        link: Any = synced.source
         take, count = link._receive, 0
 
         def damaged() -> tuple[bytes, Tensor]:
@@ -353,8 +353,8 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
     name = f"silence {kind}"
     engine: Any = trainer() if context.rank == 0 else rollout()
     ends = {
-        "collective": (CollectiveSender, CollectiveReceiver),
-        "ipc": (SharedSender, SharedReceiver),
+        "collective": (CollectiveSender, CollectiveSource),
+        "ipc": (SharedSender, SharedSource),
     }
     make_sender, make_receiver = ends[kind]
 
@@ -376,7 +376,7 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
     else:
         link = make_receiver(channel)
         channel.timeout_s = HASTY
-        synced = SyncedEngine(engine, LinkReceiver(link))
+        synced = SyncedEngine(engine, link)
         out["silent sender"] = tried(synced.receive)
         out["generate"] = tried(lambda: tokens(synced))
         context.rendezvous(f"{name} 1")
@@ -384,7 +384,7 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
             out["silent receiver"] = tried(synced.receive)
     context.rendezvous(f"{name} 2")
     link.close()
-    out["closed"] = tried(link.buffer if context.rank == 0 else link.receive)
+    out["closed"] = tried(link.buffer if context.rank == 0 else link.next_message)
     if context.rank == 0:
         out["again"] = sender(context, kind, f"{name} again", engine).push()
         out["tokens"] = expected_tokens(engine, "fp32")

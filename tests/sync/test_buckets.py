@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from burnish.sync.base import Bucket, End, LinkError, SyncError, decode, encode
-from burnish.sync.buckets import ALIGN, MAX_ENTRIES, LinkReceiver, pack
+from burnish.sync.buckets import ALIGN, MAX_ENTRIES, pack
 from burnish.sync.engine import WeightSender
 
 DTYPES = [
@@ -55,18 +55,17 @@ def test_what_goes_in_comes_out(
     link = memory_link_type(16 * size)
     metrics = WeightSender(weights_type(weights), link).push()
     expected = {name: tuple(t.shape) for name, t in weights.items()}
-    incoming = LinkReceiver(link, expected=expected, hold=hold).open(3)
     kept, seen = {}, {}
-    for name, tensor in incoming:
-        kept[name], seen[name] = tensor, tensor.clone()
-    incoming.close(None)
+    with link.source(expected=expected, hold=hold).open(3) as transfer:
+        for name, tensor in transfer:
+            kept[name], seen[name] = tensor, tensor.clone()
     assert list(seen) == list(weights), "in order"
     for name, tensor in weights.items():
         for got in (seen[name], kept[name]) if hold else (seen[name],):
             assert got.shape == tensor.shape and got.dtype == tensor.dtype
             assert torch.equal(bits(got), bits(tensor))
-    assert metrics["sync/bytes"] == sum(t.nbytes for t in weights.values()) == incoming.num_bytes
-    assert metrics["sync/buckets"] == incoming.num_buckets
+    assert metrics["sync/bytes"] == sum(t.nbytes for t in weights.values()) == transfer.num_bytes
+    assert metrics["sync/buckets"] == transfer.num_buckets
     assert link.answers == [(0, None)] and not link.sent
 
 
@@ -196,8 +195,11 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "twice": (lambda m: m.insert(1, m[1]), "bucket 1 of version 3 came .* it came twice"),
     "swap": (lambda m: m.insert(1, m.pop(2)), "bucket 2 .* bucket 1 was due"),
-    "other version": (edit(1, version=4), "bucket 1 of version 4 .* two hand-overs are mixed"),
-    "other push": (edit(1, push=1), r"bucket 1 of version 3 \(push 1\) came: two hand-overs"),
+    "other version": (
+        edit(1, version=4),
+        "bucket 1 of version 4 .* two transfers are mixed",
+    ),
+    "other push": (edit(1, push=1), r"bucket 1 of version 3 \(push 1\) came: two transfers"),
     "end of another version": (edit(3, version=4), "the end of version 4"),
     "bytes": (edit(1, num_bytes=80), "bucket 1 .* should have 80 bytes, and 64 came"),
     "checksum": (edit(1, checksum="xxh3:" + 32 * "0"), "bucket 1 .* is damaged"),
@@ -207,7 +209,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "bucket 1 of version 3 is damaged",
     ),
     "name": (edit_piece(1, 0, name="x"), "bucket 1 .* weight x is not one of the 6 weights"),
-    "again": (edit_piece(1, 0, name="w0"), "bucket 1 .* weight w0 was given before"),
+    "again": (edit_piece(1, 0, name="w0"), "bucket 1 .* weight w0 was given twice"),
     "shape": (edit_piece(1, 0, shape=(4, 2)), r"weight w2 is \[4, 2\], .* has \[8\]"),
     "longer": (edit_piece(1, 1, shape=(99,)), r"weight w3 is \[99\], .* has \[8\]"),
     "format": (edit_piece(1, 0, dtype="float12"), "weight w2 has the unknown format 'float12'"),
@@ -227,12 +229,18 @@ def test_a_weight_transfer_that_is_not_right_is_refused(
     change, told = REFUSED[fault]
     link = memory_link_type(64)
     pushed(link, weights_type, change)
-    incoming = LinkReceiver(link, expected=EXPECTED).open(3)
-    with pytest.raises(SyncError, match=told):
-        for name, tensor in incoming:
-            assert torch.equal(tensor, WEIGHTS[name]), "what was given out before was right"
-    incoming.close("why")
-    assert link.answers == [(0, "why")] and not link.sent, "what was on its way is taken"
+    with pytest.raises(SyncError, match=told) as refused:
+        with link.source(expected=EXPECTED).open(3) as transfer:
+            for name, tensor in transfer:
+                assert torch.equal(tensor, WEIGHTS[name]), "what was given out before was right"
+    assert link.answers == [(0, str(refused.value))], "the sender learns the cause"
+    assert not link.sent, "what was on its way is taken"
+
+
+def received(source: Any, version: int | None = None) -> list[str]:
+    """The names of one transfer."""
+    with source.open(version) as transfer:
+        return [name for name, _ in transfer]
 
 
 def test_without_verifying_order_and_names_still_count(
@@ -241,24 +249,24 @@ def test_without_verifying_order_and_names_still_count(
     link = memory_link_type(64)
     WeightSender(weights_type(WEIGHTS), link, check=False).push()
     assert decode(link.sent[0][0]).checksum == ""
-    assert len(list(LinkReceiver(link, check=False).open(3))) == 6
+    assert len(received(link.source(check=False), 3)) == 6
     pushed(link, weights_type, REFUSED["swap"][0])
     with pytest.raises(SyncError, match="was due"):
-        list(LinkReceiver(link, check=False).open(3))
+        received(link.source(check=False), 3)
 
 
 def test_names_that_nobody_knew_are_learned_from_the_first_good_push(
     memory_link_type: MakeLink, weights_type: Any
 ) -> None:
     link = memory_link_type(64)
-    receiver, source = LinkReceiver(link), weights_type(dict(WEIGHTS))
-    sender = WeightSender(source, link)
+    source, policy = link.source(), weights_type(dict(WEIGHTS))
+    sender = WeightSender(policy, link)
     sender.push()
-    assert len(list(receiver.open(None))) == 6
-    del source.own["w5"]
+    assert len(received(source)) == 6
+    del policy.own["w5"]
     sender.push()
     with pytest.raises(SyncError, match=r"1 of 6 weights did not come, e\.g\. w5"):
-        list(receiver.open(None))
+        received(source)
 
 
 def test_another_version_than_the_one_due_is_refused_before_anything_is_given(
@@ -267,12 +275,13 @@ def test_another_version_than_the_one_due_is_refused_before_anything_is_given(
     link = memory_link_type(64)
     sender = WeightSender(weights_type(WEIGHTS), link)
     sender.push()
-    receiver = LinkReceiver(link)
+    source = link.source()
     with pytest.raises(SyncError, match="version 4 of the weights was due, and version 3 came"):
-        receiver.open(4)
+        with source.open(4):
+            raise AssertionError("the block began")
     assert "version 4" in (link.answers[0][1] or "") and not link.sent
     sender.push()
-    assert len(list(receiver.open(3))) == 6
+    assert len(received(source, 3)) == 6
 
 
 def test_what_a_broken_push_left_on_the_way_is_passed_over(
@@ -283,11 +292,10 @@ def test_what_a_broken_push_left_on_the_way_is_passed_over(
     sender = WeightSender(weights_type(WEIGHTS), link)
     sender.push()
     late = [link.sent.pop() for _ in range(2)][::-1]
-    receiver = LinkReceiver(link)
-    incoming = receiver.open(3)
+    source = link.source()
     with pytest.raises(LinkError, match="after 2 buckets of version 3: nothing more came"):
-        list(incoming)
-    incoming.close("silent")
+        received(source, 3)
     link.sent.extend(late)
     sender.push()
-    assert [name for name, _ in receiver.open(3)] == list(WEIGHTS)
+    assert received(source, 3) == list(WEIGHTS)
+    assert [problem is None for _, problem in link.answers] == [False, True]

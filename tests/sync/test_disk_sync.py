@@ -1,4 +1,4 @@
-"""Hand-overs on disk: whole or not there, whatever happens to the writer or to the files."""
+"""Weight transfers on disk: whole or not there, whatever happens to the writer or to the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from burnish.sync.base import LinkError, SyncError
-from burnish.sync.disk import DiskReceiver, DiskSender
+from burnish.sync.disk import DiskSender, DiskSource
 
 WEIGHTS = {
     **{f"w{i}": torch.full((8,), float(i)) for i in range(6)},
@@ -26,8 +26,20 @@ WEIGHTS = {
 SHAPES = {name: tuple(t.shape) for name, t in WEIGHTS.items()}
 
 
-def receiver(folder: Path, **options: Any) -> DiskReceiver:
-    return DiskReceiver(folder, **{"timeout_s": 0.2, "poll_s": 0.02, **options})
+def receiver(folder: Path, **options: Any) -> DiskSource:
+    return DiskSource(folder, **{"timeout_s": 0.2, "poll_s": 0.02, **options})
+
+
+def received(source: DiskSource, version: int | None = None) -> dict[str, torch.Tensor]:
+    """The weights of one transfer."""
+    with source.open(version) as transfer:
+        return dict(transfer)
+
+
+def version_of(source: DiskSource, version: int | None = None) -> int:
+    """The version of one transfer, which is accepted unread."""
+    with source.open(version) as transfer:
+        return transfer.version
 
 
 def push(folder: Path, weights_type: Any, version: int, **options: Any) -> dict[str, float]:
@@ -41,10 +53,9 @@ def test_what_is_pushed_is_received_in_files_of_the_bucket_size(
     """6 x 32 + 4 + 0 + 8 = 204 bytes; two of 32 fill a file of 64, and the rest a fourth."""
     metrics = push(tmp_path, weights_type, 5)
     assert metrics["sync/bytes"] == 204 and metrics["sync/buckets"] == 4
-    incoming = receiver(tmp_path, expected=SHAPES).open(5)
-    got = dict(incoming)
-    incoming.close(None)
-    assert incoming.version == 5 and incoming.num_bytes == 204
+    with receiver(tmp_path, expected=SHAPES).open(5) as transfer:
+        got = dict(transfer)
+    assert transfer.version == 5 and transfer.num_bytes == 204
     assert got.keys() == WEIGHTS.keys()
     assert all(got[n].shape == t.shape and torch.equal(got[n], t) for n, t in WEIGHTS.items())
 
@@ -52,26 +63,25 @@ def test_what_is_pushed_is_received_in_files_of_the_bucket_size(
 def test_weights_are_converted_before_they_are_written(tmp_path: Path, weights_type: Any) -> None:
     metrics = push(tmp_path, weights_type, 5, dtype="bf16")
     assert metrics["sync/bytes"] == 6 * 16 + 2 + 8
-    got = dict(receiver(tmp_path).open(5))
+    got = received(receiver(tmp_path), 5)
     assert got["w3"].dtype is torch.bfloat16 and got["steps"].dtype is torch.int64
 
 
 def test_a_receiver_waits_for_a_version_or_for_a_new_one(tmp_path: Path, weights_type: Any) -> None:
     ours = receiver(tmp_path)
     with pytest.raises(LinkError, match=r"version 5 .*did not appear in .* there: nothing"):
-        ours.open(5)
+        version_of(ours, 5)
     push(tmp_path, weights_type, 4)
     with pytest.raises(LinkError, match=r"version 5 .* there: step_000000 \(version 4\)"):
-        ours.open(5)
-    ours.open(None).close("not taken")
-    incoming = ours.open(None)
-    incoming.close(None)
-    assert incoming.version == 4
+        version_of(ours, 5)
+    with pytest.raises(ValueError, match="not loaded"), ours.open(None):
+        raise ValueError("not loaded")
+    assert version_of(ours) == 4
     with pytest.raises(LinkError, match="a new version of the weights did not appear"):
-        ours.open(None)
+        version_of(ours)
     push(tmp_path, weights_type, 2)  # a trainer that went back to an older checkpoint
-    assert ours.open(None).version == 2
-    assert ours.open(4).version == 4, "told of it"
+    assert version_of(ours) == 2
+    assert version_of(ours, 4) == 4, "told of it"
 
 
 def test_old_weight_transfers_are_deleted(tmp_path: Path, weights_type: Any) -> None:
@@ -99,7 +109,7 @@ def test_a_name_that_comes_twice_is_not_written(tmp_path: Path, weights_type: An
             yield from super().weights()
             yield "w0", torch.ones(8)
 
-    with pytest.raises(SyncError, match="weight w0 was given before"):
+    with pytest.raises(SyncError, match="weight w0 was given twice"):
         DiskSender(Policy(WEIGHTS, 1), tmp_path, bucket_bytes=64).push()
     assert list(tmp_path.iterdir()) == []
 
@@ -137,9 +147,9 @@ def test_a_damaged_weight_transfer_is_refused_before_anything_is_given(
     damage(tmp_path / "step_000000")
     ours = receiver(tmp_path)
     with pytest.raises(SyncError, match=rf"is damaged: .*{told}.*Nothing of it was used"):
-        ours.open(None)
+        version_of(ours)
     push(tmp_path, weights_type, 5)
-    assert ours.open(5).version == 5, "the newest of that version"
+    assert version_of(ours, 5) == 5, "the newest of that version"
 
 
 def test_without_checksums_sizes_and_names_are_still_checked(
@@ -147,10 +157,10 @@ def test_without_checksums_sizes_and_names_are_still_checked(
 ) -> None:
     push(tmp_path, weights_type, 5)
     flip(tmp_path / "step_000000" / "weights-00001.safetensors")
-    assert len(dict(receiver(tmp_path, check=False).open(5))) == len(WEIGHTS)
+    assert len(received(receiver(tmp_path, check=False), 5)) == len(WEIGHTS)
     cut(tmp_path / "step_000000" / "weights-00001.safetensors")
     with pytest.raises(SyncError, match="is damaged"):
-        receiver(tmp_path, check=False).open(5)
+        version_of(receiver(tmp_path, check=False), 5)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +176,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_given(
 ) -> None:
     push(tmp_path, weights_type, 5)
     with pytest.raises(SyncError, match=told):
-        receiver(tmp_path, expected=expected).open(5)
+        version_of(receiver(tmp_path, expected=expected), 5)
 
 
 WRITER = """
@@ -209,10 +219,10 @@ def test_a_writer_killed_in_the_middle_leaves_nothing_that_looks_whole(
     assert left and any(left[0].glob("*.safetensors")), "killed with files half there"
     ours = receiver(folder)
     with pytest.raises(LinkError, match=r"version 6 .* there: step_000000 \(version 5\)"):
-        ours.open(6)
-    assert dict(ours.open(5)).keys() == WEIGHTS.keys(), "the one before is as it was"
+        version_of(ours, 6)
+    assert received(ours, 5).keys() == WEIGHTS.keys(), "the one before is as it was"
     push(folder, weights_type, 6)
-    assert ours.open(6).version == 6 and not left[0].exists(), "the next push tidies up"
+    assert version_of(ours, 6) == 6 and not left[0].exists(), "the next push tidies up"
 
 
 def test_contents_say_what_the_files_hold(tmp_path: Path, weights_type: Any) -> None:

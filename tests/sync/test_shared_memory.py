@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
+from torch.multiprocessing import reductions
 
 from burnish import shm
 from burnish.sync import ipc
 from burnish.sync.base import LinkError, SyncError
-from burnish.sync.buckets import LinkReceiver
-from burnish.sync.collective import CollectiveReceiver
+from burnish.sync.channel import Channel, connect_store, serve_store
+from burnish.sync.collective import CollectiveSource
 from burnish.sync.engine import WeightSender
-from burnish.sync.store import Channel, connect_store, serve_store
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +32,14 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def both(
     timeout_s: float = 30.0, bucket_bytes: int = 1024
-) -> tuple[ipc.SharedSender, ipc.SharedReceiver]:
+) -> tuple[ipc.SharedSender, ipc.SharedSource]:
     """Two ends in two threads of this process, each with a connection to the store."""
     store, made = serve_store("127.0.0.1", timeout_s=timeout_s), []
 
     def receive() -> None:
         other = connect_store("127.0.0.1", store.port, timeout_s=timeout_s)
         channel = Channel(other, "x", rank=1, num_receivers=1, timeout_s=timeout_s)
-        made.append(ipc.SharedReceiver(channel))
+        made.append(ipc.SharedSource(channel))
 
     thread = threading.Thread(target=receive)
     thread.start()
@@ -56,16 +58,15 @@ def test_a_receiver_reads_the_senders_memory_and_no_file_keeps_its_name(
     sender = WeightSender(weights_type(weights), link)
     thread = threading.Thread(target=sender.push)  # it waits for the answer
     thread.start()
-    incoming = LinkReceiver(ours).open(3)
-    for name, tensor in incoming:
-        assert torch.equal(tensor, weights[name])
-        if name == "a":
-            address = {b.data_ptr() for b in link._buffers}
-            assert tensor.data_ptr() not in address, "mapped twice"
-            link._buffers[1][0] ^= 1
-            assert not torch.equal(tensor, weights[name]), "the same memory"
-            link._buffers[1][0] ^= 1
-    incoming.close(None)
+    with ours.open(3) as transfer:
+        for name, tensor in transfer:
+            assert torch.equal(tensor, weights[name])
+            if name == "a":
+                address = {b.data_ptr() for b in link._buffers}
+                assert tensor.data_ptr() not in address, "mapped twice"
+                link._buffers[1][0] ^= 1
+                assert not torch.equal(tensor, weights[name]), "the same memory"
+                link._buffers[1][0] ^= 1
     thread.join(30)
     assert not thread.is_alive()
     assert link.channel.store.check(["message/0"]) is False, "messages are deleted when read"
@@ -138,7 +139,32 @@ def test_a_store_that_is_not_there_is_named() -> None:
 
 
 def test_a_receiver_without_a_sender_says_who_is_missing() -> None:
-    for make in (ipc.SharedReceiver, CollectiveReceiver):
+    for make in (ipc.SharedSource, CollectiveSource):
         channel = Channel(HashStore(), "x", rank=2, num_receivers=2, timeout_s=0.2)
         with pytest.raises(LinkError, match=r"^the sender, receiver 0 did not join within 0\.2 s"):
             make(channel)
+
+
+def test_a_cuda_handle_is_json_and_opens_with_the_arguments_it_was_made_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a GPU: torch's two functions are replaced. The GPU is number 1 at the sender and
+    number 0 here."""
+    layout = (torch.Tensor, (64,), (1,), 0, torch.storage.TypedStorage, torch.uint8)
+    where = (b"\x00handle", 64, 0, False, b"ref\xff", 8, b"event", True)
+    uuids, opened = {1: "gpu-b"}, []
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda _: (None, (*layout, 1, *where)))
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *args: opened.append(args))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+
+    def properties(device: Any) -> Any:
+        return SimpleNamespace(uuid=uuids[device if isinstance(device, int) else 1])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    handle = json.loads(json.dumps(ipc.cuda_ipc_handle(torch.zeros(64, dtype=torch.uint8))))
+    uuids = {0: "gpu-b"}
+    ipc.open_cuda_ipc_handle(handle)
+    assert opened == [(*layout, 0, *where)]
+    uuids = {0: "gpu-c"}
+    with pytest.raises(SyncError, match=r"on GPU gpu-b, and this process sees \['gpu-c'\]"):
+        ipc.open_cuda_ipc_handle(handle)

@@ -1,6 +1,6 @@
-"""Hand-overs between real processes: a trainer and two rollout workers, gloo on loopback, shared
-memory and disk; and everything that can go wrong on the way. The three processes are started once
-(``sync_processes.py``) and say what they saw."""
+"""Weight transfers between real processes: a trainer and two rollout workers, over gloo on
+loopback, shared memory and disk; and everything that can go wrong. The three processes are started
+once (``sync_processes.py``) and report what they saw."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ TOLD = {
     "truncate": "bucket 3 of version 5 should have 4096 bytes, and 4080 came",
     "name": "bucket 3 of version 6: weight model.extra is not one of the 21 weights",
     "shape": "v_proj.weight is [16, 32, 1], the rollout model has [16, 32]",
-    "twice": "weight model.embed_tokens.weight was given before",
+    "twice": "weight model.embed_tokens.weight was given twice",
     "version": "bucket 3 of version 9 (push 17) was due, and bucket 3 of version 10 (push 17) came",
     "lost tensors": "speaks of 36 buckets with 22 tensors and 137088 bytes, and of version 10 (push"
     " 19) 36 buckets with 21 tensors",

@@ -1,4 +1,4 @@
-"""What a rollout engine may do after a hand-over that failed, and what the contract asks of it."""
+"""What a rollout engine may do after a transfer that failed, and what the contract asks of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Abort, InvalidWeightsError, LinkError, SyncError
-from burnish.sync.buckets import LinkReceiver
 from burnish.sync.engine import SyncedEngine, WeightSender
 
 
@@ -54,10 +53,10 @@ REQUESTS = [Request("a", (1,)), Request("b", (1,))]
 
 @pytest.fixture
 def ends(memory_link_type: Any, weights_type: Any) -> Any:
-    """(sender, synced engine, link) after one good hand-over of version 3."""
+    """(sender, synced engine, link) after one good transfer of version 3."""
     link = memory_link_type(64)
     sender = WeightSender(weights_type(dict(WEIGHTS)), link)
-    synced = SyncedEngine(Recorder(), LinkReceiver(link))
+    synced = SyncedEngine(Recorder(), link.source())
     sender.push()
     synced.receive(3)
     return sender, synced, link
@@ -72,7 +71,7 @@ def break_bucket(link: Any, index: int) -> None:
 
 
 def test_nothing_is_sampled_before_the_first_weight_transfer(memory_link_type: Any) -> None:
-    synced = SyncedEngine(Recorder(), LinkReceiver(memory_link_type(64)))
+    synced = SyncedEngine(Recorder(), memory_link_type(64).source())
     with pytest.raises(
         InvalidWeightsError, match=r"no weights have come yet; push and receive again$"
     ):
@@ -81,7 +80,7 @@ def test_nothing_is_sampled_before_the_first_weight_transfer(memory_link_type: A
         synced.receive()
     with pytest.raises(InvalidWeightsError, match="no weights have come yet"):
         sampled(synced)
-    assert sampled(SyncedEngine(Recorder(), LinkReceiver(memory_link_type(64)), ready=True))
+    assert sampled(SyncedEngine(Recorder(), memory_link_type(64).source(), ready=True))
 
 
 def test_a_good_weight_transfer_is_sampled_from_under_its_version(ends: Any) -> None:
@@ -163,12 +162,12 @@ def test_an_engine_that_refuses_or_stops_early_is_told_on(
     """It said nothing in the second case; half of its weights would be old."""
     link = memory_link_type(64)
     sender = WeightSender(weights_type(WEIGHTS | {"refused": torch.ones(1)}), link)
-    synced = SyncedEngine(Recorder(), LinkReceiver(link))
+    synced = SyncedEngine(Recorder(), link.source())
     sender.push()
     with pytest.raises(SyncError, match="did not take version 3: refused is not a parameter"):
         synced.receive()
     assert link.answers == [(0, "refused is not a parameter")]
-    early = SyncedEngine(Recorder(takes=2), LinkReceiver(link))
+    early = SyncedEngine(Recorder(takes=2), link.source())
     sender.policy.own = WEIGHTS
     sender.push()
     with pytest.raises(SyncError, match="did not read version 3 to its end"):
@@ -186,7 +185,7 @@ def test_an_engine_that_reports_another_version_is_told_on(
 
     link = memory_link_type(64)
     WeightSender(weights_type(WEIGHTS), link).push()
-    synced = SyncedEngine(Stale(), LinkReceiver(link))
+    synced = SyncedEngine(Stale(), link.source())
     with pytest.raises(SyncError, match="says version 2 after version 3 was loaded"):
         synced.receive()
     with pytest.raises(InvalidWeightsError):
@@ -260,7 +259,7 @@ def test_a_torch_engine_hands_over_merged_weights(
     link = memory_link_type(1024)
     expected = {n: tuple(p.shape) for n, p in rollout.model.named_parameters()}
     WeightSender(policy, link).push()
-    SyncedEngine(rollout, LinkReceiver(link, expected=expected)).receive()
+    SyncedEngine(rollout, link.source(expected=expected)).receive()
     tokens = torch.tensor([[7, 8, 9]])
     with torch.no_grad():
         ours, theirs = policy.model(tokens).logits, rollout.model(tokens).logits

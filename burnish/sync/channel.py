@@ -147,7 +147,7 @@ class Channel:
         self.wait({r: f"done/{number}/{r}" for r in self.receivers}, what)
 
     def answer(self, push: int, problem: str | None) -> None:
-        """Receiver: how a hand-over went; an empty text is a yes."""
+        """Receiver: how a transfer went; an empty text is a yes."""
         self.set(f"answer/{push}/{self.rank}", (problem or "").encode() or b"\0")
 
     def answers(self, push: int) -> dict[int, str]:

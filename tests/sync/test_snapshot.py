@@ -1,4 +1,4 @@
-"""A hand-over that is kept and given out again: whole, and when something of it is missing."""
+"""A transfer that is kept and given out again: whole, and when something of it is missing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from burnish.sync.base import LinkError, SyncError, encode
-from burnish.sync.buckets import LinkReceiver
-from burnish.sync.engine import messages
-from burnish.sync.stored import SnapshotLink, WeightSnapshot
+from burnish.sync.buckets import messages
+from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
 
 WEIGHTS = {f"w{i}": torch.full((8,), float(i)) for i in range(6)}
 
@@ -27,10 +26,8 @@ def kept() -> WeightSnapshot[Any]:
 
 
 def given(headers: Any, payloads: Any) -> dict[str, Tensor]:
-    link = SnapshotLink()
-    link.fill(headers, payloads)
-    incoming = LinkReceiver(link, hold=True).open(3)
-    return dict(incoming)
+    with SnapshotSource(headers, payloads, hold=True).open(3) as transfer:
+        return dict(transfer)
 
 
 def test_it_can_be_given_out_again_and_again_from_memory_that_is_read_only(

@@ -1,0 +1,249 @@
+"""Buckets back to tensors: what every receiver checks, however the bytes came.
+
+Whole tensors are given out as views of their bucket, without a copy; one that is split over several
+buckets is put together first.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from burnish.rollout.weights import Shape, WeightNameCheck
+from burnish.sync.base import (
+    Abort,
+    Bucket,
+    BucketEntry,
+    End,
+    LinkError,
+    Message,
+    SyncError,
+    mismatch_at,
+)
+from burnish.sync.buckets import ALIGN
+from burnish.sync.checksum import verify
+
+LOOK_AHEAD_BYTES = 4 << 20
+"""After so many bytes given out, see whether the next bucket can come in: a look costs as much as
+copying some hundred kB."""
+
+
+class Checks(TypedDict, total=False):
+    """What a source checks, and how it gives tensors out."""
+
+    expected: Mapping[str, Shape] | None
+    """Shape of every weight of the rollout model. None (the default): those of the first good
+    transfer are expected from then on; the engine checks the first."""
+    check: bool
+    """Compare checksums (the default)."""
+    hold: bool
+    """Give every tensor memory of its own, for engines that keep it. Default: False."""
+
+
+class BucketSource(ABC):
+    """A source whose transfers come as messages. Implements
+    :class:`burnish.sync.base.WeightSource`; a subclass brings the messages."""
+
+    def __init__(self, **checks: Unpack[Checks]) -> None:
+        expected = checks.get("expected")
+        self.expected = None if expected is None else {n: tuple(s) for n, s in expected.items()}
+        self.check, self.hold = checks.get("check", True), checks.get("hold", False)
+        self._last_push = -1
+
+    @contextmanager
+    def open(self, version: int | None = None) -> Iterator[BucketTransfer]:
+        """Wait for the first message of a transfer; the rest of an earlier one is skipped."""
+        message, payload = self.next_message()
+        while message.push <= self._last_push:
+            message, payload = self.next_message()
+        self._last_push = message.push
+        transfer = BucketTransfer(self, message, payload)
+        try:
+            if version is not None and message.version != version:
+                raise SyncError(
+                    f"version {version} of the weights was due, and version {message.version} "
+                    "came; push and receive the same version"
+                )
+            yield transfer
+        except Exception as error:
+            with suppress(SyncError):  # the first error is the one to report
+                transfer.skip_rest()
+                self.answer(message.push, str(error) or type(error).__name__)
+            raise
+        transfer.skip_rest()
+        self.answer(message.push, None)
+
+    @abstractmethod
+    def next_message(self) -> tuple[Message, Tensor | None]:
+        """Wait for the next message, with uint8 [num_bytes] if it is a bucket, valid until the next
+        call.
+
+        Raises LinkError if nothing comes in time, and SyncError if its header was damaged.
+        """
+
+    def look_ahead(self) -> None:  # noqa: B027 (most sources have nothing to do)
+        """Begin to receive the next bucket if it has been announced. Does not wait."""
+
+    @abstractmethod
+    def answer(self, push: int, problem: str | None) -> None:
+        """Tell the sender how a transfer went; None: accepted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the connection."""
+
+
+class BucketTransfer:
+    """One transfer, bucket by bucket. Implements :class:`burnish.sync.base.WeightTransfer`."""
+
+    def __init__(self, source: BucketSource, message: Message, payload: Tensor | None) -> None:
+        self.version, self.push = message.version, message.push
+        self.num_bytes = self.num_buckets = 0
+        self._source, self._message, self._payload = source, message, payload
+        self._names = WeightNameCheck(source.expected)
+        self._part: tuple[BucketEntry, Tensor] | None = None
+        """The tensor being put together: its last piece, and [bytes of the whole] uint8."""
+        self._over = isinstance(message, End | Abort)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor); a tensor is good until the next one is asked for."""
+        while not isinstance(self._message, End):
+            if isinstance(self._message, Abort):
+                raise SyncError(
+                    f"the sender gave up version {self.version}: {self._message.reason}"
+                )
+            assert self._payload is not None
+            self._check(self._message, self._payload)
+            yield from self._tensors(self._message, self._payload)
+            self._next()
+        self._check_end(self._message)
+        self._source.expected = self._names.given
+
+    def skip_rest(self) -> None:
+        """Receive what is still on its way, unless nothing more comes."""
+        while not self._over:
+            with suppress(SyncError):  # a LinkError ends it; a damaged header more does not matter
+                self._next()
+
+    def _next(self) -> None:
+        try:
+            self._message, self._payload = self._source.next_message()
+        except LinkError as error:
+            self._over = True
+            raise LinkError(f"after {self._done()} of version {self.version}: {error}") from error
+        self._over = isinstance(self._message, End | Abort)
+
+    def _done(self) -> str:
+        return f"{self.num_buckets} bucket{'' if self.num_buckets == 1 else 's'}"
+
+    def _check(self, bucket: Bucket, payload: Tensor) -> None:
+        """That this bucket is the next one, whole, and as it was sent."""
+        where = f"bucket {bucket.index} of version {self.version}"
+        if bucket.push != self.push or bucket.version != self.version:
+            raise SyncError(
+                f"bucket {self.num_buckets} of version {self.version} (push {self.push}) was due, "
+                f"and bucket {bucket.index} of version {bucket.version} (push {bucket.push}) came: "
+                "two transfers are mixed"
+            )
+        if bucket.index != self.num_buckets:
+            lost = bucket.index > self.num_buckets
+            raise SyncError(
+                f"{where} came where bucket {self.num_buckets} was due: "
+                + ("one was lost, or came out of order" if lost else "it came twice")
+            )
+        if payload.numel() != bucket.num_bytes:
+            raise SyncError(
+                f"{where} should have {bucket.num_bytes} bytes, and {payload.numel()} came"
+            )
+        if self._source.check:
+            verify(payload, bucket.checksum, where)
+        for entry in bucket.entries:
+            self._check_entry(entry, bucket.num_bytes, where)
+
+    def _check_entry(self, entry: BucketEntry, bucket_bytes: int, where: str) -> None:
+        size = _whole_bytes(entry, where)
+        if (
+            entry.offset % ALIGN
+            or entry.offset < 0
+            or entry.num_bytes < 0
+            or entry.offset + entry.num_bytes > bucket_bytes
+            or entry.begin + entry.num_bytes > size
+        ):
+            raise SyncError(
+                f"{where}: weight {entry.name} {list(entry.shape)} {entry.dtype} ({size} bytes) "
+                f"cannot have its bytes {entry.begin} to {entry.begin + entry.num_bytes} at "
+                f"{entry.offset} of {bucket_bytes}"
+            )
+        if entry.begin == 0:
+            with mismatch_at(where):
+                self._names.add(entry.name, entry.shape)
+
+    def _tensors(self, bucket: Bucket, payload: Tensor) -> Iterator[tuple[str, Tensor]]:
+        looked = 0
+        for entry in bucket.entries:
+            self.num_bytes += entry.num_bytes
+            if entry.offset >= looked:
+                self._source.look_ahead()
+                looked = entry.offset + LOOK_AHEAD_BYTES
+            data = payload[entry.offset : entry.offset + entry.num_bytes]
+            if self._part is None and entry.num_bytes == _whole_bytes(entry):
+                yield entry.name, self._own(data, entry)
+            elif (whole := self._put_together(entry, data, bucket.index)) is not None:
+                yield entry.name, _as_tensor(whole, entry)
+        self.num_buckets += 1
+
+    def _own(self, data: Tensor, entry: BucketEntry) -> Tensor:
+        tensor = _as_tensor(data, entry)
+        return tensor.clone() if self._source.hold else tensor
+
+    def _put_together(self, entry: BucketEntry, data: Tensor, index: int) -> Tensor | None:
+        """Add a part; the whole if this was the last."""
+        have = 0 if self._part is None else self._part[0].begin + self._part[0].num_bytes
+        last = entry if self._part is None else self._part[0]
+        same = (last.name, last.shape, last.dtype) == (entry.name, entry.shape, entry.dtype)
+        if not same or entry.begin != have:
+            raise SyncError(
+                f"bucket {index} of version {self.version}: byte {have} of weight {last.name} "
+                f"{list(last.shape)} {last.dtype} was due, and byte {entry.begin} of {entry.name} "
+                f"{list(entry.shape)} {entry.dtype} came"
+            )
+        if self._part is None:
+            whole = torch.empty(_whole_bytes(entry), dtype=torch.uint8, device=data.device)
+        else:
+            whole = self._part[1]
+        whole[have : have + data.numel()].copy_(data)
+        complete = have + data.numel() == whole.numel()
+        self._part = None if complete else (entry, whole)
+        return whole if complete else None
+
+    def _check_end(self, end: End) -> None:
+        found = (self.push, self.version, self.num_buckets, len(self._names.given), self.num_bytes)
+        said = (end.push, end.version, end.num_buckets, end.num_tensors, end.num_bytes)
+        if found != said:
+            raise SyncError(
+                f"the end of version {end.version} (push {end.push}) speaks of {end.num_buckets} "
+                f"buckets with {end.num_tensors} tensors and {end.num_bytes} bytes, and of version "
+                f"{self.version} (push {self.push}) {self._done()} with {len(self._names.given)} "
+                f"tensors and {self.num_bytes} bytes came"
+            )
+        if self._part is not None:
+            raise SyncError(f"the end came in the middle of weight {self._part[0].name}")
+        with mismatch_at(f"version {self.version}"):
+            self._names.complete()
+
+
+def _whole_bytes(entry: BucketEntry, where: str = "") -> int:
+    dtype = vars(torch).get(entry.dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise SyncError(f"{where}: weight {entry.name} has the unknown format {entry.dtype!r}")
+    return math.prod(entry.shape) * dtype.itemsize
+
+
+def _as_tensor(data: Tensor, entry: BucketEntry) -> Tensor:
+    return data.view(vars(torch)[entry.dtype]).view(entry.shape)

@@ -37,7 +37,8 @@ def measure(work: Callable[[], object], rounds: int) -> tuple[float, float]:
 
 
 def cases(rows: int, length: int, gaps: bool) -> dict[str, Callable[[], object]]:
-    """What is measured, on random rewards of ``rows`` responses of at most ``length`` tokens."""
+    """Return the measured functions, on random rewards of ``rows`` responses of at most ``length``
+    tokens."""
     g = torch.Generator().manual_seed(0)
     values, kl = torch.randn(2, rows, length, generator=g)
     scores = torch.randn(rows, generator=g)

@@ -67,7 +67,7 @@ class Group:
 
     @property
     def pairs(self) -> int:
-        """Of a token and one that it reads.
+        """Count pairs of a token and one that it reads.
 
         A prompt of 2 and responses of 1 and 2: 1 + 2 = 3 in the prompt, 2 x 1 + 1 = 3 and
         2 x 2 + 1 + 2 = 7 in the responses; 13.

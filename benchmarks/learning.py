@@ -31,7 +31,7 @@ Line = dict[str, float]
 
 
 class Curve:
-    """What a run leaves: a line per held-out measurement, one of them before the first step."""
+    """The record of a run: a line per held-out measurement, one of them before the first step."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []

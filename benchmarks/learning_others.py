@@ -78,7 +78,8 @@ def _mean(verdicts: dict[str, list[float]]) -> float:
 
 
 def _samples(model: Path, run_dir: Path, seed: int, **eval_data: Any) -> list[dict[str, Any]]:
-    """What the model says to prompts, with the verifier's verdict, by an ``evaluate`` job."""
+    """Return the model's answers to prompts, each with the verifier's score, from an ``evaluate``
+    job."""
     import burnish
     from burnish.observe.samples import read_samples
 

@@ -20,7 +20,7 @@ class Results:
         self.path = path
 
     def runs(self, task: str) -> list[Run]:
-        """Of a task, by name and seed, whatever order they were made in."""
+        """Return the runs of a task, by name and seed, whatever order they were made in."""
         if not self.path.is_file():
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines()
@@ -28,7 +28,7 @@ class Results:
         return sorted(found, key=lambda run: (run["name"], run["seed"]))
 
     def has(self, task: str, name: str, seed: int) -> bool:
-        """Whether this run is there."""
+        """Return whether this run is there."""
         return any(run["name"] == name and run["seed"] == seed for run in self.runs(task))
 
     def add(self, run: Run) -> None:

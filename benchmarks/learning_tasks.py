@@ -1,4 +1,4 @@
-"""What ``learning.py`` compares: two tasks, eight algorithms, and how each is said in a recipe."""
+"""The subjects of ``learning.py``: two tasks, eight algorithms, and the recipe of each."""
 
 from __future__ import annotations
 

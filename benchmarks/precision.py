@@ -1,4 +1,5 @@
-"""What number format costs and changes: learning, time, memory, log-prob error; and the figures.
+"""Measure the costs and effects of number formats: learning, time, memory, log-prob error; and the
+figures.
 
     python benchmarks/precision.py learn [--seeds 0 1 2] [--dtypes fp32 bf16 fp16] [--control]
     python benchmarks/precision.py cost [--micro 1 4 8] [--device cpu|cuda]

@@ -1,4 +1,4 @@
-"""What is usually said of half precision, beside what ``precision.py cost`` measured.
+"""Compare common claims about half precision with the results of ``precision.py cost``.
 
 The claims are those of most introductions to mixed precision: half the memory, 20 to 50% faster
 training, matrix products 2 to 8 times faster. A verdict is arithmetic on the measured ratios, by

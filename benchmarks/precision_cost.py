@@ -17,7 +17,7 @@ What is measured, and how:
   (Python and libraries); on CUDA ``max_memory_allocated``.
 
 In fp16 the loss scale starts at 2^8: random tokens overflow at the usual 2^16, and a skipped step
-does no update. The table says where a measured step was skipped all the same.
+does no update. The table marks measured steps that were skipped nevertheless.
 
 A "fp16" matrix product on a CPU is the engine's, which goes through fp32
 (``burnish/models/half_linear.py``); PyTorch's own is listed as well.
@@ -184,7 +184,7 @@ def run_steps(args: argparse.Namespace) -> None:
 
 
 def _bytes_before_model(device: str) -> int:
-    """What the process holds once everything is imported; 0 on CUDA, where it does not count."""
+    """Return the memory of the process after all imports; 0 on CUDA, where it does not count."""
     import burnish.runtime.inline
     from burnish.observe.memory import current_rss_bytes
 

@@ -1,4 +1,4 @@
-"""What the controller itself costs per RL step, from 1 to 1,000 simulated rollout workers.
+"""Measure the cost of the controller per RL step, from 1 to 1,000 simulated rollout workers.
 
     python benchmarks/scaling.py [--workers 1 10 100 1000] [--samples 100000] [--tokens 128]
     python benchmarks/scaling.py --ray 2      # workers simulated in two real Ray processes
@@ -94,13 +94,13 @@ class SimulatedWorker:
         self.tokens, self.logprobs = tuple(range(tokens)), (-0.5,) * tokens
 
     def build(self, *_: Any, ready: bool) -> None:
-        """Nothing to load."""
+        """Do nothing: there is no model."""
 
     def receive_snapshot(self, *_: Any) -> None:
-        """Nothing to keep."""
+        """Do nothing: there is no model."""
 
     def peaks(self) -> dict[str, MemoryPeak]:
-        """What it held in its two phases."""
+        """Return the memory peaks of its two phases."""
         return {"rollout": MemoryPeak(1e9, 2e9, 3e9), "rollout_sync": MemoryPeak(1e9, 2e9, 3e9)}
 
     def heartbeat(self, *_: Any) -> tuple[str, int]:
@@ -139,7 +139,7 @@ class FakeRay:
         return refs[:num_returns], refs[num_returns:]
 
     def get(self, ref: Any) -> Any:
-        """What arrives is unpickled, as Ray would."""
+        """Unpickle the object, as Ray would."""
         return pickle.loads(ref.data) if isinstance(ref, _Parcel) else ref
 
     def put(self, value: Any) -> Any:
@@ -198,7 +198,7 @@ class SimulatedRuntime:
         return []
 
     def end(self, workers: Sequence[Any]) -> None:
-        """Nothing to end."""
+        """Do nothing: no process was started."""
 
 
 class OneReward:
@@ -211,7 +211,7 @@ class OneReward:
         return [float(i % 7) for i in range(len(items))]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process was started."""
 
 
 def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) -> None:

@@ -75,14 +75,14 @@ class Loader:
         self.version = version
 
     def generate(self, requests: Sequence[Any], sampling: Any) -> Iterator[Any]:
-        """Nothing is sampled here."""
+        """Yield nothing: this engine does not sample."""
         yield from ()
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def wake(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def measure_checksums(num_bytes: int) -> dict[str, float]:
@@ -218,7 +218,7 @@ def wait_for_both(store: Any, key: str, rank: int) -> None:
 def make_ends(
     args: argparse.Namespace, kind: str, store: Any, policy: Weights
 ) -> Callable[[], Any]:
-    """What this process does in one hand-over."""
+    """Return the function that makes one transfer in this process."""
     from burnish.config.sync import DiskSync, LinkSync
     from burnish.sync.connect import Rendezvous, open_sender, open_source
     from burnish.sync.engine import SyncedEngine

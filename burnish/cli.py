@@ -124,7 +124,8 @@ def _job(
 
 
 def _check_head_divisibility(config: JobConfig) -> None:
-    """What only the models' own configs say, where a recipe shares models out and they are here."""
+    """Check the head counts of models that a recipe divides among ranks, if their configs are on
+    this machine."""
     if parallel_degrees(config.roles()):  # else nothing heavy is imported
         from burnish.jobs.parallelism import check_head_divisibility
 
@@ -297,8 +298,8 @@ def plan(  # house: ok typer makes the options from the signature
         ),
     ] = False,
 ) -> None:
-    """Whether a recipe fits into a cluster's memory, and about how long a step takes, without
-    weights and without a GPU. Exit code 4: it does not fit."""
+    """Check whether a recipe fits into a cluster's memory, and estimate the time of a step,
+    without weights and without a GPU. Exit code 4: it does not fit."""
     from burnish.plan.command import PlanOptions, check_probe_options, plan_text
 
     recipe, overrides = split("plan", arguments or [], resume=None)

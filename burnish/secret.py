@@ -12,7 +12,7 @@ _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable of this name may hold a secret, such as ``HF_TOKEN``."""
+    """Return whether a variable of this name may hold a secret, such as ``HF_TOKEN``."""
     return any(part in name.upper() for part in _PARTS)
 
 

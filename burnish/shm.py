@@ -36,8 +36,8 @@ def sweep(kind: str, *folders: Path) -> None:
 
 
 def owner_has_ended(name: str) -> bool:
-    """Whether the process in a name is gone. False where that cannot be known: a name of another
-    form, an id of another machine or namespace."""
+    """Return whether the process in a name is gone. False where that cannot be known: a name of
+    another form, an id of another machine or namespace."""
     match = _NAME.fullmatch(name)
     if match is None or match[2] != _whereabouts():
         return False
@@ -52,8 +52,8 @@ def owner_has_ended(name: str) -> bool:
 
 @functools.cache
 def _whereabouts() -> str:
-    """Of the machine since it was started (where that is not to be seen, its name), and of the
-    namespace of process ids in it (the same number on all machines, outside of containers)."""
+    """Return an identifier of the machine since its start (its name if that cannot be read) and of
+    its namespace of process ids (the same number on all machines, outside of containers)."""
     machine, namespace = socket.gethostname(), 0
     with contextlib.suppress(OSError):
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -113,7 +113,7 @@ def _counted(iterable: Any, cost: int) -> Any:
 
 
 class _Counted:
-    """What a loop runs over, counted."""
+    """The items of a loop, counted."""
 
     def __init__(self, iterable: Any, cost: int) -> None:
         self._iterable, self._cost = iterable, cost
@@ -135,7 +135,7 @@ def _joined(parts: Sequence[Any]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """What ``{{ value }}`` adds to the output or to a block."""
+    """Charge for ``{{ value }}`` and return it."""
     _spend(len(value) if isinstance(value, str) else 1)
     return value
 

@@ -30,7 +30,7 @@ ROUNDING = 1e-9
 
 
 def all_equal(scores: Sequence[float]) -> bool:
-    """Whether scores are the same number, up to :data:`ROUNDING`."""
+    """Return whether scores are the same number, up to :data:`ROUNDING`."""
     return max(scores) - min(scores) <= ROUNDING
 
 
@@ -112,7 +112,7 @@ class Batch:
         tokens      = [5 9 2 7 1  5 9 2 8]        offsets     = [0 5 9]
         action_mask = [0 0 0 1 1  0 0 0 1]        prompt_lens = [3 3]       group_ids = [4 4]
 
-    Every per-token array stands in line with ``tokens``: entry t belongs to token t (its
+    Every per-token array is aligned with ``tokens``: entry t belongs to token t (its
     log-probability is computed from the tokens before it). Entries outside ``action_mask`` are 0
     and mean nothing. ``num_tokens`` and ``num_sequences`` are counts over the whole optimizer
     step, all micro-batches and all ranks, and survive every split, so a loss that divides by them
@@ -329,7 +329,7 @@ def rows_to_batch(
 ) -> Batch:
     """Lists of token ids and masks as a :class:`Batch` whose denominators are its own counts.
 
-    ``group_ids`` default to one group per row. Raises ValueError where a mask is not as long as
+    ``group_ids`` default to one group per row. Raises ValueError if a mask is not as long as
     its row.
     """
     for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
@@ -390,7 +390,7 @@ class PendingSave(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it is over, for good or ill."""
+        """Return whether it is over, for good or ill."""
         ...
 
     def wait(self) -> None:

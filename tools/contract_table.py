@@ -27,7 +27,7 @@ WORST = ("FAILED", "refused", "not run", "pass")
 
 @dataclass
 class Results:
-    """What a run of the suite found. A pytest plugin."""
+    """Results of a run of the suite. A pytest plugin."""
 
     seen: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
     """(suite, engine, property) -> outcome of every case, in the order of collection."""
@@ -102,7 +102,7 @@ def listed(page: str) -> set[tuple[str, str, str]]:
 
 
 def between(page: str) -> str:
-    """What stands between the markers. Raises ValueError where they are missing."""
+    """Return the text between the markers. Raises ValueError if they are missing."""
     if BEGIN not in page or END not in page:
         raise ValueError(f"{PAGE} has no {BEGIN} ... {END}")
     return page.split(BEGIN)[1].split(END)[0]

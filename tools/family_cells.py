@@ -320,7 +320,7 @@ class Subject:
         return Cell("exact", _difference(found, wanted), f"{len(state)} keys")
 
     def tensor_parallel(self) -> Cell:
-        """Whether the layers can be divided over two ranks."""
+        """Return whether the layers can be divided over two ranks."""
         model = load_causal_lm(self.model)
         body = model.get_decoder()
         check_head_counts(body.config, 2)

@@ -1,5 +1,5 @@
-"""Check the house rules that a machine can check: sizes, documentation, types, no getattr, flat
-folders, no import cycle, no use of another module's private names.
+"""Check the house rules that a machine can check: sizes, documentation, types, prose, no getattr,
+flat folders, no import cycle, no use of another module's private names.
 
 ``python tools/house.py [FILE ...]`` prints ``file:line: message`` for each break and exits with 1.
 Without files it reads burnish/, tools/, benchmarks/ and tests/. ``# house: ok <reason>`` at the end
@@ -25,10 +25,16 @@ MAX_NESTING = 3
 MAX_PARAMETERS = 6
 MAX_POSITIONAL = 4  # the published loss signature: logprobs, old_logprobs, advantages, mask
 ROOTS = ("burnish", "tools", "benchmarks", "tests")
+PROSE_NOT_CHECKED = ("config", "jobs", "plan", "runtime", "sync", "train")
+"""Packages of burnish/ whose docstrings still break the rules of ``_prose``."""
 
 Finding = tuple[int, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _MARK = re.compile(r"#\s*house:\s*ok\b\s*(.*)")
+_CODE = re.compile(r"``?[^`]*``?")
+_RAISES_WHERE = re.compile(r"\bRaises\s[^.;]*?\bwhere\b")
+_OPENING = re.compile(r"(?:What|Of|Nothing|Whether)\b")
+_REPLACED = re.compile(r"\b(?:mended|anew|all the same|in line with)\b", re.IGNORECASE)
 _BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 
 
@@ -54,6 +60,8 @@ def check_file(path: Path, text: str) -> list[Finding]:
     if not is_test:
         findings += _documentation(tree, marks)
         findings += [f for f in private_names(tree) if not marks.get(f[0])]
+        if not (in_package and path.parts[1] in PROSE_NOT_CHECKED):
+            findings += [*_prose(tree), *_words_of_comments(text)]
     if in_package:
         findings += _getattr(tree, marks)
     return sorted(set(findings))
@@ -84,8 +92,8 @@ def _sizes(node: Function) -> Iterator[Finding]:
 
 
 def _depth(body: list[ast.stmt]) -> int:
-    """How deep blocks stand in each other. ``elif`` is no deeper than its ``if``; inner functions
-    start anew."""
+    """Return how deep blocks are nested. ``elif`` is no deeper than its ``if``; inner functions
+    start at 0."""
     deepest = 0
     for node in body:
         if isinstance(node, _BLOCKS):
@@ -148,6 +156,32 @@ def _typed_and_keyword_only(node: Function) -> Iterator[Finding]:
             f"{node.name} takes {len(arguments)} positional parameters; keyword-only after "
             f"{MAX_POSITIONAL}",
         )
+
+
+def _prose(tree: ast.Module) -> Iterator[Finding]:
+    """Docstrings open with a verb or a noun, conditions with "if", and some words have better ones.
+    The strings below fields count as docstrings, except for their opening."""
+    for node in ast.walk(tree):
+        if not isinstance(node, (Function, ast.ClassDef, ast.Module)):
+            continue
+        body = node.body[:1] if isinstance(node, Function) else node.body
+        for place, statement in enumerate(body):
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
+                continue
+            text = " ".join(_CODE.sub("", value.value).split())
+            if place == 0 and (opening := _OPENING.match(text)):
+                yield value.lineno, f"a docstring opens with {opening[0]!r}: use a verb or a noun"
+            if _RAISES_WHERE.search(text):
+                yield value.lineno, "'Raises ... where' in a docstring: write 'if'"
+            for word in _REPLACED.findall(text):
+                yield value.lineno, f"{word!r} in a docstring: use the technical word"
+
+
+def _words_of_comments(text: str) -> Iterator[Finding]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        for word in _REPLACED.findall(token.string) if token.type == tokenize.COMMENT else ():
+            yield token.start[0], f"{word!r} in a comment: use the technical word"
 
 
 def _getattr(tree: ast.Module, marks: dict[int, str]) -> Iterator[Finding]:

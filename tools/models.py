@@ -80,7 +80,7 @@ class Store:
                 self.rows = found["rows"]
 
     def has(self, name: str) -> bool:
-        """Whether this code measured the row, and it need not be measured again."""
+        """Return whether this code measured the row, and it need not be measured again."""
         return not self._fresh and self.rows.get(name, {}).get("code") == self._code
 
     def add(self, name: str, row: Row) -> None:

@@ -165,7 +165,7 @@ def _forget_unread_defaults(function: Function) -> None:
 
 
 def _is_type(node: ast.AST) -> bool:
-    """Whether it is an alias like ``Mode = Literal[...]``, or ``__all__``."""
+    """Return whether it is an alias like ``Mode = Literal[...]``, or ``__all__``."""
     if not isinstance(node, ast.Assign):
         return False
     target, value = node.targets[0], node.value

@@ -70,7 +70,7 @@ class Project:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one mutant."""
+    """Result of one mutant."""
 
     mutant: Mutant
     outcome: str
@@ -90,7 +90,7 @@ def copy_of(root: Path, source: Path, tests: str, into: Path) -> Path:
 
 
 def in_fork(work: Callable[[], Any], seconds: float) -> Any:
-    """What ``work`` returns in a child process; None where it took too long or died."""
+    """Return the result of ``work`` in a child process; None if it took too long or died."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -171,7 +171,7 @@ class Plugin:
                 return
 
     def _baseline(self) -> None:
-        """Run the tests unchanged: who calls what. Raises SystemExit where one fails."""
+        """Run the tests unchanged: who calls what. Raises SystemExit if one fails."""
         source = str(self.project.folder / self.project.source)
         calls: dict[str, list[str]] = {}
         seconds: dict[str, float] = {}
@@ -266,7 +266,7 @@ def _become(function: FunctionType, other: FunctionType) -> None:
 
 
 def run_all(project: Project, todo: Sequence[Mutant]) -> list[Result]:
-    """Every mutant's result. Raises SystemExit where the tests cannot be collected or fail."""
+    """Every mutant's result. Raises SystemExit if the tests cannot be collected or fail."""
     import pytest
 
     os.chdir(project.folder)
@@ -291,7 +291,7 @@ def read_equivalent(path: Path) -> dict[str, str]:
 
 def report(results: Sequence[Result], equivalent: dict[str, str], whole: bool) -> tuple[float, int]:
     """Print the table and the survivors; the rate and the number of survivors. Raises SystemExit
-    where the list of equivalent mutants is wrong."""
+    if the list of equivalent mutants is wrong."""
     apart = [r for r in results if r.mutant.name in equivalent]
     counted = [r for r in results if r.mutant.name not in equivalent]
     survivors = [r for r in counted if r.outcome == "survived"]

@@ -60,7 +60,7 @@ class KlController(Protocol):
         ...
 
     def state_dict(self) -> dict[str, float]:
-        """What :meth:`load_state_dict` needs to go on."""
+        """Return the state for :meth:`load_state_dict`."""
         ...
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -75,14 +75,14 @@ class FixedKl:
         self.coef = coef
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Nothing to adapt."""
+        """Do nothing: the weight is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing: the recipe says all there is."""
+        """Return no state: the recipe has the weight."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to take back, whatever was saved."""
+        """Ignore the saved state."""
 
 
 class AdaptiveKl:
@@ -103,7 +103,7 @@ class AdaptiveKl:
         """Move the weight by a rollout of ``num_samples`` samples with mean KL ``kl``.
 
         A KL that is not finite (every step of a rollout was skipped) says nothing and moves
-        nothing. Raises ValueError where a rollout is so large beside the horizon that the weight
+        nothing. Raises ValueError if a rollout is so large beside the horizon that the weight
         could drop to 0 or below.
         """
         if self.MAX_ERROR * num_samples >= self.horizon:
@@ -123,6 +123,6 @@ class AdaptiveKl:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from a weight that began where this one does. Any other state (of a fixed weight,
-        or of one that began elsewhere) is of another recipe: the weight begins anew."""
+        or of one that began elsewhere) is of another recipe: the weight starts again."""
         same = state.get("init_coef") == self.init_coef
         self.coef = state["coef"] if same else self.init_coef

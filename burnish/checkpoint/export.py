@@ -289,7 +289,8 @@ def _save_merged(
 
 
 def _export_metadata(source: Path) -> dict[str, Any]:
-    """What the run knows of its reward model: of a process reward model, its step separator."""
+    """Return the metadata of the run's reward model: the step separator of a process reward
+    model."""
     if source.name != "reward" or not (source.parent / f"{EXPORT_METADATA}.json").is_file():
         return {}
     return load_state(source.parent, EXPORT_METADATA)

@@ -66,7 +66,7 @@ class Manifest(BaseModel):
 def write_manifest(folder: Path, *, extra: Mapping[str, Any], step: int | None = None) -> Manifest:
     """Hash every file below ``folder`` and write its manifest, flushed to the disk. Call it last.
 
-    Raises OSError where a file cannot be read or written, ValueError or TypeError where ``extra``
+    Raises OSError if a file cannot be read or written, ValueError or TypeError if ``extra``
     holds something that JSON does not (NaN and infinity among them).
     """
     paths = _files_below(folder)
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, checksums: bool = True) -> list[str]:
-    """What is wrong with ``folder``, one line a problem; an empty list means that it is good.
+    """Return the problems of ``folder``, one line each; an empty list if it is good.
 
     ``checksums=False`` compares names and sizes only, which reads nothing but the manifest. Files
     that the manifest does not name are no problem. Never raises for a damaged folder.

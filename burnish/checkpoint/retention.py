@@ -12,8 +12,7 @@ BestMode = Literal["max", "min"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What retention knows about one checkpoint. Example: ``Entry(step=50, metric=0.41,
-    good=True)``."""
+    """One checkpoint, as retention sees it. Example: ``Entry(step=50, metric=0.41, good=True)``."""
 
     step: int
     """Unique among the checkpoints of a run."""

@@ -48,7 +48,7 @@ class PendingCheckpoint:
 
     @property
     def done(self) -> bool:
-        """Whether :attr:`finish` need not wait."""
+        """Return whether :attr:`finish` need not wait."""
         return all(part.done for part in self._pending)
 
 
@@ -255,7 +255,7 @@ class CheckpointStore:
 
 
 def _entry(step: int, path: Path) -> Entry:
-    """What retention needs to know.
+    """Return the retention entry of a checkpoint.
 
     Names and sizes only are checked: hashing old checkpoints at every save would read them all.
     """
@@ -269,7 +269,8 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _other_process_lives(pid: int) -> bool:
-    """Whether ``pid`` runs and is not this process, which writes one checkpoint at a time."""
+    """Return whether ``pid`` runs and is not this process, which writes one checkpoint at a
+    time."""
     if pid == os.getpid():
         return False
     try:

@@ -66,8 +66,8 @@ def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
 
 
 def load_state(folder: Path, name: str) -> dict[str, Any]:
-    """What :func:`save_state` was given, types included; tensors are on the CPU, each with its own
-    memory.
+    """Load the state that :func:`save_state` wrote, types included; tensors are on the CPU, each
+    with its own memory.
 
     Reads JSON and safetensors only: a pickle in their place is refused, never run. Raises
     CheckpointError naming the file that is missing or corrupted.
@@ -195,7 +195,7 @@ class _Writer:
 
 
 def _plain(value: Tensor, path: str) -> Tensor:
-    """``value`` as a dense contiguous CPU tensor. Raises CheckpointError where that cannot be."""
+    """``value`` as a dense contiguous CPU tensor. Raises CheckpointError if that cannot be."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.is_meta or value.is_quantized:
         kind = "a meta tensor" if value.is_meta else f"a {type(value).__name__}"
         raise CheckpointError(

@@ -83,7 +83,7 @@ def encode_conversation(
 
     An assistant turn is trained on up to and including its end token; what the template writes
     after that (a newline, as a rule) is not. Turns before message ``trained_from`` count as prompt.
-    Raises DataError where there is no assistant turn to train on, and where the template does not
+    Raises DataError if there is no assistant turn to train on, and if the template does not
     render a conversation as the beginning of its continuation, so that the turns cannot be told
     apart.
     """
@@ -212,8 +212,8 @@ _TOOLS = "(tools)"
 
 
 def _has_prose(message: Message) -> bool:
-    """Whether the content is text that every template should render. (Some leave out what comes
-    with tool calls.)"""
+    """Return whether the content is text that every template should render. (Some leave out what
+    comes with tool calls.)"""
     content = message.get("content")
     return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")
 

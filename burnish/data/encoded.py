@@ -119,7 +119,7 @@ class EncodedStream(Generic[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken. Raises DataError where it is of other sources."""
+        """Go on where ``state`` was taken. Raises DataError if it is of other sources."""
         self._index.load_state_dict(state["index"])
         self._counts = {what: int(state["counts"][what]) for what in self._counts}
         self._notices.counts.clear()  # older states have none
@@ -139,7 +139,7 @@ def load_all(
 ) -> list[T]:
     """Every row once, source after source in file order; at most ``limit`` that are of use.
 
-    How many were left out or cut is reported in the log. Raises DataError where none is left.
+    How many were left out or cut is reported in the log. Raises DataError if none is left.
     """
     items: list[T] = []
     dropped = truncated = 0
@@ -167,7 +167,7 @@ def load_all(
 
 
 class EncodedTable(Generic[T]):
-    """Every row once, source after source in file order, encoded anew whenever it is asked for: the
+    """Every row once, source after source in file order, encoded again at every access: the
     data may be larger than memory.
 
     All rows are encoded once at the start, so that whatever is wrong with them is said before any

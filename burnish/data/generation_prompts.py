@@ -110,7 +110,7 @@ def with_reward(content: Content, template: str, reward: float) -> Content:
     """A prompt that states a reward: ``template`` filled with the reward and the text, or the
     content of the last user message.
 
-    Raises DataError where there is no such message, or its content is no text.
+    Raises DataError if there is no such message, or its content is no text.
     """
     if isinstance(content, str):
         return template.format(prompt=content, reward=reward)

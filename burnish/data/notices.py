@@ -1,4 +1,5 @@
-"""What encoding a row changes or finds odd: said once with the row's place, and counted.
+"""Notices about rows that encoding changes or finds odd: logged once with the row's position, and
+counted.
 
 ``chat`` and ``rows`` call :func:`note`; ``encoded`` collects around the encoding of each row.
 Without a collector a note is dropped."""

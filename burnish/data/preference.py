@@ -42,7 +42,7 @@ class PreferenceStream(EncodedStream[Pair]):
     def __init__(
         self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
-        """Raises DataError where a source or the tokenizer cannot be used."""
+        """Raises DataError if a source or the tokenizer cannot be used."""
         sources = open_sources(config.sources)
         encoder = _PairEncoder(config, tokenizer, sources)
         super().__init__(config, encoder, seed=seed, sources=sources)

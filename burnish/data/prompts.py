@@ -25,7 +25,7 @@ class PromptStream(EncodedStream[Prompt]):
     def __init__(
         self, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
-        """Raises DataError where a source, the tokenizer or ``label_key`` cannot be used."""
+        """Raises DataError if a source, the tokenizer or ``label_key`` cannot be used."""
         super().__init__(config, PromptEncoder(config, tokenizer), seed=seed)
         check_label_key(config, self.sources.values())
 

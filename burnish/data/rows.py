@@ -60,7 +60,7 @@ class TokenRow:
 def token_row(ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
     """A row whose first token is not trained on, since nothing before it could predict it.
 
-    Raises DataError where that leaves nothing to train on.
+    Raises DataError if that leaves nothing to train on.
     """
     trainable = _trainable(mask)
     if not any(trainable):
@@ -73,7 +73,7 @@ def token_row(ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
 def column(row: Row, key: str, field: str) -> Any:
     """The row's value in column ``key``, which the config calls ``field``.
 
-    Raises DataError where there is no such column, or no value in it.
+    Raises DataError if there is no such column, or no value in it.
     """
     if key not in row.values:
         raise DataError(
@@ -236,7 +236,7 @@ def encode_exchange(
 
 
 def is_text(*values: Any) -> bool:
-    """Whether all are strings."""
+    """Return whether all are strings."""
     return all(isinstance(value, str) for value in values)
 
 
@@ -266,7 +266,7 @@ def _sampled(
     note(
         "other_tokens",
         "the row's token ids do not decode to its text with this tokenizer (another model's, or "
-        "the text was changed), so the text is tokenized anew; use_tokens: false does so silently",
+        "the text was changed), so the text is tokenized again; use_tokens: false does so silently",
     )
     return None
 

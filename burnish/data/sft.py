@@ -39,7 +39,7 @@ class SFTStream(EncodedStream[TokenRow]):
     def __init__(
         self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
-        """Raises DataError where a source or the tokenizer cannot be used."""
+        """Raises DataError if a source or the tokenizer cannot be used."""
         super().__init__(config, _SFTEncoder(config, tokenizer), seed=seed)
 
     def next(self, num_rows: int) -> Batch:

@@ -58,7 +58,7 @@ _EMPTY = "{place}: the data set is empty; give a source with at least one row"
 
 
 def open_source(config: SourceConfig) -> Source:
-    """The rows that ``config`` describes. Raises DataError where there are none."""
+    """The rows that ``config`` describes. Raises DataError if there are none."""
     if isinstance(config, FileSource):
         source = _open_file(config)
     elif isinstance(config, HubSource):
@@ -72,7 +72,7 @@ def open_source(config: SourceConfig) -> Source:
 
 
 def open_sources(configs: Sequence[SourceConfig]) -> list[Source]:
-    """All sources. Raises DataError where two share a name: prompt ids would not be unique."""
+    """All sources. Raises DataError if two share a name: prompt ids would not be unique."""
     sources = [open_source(config) for config in configs]
     names = [source.name for source in sources]
     for name in names:

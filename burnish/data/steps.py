@@ -45,7 +45,7 @@ class StepsStream(EncodedStream[Solution]):
     def __init__(
         self, config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
-        """Raises DataError where a source or the tokenizer cannot be used."""
+        """Raises DataError if a source or the tokenizer cannot be used."""
         super().__init__(config, _StepsEncoder(config, tokenizer), seed=seed)
 
     def next(self, num_rows: int) -> Batch:

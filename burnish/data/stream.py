@@ -109,7 +109,7 @@ class IndexStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``. Raises DataError where the sources, sizes, seed or shuffle differ.
+        """Go on from ``state``. Raises DataError if the sources, sizes, seed or shuffle differ.
 
         Weights may change: draws from here on follow the new ones, and epochs stay whole.
         """

@@ -37,7 +37,7 @@ class UnpairedStream(EncodedStream[UnpairedExample]):
     def __init__(
         self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
-        """``config`` has a ``label_key``. Raises DataError where a source or the tokenizer cannot
+        """``config`` has a ``label_key``. Raises DataError if a source or the tokenizer cannot
         be used."""
         sources = open_sources(config.sources)
         encoder = _UnpairedEncoder(config, tokenizer, sources)

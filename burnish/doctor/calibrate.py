@@ -42,7 +42,8 @@ ON_CPU = Sizes(tokens=512, width=1024, read_bytes=256 << 20)
 
 
 def calibrate(tables: Tables, sizes: Sizes | None = None) -> dict[str, dict[str, float]]:
-    """What was measured, in the form of the user's table: ``efficiency`` and ``machines``."""
+    """Measure this machine; return the result in the form of the user's table: ``efficiency`` and
+    ``machines``."""
     if torch.cuda.is_available():
         return _on_gpu(tables, sizes or ON_GPU)
     sizes = sizes or ON_CPU

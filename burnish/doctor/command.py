@@ -1,4 +1,4 @@
-"""What ``burnish doctor`` prints, and what it exits with."""
+"""Output and exit code of ``burnish doctor``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Wanted:
 
 
 def doctor_command(version: str, wanted: Wanted, *, say: Callable[[str], None]) -> int:
-    """What the command line calls; the exit code."""
+    """Run ``burnish doctor`` and return its exit code."""
     if wanted.calibrate:
         say(calibration(as_json=wanted.as_json))
         return OK
@@ -80,7 +80,8 @@ def doctor_command(version: str, wanted: Wanted, *, say: Callable[[str], None]) 
 
 
 def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> int:
-    """What ``burnish doctor MODEL`` prints: how the model runs here, from its config alone.
+    """Print how a model runs here, from its config alone (``burnish doctor MODEL``); return the
+    exit code.
 
     Returns 1 if it cannot be trained. Raises ModelError if its config cannot be read.
     """
@@ -174,7 +175,7 @@ def extra_lines(facts: Facts) -> Iterator[str]:
 
 
 def finding_lines(found: Sequence[Finding]) -> Iterator[str]:
-    """What is known of this combination."""
+    """Yield the lines of the known problems of this combination."""
     for finding in found:
         source = f" [{finding.source}]" if finding.source else ""
         yield f"{finding.level}: {finding.text}{source}"

@@ -1,5 +1,4 @@
-"""What can be read off a machine without loading anything large: versions, devices, memory,
-links."""
+"""Facts about a machine that need no large import: versions, devices, memory, links."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ class Facts:
 
 
 def gather_facts() -> Facts:
-    """Of this machine and this environment."""
+    """Return the facts of this machine and this environment."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shm = Path("/dev/shm")
     watched = ("CUDA_", "DS_", "NCCL_", "OMP_", "PYTORCH_", "RAY_", "VLLM_")
@@ -160,7 +159,7 @@ def _nccl() -> str | None:
 
 
 def requirements() -> dict[str, list[Requirement]]:
-    """What Burnish itself asks for: "" (always) and each of its extras."""
+    """Return the requirements of Burnish: those of "" (always) and of each of its extras."""
     try:
         lines = metadata.requires("burnish") or []
     except metadata.PackageNotFoundError:

@@ -109,7 +109,7 @@ def pins_of_vllm(facts: Facts) -> Iterator[Finding]:
             + (
                 ": its kernels are built for that torch; give vLLM an environment of its own"
                 if compiled
-                else " (the self-test says whether it works all the same)"
+                else " (the self-test shows whether it works nevertheless)"
             ),
             f"{name}'s own requirements",
         )

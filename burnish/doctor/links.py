@@ -19,7 +19,7 @@ SYSTEM = Path("/sys/class")
 
 @dataclass(frozen=True)
 class Links:
-    """What weights, gradients and rollouts travel over."""
+    """Links that carry weights, gradients and rollouts."""
 
     network: tuple[str, ...] = ()
     """Adapters that are up, each with its rate in words."""
@@ -36,7 +36,7 @@ class Links:
 
 
 def find_links(system: Path = SYSTEM) -> Links:
-    """Of this machine."""
+    """Return the links of this machine."""
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
     direct = [torch.cuda.can_device_access_peer(one, other) for one, other in pairs]
     return Links((*_infiniband(system), *_ethernet(system)), len(pairs), sum(direct))

@@ -42,7 +42,7 @@ NEEDS = {"deepspeed": "deepspeed", "ray": "ray", "vllm": "vllm"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one self-test."""
+    """Outcome of one self-test."""
 
     name: str
     passed: bool

@@ -1,4 +1,4 @@
-"""What an environment is: numbered tasks, each a question in text and a score for the answer.
+"""Contract of environments: numbered tasks, each a question in text and a score for the answer.
 
 Gymnasium's ``reset``/``step`` on text: :meth:`Environment.item` is the reset, and the item's number
 is the whole state, so a prompt can be scored in another process or after a resume. The data source
@@ -23,7 +23,7 @@ class EnvironmentSetupError(BurnishError, ValueError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the environment says about a response. Example: ``StepResult(reward=1.0)``."""
+    """Result of a response in an environment. Example: ``StepResult(reward=1.0)``."""
 
     reward: float
     done: bool = True

@@ -465,8 +465,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 def takes_plans(body: PreTrainedModel) -> bool:
-    """Whether the attention of ``body`` is the one of this module: then rows can be packed, and
-    otherwise they are padded."""
+    """Return whether the attention of ``body`` is the one of this module: then rows can be packed,
+    and otherwise they are padded."""
     return str(body.config._attn_implementation) == ATTENTION_NAME
 
 

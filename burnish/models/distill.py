@@ -24,8 +24,8 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class DistillTarget:
-    """What a student is measured against, and how. ``log_p``, ``log_q`` [K, V]: log-probs of
-    student and teacher at ``temperature``."""
+    """The teacher's output projection, and the divergence from its distribution. ``log_p``,
+    ``log_q`` [K, V]: log-probs of student and teacher at ``temperature``."""
 
     head: Head
     """The teacher's output projection for the first V tokens, which both models know."""
@@ -40,7 +40,7 @@ class DistillTarget:
 
 @dataclass(frozen=True)
 class DistillOutputs:
-    """What a student says beside its teacher, [K] each, fp32."""
+    """Outputs of a student and its comparison with the teacher, [K] each, fp32."""
 
     logprobs: Tensor
     """Of the targets, at temperature 1, over the student's whole vocabulary"""
@@ -66,7 +66,7 @@ def distill_logprobs(
 
 @dataclass(frozen=True)
 class _Work:
-    """What has no gradient."""
+    """Inputs without gradient."""
 
     targets: Tensor
     head: Head

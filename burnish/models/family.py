@@ -66,7 +66,7 @@ class ModelSupport:
 
     @property
     def packed(self) -> bool:
-        """Whether packed and shared-prefix rows are exact."""
+        """Return whether packed and shared-prefix rows are exact."""
         return self.attention == PACKED
 
     def refusal_of(self, name: str) -> str:

@@ -51,7 +51,7 @@ class WideLinear(nn.Linear):
 
 
 def is_slow_half(tensor: Tensor) -> bool:
-    """Whether products of this tensor go through fp32: it is fp16 and on the CPU."""
+    """Return whether products of this tensor go through fp32: it is fp16 and on the CPU."""
     return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
 
 

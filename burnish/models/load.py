@@ -77,7 +77,7 @@ def load_causal_lm(
 
     ``empty``: leave the weights on the meta device, for an engine that reads its own part of them,
     if they can be read in parts (``empty.py`` says when); else the model comes whole. Raises
-    ModelError where the folder, file or hub name cannot be loaded.
+    ModelError if the folder, file or hub name cannot be loaded.
     """
     check_support(config)
     model: Any = without_weights(AutoModelForCausalLM, config, dtype) if empty else None
@@ -204,7 +204,7 @@ def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with its chat template replaced if the config names one.
 
-    Raises ModelError where there is none, or where it has no end-of-sequence token. A tokenizer
+    Raises ModelError if there is none, or if it has no end-of-sequence token. A tokenizer
     without a pad token gets its end token as one (rows here are never padded; only exports would
     ask).
     """

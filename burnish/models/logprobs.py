@@ -124,7 +124,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _bounded(log_p: Tensor) -> Tensor:
-    """``log_p`` with a finite number for -inf, in place: its probability is 0 all the same, and
+    """``log_p`` with a finite number for -inf, in place: its probability is still 0, and
     0 x log_p too, although 0 x -inf is NaN (entries that only pad a vocabulary)."""
     return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
 
@@ -155,7 +155,7 @@ class HeadGradients:
             self._of_bias += grad.sum(0)
 
     def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden, weight and bias, each in its own format."""
+        """Return the gradients of hidden, weight and bias, each in its own format."""
         weight, bias = self._of_weight, self._of_bias
         return (
             self._of_hidden,

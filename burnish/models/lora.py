@@ -38,7 +38,7 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
 def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     """Put adapters into ``model`` in place; only they require gradients afterwards.
 
-    Raises ValueError where the targets match no layer, or the embedding or the output projection.
+    Raises ValueError if the targets match no layer, or the embedding or the output projection.
     """
     generator = torch.get_rng_state()
     inject_adapter_in_model(peft_config(config), model, adapter_name=ADAPTER)

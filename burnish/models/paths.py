@@ -1,4 +1,5 @@
-"""Whether the folders that a recipe names for a model and its tokenizer exist. Needs no torch."""
+"""Check that the folders that a recipe names for a model and its tokenizer exist. Needs no
+torch."""
 
 from __future__ import annotations
 

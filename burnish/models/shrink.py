@@ -432,7 +432,8 @@ def _widen_logits(model: PreTrainedModel) -> None:
 
 
 def _is_centered(weight: Tensor) -> bool:
-    """Whether a weight was drawn around 0, or is 0, so that others may be drawn in its place."""
+    """Return whether a weight was drawn around 0, or is 0, so that others may be drawn in its
+    place."""
     spread = float(weight.std()) if weight.numel() > 1 else 0.0
     return abs(float(weight.mean())) <= 0.25 * spread
 

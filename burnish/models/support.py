@@ -156,10 +156,11 @@ def _content(tiny: PretrainedConfig) -> bytes:
 
 
 def runs_own_code(model: object) -> bool:
-    """Whether the code of a model or config came with it, and was trusted when it was loaded."""
+    """Return whether the code of a model or config came with it, and was trusted when it was
+    loaded."""
     return type(model).__module__.startswith("transformers_modules")
 
 
 def _is_remote(tiny: PretrainedConfig) -> bool:
-    """Whether the model's code comes with it: it may change under the same config."""
+    """Return whether the model's code comes with it: it may change under the same config."""
     return bool(tiny.to_dict().get("auto_map"))

@@ -36,7 +36,7 @@ log = logging.getLogger("burnish")
 
 @dataclass(frozen=True)
 class DistillTargetSpec:
-    """What a student's engine measures itself against (see ``models/distill.DistillTarget``)."""
+    """The teacher side of a student's engine (see ``models/distill.DistillTarget``)."""
 
     teacher: ModelConfig
     dtype: Dtype
@@ -65,7 +65,7 @@ def shared_vocabulary(
 ) -> int:
     """How many tokens, the first ones, both models know. ``tokenizer``: the student's.
 
-    Raises ModelError where one and the same id means different tokens.
+    Raises ModelError if one and the same id means different tokens.
     """
     own, other = by_id(tokenizer), by_id(load_tokenizer(teacher))
     sizes = vocabulary_size(student), vocabulary_size(teacher)

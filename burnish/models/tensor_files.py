@@ -53,7 +53,7 @@ class TensorFiles:
     """Named tensors in some safetensors files. Iterates over the names; reads on request."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        """Reads the headers. Raises ValueError where rows of a tensor are missing."""
+        """Reads the headers. Raises ValueError if rows of a tensor are missing."""
         self._open: dict[Path, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, list[_Stored]] = {}
@@ -70,7 +70,7 @@ class TensorFiles:
         return name in self._shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the unsharded tensor."""
         return self._shapes[name]
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
@@ -123,7 +123,7 @@ class TensorFiles:
 def tensor_sets(folder: Path) -> dict[str, TensorFiles]:
     """The sets of tensors in a folder, by name (``master``, ``exp_avg``, ...).
 
-    Raises ValueError where a file of a set is missing, or a set is there in two forms.
+    Raises ValueError if a file of a set is missing, or a set is there in two forms.
     """
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -33,7 +33,7 @@ own heads with them."""
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a rank has of a parameter."""
+    """A rank's part of a parameter."""
 
     dim: int | None
     """The dimension along which ranks have equal parts; None: all have all of it, and the gradient
@@ -46,7 +46,7 @@ def shard_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, ShardS
     """Keep this rank's part of every layer of ``body``, and let its layers compute with the
     others'. Returns what was done, by the parameter's name in ``body``.
 
-    All ranks of ``group`` call it, with the same weights. Raises ModelError where the model has no
+    All ranks of ``group`` call it, with the same weights. Raises ModelError if the model has no
     plan, or cannot be cut into as many parts.
     """
     size = group.size()
@@ -87,9 +87,9 @@ def shard_dims(body: PreTrainedModel) -> dict[str, int | None]:
 
 
 def layer_styles(body: PreTrainedModel) -> dict[str, str]:
-    """What is done to which module, by its name in ``body``. Raises ModelError where there is no
-    plan, or not a whole one. (What stands outside of layers stays whole, whatever the plan
-    says.)"""
+    """Return the sharding style of each module, by its name in ``body``. Raises ModelError if there
+    is no plan, or an incomplete one. (Modules outside of the layers are replicated, whatever the
+    plan says.)"""
     text = body.config.get_text_config()
     plan = {k: v for k, v in (text.base_model_tp_plan or {}).items() if ".*." in k}
     kind = f"this {text.model_type} model ({type(body).__name__})"

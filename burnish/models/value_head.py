@@ -57,7 +57,7 @@ def load_scalar_model(
     A ``random`` head starts at N(0, 1/(H+1)) from ``seed`` (as reward models in arXiv 2009.01325),
     a ``zero`` one at 0. New adapters are drawn from ``seed`` too, whatever was drawn before.
     ``empty``: leave the other weights on the meta device, as :func:`load_causal_lm` does. Raises
-    ModelError where the model has no head and ``new_head`` is None (scores would be noise), or has
+    ModelError if the model has no head and ``new_head`` is None (scores would be noise), or has
     more than one output.
     """
     check_support(config)

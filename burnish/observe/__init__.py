@@ -1,4 +1,4 @@
-"""What a run writes about itself, and what a person sees of it. Nothing here decides anything.
+"""Records of a run, and their display. Nothing here changes the run.
 
 Reading order: metrics (numbers per step), timeline (where the time went), memory, progress (the
 terminal and ``run.log``), samples (what the model wrote), report (one HTML page made of all of it).

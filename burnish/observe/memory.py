@@ -12,7 +12,7 @@ import torch
 
 _PROC = Path("/proc/self")
 _RESET_HOST = b"5"
-"""Written to clear_refs it makes ``VmHWM`` begin anew (proc(5), Linux 4.0); a process may do that
+"""Written to clear_refs it resets ``VmHWM`` (proc(5), Linux 4.0); a process may do that
 to itself without any right."""
 
 
@@ -67,7 +67,7 @@ def cuda_memory() -> dict[str, float]:
 
 
 def reset_peaks() -> bool:
-    """Have the peaks of :func:`since_reset` begin anew; those since the start of the process are
+    """Reset the peaks of :func:`since_reset`; those since the start of the process are
     kept. False where the system cannot do that for host memory."""
     host, device = since_reset()
     if device is not None:

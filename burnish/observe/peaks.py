@@ -45,7 +45,7 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class ProcessPeaks:
-    """What one process held in each phase."""
+    """Memory peaks of one process in each phase."""
 
     role: str
     """Whose process; ``all``: of all roles."""
@@ -82,7 +82,7 @@ class PhasePeaks:
         return held
 
     def _close(self) -> None:
-        """Count what the phase under way held, and begin anew."""
+        """Record the peak of the current phase, and reset it."""
         if self._open and self.phase is not None:
             host, device = since_reset()
             if host is None:  # no system call for it: what is held at its two ends

@@ -1,5 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, one plain line per step
-elsewhere.
+"""Progress display of a run: a live bar on a terminal, one plain line per step elsewhere.
 
 Every line also goes to the logger ``burnish``, and :func:`setup_logging` writes that logger to
 ``run.log``. Warnings of any ``burnish.*`` logger reach the terminal as well.

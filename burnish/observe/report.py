@@ -94,7 +94,7 @@ def build_report(run_dir: Path) -> Path:
     """Write ``run_dir/report.html`` from what the run has written so far, and return its path.
 
     Works while the run goes on and for every job; what was not measured is left out. Raises
-    ReportError where ``run_dir`` is not a run folder (no config.yaml and no metrics.jsonl) or one
+    ReportError if ``run_dir`` is not a run folder (no config.yaml and no metrics.jsonl) or one
     of the two cannot be read.
     """
     run_dir = Path(run_dir)

@@ -130,7 +130,7 @@ def arrange(names: Sequence[str], charts: Iterable[Chart] = CHARTS) -> list[Char
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a name fits a pattern whose ``*`` stays within one group."""
+    """Return whether a name fits a pattern whose ``*`` stays within one group."""
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 

@@ -64,7 +64,7 @@ class Phase:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether ``value`` is a number that a float holds."""
+    """Return whether ``value`` is a number that a float holds."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:  # an integer beyond the largest float
@@ -131,9 +131,8 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def is_noisy(values: Sequence[float]) -> bool:
-    """Whether neighbours differ by more than 2% of the range on average, so that a mean helps the
-    eye.
-    """
+    """Return whether neighbours differ by more than 2% of the range on average, so that a mean
+    helps the eye."""
     jumps = [abs(b - a) for a, b in pairwise(values)]
     return len(jumps) > 0 and sum(jumps) / len(jumps) > 0.02 * (max(values) - min(values))
 
@@ -302,7 +301,7 @@ def _layout(height: int) -> dict[str, Any]:
 
 
 def _scale(chart: Chart, curves: Mapping[str, Curve]) -> tuple[float, str]:
-    """What values are multiplied by, and the unit they are then in."""
+    """Return the factor for the values, and the unit of the products."""
     if chart.unit == "fraction":
         return 1.0, "percent"
     if chart.unit != "bytes":

@@ -15,7 +15,7 @@ MEMORY_JSON = "memory.json"
 
 @dataclass(frozen=True)
 class MemoryTable:
-    """What the page shows."""
+    """The memory table of the page."""
 
     heads: tuple[str, ...]
     """Of the columns of numbers."""

@@ -21,7 +21,7 @@ MAX_TOTAL_CHARS = 24_000_000  # of all texts, so that the page opens
 
 @dataclass(frozen=True)
 class EmbeddedSamples:
-    """What the page's script reads (report.js) and the sentence above the table."""
+    """Data for the page's script (report.js) and the sentence above the table."""
 
     json: str
     """``{"prompts": [text], "rows": [{...}]}`` with every ``<`` escaped; rows name their prompt by

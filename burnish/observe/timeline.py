@@ -187,7 +187,7 @@ def timed(obj: T, timeline: Timeline, names: Mapping[str, str]) -> T:
     does not.
 
     Python looks up special methods (``len()``, ``with``, calls) on the type, so those are not
-    forwarded. Raises ValueError where ``obj`` has no such method.
+    forwarded. Raises ValueError if ``obj`` has no such method.
     """
     found = {m: getattr(obj, m, None) for m in names}  # house: ok proxy of any object
     missing = [m for m, method in found.items() if not callable(method)]

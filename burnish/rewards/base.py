@@ -1,4 +1,4 @@
-"""What a reward is, and :class:`RewardSet`: groups in, scored and checked groups out.
+"""Contract of rewards, and :class:`RewardSet`: groups in, scored and checked groups out.
 
 A reward answers with one number per response. It may also be slow, raise, or answer nonsense; what
 then happens is the failure policy's choice (``config.rewards.FailurePolicy``) and never a silent 0.
@@ -108,7 +108,7 @@ class HasMeans(Protocol):
 
 @dataclass(frozen=True)
 class Scored:
-    """What :meth:`RewardSet.score` gives back."""
+    """Result of :meth:`RewardSet.score`."""
 
     groups: tuple[Group, ...]
     """Every sample with ``reward`` and ``reward_parts``."""
@@ -174,7 +174,7 @@ class RewardSet:
     def score(self, groups: Sequence[Group]) -> Scored:
         """Score every sample of ``groups``; each reward is called once with all of them.
 
-        Raises RewardError where a reward fails and the policy is ``fail``, NoGroupLeftError where
+        Raises RewardError if a reward fails and the policy is ``fail``, NoGroupLeftError if
         it is ``drop_group`` and drops them all.
         """
         items = [RewardInput(group.prompt, sample) for group in groups for sample in group.samples]
@@ -231,8 +231,8 @@ class RewardSet:
         return sample.reward
 
     def before_penalties(self, sample: Sample) -> float:
-        """What a sample that was scored here is trained on, but for the penalties: the weighted sum
-        (of scores in their running mean and spread, where those are asked for), clipped."""
+        """Return the reward of a scored sample before the penalties: the weighted sum (of scores
+        normalized by their running mean and spread, if the recipe has that), clipped."""
         total = sample.reward - sample.reward_parts.get("shaping", 0.0)
         return clip(total, self._shaping.reward_clip)
 
@@ -241,7 +241,7 @@ class RewardSet:
         return {name: moments.state_dict() for name, (moments, _) in self._running.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from ``state``; a reward that it does not have begins anew."""
+        """Continue from ``state``; a reward that it does not have starts without statistics."""
         for name, (moments, _) in self._running.items():
             if name in state:
                 moments.load_state_dict(state[name])
@@ -254,7 +254,8 @@ class RewardSet:
     def _column(
         self, reward: Reward, items: Sequence[RewardInput], spans: Sequence[slice]
     ) -> _Column:
-        """What ``reward`` says about every item; a failure where it says nothing usable."""
+        """Return the score of ``reward`` for every item, or a failure if it gives no usable
+        score."""
         answer = self._ask(reward, items)
         if isinstance(answer, list):
             column = answer

@@ -24,7 +24,7 @@ class EnvironmentReward:
         return [self._score_one(item) for item in items]
 
     def close(self) -> None:
-        """Nothing to give back: environments are shared with the data sources."""
+        """Do nothing: environments are shared with the data sources."""
 
     def _score_one(self, item: RewardInput) -> float:
         origin = item.prompt.metadata.get("environment")

@@ -52,7 +52,8 @@ class FunctionReward:
         self._loop: LoopThread | None = None
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """What the function returned, unchecked; SampleError where it raised on one response."""
+        """Return the unchecked results of the function; SampleError if it raised on one
+        response."""
         if "responses" in self._parameters:
             columns = {n: [_BATCH[n](item) for item in items] for n in self._parameters}
             (answer,) = self._finish([self._function(**columns)])

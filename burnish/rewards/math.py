@@ -69,7 +69,8 @@ class MathReward:
         ]
 
     def _ask(self, requests: Sequence[Ask]) -> list[dict[str, Any]]:
-        """What math-verify says to each; no process is started for none."""
+        """Return the answer of math-verify to each request; no process is started if there are
+        none."""
         if not requests:
             return []
         if self._idle is None:

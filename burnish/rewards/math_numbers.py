@@ -192,7 +192,7 @@ def _rest(text: str) -> tuple[bool, str] | None:
 
 
 def quantities_equal(one: Quantity, other: Quantity) -> bool:
-    """Whether two numbers are the same answer.
+    """Return whether two numbers are the same answer.
 
     Units count only if both are known and differ. ``12%`` is 0.12, and also 12. A number with a
     decimal point may be rounded to six decimals, if that leaves five significant digits.

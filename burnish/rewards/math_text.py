@@ -84,7 +84,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a text marks as its answer."""
+    """The part of a text that is marked as its answer."""
 
     text: str
     firm: bool = True
@@ -236,8 +236,8 @@ def _understood(text: str) -> Label:
 
 
 def _is_words(text: str, words: str) -> bool:
-    """Whether a label is language rather than mathematics: a choice (``C``, ``(C)``), ``\\text``,
-    a clock time, or words that name no function."""
+    """Return whether a label is language rather than mathematics: a choice (``C``, ``(C)``),
+    ``\\text``, a clock time, or words that name no function."""
     if re.fullmatch(r"[A-J]", words.upper()) and re.search(r"[A-J]", text):
         return True
     if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?(\s*[ap]\.?m\.?)?", words):
@@ -271,7 +271,7 @@ def read_date(text: str) -> tuple[str, bool] | None:
 
 
 def judge(label: Label, response: str) -> bool | Ask:
-    """Whether the last answer of ``response`` is ``label``; an Ask if that takes algebra."""
+    """Return whether the last answer of ``response`` is ``label``; an Ask if that takes algebra."""
     text = after_thoughts(response)
     answer = last_answer(text)
     if label.kind == "words":

@@ -54,7 +54,7 @@ class ModelReward:
         return [(score - mean) / std for score in scores]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process was started."""
 
 
 class ProcessReward:
@@ -99,7 +99,7 @@ class ProcessReward:
         return found
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process was started."""
 
 
 def score_rows(engine: TrainEngine, rows: Sequence[Sequence[int]]) -> list[float]:
@@ -139,7 +139,7 @@ def load_model_reward(
 
 
 def metadata_of(model: ModelConfig) -> dict[str, Any]:
-    """What the model's own config says; nothing where it cannot be read."""
+    """Return the export metadata in the model's own config; empty if it cannot be read."""
     found = hf_config(model)
     return {} if found is None else found.to_dict()
 
@@ -165,7 +165,7 @@ def _check_steps(config: ModelRewardConfig, told: Mapping[str, Any]) -> None:
 def _scale(
     model: ModelConfig, told: Mapping[str, Any], how: StepAggregation | None
 ) -> tuple[float, float]:
-    """Mean and spread of its scores, of the model's config. Raises ModelError where it has none."""
+    """Mean and spread of its scores, of the model's config. Raises ModelError if it has none."""
     names = "reward_mean and reward_std"
     mean, std = told.get("reward_mean"), told.get("reward_std")
     if how is not None:
@@ -189,7 +189,7 @@ def load_reward_engine(
     max_tokens: int | None = None,
 ) -> TorchTrainEngine:
     """A frozen engine in the role ``reward`` whose passes take ``micro_batch_size`` rows, or rows
-    of ``max_tokens`` together. Raises ModelError where the model has no trained head."""
+    of ``max_tokens`` together. Raises ModelError if the model has no trained head."""
     scalar = load_scalar_model(model, dtype=dtype, device=resolve_device(device))
     spec = _spec(model, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
     return TorchTrainEngine(scalar, replace(spec, precision=PrecisionConfig(dtype=dtype)))

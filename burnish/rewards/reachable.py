@@ -1,5 +1,5 @@
-"""Whether the servers of remote rewards are there, asked before a job loads its models: the first
-request is only made when the first responses are sampled.
+"""Check that the servers of remote rewards are reachable before a job loads its models: the first
+request is only made after the first responses are sampled.
 
 A connection is opened and closed, and nothing is sent. More is not known of all such servers: they
 have no path in common that says how they are, and a made-up request could cost one of them a pass,
@@ -26,7 +26,7 @@ def check_servers(rewards: Sequence[RewardConfig]) -> None:
     """Connect to the servers of every reward of kind ``remote``, as patiently as its requests
     would. (Behind a proxy, ``use_proxy``, that says nothing, and is left out.)
 
-    Raises RewardError where none of a reward's servers takes connections; where some do, the
+    Raises RewardError if none of a reward's servers takes connections; where some do, the
     others are warned of.
     """
     for i, entry in enumerate(rewards):

@@ -162,7 +162,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 def read_token(variable: str) -> str:
     """The bearer token in an environment variable, without surrounding white space.
 
-    Raises RewardError, without the value, where there is none or it cannot stand in a header.
+    Raises RewardError, without the value, if there is none or it cannot stand in a header.
     """
     token = os.environ.get(variable, "").strip()
     if not token:

@@ -89,7 +89,7 @@ class _Server:
 
 @dataclass
 class _Asked:
-    """What became of one request so far, by the URLs of the servers that got it."""
+    """State of one request, by the URLs of the servers that received it."""
 
     tried: set[str] = field(default_factory=set)
     refused: dict[str, RemoteError] = field(default_factory=dict)
@@ -182,14 +182,16 @@ class RewardClient:
                 server.busy -= 1
 
     def _another_may_know(self, reply: Reply, asked: _Asked) -> bool:
-        """Whether an entry is bad and there is a server that works and has not had the request."""
+        """Return whether an entry is bad and there is a server that works and has not had the
+        request."""
         now = time.monotonic()
         left = any(s.rests_until <= now and s.url not in asked.tried for s in self._servers)
         return left and any(isinstance(value, str) for value in reply.rewards)
 
     def _pick(self, asked: _Asked) -> _Server:
-        """Of the servers that have not refused the request: the least busy one that does not rest,
-        in turn, rather one that has not failed it yet; where all rest, the next to wake."""
+        """Choose among the servers that have not refused the request: the least busy one that does
+        not rest, in turn, preferably one that has not failed it yet; if all rest, the next to
+        wake."""
         now = time.monotonic()
         left = [server for server in self._servers if server.url not in asked.refused]
         awake = [server for server in left if server.rests_until <= now]

@@ -1,4 +1,4 @@
-"""What a rollout engine is: token ids in, token ids and log-probs out. One contract, every
+"""Contract of rollout engines: token ids in, token ids and log-probs out. One contract, every
 backend."""
 
 from __future__ import annotations

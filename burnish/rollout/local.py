@@ -140,7 +140,7 @@ class LocalRolloutEngine:
         self._graphs = None
 
     def wake(self) -> None:
-        """Nothing to do: memory is taken again when needed."""
+        """Do nothing: memory is allocated again when needed."""
 
     def close(self) -> None:
         """As :meth:`sleep`: nothing else is held."""
@@ -226,7 +226,7 @@ class _Run:
         self.stop_rule = StopRule(engine.tokenizer, sampling, engine._end_tokens)
 
     def can_admit(self) -> bool:
-        """Whether the next waiting prompt and all its samples find free slots."""
+        """Return whether the next waiting prompt and all its samples find free slots."""
         return bool(self.waiting) and len(self.active) + len(self.waiting[0]) <= self.max_slots
 
     def admit(self) -> None:

@@ -1,4 +1,4 @@
-"""What all rollout engines agree on about a request: which are refused, which tokens end a
+"""Rules for requests that all rollout engines share: which are refused, which tokens end a
 response, and when a response is finished."""
 
 from __future__ import annotations

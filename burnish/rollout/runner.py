@@ -48,7 +48,7 @@ class Runner:
         out, are replaced by those of fresh prompts; no more are taken than are missing, so nothing
         is left over. Stats are of all that was sampled.
 
-        Raises RewardError where that many fresh prompts in a row do not help.
+        Raises RewardError if that many fresh prompts in a row do not help.
         """
         groups: list[Group] = []
         rejected: list[Group] = []
@@ -87,7 +87,7 @@ class Runner:
         ) from failure
 
     def _has_signal(self, group: Group) -> bool:
-        """Whether a group is trained on: its scores differ once they are clipped, before the
+        """Return whether a group is trained on: its scores differ once they are clipped, before the
         penalties, and the mean of the plain scores lies inside the band."""
         if self.dynamic is None:
             return True

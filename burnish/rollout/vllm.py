@@ -81,7 +81,7 @@ class VllmRolloutEngine:
     """Samples with vLLM. Implements ``rollout.base.RolloutEngine``.
 
     Of ``model`` only the config and the generation config are read; ``dtype`` is what vLLM computes
-    in. Raises ModelError, before anything is started, where vLLM is missing or cannot run the
+    in. Raises ModelError, before anything is started, if vLLM is missing or cannot run the
     model.
     """
 
@@ -128,7 +128,7 @@ class VllmRolloutEngine:
         self._closer = weakref.finalize(self, _clean_up, *parts, left=left, ours=ours)
 
     def _arguments(self, skeleton: PreTrainedModel) -> dict[str, Any]:
-        """What vLLM is started with."""
+        """Return the arguments that start vLLM."""
         config = self.config
         cache: dict[str, Any] = {"kv_cache_memory_bytes": config.kv_cache_bytes}
         if self.on_cpu:
@@ -180,7 +180,7 @@ class VllmRolloutEngine:
         """Give vLLM new weights, in one pass over ``tensors``, verify them, and forget every cached
         prompt. Requests still running are aborted.
 
-        Raises ValueError where a name is unknown, a shape differs, or a parameter was not given;
+        Raises ValueError if a name is unknown, a shape differs, or a parameter was not given;
         StaleWeightsError where vLLM does not compute with what it was given. After either the
         engine refuses to sample until a load succeeds, and its version stays.
         """
@@ -279,7 +279,7 @@ class VllmRolloutEngine:
             self._llm.abort_request(running)
 
     def is_running(self, names: Sequence[str]) -> bool:
-        """Whether vLLM still works on one of ``names``."""
+        """Return whether vLLM still works on one of ``names``."""
         return any(name in self._samples for name in names)
 
 
@@ -412,8 +412,8 @@ def use_plain_linear() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """``MendedWorker``: what vLLM looks up by this name in every worker's process, before it makes
-    the model there; so this is where vLLM is mended."""
+    """Return ``MendedWorker``. vLLM looks this name up in every worker's process before it makes
+    the model there, so the patches of vLLM are applied here."""
     if name != "MendedWorker":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from vllm.platforms import current_platform

@@ -1,4 +1,5 @@
-"""What vLLM is told about a model, and which models it cannot run. Nothing here imports vllm."""
+"""The description of a model for vLLM, and the models that vLLM cannot run. Nothing here imports
+vllm."""
 
 from __future__ import annotations
 

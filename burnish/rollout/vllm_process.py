@@ -1,5 +1,4 @@
-"""What vLLM takes from the process that it runs in, and how it is given back. Nothing here imports
-vllm."""
+"""Save the process state that vLLM changes, and restore it. Nothing here imports vllm."""
 
 from __future__ import annotations
 

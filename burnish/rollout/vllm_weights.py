@@ -115,7 +115,7 @@ def _totals(numbers: Sequence[int]) -> set[int]:
 
 
 def _adds_up(total: int, names: Sequence[str], held: Sequence[Mapping[str, int]]) -> bool:
-    """Whether ``total`` is the sum of the tensors ``names``."""
+    """Return whether ``total`` is the sum of the tensors ``names``."""
     numbers = [[report[name] for report in held] for name in names]
     parts = [n[0] if len(set(n)) == 1 else sum(n) for n in numbers]
     return total in (sum(parts) % (1 << 64), sum(map(sum, numbers)) % (1 << 64))
@@ -160,7 +160,7 @@ def write_weights(stream: Iterable[tuple[str, Tensor]], folder: Path, dtype: tor
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """What :func:`write_weights` wrote."""
+    """Read the tensors that :func:`write_weights` wrote."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no dict)
@@ -171,7 +171,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 class WorkerExtension:
-    """What every vLLM worker can do besides its own methods (``worker_extension_cls``)."""
+    """Methods that are added to every vLLM worker (``worker_extension_cls``)."""
 
     model_runner: Any
 

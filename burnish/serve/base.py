@@ -1,4 +1,4 @@
-"""What can be set about a server, and its errors."""
+"""Settings of a server, and its errors."""
 
 from __future__ import annotations
 

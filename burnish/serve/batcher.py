@@ -64,7 +64,7 @@ class Batcher:
 
     @property
     def running(self) -> bool:
-        """Whether rows that wait will be scored."""
+        """Return whether rows that wait will be scored."""
         return self._task is not None and not self._task.done()
 
     def start(self) -> None:
@@ -82,7 +82,7 @@ class Batcher:
         await asyncio.to_thread(self._thread.shutdown)
 
     async def scores(self, rows: Sequence[Row]) -> list[float]:
-        """One score per row. Raises QueueFullError, and ScoreError where a pass failed."""
+        """One score per row. Raises QueueFullError, and ScoreError if a pass failed."""
         if not self.running:
             raise ScoreError("the server is stopping")
         if len(self._queue) + len(rows) > self._max_queue:

@@ -286,7 +286,7 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Return whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -335,7 +335,7 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def _has_begun(self) -> bool:
-        """Whether a request is on its way. A new connection is expected to bring one."""
+        """Return whether a request is on its way. A new connection is expected to bring one."""
         return self._new or self._body_is_open or bool(self.conn.trailing_data[0])
 
     def _watch(self) -> None:
@@ -359,7 +359,7 @@ class GuardedProtocol(H11Protocol):
             self._write_deadline.cancel()
 
     def _make_room(self) -> bool:
-        """Whether the connection may stay; ends idle ones for it."""
+        """Return whether the connection may stay; ends idle ones for it."""
         everyone = [c for c in self.connections if isinstance(c, GuardedProtocol)]
         mine = [c for c in everyone if c.client and self.client and c.client[0] == self.client[0]]
         for group, limit in (
@@ -376,5 +376,5 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def may_go(self) -> bool:
-        """Whether the connection can be ended for another one."""
+        """Return whether the connection can be ended for another one."""
         return self.is_idle and not self.transport.is_closing()

@@ -85,8 +85,8 @@ class TextScorer:
 
 
 def load_text_scorer(model: ModelConfig, options: ServeOptions) -> TextScorer:
-    """The model of a folder or hub name. Raises ModelError where it is no reward model, ServeError
-    where ``max_len`` is more than it can read."""
+    """The model of a folder or hub name. Raises ModelError if it is no reward model, ServeError
+    if ``max_len`` is more than it can read."""
     positions = num_positions(model)
     if positions is not None and options.max_len is not None and options.max_len > positions:
         raise ServeError(

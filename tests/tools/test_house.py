@@ -14,7 +14,7 @@ assert _spec is not None and _spec.loader is not None
 house = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(house)
 
-TIDY = '''"""What it is for."""
+TIDY = '''"""Arithmetic of the tests."""
 
 
 def double(x: int, *, times: int = 2) -> int:
@@ -206,3 +206,29 @@ def test_cycles_are_found_also_through_imports_inside_functions() -> None:
     assert cycle[0] == cycle[-1] and set(cycle) == {"burnish.a", "burnish.b", "burnish.part.c"}
     for_checkers = "if TYPE_CHECKING:\n    from burnish import a"
     assert house.find_cycle(modules | {"burnish.part.c": ast.parse(for_checkers)}) == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "message"),
+    [
+        ("What it does.", "a docstring opens with 'What': use a verb or a noun"),
+        ("Whether it is so.", "a docstring opens with 'Whether': use a verb or a noun"),
+        ("Load it. Raises OSError, from all, where it fails.", "'Raises ... where' in a docstring"),
+        ("Load it. Raises OSError if\n    a, ValueError where b.", "'Raises ... where'"),
+        ("Start anew.", "'anew' in a docstring: use the technical word"),
+    ],
+)
+def test_prose_rules_are_checked(docstring, message):
+    text = f'"""Doc."""\n\n\ndef _f():\n    """{docstring}"""\n'
+    line, found = only(text)
+    assert line == 5 and found.startswith(message)
+    assert findings(text, "burnish/train/file.py") == []  # not checked yet
+    assert findings(text, "tests/file.py") == []
+
+
+def test_prose_rules_leave_code_and_other_sentences_alone():
+    good = "Place where things are. ``anew`` is code. Raises OSError if it fails. See where it is."
+    assert findings(f'"""{good}"""\nX = 1\n"""Whether it is so."""\n') == []
+    assert only('"""Doc."""\nX = 1\n"""In line with y."""\n')[0] == 3
+    assert only('"""Doc."""\nX = 1  # made anew\n')[1].startswith("'anew' in a comment")
+    assert findings('"""Doc."""\nX = "anew"\n') == []

@@ -31,7 +31,7 @@ from burnish.cli_errors import CommandGroup
 from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, fields_table, job_markdown
 from burnish.config.explain import nearest
-from burnish.config.jobs import TrainingJob
+from burnish.config.job import TrainingJob
 from burnish.config.parallelism import parallel_degrees
 from burnish.config.paths import folder_problem
 from burnish.config.placement import placement_text

@@ -1,7 +1,7 @@
 """What every config node shares: frozen, no unknown keys, docstrings as help, rules.
 
 Reading order of this package: base, model, data, rewards, algorithm, rollout, train, sync,
-generate, jobs, arithmetic, load; then schema, overrides, explain and docs, which read these
+job, the jobs, arithmetic, load; then schema, overrides, explain and docs, which read these
 classes."""
 
 from __future__ import annotations

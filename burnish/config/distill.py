@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from burnish.config.data import SFTDataConfig
-from burnish.config.jobs import SupervisedJob
+from burnish.config.job import SupervisedJob
 from burnish.config.roles import DistillTarget, TrainRole
 from burnish.config.teacher import DistillLossConfig, ForwardKlLoss, TeacherConfig
 

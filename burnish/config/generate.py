@@ -11,8 +11,10 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig
+from burnish.config.job import InferenceJob
 from burnish.config.observe import ObserveConfig
 from burnish.config.rewards import FailurePolicy, RewardConfig, weigh_nothing
+from burnish.config.roles import RolloutRole, RowLengths, rollout_precision
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, SamplingConfig
 
 OUTPUT_KINDS = (".jsonl", ".parquet")
@@ -114,9 +116,16 @@ class ConditionConfig(Node):
                 yield f"template {self.template!r} has no {{{name}}}; {example}"
 
 
-class GenerateFields(Node):
-    """The fields of ``GenerateConfig`` (config/jobs.py) beside those of every job."""
+class GenerateConfig(InferenceJob):
+    """``burnish generate``: answers to a file of prompts as rows of a file, all of them or chosen
+    by reward; data for the next job.
 
+    Modes other than ``all`` need a reward with a weight, and ``best_of_n`` and ``pairs`` need
+    ``n_samples_per_prompt`` of 2 or more. ``running_norm`` of a reward and
+    ``data.overlong: truncate_left`` are refused."""
+
+    job: Literal["generate"] = "generate"
+    """Which job the recipe is for."""
     data: PromptDataConfig
     """Prompts. Read once, in order, without shuffling; weights of sources mean nothing here."""
     num_prompts: int | None = Field(None, ge=1)
@@ -142,6 +151,24 @@ class GenerateFields(Node):
     them as they were sampled; text does not say how it was split into tokens."""
     observe: ObserveConfig = ObserveConfig()
     """What is written and printed beside the rows."""
+
+    @property
+    def scored_by(self) -> tuple[RewardConfig, ...]:
+        return self.rewards
+
+    def rollout_role(self) -> RolloutRole:
+        return RolloutRole(
+            name="rollout",
+            kind="rollout",
+            model=self.model,
+            precision=rollout_precision(self.precision),
+            ranks=self.cluster.ranks("rollout"),
+            lengths=RowLengths(self.data.prompt_max_len, self.rollout.generate_max_len),
+            engine=self.rollout.engine,
+            key="rollout.engine",
+            prompts=self.rollout.rollout_batch_size,
+            samples_per_prompt=self.rollout.n_samples_per_prompt,
+        )
 
     def rules(self) -> Iterator[str]:
         kind, n = self.mode.kind, self.rollout.n_samples_per_prompt

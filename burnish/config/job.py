@@ -14,7 +14,16 @@ from burnish.config.data import PreferenceDataConfig, SFTDataConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.passes import passes_lines, total_rows
-from burnish.config.roles import JobSpec, Role, RowLengths, TrainRole, placement_rules
+from burnish.config.rewards import RewardConfig
+from burnish.config.roles import (
+    JobSpec,
+    Role,
+    RolloutRole,
+    RowLengths,
+    TrainRole,
+    placement_rules,
+    reward_roles,
+)
 from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.config.train import (
     CheckpointConfig,
@@ -181,6 +190,51 @@ class SupervisedJob(TrainingJob):
                 "drop_last=false with several sources that are drawn by weight: an epoch has no "
                 "last row; set data.mix=size, or drop_last=true"
             )
+
+
+class InferenceJob(JobConfig):
+    """Fields that every job without gradient steps has."""
+
+    device: str = "auto"
+    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
+    ``cuda:1``."""
+
+    @abstractmethod
+    def rollout_role(self) -> RolloutRole:
+        """Return the role of the engine that samples."""
+
+    @property
+    @abstractmethod
+    def scored_by(self) -> tuple[RewardConfig, ...]:
+        """The rewards of the responses."""
+
+    def roles(self) -> tuple[Role, ...]:
+        rollout = self.rollout_role()
+        rewards = reward_roles(
+            self.scored_by,
+            self.cluster,
+            train=TrainConfig(train_batch_size=1),
+            precision=self.precision,
+            lengths=rollout.lengths,
+        )
+        return rollout, *rewards
+
+    def resolve(self) -> JobSpec:
+        roles, rollout = self.roles(), self.rollout_role()
+        prompts, samples = rollout.prompts, rollout.samples_per_prompt
+        if rollout.evaluation is not None:
+            prompts = rollout.evaluation.num_prompts or 1000
+            samples = rollout.evaluation.n_samples_per_prompt
+        return JobSpec(
+            job=self.job,
+            model=self.model,
+            roles=roles,
+            cluster=self.cluster,
+            device=self.device,
+            batch=None,
+            rows_per_step=prompts * samples,
+            updates_per_step=0,
+        )
 
 
 def derived_batch(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:

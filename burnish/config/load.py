@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from burnish.config.base import Node
 from burnish.config.explain import explain, meant_by, nearest
-from burnish.config.jobs import JobConfig
+from burnish.config.job import JobConfig
 from burnish.config.overrides import OverrideError, apply_override
 from burnish.config.registry import JOBS
 from burnish.config.yaml_text import compose, construct, dump

@@ -219,3 +219,13 @@ _DYNAMIC = (
     "min_loss_scale",
     "consecutive_hysteresis",
 )
+
+
+def random_reference_advice(what: str) -> str:
+    """Return the advice for ``what``, which needs a reference model, if none is given and the
+    policy starts with random weights."""
+    return (
+        f"{what} measures against a reference model, none is given, and the policy as it starts "
+        "(model.scratch) has random weights; set reference.model.path, or begin from a trained "
+        "model"
+    )

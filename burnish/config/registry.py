@@ -9,15 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from burnish.config.distill import DistillConfig
-from burnish.config.jobs import (
-    EvaluateConfig,
-    GenerateConfig,
-    JobConfig,
-    PreferenceConfig,
-    RewardModelConfig,
-    RLConfig,
-    SFTConfig,
-)
+from burnish.config.evaluate import EvaluateConfig
+from burnish.config.generate import GenerateConfig
+from burnish.config.job import JobConfig
+from burnish.config.preference import PreferenceConfig
+from burnish.config.reward_model import RewardModelConfig
+from burnish.config.rl import RLConfig
+from burnish.config.sft import SFTConfig
 
 
 class JobEntry(NamedTuple):

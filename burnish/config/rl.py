@@ -1,170 +1,78 @@
-"""The fields of the job ``rl``, and what follows from them: its roles and its batch sizes."""
+"""The recipe of the job ``rl``."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
-
-from burnish.config.algorithm import AlgorithmConfig, GaeAdvantage
-from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout
-from burnish.config.data import PromptDataConfig
-from burnish.config.job import TrainingJob, derived_batch
-from burnish.config.model import CriticConfig, ReferenceConfig
-from burnish.config.passes import passes_lines, total_rows
-from burnish.config.ptx import PtxConfig
-from burnish.config.rewards import FailurePolicy, FunctionReward, RewardConfig, ShapingConfig
-from burnish.config.roles import (
-    Role,
-    RolloutRole,
-    RowLengths,
-    TrainRole,
-    reward_roles,
-    rollout_precision,
-    samples_with_policy,
+from burnish.config.data import (
+    held_out_advice,
 )
-from burnish.config.rollout import EvalConfig, RolloutConfig
-from burnish.config.sync import LinkSync, SyncConfig
-from burnish.config.teacher import TeacherConfig, without_rewards
-from burnish.config.train import RLTrainConfig
+from burnish.config.job import training_rules
+from burnish.config.model import lora_advice, random_reference_advice
+from burnish.config.ptx import ptx_rules
+from burnish.config.rl_fields import RLFields
+from burnish.config.rl_rules import cut_sampling, rl_advice, rl_rules, teacher_rules
+from burnish.config.rollout import (
+    pass_advice,
+)
+from burnish.config.sync import sync_rules
 
 
-class RLFields(TrainingJob):
-    """The fields of ``RLConfig`` (config/jobs.py), whose rules are in ``rl_rules.py``."""
+class RLConfig(RLFields):
+    """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family).
 
-    max_steps: int = Field(ge=1)
-    """RL steps; each is one rollout and the updates on it."""
-    data: PromptDataConfig
-    """Training prompts."""
-    rollout: RolloutConfig
-    """How responses are sampled."""
-    rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
-    """What scores them; the total is the weighted sum. (None unless given where the advantage is
-    ``on_policy_distill``, with which they are only measured.)"""
-    on_reward_failure: FailurePolicy = FailurePolicy()
-    """What happens when a reward fails."""
-    shaping: ShapingConfig = ShapingConfig()
-    """Changes to the reward after the weighted sum."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantage, loss, KL."""
-    critic: CriticConfig | None = None
-    """Value model, for ``advantage: gae`` only. None with gae: defaults."""
-    ptx: PtxConfig | None = None
-    """Pre-training rows mixed into every update (PPO-ptx). None: none."""
-    reference: ReferenceConfig | None = None
-    """Reference model of the KL term. None with a KL term: the policy at the start."""
-    teacher: TeacherConfig | None = None
-    """The model to learn from, for ``advantage: on_policy_distill`` only."""
-    train: RLTrainConfig
-    """Batches, optimizer, schedule."""
-    sync: SyncConfig = LinkSync()
-    """How the policy's weights get to the rollout engine: ``auto | inproc | ipc | collective |
-    disk | object_store``, or a node with ``kind`` and its options."""
-    eval: EvalConfig | None = None
-    """Held-out evaluation. None: none."""
+    Advantages that compare the samples of a prompt need ``n_samples_per_prompt`` of 2 or more.
+    ``critic`` is refused without gae, and ``reference`` without a KL weight. ``reinforce`` needs
+    one optimizer step per rollout. ``correction`` needs ``top_p: 1`` and ``top_k: 0``."""
 
-    _no_rewards = model_validator(mode="before")(without_rewards)
+    job: Literal["rl"] = "rl"
+    """Which job the recipe is for."""
 
-    def roles(self) -> tuple[Role, ...]:
-        policy, rollout = self._policy(), self._rollout()
-        roles: list[Role] = [policy, rollout]
-        roles += reward_roles(
-            self.rewards,
-            self.cluster,
-            train=self.train,
-            precision=self.precision,
-            lengths=policy.lengths,
-        )
-        if isinstance(self.algorithm.advantage, GaeAdvantage):
-            own = self.critic or CriticConfig()
-            critic = policy.beside("critic", own.model, self.cluster, trainable=True)
-            roles.append(replace(critic, lr=own.lr))
-        if self.algorithm.kl.init_kl_coef and not policy.holds_reference:
-            model = self.reference.model if self.reference is not None else None
-            roles.append(policy.beside("reference", model, self.cluster, trainable=False))
-        if self.teacher is not None:
-            teacher = policy.beside("teacher", self.teacher.model, self.cluster, trainable=False)
-            precision = self.teacher.precision_or(self.precision)
-            roles.append(replace(teacher, precision=precision))
-        return tuple(roles)
+    def rules(self) -> Iterator[str]:
+        yield from training_rules(self, self.train)
+        yield from rl_rules(self)
+        yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
+        yield from teacher_rules(self)
+        yield from sync_rules(self.sync, self.cluster.runtime)
+        if self.algorithm.policy_loss.kind == "reinforce" and self.several_updates:
+            yield (
+                "algorithm.policy_loss=reinforce has no ratio, so it is right for one optimizer "
+                "step per rollout only; use ppo, or train_batch_size = rollout_batch_size x "
+                "n_samples_per_prompt with epochs_per_rollout=1"
+            )
+        cut = cut_sampling(self)
+        if self.algorithm.correction is not None and cut:
+            yield (
+                f"algorithm.correction weighs tokens by what the sampler's log-probs are, and with "
+                f"rollout.{cut} tokens are drawn from another distribution than those; use "
+                "top_p=1 and top_k=0, or no correction"
+            )
+        best = self.checkpoint.best_metric
+        if best and best.startswith("eval/") and self.eval is None:
+            yield f"checkpoint.best_metric={best} is measured by eval, which is not set"
 
-    def _policy(self) -> TrainRole:
-        kl = self.algorithm.kl
-        own = self.reference.model if self.reference is not None else None
-        return TrainRole(
-            name="policy",
-            kind="policy",
-            model=self.model,
-            precision=self.precision,
-            ranks=self.cluster.ranks("policy"),
-            lengths=self._lengths,
-            train=self.train,
-            with_entropy=True,
-            dropout=False,
-            needs_old_logprobs=self.needs_old_logprobs,
-            holds_reference=bool(kl.init_kl_coef) and self.model.lora is not None and own is None,
-            ptx=self.ptx,
-            sync=self.sync,
-            checkpoint=self.checkpoint,
-        )
-
-    def _rollout(self) -> RolloutRole:
-        return RolloutRole(
-            name="rollout",
-            kind="rollout",
-            model=self.model,
-            precision=rollout_precision(self.precision),
-            ranks=self.cluster.ranks("rollout"),
-            lengths=self._lengths,
-            engine=self.rollout.engine,
-            key="rollout.engine",
-            prompts=self.rollout.rollout_batch_size,
-            samples_per_prompt=self.rollout.n_samples_per_prompt,
-            evaluation=self.eval,
-            of_policy=True,
-            shares_weights=samples_with_policy(self.train.engine, self.precision),
-        )
-
-    @property
-    def _lengths(self) -> RowLengths:
-        return RowLengths(self.data.prompt_max_len, self.rollout.generate_max_len)
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether log-probs of the policy before the update are computed: if they differ from those
-        of the update itself (several updates on one rollout), or are needed before it (KL in the
-        reward, or a teacher to compare them with)."""
-        kl = self.algorithm.kl
-        in_reward = bool(kl.init_kl_coef) and kl.placement == "reward"
-        return in_reward or self.teacher is not None or self.several_updates
-
-    @property
-    def several_updates(self) -> bool:
-        """Whether a rollout is trained on in several optimizer steps."""
-        try:
-            return (self.batch_plan().optimizer_steps_per_rollout or 1) > 1
-        except BatchError:
-            return False
-
-    def batch_plan(self) -> BatchPlan:
-        """The batch sizes after derivation. Raises BatchError."""
-        plan = replace(
-            derived_batch(self.train, self.cluster),
-            rollout_batch_size=self.rollout.rollout_batch_size,
-            n_samples_per_prompt=self.rollout.n_samples_per_prompt,
-            epochs_per_rollout=self.train.epochs_per_rollout,
-        )
-        train = self.train
-        given = 1 if train.max_tokens_per_micro_batch else None
-        part = given or train.micro_train_batch_size or train.gradient_accumulation_steps or 1
-        return check_rollout(plan, unit=part * plan.data_parallel_size)
-
-    def launch_table(self) -> list[tuple[str, str, str]]:
-        """The batch, how often each prompt is drawn, and how losses per token become one
-        number."""
-        table, num = super().launch_table(), total_rows(self.data)
-        if num is not None:
-            drawn = self.max_steps * self.rollout.rollout_batch_size
-            more = " or more" if self.rollout.dynamic_sampling is not None else ""
-            table += passes_lines(self.data, num, drawn=drawn, steps=self.max_steps, more=more)
-        return [*table, self.algorithm.table_row()]
+    def advice(self) -> Iterator[str]:
+        yield from rl_advice(self)
+        yield from lora_advice(self.model)
+        if self.eval is not None:
+            yield from held_out_advice(self.data, self.eval.data, "eval.data")
+            yield from pass_advice(self.eval, self.rewards)
+        trainer, sampler = self.precision.dtype, self.precision.sampler_dtype
+        if sampler != trainer:
+            yield (
+                f"precision.rollout_dtype: the trainer computes in {trainer} and the rollout "
+                f"engine in {sampler}: their log-probs differ for the same weights, and the "
+                "update takes the difference for a change of the policy; leave rollout_dtype out "
+                "to use one format (the gap is measured at every step: train/mismatch_*)"
+            )
+        own = self.reference is not None and self.reference.model is not None
+        if self.algorithm.kl.init_kl_coef and not own and self.model.scratch is not None:
+            yield random_reference_advice("algorithm.kl")
+        normed = [entry.name or entry.kind for entry in self.rewards if entry.running_norm]
+        if normed and self.eval is None and self.checkpoint.best_metric is None:
+            yield (
+                "checkpoint.best_metric is reward/mean where there is no eval, and running_norm "
+                f"measures {', '.join(normed)} in a mean that moves, so the best checkpoint would "
+                f"say little; set checkpoint.best_metric=reward/{normed[0]} (the plain score)"
+            )

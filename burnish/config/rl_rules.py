@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from burnish.config.algorithm import GaeAdvantage, GroupAdvantage, OnPolicyDistillAdvantage
 from burnish.config.rewards import ShapingConfig, weigh_nothing
-from burnish.config.rl import RLFields
+from burnish.config.rl_fields import RLFields
 
 BROADCAST = frozenset({"grpo", "dr_grpo", "opo"})
 """Advantages that are one number per response, which KL on single tokens cannot be part of."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node
 from burnish.config.data import PromptDataConfig
+from burnish.config.rewards import RewardConfig
 
 StopText = Annotated[str, Field(min_length=1)]  # an empty one is in every response
 TokenId = Annotated[int, Field(ge=0)]
@@ -182,3 +183,16 @@ class EvalConfig(Node):
                 "temperature=0 gives the same response every time; use n_samples_per_prompt=1 or a "
                 "temperature above 0"
             )
+
+
+def pass_advice(config: EvalConfig, rewards: Sequence[RewardConfig]) -> Iterator[str]:
+    """Yield one sentence if no response can pass, unless a score is above 1: the weighted sum of
+    several rewards of 1 each stays below the threshold."""
+    weights = [entry.weight for entry in rewards if entry.weight]
+    most = sum(weight for weight in weights if weight > 0)
+    if len(weights) > 1 and most < config.pass_threshold - 1e-9:
+        yield (
+            f"eval.pass_threshold={config.pass_threshold:g} is above the sum of the positive "
+            f"weights ({most:g}): with scores of at most 1 no response passes, and eval/pass@1 "
+            f"stays 0; set eval.pass_threshold={most:g} or less"
+        )

@@ -163,10 +163,6 @@ class Job(ABC, Generic[C, L]):
         return None
 
     @abstractmethod
-    def device(self, config: C) -> str:
-        """Return the device that the recipe sets for a run in one process."""
-
-    @abstractmethod
     def driver(self, config: C, run_dir: Path, memory_monitor: MemoryMonitor) -> Driver[L]:
         """Return what runs the loop."""
 

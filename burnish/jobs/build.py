@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.config.jobs import SupervisedJob
+from burnish.config.job import SupervisedJob
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.rollout import SamplingConfig

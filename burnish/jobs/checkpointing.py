@@ -12,7 +12,7 @@ from typing import Any
 
 from burnish.checkpoint import CheckpointError, CheckpointStore, PendingCheckpoint
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
-from burnish.config.jobs import TrainingJob
+from burnish.config.job import TrainingJob
 from burnish.config.train import better
 from burnish.jobs.base import Metrics, State
 from burnish.jobs.errors import RunError

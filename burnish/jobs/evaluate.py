@@ -220,9 +220,6 @@ class EvaluateJob(Job[EvaluateConfig, Evaluator]):
     config_class = EvaluateConfig
     takes_rewards = True
 
-    def device(self, config: EvaluateConfig) -> str:
-        return config.device
-
     def driver(
         self, config: EvaluateConfig, run_dir: Path, memory_monitor: MemoryMonitor
     ) -> Evaluation:

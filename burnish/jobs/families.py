@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from burnish.config.jobs import JobConfig
+from burnish.config.job import JobConfig
 from burnish.config.model import ModelConfig
 from burnish.config.parallelism import models_of
 from burnish.config.rollout import LocalEngine

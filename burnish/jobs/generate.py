@@ -450,9 +450,6 @@ class GenerateJob(Job[GenerateConfig, Generation]):
         check_same_recipe(config, run_dir)
         return finished(config, run_dir)
 
-    def device(self, config: GenerateConfig) -> str:
-        return config.device
-
     def driver(
         self, config: GenerateConfig, run_dir: Path, memory_monitor: MemoryMonitor
     ) -> GenerateRun:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.config.jobs import GenerateConfig, JobConfig
+from burnish.config.generate import GenerateConfig
+from burnish.config.job import JobConfig
 from burnish.config.paths import model_problems, models_of
 from burnish.config.rewards import FunctionReward
 from burnish.config.steps import StepsDataConfig

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from burnish.checkpoint import CheckpointStore
-from burnish.config.jobs import JobConfig
+from burnish.config.job import JobConfig
 from burnish.observe.files import write_text
 from burnish.observe.peaks import MemoryPeak, PhasePeaks, peak_metrics
 from burnish.plan.memory_plan import Plan

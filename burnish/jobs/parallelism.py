@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from burnish.config.jobs import JobConfig
+from burnish.config.job import JobConfig
 from burnish.config.model import ModelConfig
 from burnish.config.parallelism import ParallelDegree, ParallelKind, parallel_degrees
 from burnish.models.load import ModelError, describe, hf_config, require_packing

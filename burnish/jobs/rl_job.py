@@ -242,9 +242,6 @@ class RLJob(Job[RLConfig, Loop]):
     config_class = RLConfig
     takes_rewards = True
 
-    def device(self, config: RLConfig) -> str:
-        return config.train.engine.device
-
     def driver(self, config: RLConfig, run_dir: Path, memory_monitor: MemoryMonitor) -> Trainer:
         return Trainer(config, run_dir, memory_monitor)
 

@@ -81,7 +81,7 @@ def run(
         ExitStack() as stack,  # workers may be writing until the driver is at its end
         job.driver(config, run_dir, memory_monitor) as driver,
     ):
-        runtime = _runtime(config, job.device(config), driver.timeline)
+        runtime = _runtime(config, config.resolve().device, driver.timeline)
         stack.callback(runtime.close)
         driver.attach(runtime)
         with closing(job.build(config, runtime, run_dir=run_dir, functions=functions)) as loop:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from burnish.config.jobs import JobConfig
+from burnish.config.job import JobConfig
 from burnish.config.registry import REGISTRY
 from burnish.jobs.errors import RunError
 from burnish.jobs.memory_monitor import OOM_FILE

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
-from burnish.config.jobs import SupervisedJob
+from burnish.config.job import SupervisedJob
 from burnish.data.preference import PreferenceStream
 from burnish.data.sft import SFTStream
 from burnish.data.steps import StepsStream
@@ -135,9 +135,6 @@ class SupervisedTraining(Job[S, Loop]):
 
     config_class: type[S]
     build_parts: Callable[[S, Runtime, Path], Supervised]
-
-    def device(self, config: S) -> str:
-        return config.train.engine.device
 
     def driver(self, config: S, run_dir: Path, memory_monitor: MemoryMonitor) -> Trainer:
         return Trainer(config, run_dir, memory_monitor)

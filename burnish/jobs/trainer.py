@@ -19,7 +19,7 @@ import yaml
 from burnish.checkpoint import CheckpointError
 from burnish.config import dump_yaml
 from burnish.config.changes import changed_settings
-from burnish.config.jobs import TrainingJob
+from burnish.config.job import TrainingJob
 from burnish.data.sources import DataError
 from burnish.jobs.base import Driver, Loop, Metrics, rare_garbage_collection
 from burnish.jobs.checkpointing import Checkpointing, PreStepState, RunPosition

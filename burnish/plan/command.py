@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from burnish.config import dump_yaml
-from burnish.config.jobs import JobConfig
+from burnish.config.job import JobConfig
 from burnish.plan.fit import Fitting, fit
 from burnish.plan.hardware import (
     GB,

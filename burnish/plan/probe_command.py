@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.config.jobs import JobConfig
+from burnish.config.job import JobConfig
 from burnish.errors import BurnishError
 from burnish.plan.hardware import Hardware
 from burnish.plan.launch import hardware_of

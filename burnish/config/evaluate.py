@@ -1,0 +1,77 @@
+"""The recipe of the job ``evaluate``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from burnish.config.base import PathText
+from burnish.config.job import InferenceJob
+from burnish.config.observe import TrackersConfig
+from burnish.config.rewards import (
+    FailurePolicy,
+    FunctionReward,
+    RewardConfig,
+    weigh_nothing,
+)
+from burnish.config.roles import (
+    RolloutRole,
+    RowLengths,
+    rollout_precision,
+)
+from burnish.config.rollout import (
+    EvalConfig,
+    LocalEngine,
+    RolloutEngineConfig,
+    pass_advice,
+)
+
+
+class EvaluateConfig(InferenceJob):
+    """``burnish evaluate``: pass@1 and pass@k of a model on held-out prompts.
+
+    ``eval.generate_max_len`` is required, because there is no ``rollout`` to take it from."""
+
+    job: Literal["evaluate"] = "evaluate"
+    """Which job the recipe is for."""
+    run_dir: PathText = "runs/{job}-{time}"
+    """Folder of the results; ``{job}`` and ``{time}`` are filled in. Must be new or empty."""
+    eval: EvalConfig
+    """Prompts, samples and thresholds."""
+    rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
+    """What scores the responses."""
+    on_reward_failure: FailurePolicy = FailurePolicy()
+    """What happens when a reward fails."""
+    engine: RolloutEngineConfig = LocalEngine()
+    """Which engine samples."""
+    observe: TrackersConfig = TrackersConfig()
+    """Trackers of the scores, besides the run folder."""
+
+    @property
+    def scored_by(self) -> tuple[RewardConfig, ...]:
+        return self.rewards
+
+    def rollout_role(self) -> RolloutRole:
+        return RolloutRole(
+            name="rollout",
+            kind="rollout",
+            model=self.model,
+            precision=rollout_precision(self.precision),
+            ranks=self.cluster.ranks("rollout"),
+            lengths=RowLengths(self.eval.data.prompt_max_len, self.eval.generate_max_len or 1),
+            engine=self.engine,
+            key="engine",
+            evaluation=self.eval,
+        )
+
+    def rules(self) -> Iterator[str]:
+        if self.eval.generate_max_len is None:
+            yield "eval.generate_max_len is not set, and this job has no rollout to take it from"
+
+    def advice(self) -> Iterator[str]:
+        yield from pass_advice(self.eval, self.rewards)
+        if weigh_nothing(self.rewards):
+            yield (
+                "every entry of rewards has weight 0, so every response has the score 0; give one "
+                "a weight"
+            )

@@ -1,0 +1,153 @@
+"""The recipe of the job ``preference``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from burnish.config.algorithm import (
+    DpoLoss,
+    PreferenceLossConfig,
+)
+from burnish.config.arithmetic import (
+    BatchError,
+)
+from burnish.config.data import (
+    PreferenceDataConfig,
+    held_out_advice,
+)
+from burnish.config.job import SupervisedJob
+from burnish.config.model import ReferenceConfig, lora_advice, random_reference_advice
+from burnish.config.roles import (
+    TrainRole,
+)
+
+
+class PreferenceReferenceConfig(ReferenceConfig):
+    """The frozen model that preferences are measured against."""
+
+    precompute: bool = False
+    """Compute its log-probs of all rows once, before the first step, keep them in the run folder
+    and give the model's memory back. A resumed run computes them again where rows are missing, or
+    model or number format are others. (kto needs it in every step.)"""
+
+
+class PreferenceConfig(SupervisedJob):
+    """``burnish preference``: a policy from preferences, without rollouts (DPO and its family).
+
+    ``margin_key`` is refused, ``label_key`` with any loss but kto, ``reference`` with simpo and
+    orpo, ``nll_coef`` with orpo and kto. kto counts single responses in ``train_batch_size`` (a
+    pair is two), and refuses ``drop_last: false`` and ``reference.precompute``."""
+
+    job: Literal["preference"] = "preference"
+    """Which job the recipe is for."""
+    data: PreferenceDataConfig
+    """Pairs; for kto also single responses with a verdict (``label_key``)."""
+    eval_data: PreferenceDataConfig | None = None
+    """Held-out data of the same form. None: no evaluation."""
+    loss: PreferenceLossConfig = DpoLoss()
+    """``dpo | cdpo | ipo | simpo | orpo | kto``, or a node with ``kind`` and its options."""
+    nll_coef: float = Field(0.0, ge=0)
+    """Weight of the chosen response's mean negative log-likelihood per token, added to the loss
+    (arXiv 2404.19733)."""
+    reference: PreferenceReferenceConfig | None = None
+    """Reference model. None: the policy as it is at the start (with LoRA: its base)."""
+
+    @property
+    def rows(self) -> PreferenceDataConfig:
+        """The training data."""
+        return self.data
+
+    @property
+    def rows_per_item(self) -> int:
+        """KTO takes pairs apart."""
+        return 2 if self.loss.kind == "kto" and self.data.label_key is None else 1
+
+    @property
+    def rows_per_unit(self) -> int:
+        """A pair is two rows; KTO counts single responses."""
+        return 1 if self.loss.kind == "kto" else 2
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss measures against a reference model."""
+        return self.loss.kind not in ("simpo", "orpo")
+
+    def roles(self) -> tuple[TrainRole, ...]:
+        policy = replace(self.trained_role("policy"), dropout=False)
+        own = self.reference.model if self.reference is not None else None
+        if not self.needs_reference or (own is None and self.model.lora is not None):
+            return (policy,)
+        return policy, policy.beside("reference", own, self.cluster, trainable=False)
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        kind = self.loss.kind
+        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+            if data is not None and data.margin_key is not None:
+                yield (
+                    f"{name}.margin_key={data.margin_key}: margins are for reward models (job rm), "
+                    "and no preference loss reads them; remove it"
+                )
+        if self.reference is not None and not self.needs_reference:
+            yield f"reference is set and loss={kind} uses none; remove it, or use dpo"
+        if kind != "kto":
+            for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+                if data is not None:
+                    yield from data.missing_pairs(name)
+                if data is not None and data.label_key is not None:
+                    yield (
+                        f"{name}.label_key={data.label_key} says that rows are single responses, "
+                        f"and loss={kind} compares two; remove it, or use loss=kto"
+                    )
+        elif self.nll_coef:
+            yield "nll_coef is a term of the chosen response, and loss=kto has none; remove it"
+        if kind == "orpo" and self.nll_coef:
+            yield (
+                f"nll_coef={self.nll_coef:g} adds the chosen response's negative log-likelihood, "
+                "which is in loss=orpo already; remove it (loss.beta weighs the other term)"
+            )
+        if kind == "kto":
+            yield from self._kto_rules()
+
+    def advice(self) -> Iterator[str]:
+        yield from held_out_advice(self.data, self.eval_data, "eval_data")
+        own = self.reference is not None and self.reference.model is not None
+        if self.needs_reference and not own and self.model.scratch is not None:
+            yield random_reference_advice(f"loss={self.loss.kind}")
+        yield from lora_advice(self.model)
+
+    def _kto_rules(self) -> Iterator[str]:
+        if not self.drop_last:
+            yield (
+                "drop_last=false with loss=kto: its reference point needs other prompts in every "
+                "batch, and the last may hold a single one; use drop_last=true"
+            )
+        if self.reference is not None and self.reference.precompute:
+            yield (
+                "reference.precompute with loss=kto: its reference point needs the reference model "
+                "on rows that are made in every step; remove precompute"
+            )
+        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+            if data is None or data.label_key is not None:
+                continue
+            for path in data.files_without_pairs():
+                yield (
+                    f"loss=kto without labels: {name}.label_key is not set, and {path} has no "
+                    f"columns {data.chosen_key!r} and {data.rejected_key!r} to make labels of; set "
+                    f"{name}.label_key to the column that says whether a response was liked"
+                )
+        try:
+            rows = self.batch_plan().train_batch_size
+        except BatchError:
+            return
+        least = 2 if self.data.label_key is not None else 4
+        if rows < least or (self.data.label_key is None and rows % 2):
+            yield (
+                f"train.train_batch_size={rows} with loss=kto: it counts single responses, puts "
+                f"them behind other prompts of the batch, and needs {least} or more"
+                + ("" if least == 2 else ", an even number (two for each pair)")
+            )

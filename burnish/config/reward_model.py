@@ -1,0 +1,73 @@
+"""The recipe of the job ``rm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from burnish.config.data import (
+    held_out_advice,
+)
+from burnish.config.job import SupervisedJob
+from burnish.config.roles import (
+    TrainRole,
+)
+from burnish.config.steps import (
+    PairsDataConfig,
+    RewardDataConfig,
+    StepsDataConfig,
+    reward_data_rules,
+)
+
+
+class RewardModelConfig(SupervisedJob):
+    """``burnish rm``: a reward model from preference pairs (Bradley-Terry), or a process reward
+    model from solutions with a label on every step.
+
+    ``data`` and ``eval_data`` have one kind. Steps refuse ``center_coef`` and take the loss
+    ``process`` only. Pairs refuse ``label_key``, and ``margin_key`` with the loss ``log_exp``."""
+
+    job: Literal["rm"] = "rm"
+    """Which job the recipe is for."""
+    data: RewardDataConfig
+    """Pairs, or with ``kind: steps`` step-labelled solutions."""
+    eval_data: RewardDataConfig | None = None
+    """Held-out data of the same kind. None: no evaluation. Mean and spread of its scores go into
+    the config of exports."""
+    loss: Literal["bradley_terry", "log_exp", "process"] | None = None
+    """bradley_terry: -log sigmoid(difference - margin). log_exp: the same without margins, as
+    log(1 + exp(-difference)). process: cross-entropy of every step's label. None: bradley_terry
+    for pairs, process for steps."""
+    center_coef: float = Field(0.0, ge=0)
+    """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv
+    2312.09244). 0: none."""
+
+    @property
+    def rows(self) -> PairsDataConfig | StepsDataConfig:
+        """The training data."""
+        return self.data
+
+    @property
+    def process(self) -> bool:
+        """Whether it is a process reward model."""
+        return isinstance(self.data, StepsDataConfig)
+
+    @property
+    def rows_per_unit(self) -> int:
+        """A pair is two rows; step-labelled solutions are single rows."""
+        return 1 if self.process else 2
+
+    def roles(self) -> tuple[TrainRole, ...]:
+        return (replace(self.trained_role("reward"), head="scalar"),)
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        yield from reward_data_rules(
+            self.data, self.eval_data, loss=self.loss, centered=bool(self.center_coef)
+        )
+
+    def advice(self) -> Iterator[str]:
+        yield from held_out_advice(self.data, self.eval_data, "eval_data")

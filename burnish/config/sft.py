@@ -1,0 +1,31 @@
+"""The recipe of the job ``sft``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from burnish.config.data import (
+    SFTDataConfig,
+    held_out_advice,
+)
+from burnish.config.job import SupervisedJob
+
+
+class SFTConfig(SupervisedJob):
+    """``burnish sft``: supervised fine-tuning on demonstrations."""
+
+    job: Literal["sft"] = "sft"
+    """Which job the recipe is for."""
+    data: SFTDataConfig
+    """Demonstrations."""
+    eval_data: SFTDataConfig | None = None
+    """Held-out demonstrations. None: no evaluation."""
+
+    @property
+    def rows(self) -> SFTDataConfig:
+        """The training data."""
+        return self.data
+
+    def advice(self) -> Iterator[str]:
+        yield from held_out_advice(self.data, self.eval_data, "eval_data")

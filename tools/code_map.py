@@ -30,10 +30,10 @@ def code_map(root: Path) -> str:
 
 
 def _folder(folder: Path, root: Path) -> Iterator[str]:
-    if not folder.is_dir():
-        return
     hidden = (".", "__pycache__")
-    entries = [p for p in sorted(folder.iterdir()) if not p.name.startswith(hidden)]
+    entries = [p for p in sorted(folder.glob("*")) if not p.name.startswith(hidden)]
+    if not entries:
+        return
     files = [p for p in entries if p.is_file() and p.name != "__init__.py"]
     init = folder / "__init__.py"
     yield f"## {folder.relative_to(root)}/\n"

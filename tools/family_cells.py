@@ -36,9 +36,9 @@ from burnish.models.tensor_parallel import check_head_counts, shard_dims
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.decoding import make_local_engine
 from burnish.train.base import Outputs
+from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import make_engine
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 Layout = Literal["padded", "packed", "shared_prefix"]
@@ -156,7 +156,7 @@ class Subject:
         self.model = ModelConfig(path=str(self.folder))
         self.batch = _batch(num_positions(self.model), min(SPECIAL, self.vocabulary) - 4)
         self.logprobs, self.gradients = self._reference_pass()
-        self._engine: TorchTrainEngine | None = None
+        self._engine: BaseTrainEngine | None = None
 
     # ---- the reference ---------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Subject:
             one, two = (m(input_ids=ids, use_cache=False).logits for m in (self.reference, again))
         return _difference(one.log_softmax(-1), two.log_softmax(-1))
 
-    def engine(self, layout: Layout = "shared_prefix", **options: Any) -> TorchTrainEngine:
+    def engine(self, layout: Layout = "shared_prefix", **options: Any) -> BaseTrainEngine:
         """A train engine over the model in the folder."""
         config = self.model.model_copy(update=options)
         spec = EngineSpec("policy", TrainConfig(layout=layout, lr=1e-3), config, dropout=False)
@@ -328,7 +328,7 @@ class Subject:
 
     # ---- parts -----------------------------------------------------------------------------
 
-    def _trained(self) -> TorchTrainEngine:
+    def _trained(self) -> BaseTrainEngine:
         """An engine after one step, whose checkpoint is in :meth:`_checkpoint_folder`."""
         if self._engine is None:
             engine = self.engine()

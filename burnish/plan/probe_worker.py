@@ -40,10 +40,11 @@ from burnish.plan.train_role import largest_rows, planned_model
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.train.base import Outputs
+from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import load_device, make_engine
+from burnish.train.optim import Optimizer
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 Work = dict[str, Callable[[], Any]]
@@ -122,7 +123,7 @@ def _join(task: dict[str, Any]) -> tuple[RankGroup, torch.device]:
 
 def _engine(
     job: JobSpec, role: TrainRole, ranks: RankGroup, device: torch.device
-) -> TorchTrainEngine:
+) -> BaseTrainEngine:
     """The train engine of a role over a model with random weights."""
     assert role.kind != "rollout" and job.batch is not None
     described = planned_model(job, role)
@@ -152,7 +153,7 @@ def _engine(
 
 
 def _work(
-    job: JobSpec, engines: dict[str, TorchTrainEngine], ranks: RankGroup
+    job: JobSpec, engines: dict[str, BaseTrainEngine], ranks: RankGroup
 ) -> dict[RolePhase, Callable[[], Any]]:
     """What every role does in every phase, in order."""
     work: dict[RolePhase, Callable[[], Any]] = {}
@@ -199,7 +200,7 @@ def _batch(job: JobSpec, role: TrainRole, ranks: int) -> Batch:
     return replace(made, rows_per_unit=unit).with_global_counts()
 
 
-def _rollout(role: RolloutRole, engine: TorchTrainEngine) -> Callable[[], Any]:
+def _rollout(role: RolloutRole, engine: BaseTrainEngine) -> Callable[[], Any]:
     """As many samples of full length as decode at one time."""
     model = cast(Any, engine.model)
     if model.generation_config is not None:
@@ -216,7 +217,7 @@ def _rollout(role: RolloutRole, engine: TorchTrainEngine) -> Callable[[], Any]:
     return lambda: [None for _ in local.generate(requests, sampling)]
 
 
-def _count(engines: Iterable[TorchTrainEngine], work: Work) -> dict[str, float]:
+def _count(engines: Iterable[BaseTrainEngine], work: Work) -> dict[str, float]:
     """Bytes of live tensors by phase, counted operation by operation (on a CPU)."""
     held = [tensor for engine in engines for tensor in _state(engine)]
     with LiveBytes() as live:
@@ -227,12 +228,14 @@ def _count(engines: Iterable[TorchTrainEngine], work: Work) -> dict[str, float]:
     return {phase: float(live.peaks[phase][0]) for phase in work}
 
 
-def _state(engine: TorchTrainEngine) -> list[torch.Tensor]:
+def _state(engine: BaseTrainEngine) -> list[torch.Tensor]:
     model = [*engine.model.parameters(), *engine.model.buffers()]
-    if engine.optimizer is None:
+    optimizer = engine.optimizer
+    if optimizer is None:
         return model
-    moments = [t for state in engine.optimizer.adamw.state.values() for t in state.values()]
-    return [*model, *engine.optimizer.masters, *moments, *(engine.optimizer.ema or ())]
+    assert isinstance(optimizer, Optimizer), "tensors are counted for the torch engine only"
+    moments = [t for state in optimizer.adamw.state.values() for t in state.values()]
+    return [*model, *optimizer.masters, *moments, *(optimizer.ema or ())]
 
 
 if __name__ == "__main__":

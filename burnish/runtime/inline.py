@@ -26,6 +26,7 @@ from burnish.rollout.vllm import VllmRolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS
 from burnish.sync.inproc import InprocSync
 from burnish.train.base import HasLogprobs, TrainEngine
+from burnish.train.engine import BaseTrainEngine, FrozenBase
 from burnish.train.engines import (
     load_device,
     loading,
@@ -35,7 +36,6 @@ from burnish.train.engines import (
 )
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import FrozenBase, TorchTrainEngine
 
 
 class InlineRuntime:
@@ -57,7 +57,7 @@ class InlineRuntime:
 
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
-    ) -> TorchTrainEngine:
+    ) -> BaseTrainEngine:
         """A train engine over a causal LM (policy, reference)."""
         dtype = self._load_dtype(spec)
         with loading(spec, dtype, self.ranks):
@@ -73,7 +73,7 @@ class InlineRuntime:
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
-    ) -> TorchTrainEngine:
+    ) -> BaseTrainEngine:
         """A train engine over a scalar model (critic, reward); a language model gets a new head: a
         critic's is zero, for values that are noise would be what the policy learns from at first.
         """
@@ -93,7 +93,7 @@ class InlineRuntime:
     def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
         """The reference model inside a LoRA policy."""
         return timed(
-            FrozenBase(cast(TorchTrainEngine, policy)), self.timeline, {"logprobs": "reference"}
+            FrozenBase(cast(BaseTrainEngine, policy)), self.timeline, {"logprobs": "reference"}
         )
 
     def rollout(
@@ -103,7 +103,7 @@ class InlineRuntime:
         model allows): over its own weights, over a copy where the dtype is another or they are in
         shards, or vLLM (which gets them at the first sync)."""
         wanted = self.precision.sampler_dtype
-        trainer = cast(TorchTrainEngine, policy)
+        trainer = cast(BaseTrainEngine, policy)
         model: Any = trainer.model
         if isinstance(config, VllmEngine):
             return self._vllm(model, config, max_len)
@@ -134,7 +134,7 @@ class InlineRuntime:
 
     def _engine(
         self, model: torch.nn.Module, spec: EngineSpec, spans: Mapping[str, str]
-    ) -> TorchTrainEngine:
+    ) -> BaseTrainEngine:
         own = spec.with_precision(self.precision)
         engine = make_engine(
             model, own, tokenizer=self.tokenizer, ranks=self.ranks, device=self.device
@@ -164,7 +164,7 @@ class InlineRuntime:
     ) -> InprocSync:
         """What hands the policy's weights to the rollout engine."""
         return timed(
-            InprocSync(cast(TorchTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
+            InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
         )
 
     def release(self, engine: HasLogprobs) -> None:

@@ -40,9 +40,9 @@ from burnish.sync.connect import Rendezvous, open_sender
 from burnish.sync.disk import DiskSender
 from burnish.sync.engine import WeightSender, exhaust
 from burnish.train.base import Loss, NonFiniteError, StepStats
+from burnish.train.engine import BaseTrainEngine, FrozenBase
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import FrozenBase, TorchTrainEngine
 from burnish.types import Batch, PendingSave, Stats
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Worker:
 class TrainWorker(Worker):
     """One data-parallel rank of a train engine."""
 
-    engine: TorchTrainEngine
+    engine: BaseTrainEngine
     store: TCPStore
     limits: Limits | None = None
     _groups: Sequence[Any] = ()

@@ -11,13 +11,13 @@ from torch import Tensor
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Metrics, sync_metrics
-from burnish.train.torch import TorchTrainEngine
+from burnish.train.engine import BaseTrainEngine
 
 
 class InprocSync:
     """Keeps a rollout engine at the policy's version."""
 
-    def __init__(self, policy: TorchTrainEngine, rollout: RolloutEngine) -> None:
+    def __init__(self, policy: BaseTrainEngine, rollout: RolloutEngine) -> None:
         self.policy, self.rollout = policy, rollout
         local = isinstance(rollout, LocalRolloutEngine)
         self.shared = local and rollout.model is policy.model  # type: ignore[attr-defined]

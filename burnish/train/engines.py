@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from torch import nn
@@ -12,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype
 from burnish.config.train import DeepSpeedEngine, TorchEngine
+from burnish.train.engine import BaseTrainEngine
 from burnish.train.fsdp import is_sharded, torch_engine
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
 
 
 def make_engine(
@@ -25,14 +24,13 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase | None = None,
     ranks: RankGroup = SINGLE,
     device: torch.device | None = None,
-) -> TorchTrainEngine:
+) -> BaseTrainEngine:
     """The engine that ``spec.train.engine`` names, over ``model``. ``device``: where it computes;
     None: where the model is (with DeepSpeed: on its own)."""
     if isinstance(spec.train.engine, DeepSpeedEngine):
         from burnish.train.deepspeed import DeepSpeedTrainEngine
 
-        engine = DeepSpeedTrainEngine(model, spec, tokenizer=tokenizer, ranks=ranks)
-        return cast(TorchTrainEngine, engine)  # of which runtimes use what both have
+        return DeepSpeedTrainEngine(model, spec, tokenizer=tokenizer, ranks=ranks)
     return torch_engine(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
 
 

@@ -10,7 +10,7 @@ parameter, two modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ def no_rows(batch: Batch) -> Batch:
     return replace(NO_ROWS, teacher_states=batch.teacher_states.new_zeros(2, width))
 
 
-def zero_of(outputs: Sequence[Tensor]) -> Tensor:
+def zero_of(outputs: Outputs) -> Tensor:
     """A scalar 0 that depends on every output, with gradient 0, whatever their values are.
 
     ZeRO stage 3 gathers weights in the order of its trace of earlier passes, and runs a hook for
@@ -50,7 +50,8 @@ def zero_of(outputs: Sequence[Tensor]) -> Tensor:
     traces, and ranks with different traces wait for each other in different collectives. With this
     added to the loss, every pass uses all outputs, with rows or without.
     """
-    zeros = [torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum() for t in outputs]
+    tensors = [t for t in outputs.tensors() if t is not None]
+    zeros = [torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum() for t in tensors]
     return torch.stack(zeros).sum()
 
 

@@ -2,9 +2,8 @@
 ``torch.distributed.fsdp.fully_shard``).
 
 Every rank holds its rows of each weight, gradient and moment; a layer's weights are gathered when
-the layer is computed. All else (losses, micro-batches, loss scaling, the step) is
-:class:`TorchTrainEngine`'s. Reading order: ``ShardedTrainEngine._place`` -> ``_outputs`` ->
-``_backward_passes`` -> ``sharded_state.py``.
+the layer is computed. Everything else is :class:`TorchTrainEngine`'s. Reading order:
+``ShardedTrainEngine._prepare`` -> ``_outputs`` -> ``_backward_passes`` -> ``sharded_state.py``.
 """
 
 from __future__ import annotations
@@ -29,23 +28,22 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.train import TorchEngine
-from burnish.models.buffers import buffers_now, persistent_buffers
+from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_head, raise_if_lacking, raise_overflow
-from burnish.models.dropout import start_training
 from burnish.models.empty import fill_rows
 from burnish.models.load import DTYPES, describe
 from burnish.models.lora import merged_weights
 from burnish.models.tensor_files import Rows
-from burnish.train.base import Loss, Outputs
-from burnish.train.diagnose import STAGES, first_bad_tensor, where_bad
+from burnish.train.base import Outputs
+from burnish.train.diagnose import BadTensor, first_bad_tensor
+from burnish.train.engine import Describe
 from burnish.train.forward import NO_ROWS
 from burnish.train.optim import Optimizer
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.sharded_state import BackgroundSave, ShardedOptimizer, local, own_rows
 from burnish.train.spec import EngineSpec
-from burnish.train.state import write_description
 from burnish.train.torch import TorchTrainEngine
-from burnish.types import Batch, Stats
+from burnish.types import Batch
 
 log = logging.getLogger("burnish")
 
@@ -67,7 +65,8 @@ def torch_engine(
 
 def is_sharded(spec: EngineSpec, ranks: RankGroup) -> bool:
     """Return whether the torch engine cuts its state over ``ranks``."""
-    return _options(spec).sharding == "full" and ranks.group is not None
+    engine = spec.train.engine
+    return isinstance(engine, TorchEngine) and engine.sharding == "full" and ranks.group is not None
 
 
 class _Within(nn.Module):
@@ -88,33 +87,23 @@ class _Within(nn.Module):
 
 
 class ShardedTrainEngine(TorchTrainEngine):
-    """One model in one role, sharded over ``ranks`` (which need a process group; one rank will
-    do).
+    """One model in one role, sharded over ``ranks`` (which need a process group; one rank is
+    enough).
 
-    The model may come with its weights, the same on all ranks, or without (``empty=True`` where it
-    is loaded): then each rank reads its own rows. ``device``: where to compute; None: where the
-    model is.
+    The model may come with its weights, the same on all ranks, or without (``empty=True`` when it
+    is loaded): then each rank reads its own rows.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        spec: EngineSpec,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        ranks: RankGroup = SINGLE,
-        device: torch.device | None = None,
-    ) -> None:
-        assert ranks.group is not None, "a sharded model needs a process group"
-        own = next(model.parameters()).device
-        device = device or (torch.device("cpu") if own.type == "meta" else own)
-        self._pending: BackgroundSave | None = None
-        self._save_group: ProcessGroup | None = None
-        super().__init__(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
+    waits_in_forward = waits_in_backward = True
 
     # ---- sharding --------------------------------------------------------------------------
 
+    def _make_optimizer(self, kind: type[Optimizer] = ShardedOptimizer) -> Optimizer:
+        return super()._make_optimizer(kind)
+
     def _place(self) -> None:
+        self._pending: BackgroundSave | None = None
+        self._save_group: ProcessGroup | None = None
         for parameter in self.model.parameters():
             if parameter.requires_grad:  # the masters
                 parameter.data = parameter.data.float()
@@ -133,9 +122,9 @@ class ShardedTrainEngine(TorchTrainEngine):
         left (final norm, output projection or value head, and tied embeddings) is the root's and
         stays gathered from forward to backward, which needs it first.
         """
-        engine = _options(self.spec)
+        engine = self.options
         group = self.ranks.group if self.tp_plan is None else self.data_parallel.group
-        assert group is not None
+        assert group is not None, "a sharded model needs a process group"
         dtype = DTYPES[self.spec.precision.dtype]
         on_gpu = self.device.type != "cpu"
         shard = partial(
@@ -166,8 +155,7 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _fill(self, empty: set[str]) -> None:
         """Give the parameters named in ``empty`` memory for this rank's rows, and read those."""
-        offload = _options(self.spec).cpu_offload
-        home = torch.device("cpu") if offload else self.device
+        home = torch.device("cpu") if self.options.cpu_offload else self.device
 
         def with_memory(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor
@@ -189,26 +177,24 @@ class ShardedTrainEngine(TorchTrainEngine):
             return rows, None
         return self.tp_plan.rows(name, rows), self.tp_plan.columns(name)
 
-    def _make_optimizer(self, kind: type[Optimizer] = ShardedOptimizer) -> Optimizer:
-        return super()._make_optimizer(kind)
-
-    def _check_format(self) -> None:
-        """As the plain engine's, by a pass of the sharded model; all ranks raise what one finds."""
+    def _check_model(self) -> None:
+        """Check by a pass of the sharded model; all ranks raise one rank's error."""
         name, dtype = describe(self.spec.model), DTYPES[self.spec.precision.dtype]
         parts = ((n, local(p).to(dtype)) for n, p in self.model.named_parameters())
         self._check_weights(parts, name)
         if self._was_empty and not self.scalar:
             with torch.no_grad():
                 self.root(partial(check_head, self.model, name))
-            self._reshard()
+            self._end_passes()
         if dtype != torch.float32:
             self._try_pass(name, dtype)
 
     def _try_pass(self, name: str, dtype: torch.dtype) -> None:
-        """Raise ModelError where a pass over one row cannot be computed."""
+        """Raise ModelError if a pass over one row cannot be computed."""
         try:
             with torch.set_grad_enabled(self.spec.trainable):
-                found = _sum_of(self._outputs(NO_ROWS.to(self.device), with_entropy=False))
+                out = self._outputs(NO_ROWS.to(self.device), with_entropy=False)
+                found = torch.stack([t.sum() for t in out.tensors() if t is not None]).sum()
                 if self.spec.trainable:
                     found.backward()
         except (NotImplementedError, RuntimeError) as error:
@@ -218,9 +204,9 @@ class ShardedTrainEngine(TorchTrainEngine):
             raise_overflow(dtype, name)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        self._reshard()
+        self._end_passes()
 
-    def _reshard(self) -> None:
+    def _end_passes(self) -> None:
         """Free what is still gathered after a pass without backward."""
         for unit in self.units:
             unit.reshard()
@@ -231,67 +217,32 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     # ---- computing -------------------------------------------------------------------------
 
-    def _no_grad_pass(self, batch: Batch, name: str) -> Tensor:
-        out = super()._no_grad_pass(batch, name)
-        self._reshard()
-        return out
-
-    def _split(self, batch: Batch) -> list[list[int]]:
-        """As many passes as every other rank makes, because all gather together: some over no
-        rows."""
-        return self._parts(batch)
-
     def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
-        passes = self._split(batch)
-        once = _options(self.spec).reduce_gradients == "once"
+        passes = list(super()._backward_passes(batch))
+        once = self.options.reduce_gradients == "once"
         for i, rows in enumerate(passes):
             cast(FSDPModule, self.root).set_requires_gradient_sync(not once or i + 1 == len(passes))
             yield rows
 
-    def _micro_loss(self, batch: Batch, rows: list[int], loss: Loss) -> tuple[Tensor, Stats]:
-        if rows:
-            return super()._micro_loss(batch, rows, loss)
-        nothing = batch.select([]).to(self.device)
-        return _sum_of(self._outputs(nothing, with_entropy=False)), Stats()
-
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
-        """Inside the root's forward, so that all weights are there that no layer gathers. Without
-        rows: a pass over one made-up row, of which nothing is kept; its gradient is 0."""
-        read = batch if batch.num_rows else NO_ROWS.to(self.device)
+        """Inside the root's forward, in which the weights that no layer gathers are present."""
 
         def compute() -> tuple[Tensor | None, ...]:  # FSDP2 looks for tensors in tuples
-            found = super(ShardedTrainEngine, self)._outputs(read, with_entropy=with_entropy)
-            return found.tensors()
+            return self.forward(batch, with_entropy=with_entropy).tensors()
 
-        tensors = self.root(compute)
-        if batch.num_rows:
-            return Outputs.of(tensors)
-        return Outputs.of([None if t is None else t[:0] for t in tensors])
+        return Outputs.of(self.root(compute))
 
     def _states(self, batch: Batch) -> Tensor:
-        read = batch if batch.num_rows else NO_ROWS.to(self.device)
-        found: Tensor = self.root(lambda: self.forward.states(read))
-        return found if batch.num_rows else found[:0]
+        found: Tensor = self.root(partial(self.forward.states, batch))
+        return found
 
-    def _first_bad_here(self) -> str | None:
-        """The micro-batches once more, watched, by all ranks together; what comes first in the
-        order of execution on any of them, as a bad row of one rank is seen by all that gather
-        it."""
+    def _find_bad(self, compute: Callable[[], Tensor], *, together: bool) -> BadTensor | None:
+        """A bad row of one rank is seen by all that gather it."""
         assert self.optimizer is not None
         cast(FSDPModule, self.root).set_requires_gradient_sync(True)
-        units = cast(list[nn.Module], self.units)
-        found: list[tuple[int, int, str]] = []
-        micros = [(b, rows, loss) for b, loss in self._since_step for rows in self._split(b)]
-        start_training(self.model, dropout=self.spec.dropout)
-        for number, (batch, rows, loss) in enumerate(micros):
-            compute = partial(self._scaled_loss, batch, rows, loss)
-            bad = first_bad_tensor(self.model, compute, units=units)
-            self.optimizer.zero_grad()
-            if bad is not None:
-                found.append((number, STAGES.index(bad.stage), where_bad(bad, rows)))
-        self.model.eval()
-        first = [own for own in self.ranks.gather(min(found, default=None)) if own is not None]
-        return min(first)[2] if first else None
+        bad = first_bad_tensor(self.model, compute, units=cast(list[nn.Module], self.units))
+        self.optimizer.zero_grad()
+        return bad
 
     # ---- state -----------------------------------------------------------------------------
 
@@ -318,34 +269,17 @@ class ShardedTrainEngine(TorchTrainEngine):
         found = self.tp_plan.unshard(name, tensor)
         return found.clone() if found is tensor else found
 
-    def save(self, folder: Path) -> None:
-        """Each rank its own rows (``master-00001-of-00002.safetensors`` ...), rank 0 the rest.
-
-        Called by all ranks, with a folder that all of them see. Returns when all is written. Raises
-        OSError on all ranks where one could not write, and ValueError, with nothing written, where
-        a weight is not finite.
-        """
-        self._start_save(folder, copy=False).wait()
-
-    def save_async(self, folder: Path) -> BackgroundSave:
-        """:meth:`save` as of now, written while training goes on: this rank's state is copied to
-        CPU memory first. ``engine.json`` comes last; a folder without it is no checkpoint.
-
-        A save that is still being written is waited for, so there is one at a time.
-        """
-        return self._start_save(folder, copy=True)
-
-    def _start_save(self, folder: Path, *, copy: bool) -> BackgroundSave:
-        assert isinstance(self.optimizer, ShardedOptimizer), f"the {self.role} engine is frozen"
-        self._check_finite(self.optimizer.broken_master())
+    def _write(self, folder: Path, describe: Describe, *, copy: bool) -> BackgroundSave:
+        """Each rank writes its own rows (``master-00001-of-00002.safetensors`` ...), rank 0 the
+        rest. ``copy``: this rank's state is copied to CPU memory first, and is written while
+        training goes on; the save before is waited for, so there is one at a time."""
+        assert isinstance(self.optimizer, ShardedOptimizer)
         if self._save_group is None:
             self._save_group = _saving_group(self.ranks.group, self.device)
         if self._pending is not None:
             self._pending.join()
         folder.mkdir(parents=True, exist_ok=True)
-        buffers = buffers_now(self.model)
-        finish = partial(write_description, folder, self, self._description(), buffers)
-        tensor_shards = self.optimizer.tensor_shards(copy=copy)
+        tensor_shards, finish = self.optimizer.tensor_shards(copy=copy), partial(describe, folder)
         self._pending = BackgroundSave(folder, tensor_shards, self._save_group, finish=finish)
         return self._pending
 
@@ -360,13 +294,6 @@ def _saving_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
         timeout=group._get_backend(torch.device(device.type)).options._timeout,
         use_local_synchronization=True,
     )
-
-
-def _sum_of(outputs: Outputs) -> Tensor:
-    """Something to call backward on: 0 where there are no rows."""
-    found = outputs.values if outputs.logprobs is None else outputs.logprobs
-    assert found is not None
-    return found.sum()
 
 
 def _blocks(body: PreTrainedModel) -> list[nn.Module]:
@@ -404,7 +331,3 @@ def _names_of_units(model: nn.Module, units: list[FSDPModule]) -> dict[FSDPModul
         names[unit] = {name for name in left if name.startswith(prefix)}
         left -= names[unit]
     return names
-
-
-def _options(spec: EngineSpec) -> TorchEngine:
-    return cast(TorchEngine, spec.train.engine)

@@ -24,10 +24,15 @@ class LossScaleFloorError(BurnishError, ArithmeticError):
 class LossScaler(Protocol):
     """Decides the loss scale from whether gradients overflowed."""
 
-    scale: float
-    """What the loss of the next backward pass is multiplied by."""
-    adapts: bool
-    """Whether overflows change it."""
+    @property
+    def scale(self) -> float:
+        """Factor by which the loss of the next backward pass is multiplied."""
+        ...
+
+    @property
+    def adapts(self) -> bool:
+        """Whether overflows change the scale."""
+        ...
 
     def update(self, overflow: bool) -> None:
         """Take note of one optimizer step: whether its gradient was not finite."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from burnish.config.train import TrainConfig
 from burnish.oom import is_out_of_memory
 from burnish.train.batching import Layout, computed_tokens
 from burnish.types import Batch
@@ -17,9 +16,9 @@ class MicroBatchBackoff:
     """``train.on_oom=retry_smaller``: micro-batches that do not fit are halved, and no larger one
     is tried again."""
 
-    def __init__(self, train: TrainConfig, layout: Layout) -> None:
-        self.on = train.on_oom == "retry_smaller"
-        self.layout = layout
+    def __init__(self, layout: Layout, *, forget: Callable[[], None]) -> None:
+        """``forget``: clears the gradient, of which a failed pass has added an unknown part."""
+        self.layout, self.forget = layout, forget
         self.most_tokens: int | None = None
         """Computed tokens that a pass may have; None: as many as there are."""
         self._retries = 0
@@ -27,7 +26,7 @@ class MicroBatchBackoff:
     def try_reduce(self, error: Exception, batch: Batch, rows: Sequence[int]) -> bool:
         """Whether a pass over ``rows`` that raised ``error`` can be tried with less; from then on
         :meth:`parts` gives less."""
-        if not (self.on and is_out_of_memory(error)):
+        if not is_out_of_memory(error):
             return False
         tokens = computed_tokens(batch, rows, self.layout)
         if len(rows) <= batch.rows_per_unit:

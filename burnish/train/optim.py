@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +21,9 @@ from torch import Tensor, nn
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import DTYPES
-from burnish.models.tensor_files import TensorFiles, TensorShard
+from burnish.models.tensor_files import TensorFiles, TensorShard, tensor_sets
 from burnish.train.base import StepStats
-from burnish.train.loss_scaler import LossScaleFloorError, make_loss_scaler
+from burnish.train.loss_scaler import LossScaleFloorError, LossScaler, make_loss_scaler
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.tensor_parallel import TensorParallelPlan
 
@@ -53,6 +55,46 @@ MAX_GROWTH = 100.0
 """Weights that are this many times as large as at the start hold nothing of what they were."""
 
 
+class EngineOptimizer(Protocol):
+    """The gradients and the trained state of an engine."""
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scaler."""
+        ...
+
+    @property
+    def loss_factor(self) -> float:
+        """Factor by which ``backward`` multiplies a loss: the loss scale, and factors that a
+        library divides gradients by."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss``, multiplied by :attr:`loss_factor`, to the sum."""
+        ...
+
+    def step(self, version: int, *, finite_loss: bool, ranks: RankGroup) -> StepStats:
+        """Sum over ranks, unscale, check, clip, step, and clear the gradient. ``version``: steps
+        taken so far. ``finite_loss``: the same on all ranks.
+
+        If the loss or the gradient is not finite, only the loss scale changes.
+        """
+        ...
+
+    def broken_master(self) -> str | None:
+        """Return the name of a trained parameter of this rank that is not finite, if any."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the saved state, over all ranks."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read this rank's part of a saved state. Raises ValueError if it is of another model."""
+        ...
+
+
 class Optimizer:
     """AdamW over a model's trainable parameters, in fp32 whatever format the model computes in.
 
@@ -75,7 +117,7 @@ class Optimizer:
         """``tp_plan``: of a model that a team of ranks computes together."""
         self.tp_plan = tp_plan
         self.config, self.peak_lr, self.total_steps = config, lr, total_steps
-        self.scaler = make_loss_scaler(precision)
+        self.scaler: LossScaler = make_loss_scaler(precision)
         self.scaled = precision.dtype == "fp16"
         self.sums_fp32 = precision.grad_accum_dtype == "fp32"
         self.names, self.params = zip(
@@ -123,6 +165,15 @@ class Optimizer:
             parameter.data = master.to(dtype)
             if self.sums_fp32:
                 parameter.register_post_accumulate_grad_hook(_adds_to(master))
+
+    @property
+    def loss_factor(self) -> float:
+        """Factor by which :meth:`backward` multiplies a loss."""
+        return self.scaler.scale
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss``, multiplied by the loss scale, to the sum."""
+        (loss * self.scaler.scale).backward()
 
     def step(
         self, version: int, *, finite_loss: bool = True, ranks: RankGroup = SINGLE
@@ -266,6 +317,11 @@ class Optimizer:
         if self.ema is not None:
             kinds["ema"] = dict(zip(self.names, self.ema, strict=True))
         return kinds
+
+    def load(self, folder: Path) -> None:
+        """Restore the tensors of a checkpoint, of which only this rank's rows are read. Raises
+        ValueError if they are of another model."""
+        self.load_tensors(tensor_sets(folder))
 
     @torch.no_grad()
     def load_tensors(self, kinds: Mapping[str, TensorFiles]) -> None:

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
 from burnish.models.buffers import BUFFERS
-from burnish.train.base import Role
 from burnish.train.process_group import RankGroup
+from burnish.train.spec import EngineSpec
 
 Shape = tuple[int, ...]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -261,40 +261,12 @@ def read_step(path: Path) -> float:
 
 
 class Described(Protocol):
-    """What ``engine.json`` and ``hf/`` are about: a train engine."""
+    """The attributes of a train engine that ``hf/`` is written from."""
 
-    role: Role
-    version: int
-    skipped_total: int
-    consecutive_skips: int
     model: nn.Module
     body: PreTrainedModel
     scalar: bool
     tokenizer: PreTrainedTokenizerBase | None
-
-
-class Source(Protocol):
-    """Which model an engine is of: its :class:`burnish.train.spec.EngineSpec`."""
-
-    @property
-    def role(self) -> Role: ...
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def recipe_model(self) -> ModelConfig | None: ...
-
-
-def description(engine: Described, spec: Source, loss_scaler: Mapping[str, Any]) -> str:
-    """``engine.json``: all that is saved of an engine and is no tensor."""
-    state = {
-        "role": engine.role,
-        "version": engine.version,
-        "skipped_total": engine.skipped_total,
-        "consecutive_skips": engine.consecutive_skips,
-        "loss_scaler": dict(loss_scaler),
-        "model": (spec.recipe_model or spec.model).model_dump(mode="json"),
-    }
-    return json.dumps(state, indent=1)
 
 
 def write_description(
@@ -319,7 +291,7 @@ def write_description(
     (folder / "engine.json").write_text(text)
 
 
-def read_description(folder: Path, spec: Source) -> dict[str, Any]:
+def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
     """``engine.json``. Raises ValueError for a checkpoint of another role, or of adapters for
     another base."""
     role = spec.role
@@ -335,13 +307,6 @@ def read_description(folder: Path, spec: Source) -> dict[str, Any]:
             f"{folder} has adapters for {_base(saved)}, and this recipe's base is {_base(own)}"
         )
     return state
-
-
-def take_counts(engine: Described, state: Mapping[str, Any]) -> None:
-    """Version and skips from ``engine.json``."""
-    engine.version = int(state["version"])
-    engine.skipped_total = int(state.get("skipped_total", 0))
-    engine.consecutive_skips = int(state.get("consecutive_skips", 0))
 
 
 def write_together(ranks: RankGroup, write: Callable[[], None] | None) -> None:
@@ -368,7 +333,7 @@ def _tell(ranks: RankGroup, error: Exception | None) -> None:
             raise OSError(f"rank {rank} could not write the checkpoint: {text}")
 
 
-def _same_base(saved: ModelConfig, spec: Source) -> bool:
+def _same_base(saved: ModelConfig, spec: EngineSpec) -> bool:
     """Whether ``saved`` is the model of ``spec``: by the name that the recipe has for it, wherever
     its folder is now, or by the full path. (Workers may work in another folder than the recipe's,
     where a saved name means nothing.)"""

@@ -2,13 +2,15 @@
 
 Nothing here imports deepspeed; its objects arrive as arguments. What is read of them was read in
 the source of the versions that ``deepspeed.py`` accepts. Reading order: ds_config, ZeroAdamW,
-find_shards, the loss scaler.
+ZeroScaler, ZeroOptimizer, find_shards.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 
 from burnish.config.model import PrecisionConfig
 from burnish.config.train import DeepSpeedEngine
+from burnish.train.base import StepStats
+from burnish.train.optim import lr_factor
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.state import Shard, Shards
+from burnish.train.state import Shard, ShardedState, Shards
 
 
 def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
@@ -119,6 +123,156 @@ class ZeroAdamW(torch.optim.AdamW):
             super().step()
 
 
+class ZeroScaler:
+    """DeepSpeed's loss scaler as a :class:`burnish.train.loss_scaler.LossScaler`. DeepSpeed updates
+    it in its own step."""
+
+    def __init__(self, scaler: Any) -> None:
+        """``scaler``: DeepSpeed's; None: the dtype needs none."""
+        self._scaler = scaler
+        self.adapts = scaler is not None and bool(scaler.dynamic)
+        if self.adapts:
+            scaler.raise_error_at_min_scale = False  # the step reports the floor
+
+    @property
+    def scale(self) -> float:
+        """Factor by which the loss of the next backward pass is multiplied."""
+        return 1.0 if self._scaler is None else float(self._scaler.cur_scale)
+
+    def update(self, overflow: bool) -> None:
+        """Count a step that DeepSpeed did not take."""
+        if self._scaler is not None:
+            self._scaler.update_scale(overflow)
+
+    def fields(self) -> dict[str, Any]:
+        """Return a copy of everything that DeepSpeed's scaler holds."""
+        return {} if self._scaler is None else dict(vars(self._scaler))
+
+    def restore_at_floor(self, before: Mapping[str, Any]) -> bool:
+        """Undo an overflow that had to halve the scale and could not; return whether it was one.
+        ``before``: :meth:`fields` before the step."""
+        if not self.adapts:
+            return False
+        halves = 1 in (before["delayed_shift"], before["cur_hysteresis"])
+        at_floor = bool(halves and before["cur_scale"] == before["min_scale"])
+        if at_floor:
+            vars(self._scaler).update(before)
+        return at_floor
+
+    def state_dict(self) -> dict[str, float | int]:
+        """The state as :class:`burnish.train.loss_scaler.DynamicLossScaler` writes itself."""
+        if not self.adapts:
+            return {}
+        scaler = self._scaler
+        return {
+            "scale": float(scaler.cur_scale),
+            "left": int(scaler.cur_hysteresis),
+            "clean_steps": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
+        }
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Restore :meth:`state_dict`; nothing for a constant scale."""
+        if not self.adapts:
+            return
+        scaler = self._scaler
+        scaler.cur_scale = float(state["scale"])
+        scaler.cur_hysteresis = min(int(state["left"]), scaler.delayed_shift)
+        scaler.cur_iter, scaler.last_overflow_iter = int(state["clean_steps"]), -1
+
+
+class ZeroOptimizer:
+    """Gradients and trained state in DeepSpeed's hands. Implements
+    :class:`burnish.train.optim.EngineOptimizer`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Any,
+        adamw: ZeroAdamW,
+        *,
+        spec: EngineSpec,
+        ranks: RankGroup,
+        masters: Mapping[str, Tensor],
+    ) -> None:
+        """``engine``: DeepSpeed's, over ``model`` and ``adamw``. ``masters``: unrounded weights."""
+        config = spec.train.engine
+        assert isinstance(config, DeepSpeedEngine)
+        self._engine, self._adamw, self._spec, self._ranks = engine, adamw, spec, ranks
+        self._stage = config.zero_stage
+        self._has_gradient = False
+        adamw.checks = self._stage == 0 and spec.precision.dtype == "fp32"
+        adamw.state.clear()  # stage 0 in bf16 begins with a step over nothing
+        self.scaler = ZeroScaler(vars(engine.optimizer).get("loss_scaler"))
+        shards = find_shards(model, engine.optimizer, stage=self._stage, ranks=ranks)
+        shards.take(masters)  # DeepSpeed made its own of rounded weights
+        self.state = ShardedState(shards, adamw.state, spec.train.ema_decay)
+
+    @property
+    def loss_factor(self) -> float:
+        """The loss scale times the number of ranks, which DeepSpeed divides gradients by."""
+        return self.scaler.scale * self._ranks.size
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss``. DeepSpeed multiplies by the loss scale; it is told of no
+        accumulation, so it divides by none."""
+        self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)
+        self._has_gradient = True
+
+    def step(self, version: int, *, finite_loss: bool, ranks: RankGroup) -> StepStats:
+        """Let DeepSpeed reduce, unscale, check, clip and step."""
+        train = self._spec.train
+        rate = (self._spec.lr or train.lr) * lr_factor(version, train, self._spec.total_steps)
+        stats = StepStats(
+            grad_norm=0.0,
+            lr=rate,
+            loss_scale=self.scaler.scale,
+            scaled=self._spec.precision.dtype == "fp16",
+        )
+        if self._has_gradient:
+            stats = self._step(stats, finite_loss=finite_loss)
+        else:  # DeepSpeed cannot step without one
+            self.scaler.update(False)
+        if not stats.skipped:
+            self.state.follow()
+        return stats
+
+    def _step(self, stats: StepStats, *, finite_loss: bool) -> StepStats:
+        before, optimizer = self.scaler.fields(), self._engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = stats.lr
+        self._adamw.hold = not finite_loss
+        self._engine.step()
+        self._has_gradient = False
+        overflow = bool(optimizer.overflow)
+        return replace(
+            stats,
+            grad_norm=float(self._engine.get_global_grad_norm()),
+            skipped=overflow or not finite_loss,
+            overflow=overflow,
+            at_floor=overflow and self.scaler.restore_at_floor(before),
+        )
+
+    def broken_master(self) -> str | None:
+        """Return the name of a trained parameter whose shard on this rank is not finite, if
+        any."""
+        for shard in self.state.shards.all:
+            if shard.flat is not None and not bool(shard.of(shard.flat).isfinite().all()):
+                return shard.name
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the saved state, over all ranks."""
+        return self.state.num_bytes
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read this rank's shards of what any engine saved, with any number of ranks."""
+        self.state.load(folder)
+        publish(self._engine.optimizer, stage=self._stage)
+        self._ranks.any(False)  # no rank trains while another still reads
+
+
 # ---- shards --------------------------------------------------------------------------------
 
 
@@ -212,38 +366,6 @@ def buckets(model: nn.Module, most_bytes: int) -> Iterator[dict[str, nn.Paramete
         bucket |= unit
         size += num_bytes
     yield bucket
-
-
-# ---- the loss scaler -----------------------------------------------------------------------
-
-
-def is_at_floor(scaler: Mapping[str, Any]) -> bool:
-    """Whether the scaler, as it was before an overflow, had to halve and could not."""
-    if not scaler.get("dynamic", False):
-        return False
-    halves = 1 in (scaler["delayed_shift"], scaler["cur_hysteresis"])
-    return bool(halves and scaler["cur_scale"] == scaler["min_scale"])
-
-
-def scaler_state(scaler: Any) -> dict[str, float | int]:
-    """DeepSpeed's scaler as :class:`burnish.train.loss_scaler.DynamicLossScaler` writes itself."""
-    if scaler is None or not scaler.dynamic:
-        return {}
-    return {
-        "scale": float(scaler.cur_scale),
-        "left": int(scaler.cur_hysteresis),
-        "clean_steps": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
-    }
-
-
-def restore_scaler(scaler: Any, state: Mapping[str, float | int]) -> None:
-    """Take back :func:`scaler_state`; nothing for a constant scale, and a recipe may have
-    changed."""
-    if scaler is None or not scaler.dynamic or not state:
-        return
-    scaler.cur_scale = float(state["scale"])
-    scaler.cur_hysteresis = min(int(state["left"]), scaler.delayed_shift)
-    scaler.cur_iter, scaler.last_overflow_iter = int(state["clean_steps"]), -1
 
 
 def forget_ended_groups(library: Any) -> None:

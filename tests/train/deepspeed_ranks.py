@@ -29,9 +29,10 @@ from burnish.models.load import check_support, load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, NonFiniteError, Outputs, TrainEngine
 from burnish.train.deepspeed import DeepSpeedTrainEngine, loading
+from burnish.train.engine import FrozenBase
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import FrozenBase, TorchTrainEngine
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch, Stats
 
 _SPEC = importlib.util.spec_from_file_location(
@@ -239,7 +240,7 @@ def trace(ranks: RankGroup, stage: int, name: str) -> list[float]:
         assert step.skipped == step.overflow == bool(bad) and not step.at_floor and step.scaled
         scales.append(step.loss_scale)
     assert engine.version == PATTERN.count(0) and step.skipped_total == PATTERN.count(1)
-    return [*scales, engine.loss_scale]
+    return [*scales, engine.optimizer.scaler.scale]
 
 
 def skips(ranks: RankGroup, case: Case, folder: Path) -> dict[str, Any]:

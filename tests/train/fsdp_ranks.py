@@ -31,10 +31,10 @@ from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.tensor_files import TensorFiles
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import NonFiniteError
+from burnish.train.engine import FrozenBase
 from burnish.train.fsdp import ShardedTrainEngine, torch_engine
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import FrozenBase
 from burnish.types import Batch
 
 _SPEC = importlib.util.spec_from_file_location(

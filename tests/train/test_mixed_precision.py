@@ -483,7 +483,7 @@ def test_a_diagnosis_that_fails_does_not_hide_the_stop(
     def out_of_memory(*_: object, **__: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("burnish.train.torch.first_bad_tensor", out_of_memory)
+    monkeypatch.setattr("burnish.train.engine.first_bad_tensor", out_of_memory)
     engine = make_engine(max_consecutive_skips=1)
     engine.forward_backward(ragged_batch, times(float("nan")))
     with pytest.raises(NonFiniteError, match=r"in a row .*could not be looked for: MemoryError"):

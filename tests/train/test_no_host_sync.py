@@ -31,7 +31,7 @@ from transformers import (
     masking_utils,
 )
 
-import burnish.train.torch as torch_engine
+import burnish.train.engine as train_engine
 from burnish.algorithms.distill import DIVERGENCES, SLOPES, forward_kl
 from burnish.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from burnish.config.model import ModelConfig
@@ -240,7 +240,7 @@ def test_no_model_waits_for_the_device(name: str, checkpointing: bool) -> None:
 def test_passes_without_gradient_are_read_once(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches of four rows, and one copy of all their results."""
     read: list[Sequence[tuple[Any, Tensor]]] = []
-    monkeypatch.setattr(torch_engine, "fill_rows", lambda _out, _batch, found: read.append(found))
+    monkeypatch.setattr(train_engine, "fill_rows", lambda _out, _batch, found: read.append(found))
     engine = engine_of("llama", role=role)
     (engine.logprobs if role == "policy" else engine.values)(batch_of())
     assert [[rows for rows, _ in found] for found in read] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]

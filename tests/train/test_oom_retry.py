@@ -108,7 +108,7 @@ def test_the_size_found_is_kept_and_retries_are_counted(
     engine.forward_backward(batch, nll)
     assert max(tried) <= 2 and sum(tried) == 8
     assert engine.optim_step().oom_retries == 0
-    assert make_engine().smaller.on is False
+    assert make_engine().smaller is None
 
 
 def test_a_row_that_does_not_fit_alone_ends_it_with_its_size(
@@ -135,9 +135,7 @@ def test_rows_that_stay_together_are_never_cut(ragged_batch: Batch) -> None:
     from dataclasses import replace
 
     pairs = replace(ragged_batch, rows_per_unit=2)
-    smaller = MicroBatchBackoff(
-        TrainConfig(train_batch_size=4, on_oom="retry_smaller"), "shared_prefix"
-    )
+    smaller = MicroBatchBackoff("shared_prefix", forget=lambda: None)
     smaller.most_tokens = 1
     assert list(smaller.parts(pairs, list(range(8)))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

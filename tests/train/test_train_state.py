@@ -18,8 +18,9 @@ from burnish.models.load import load_causal_lm
 from burnish.models.lora import adapters_off
 from burnish.runtime.ray import with_absolute_paths
 from burnish.train.base import Loss
+from burnish.train.engine import FrozenBase
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import FrozenBase, TorchTrainEngine
+from burnish.train.torch import TorchTrainEngine
 from burnish.types import Batch
 
 MakeEngine = Callable[..., TorchTrainEngine]

@@ -1,0 +1,474 @@
+"""The template of every train engine that runs in this process: the parts of a training step that
+do not depend on how weights, gradients and optimizer state are stored.
+
+:class:`BaseTrainEngine` implements :class:`burnish.train.base.TrainEngine`. It owns micro-batches,
+statistics over ranks, skip accounting, the stop on values that are not finite, retries with smaller
+micro-batches, and ``engine.json``. An engine is a subclass with hooks and an optimizer.
+
+Hooks, in the order in which they are called. Each row names what a hook consumes (<-) and produces
+(->). Those with a * have a default.
+
+=====================  ==================  ====================================================
+hook                   when                contract
+=====================  ==================  ====================================================
+``_start_backend`` *   constructor, 1st    <- device asked for -> device to compute on
+``_groups`` *          constructor, 2nd    <- ranks -> (ranks that compute the same rows, ranks
+                                           that compute other rows)
+``_make_forward`` *    constructor, 3rd    <- model, groups -> :class:`Forward`
+``_prepare``           constructor, 4th    <- model with gradients switched on or off -> weights on
+                                           the device in the compute dtype, and the optimizer (None:
+                                           the engine is frozen)
+``_check_model``       constructor, last   raises ModelError if the model cannot compute
+``_backward_passes`` * forward_backward    <- batch -> rows of each micro-batch, in order
+``_outputs`` *         every pass          <- micro-batch -> :class:`Outputs`, differentiable
+``_states`` *          ``states``          <- micro-batch -> hidden states
+``_end_passes`` *      after passes        frees what passes without backward keep
+                       without backward
+``_find_bad`` *        a run that stops    <- one pass -> its first tensor that is not finite
+``weights``            weight transfer     -> (HuggingFace name, full tensor) in the compute dtype
+``_write``             save                <- folder, ``describe`` -> the optimizer's tensors in the
+                                           folder; ``describe(folder)`` is called last, on one rank
+=====================  ==================  ====================================================
+
+The optimizer (:class:`burnish.train.optim.EngineOptimizer`) owns gradients and trained state. In a
+training step ``backward`` is called once per micro-batch, then ``step`` once, which clears the
+gradient.
+
+Two attributes say where ranks wait for each other: ``waits_in_forward`` and
+``waits_in_backward``. If ranks wait, all of them make the same number of passes, and a rank without
+rows computes a made-up row whose loss is multiplied by 0.
+
+No hook of a training step reads a value back from the device before ``optim_step``.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from burnish.models.buffers import buffers_now, load_buffers, num_buffer_bytes
+from burnish.models.dropout import start_training
+from burnish.models.half_linear import use_fp32_products
+from burnish.models.load import DTYPES
+from burnish.models.lora import adapters_off
+from burnish.train.base import Loss, NonFiniteError, Outputs, StepStats
+from burnish.train.batching import fill_rows, split_over_ranks
+from burnish.train.diagnose import (
+    STAGES,
+    BadTensor,
+    first_bad_tensor,
+    sum_is_bad,
+    where_bad,
+    why_ruined,
+    why_stop,
+)
+from burnish.train.forward import Forward, enable_checkpointing, no_rows, zero_of
+from burnish.train.oom import MicroBatchBackoff
+from burnish.train.optim import MAX_GROWTH, EngineOptimizer
+from burnish.train.process_group import SINGLE, RankGroup
+from burnish.train.spec import EngineSpec
+from burnish.train.state import read_description, write_description
+from burnish.types import Batch, PendingSave, Stats
+
+Describe = Callable[[Path], None]
+"""Writes buffers, ``hf/`` and ``engine.json`` into a folder, as of the start of the save."""
+
+
+class BaseTrainEngine(ABC):
+    """One model in one role. See the module's docstring for the hooks of subclasses.
+
+    With several ``ranks`` every rank has an engine, is called with the same batches in the same
+    order, computes its own share of the rows and returns the same results as the others.
+    """
+
+    waits_in_forward = False
+    """Whether ranks wait for each other in every forward pass."""
+    waits_in_backward = False
+    """Whether ranks wait for each other in every pass that adds to the gradient."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: EngineSpec,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        ranks: RankGroup = SINGLE,
+        device: torch.device | None = None,
+    ) -> None:
+        """``device``: where to compute; None: the device of ``model``."""
+        self.model, self.spec, self.role = model, spec, spec.role
+        self.tokenizer, self.ranks = tokenizer, ranks
+        self.version = 0
+        self.skipped_total = self.consecutive_skips = 0
+        self.smaller: MicroBatchBackoff | None = None
+        """Set by engines that can repeat a pass that ran out of memory, if the recipe asks."""
+        self._since_step: list[tuple[Batch, Loss]] = []
+        """Batches and losses of the gradient so far, for the search for the first bad tensor."""
+        self._losses: list[Tensor] = []
+        self._told: str | None = None
+        """The first bad tensor, once found; until a step is taken again."""
+        self._ruined = False
+        """Whether a step made the weights far too large; until others are loaded."""
+        self.device = self._start_backend(device)
+        self.model_parallel, self.data_parallel = self._groups()
+        self.forward = self._make_forward()
+        self.scalar, self.body = self.forward.scalar, self.forward.body
+        self.forward.distill_target = spec.load_distill_target(self.device)
+        if not spec.trainable:
+            model.requires_grad_(False)
+        elif spec.train.gradient_checkpointing:
+            enable_checkpointing(self.body)
+        self.optimizer = self._prepare()
+        model.eval()
+        use_fp32_products(model, DTYPES[spec.precision.dtype])
+        self._check_model()
+
+    # ---- hooks -----------------------------------------------------------------------------
+
+    def _start_backend(self, device: torch.device | None) -> torch.device:
+        """Start what the engine computes with; return its device. ``device``: asked for by the
+        caller; None: the device of the model, the CPU if it has no weights yet."""
+        own = next(self.model.parameters()).device
+        return device or (torch.device("cpu") if own.type == "meta" else own)
+
+    def _groups(self) -> tuple[RankGroup, RankGroup]:
+        """Return the ranks that compute the same rows, and those that compute other rows."""
+        return SINGLE, self.ranks
+
+    def _make_forward(self) -> Forward:
+        """Return the function from a micro-batch to outputs."""
+        spec = self.spec
+        return Forward(self.model, spec.role, spec.train, temperature=spec.temperature)
+
+    @abstractmethod
+    def _prepare(self) -> EngineOptimizer | None:
+        """Put the weights where and how they compute; return the optimizer, None if frozen."""
+
+    @abstractmethod
+    def _check_model(self) -> None:
+        """Raise ModelError if weights or activations do not fit the compute dtype, or the device
+        lacks an operation in it."""
+
+    def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
+        return self.forward(batch, with_entropy=with_entropy)
+
+    def _states(self, batch: Batch) -> Tensor:
+        return self.forward.states(batch)
+
+    def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
+        """Rows of this rank's micro-batches that add to the gradient, in order."""
+        for rows in self._split(batch, waits=self.waits_in_backward):
+            yield from (rows,) if self.smaller is None else self.smaller.parts(batch, rows)
+
+    def _end_passes(self) -> None:  # noqa: B027 (most engines keep nothing)
+        """Free what passes without backward keep."""
+
+    def _find_bad(self, compute: Callable[[], Tensor], *, together: bool) -> BadTensor | None:
+        """Run one pass again and return its first tensor that is not finite. ``together``: other
+        ranks wait for this one in the pass, so it runs to its end."""
+        return first_bad_tensor(self.model, compute, to_the_end=together)
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HuggingFace name, full tensor) in the compute dtype, LoRA merged. All ranks have to take
+        all of them, in step."""
+
+    @abstractmethod
+    def _write(self, folder: Path, describe: Describe, *, copy: bool) -> PendingSave:
+        """Write the optimizer's tensors, then call ``describe(folder)`` on one rank. ``copy``: the
+        save may still run while training goes on."""
+
+    # ---- computing -------------------------------------------------------------------------
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens, without gradient."""
+        assert not self.scalar, f"a {self.role} has values, not log-probs"
+        return self._no_grad_pass(batch, "logprobs")
+
+    def values(self, batch: Batch) -> Tensor:
+        """[M] fp32: values of action states (critic) or scores on last tokens (reward), without
+        gradient."""
+        assert self.scalar, f"a {self.role} has log-probs, not values"
+        return self._no_grad_pass(batch, "values")
+
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] hidden states from which action tokens are predicted, without gradient."""
+        assert not self.scalar, f"a {self.role} has values, not a vocabulary"
+        return self._no_grad_pass(batch, "states")
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, loss: Loss) -> Stats:
+        """Return the statistics of ``loss`` over ``batch`` and all ranks, without gradient."""
+        stats = Stats()
+        for rows in self._split(batch, waits=self.waits_in_forward):
+            stats = stats + self._micro_loss(batch, rows, loss)[1]
+        self._end_passes()
+        return self.data_parallel.sum_stats(stats)
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+        """Add the gradient of ``loss`` over ``batch``; return the sum of the micro-batches'
+        statistics over all ranks."""
+        assert self.optimizer is not None, f"the {self.role} engine is frozen"
+        self._since_step.append((batch, loss))
+        start_training(self.model, dropout=self.spec.dropout)
+        stats = self._add(batch, loss)
+        while stats is None:
+            stats = self._add_all_again()
+        self.model.eval()
+        if self.device.type == "cuda":  # optim_step would wait here; so the time is counted here
+            torch.cuda.synchronize(self.device)
+        return self.data_parallel.sum_stats(stats)
+
+    def _trained(self) -> EngineOptimizer:
+        assert self.optimizer is not None, f"the {self.role} engine is frozen"
+        return self.optimizer
+
+    def _add(self, batch: Batch, loss: Loss) -> Stats | None:
+        """Add a batch's gradient. None: a pass ran out of memory, and from now on passes are
+        smaller; its part of the sum is unknown, so the step begins again."""
+        stats, optimizer = Stats(), self._trained()
+        for rows in self._backward_passes(batch):
+            try:
+                scalar, micro_stats = self._micro_loss(batch, rows, loss)
+                optimizer.backward(scalar)
+            except Exception as error:
+                if self.smaller is None or not self.smaller.try_reduce(error, batch, rows):
+                    raise
+                return None
+            self._losses.append(scalar.detach())
+            stats = stats + micro_stats
+        return stats
+
+    def _add_all_again(self) -> Stats | None:
+        """Compute the gradient since the last step from its beginning; return the statistics of
+        the last batch."""
+        assert self.smaller is not None
+        self.smaller.forget()
+        self._losses = []
+        if self.device.type == "cuda":  # free cached blocks of sizes that are no longer used
+            torch.cuda.empty_cache()
+        stats: Stats | None = None
+        for batch, loss in self._since_step:
+            stats = self._add(batch, loss)
+            if stats is None:
+                break
+        return stats
+
+    def _micro_loss(self, batch: Batch, rows: list[int], loss: Loss) -> tuple[Tensor, Stats]:
+        """Loss and statistics of one pass; without rows a loss whose gradient is 0."""
+        micro = self._micro(batch, rows)
+        outputs = self._outputs(micro, with_entropy=self.spec.with_entropy)
+        return loss(outputs, micro) if rows else (zero_of(outputs), Stats())
+
+    def _micro(self, batch: Batch, rows: list[int]) -> Batch:
+        """A micro-batch on the device; a made-up row if there are no rows."""
+        return (batch.select(rows) if rows else no_rows(batch)).to(self.device)
+
+    @torch.no_grad()
+    def _no_grad_pass(self, batch: Batch, name: str) -> Tensor:
+        out = torch.zeros(batch.tokens.numel())
+        if name == "states":
+            out = self.forward.no_states(batch, DTYPES[self.spec.precision.dtype])
+        found: list[tuple[list[int], Tensor]] = []
+        for rows in self._split(batch, waits=self.waits_in_forward):
+            result = self._look(self._micro(batch, rows), name)
+            if rows:
+                found.append((rows, result))
+            if name == "states":  # [m, H] each: too large to wait on the device for the others
+                fill_rows(out, batch, found)
+                found = []
+        fill_rows(out, batch, found)
+        self._end_passes()
+        self.data_parallel.all_reduce_([out])  # exact: an entry is 0 on all peers but one
+        return out
+
+    def _look(self, micro: Batch, name: str) -> Tensor:
+        if name == "states":
+            return self._states(micro)
+        result: Tensor = vars(self._outputs(micro, with_entropy=False))[name]
+        return result
+
+    def _split(self, batch: Batch, *, waits: bool) -> list[list[int]]:
+        """Rows of this rank's micro-batches. ``waits``: as many on all ranks, some without rows;
+        otherwise those without rows are left out."""
+        spec = self.spec
+        parts = split_over_ranks(
+            batch,
+            ranks=self.data_parallel.size,
+            micro_batch_size=spec.micro_batch_size,
+            max_tokens=spec.train.max_tokens_per_micro_batch,
+            layout=self.forward.layout,
+        )[self.data_parallel.rank]
+        return parts if waits else [rows for rows in parts if rows]
+
+    # ---- stepping --------------------------------------------------------------------------
+
+    def optim_step(self) -> StepStats:
+        """Unscale, check, clip, step, schedule. If the loss or the gradient is not finite, nothing
+        moves and ``skipped`` is set.
+
+        Raises NonFiniteError with the first bad tensor at the floor of the loss scale, and after
+        ``max_consecutive_skips`` skipped steps in a row.
+        """
+        optimizer = self._trained()
+        finite_loss = not self._losses or bool(torch.stack(self._losses).isfinite().all())
+        finite_loss = not self.ranks.any(not finite_loss)
+        stats = optimizer.step(self.version, finite_loss=finite_loss, ranks=self.ranks)
+        if stats.skipped:
+            self.skipped_total += 1
+            # An overflow that a smaller loss scale may cure is left to the scaler.
+            self.consecutive_skips += not (optimizer.scaler.adapts and finite_loss)
+        else:
+            self.version += 1
+            self.consecutive_skips, self._told = 0, None
+        retries = None if self.smaller is None else sum(self.ranks.gather(self.smaller.taken()))
+        stats = replace(stats, skipped_total=self.skipped_total, oom_retries=retries)
+        try:
+            self._raise_if_diverged(stats)
+        finally:
+            self._since_step, self._losses = [], []
+        return stats
+
+    def _raise_if_diverged(self, stats: StepStats) -> None:
+        """Raise NonFiniteError if the steps to come would be skipped as well, or if this one
+        ruined the weights."""
+        if not stats.growth <= MAX_GROWTH:
+            self._ruined = True
+            raise NonFiniteError(why_ruined(stats, self.role), stats)
+        reason = why_stop(
+            stats,
+            role=self.role,
+            skips=self.consecutive_skips,
+            limit=self.spec.train.max_consecutive_skips,
+            precision=self.spec.precision,
+        )
+        if reason is None:
+            return
+        why, hint = reason
+        if not stats.at_floor:
+            self.consecutive_skips = 0  # a caller that goes on has as many tries again
+        self._told = self._told or self._first_bad()
+        raise NonFiniteError(
+            f"{why}. {self._told} Nothing moved in this step (optimizer step "
+            f"{self.version + 1}). Try {hint}",
+            stats,
+        )
+
+    def _first_bad(self) -> str:
+        """Describe the tensor that first stops being finite, in the order of execution, on any
+        rank."""
+        found = [own for own in self.ranks.gather(self._first_bad_here()) if own is not None]
+        return min(found)[2] if found else sum_is_bad(self.spec.precision)
+
+    def _first_bad_here(self) -> tuple[int, int, str] | None:
+        """Run this rank's micro-batches again, watched: (micro-batch, stage, description) of the
+        first bad tensor."""
+        together = self.model_parallel.size > 1 or self.waits_in_backward
+        since = self._since_step
+        micros = ((b, rows, loss) for b, loss in since for rows in self._backward_passes(b))
+        found: list[tuple[int, int, str]] = []
+        start_training(self.model, dropout=self.spec.dropout)
+        try:
+            for number, (batch, rows, loss) in enumerate(micros):
+                compute = partial(self._scaled_loss, batch, rows, loss)
+                bad = self._find_bad(compute, together=together)
+                if bad is not None:
+                    found.append((number, STAGES.index(bad.stage), where_bad(bad, rows)))
+                if found and not together:
+                    break
+        except Exception as error:  # the stop it explains, and the checkpoint, must still come
+            if self.waits_in_backward:
+                raise
+            text = f"The first bad tensor could not be looked for: {type(error).__name__}: {error}."
+            return len(self._losses), len(STAGES), text
+        finally:
+            self.model.eval()
+        return min(found, default=None)
+
+    def _scaled_loss(self, batch: Batch, rows: list[int], loss: Loss) -> Tensor:
+        return self._trained().loss_factor * self._micro_loss(batch, rows, loss)[0]
+
+    # ---- state -----------------------------------------------------------------------------
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of what :meth:`save` writes."""
+        return self._trained().num_bytes + num_buffer_bytes(self.model)
+
+    def save(self, folder: Path) -> None:
+        """Write weights (fp32 masters), moments, EMA and version; config and tokenizer for exports.
+
+        Called by all ranks, with a folder that all of them see. All ranks return when everything is
+        written. Raises OSError on all ranks if one cannot write, and ValueError, with nothing
+        written, if a weight is not finite.
+        """
+        self._start_save(folder, copy=False).wait()
+
+    def save_async(self, folder: Path) -> PendingSave:
+        """:meth:`save` as of now. An engine that copies its state first still writes when this
+        returns; ``engine.json`` comes last, and a folder without it is no checkpoint."""
+        return self._start_save(folder, copy=True)
+
+    def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
+        optimizer = self._trained()
+        self._check_finite(optimizer.broken_master())
+        text, buffers = self._description(), buffers_now(self.model)
+        describe = partial(write_description, engine=self, text=text, buffers=buffers)
+        return self._write(folder, describe, copy=copy)
+
+    def _check_finite(self, broken: str | None) -> None:
+        """Raise ValueError on all ranks if one has a weight that is not finite."""
+        if self._ruined:
+            raise ValueError(f"the weights of the {self.role} are far too large, and are not saved")
+        found = next((name for name in self.ranks.gather(broken) if name is not None), None)
+        if found is not None:
+            raise ValueError(
+                f"the weights of the {self.role} are not finite, e.g. {found}, and are not saved; "
+                "earlier checkpoints are as they were: go on from them with a lower learning rate"
+            )
+
+    def _description(self) -> str:
+        """``engine.json``: all of the engine's state that is not a tensor."""
+        state = {
+            "role": self.role,
+            "version": self.version,
+            "skipped_total": self.skipped_total,
+            "consecutive_skips": self.consecutive_skips,
+            "loss_scaler": dict(self._trained().scaler.state_dict()),
+            "model": (self.spec.recipe_model or self.spec.model).model_dump(mode="json"),
+        }
+        return json.dumps(state, indent=1)
+
+    def load(self, folder: Path) -> None:
+        """Restore what :meth:`save` of any engine wrote, with any number of ranks. Raises
+        ValueError for a checkpoint of another model or role."""
+        optimizer = self._trained()
+        state = read_description(folder, self.spec)
+        optimizer.load(folder)
+        load_buffers(self.model, folder)
+        self.version = int(state["version"])
+        self.skipped_total = int(state.get("skipped_total", 0))
+        self.consecutive_skips = int(state.get("consecutive_skips", 0))
+        self._ruined = False
+        if state.get("loss_scaler"):  # empty for a constant scale, and a recipe may have changed
+            optimizer.scaler.load_state_dict(state["loss_scaler"])
+
+
+class FrozenBase:
+    """A LoRA policy's own reference: the same weights with the adapters off, at no memory."""
+
+    def __init__(self, policy: BaseTrainEngine) -> None:
+        self.policy = policy
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens under the base model."""
+        with adapters_off(self.policy.model):
+            return self.policy.logprobs(batch)

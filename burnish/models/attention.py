@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -35,7 +36,7 @@ from transformers.masking_utils import sdpa_mask
 from burnish.errors import BurnishError
 from burnish.models.family import PACKED
 from burnish.models.sdpa import Kernels, attend, kernels_of
-from burnish.models.ulysses import SequenceParallelPlan, sequence_parallel_attention
+from burnish.models.ulysses import sequence_parallel_attention
 from burnish.tensors import upload
 
 ATTENTION_NAME = PACKED
@@ -174,6 +175,21 @@ class DecodePlan:
     length: int
     """Keys to read: the longest active sequence, new token included."""
     mask: Tensor  # [B, 1, 1, length] True = may read
+
+
+@dataclass(frozen=True)
+class SequenceParallelPlan:
+    """Who reads whom in a packed row of M tokens, of which each of n ranks holds C = ceil(M / n);
+    the last ones are padding."""
+
+    whole: PackedPlan
+    """Among all M tokens."""
+    num_tokens: int
+    """M."""
+    group: ProcessGroup
+    layers: set[int] = field(default_factory=set, compare=False)
+    """Layers whose attention has asked. (An architecture that mixes tokens without asking would
+    mix those of a stretch only.)"""
 
 
 def plan_segments(segments: Sequence[Segment], positions: Tensor) -> PackedPlan:
@@ -350,7 +366,12 @@ def _attention(
         return _packed(plan, (q, k, v), options)[None], None
     whole = plan.whole
     plan.layers.add(options.layer)
-    out = sequence_parallel_attention(plan, (q, k, v), lambda x: _packed(whole, x, options))
+    out = sequence_parallel_attention(
+        (q, k, v),
+        lambda x: _packed(whole, x, options),
+        num_tokens=plan.num_tokens,
+        group=plan.group,
+    )
     return out[None], None
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,38 +19,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, all_reduce, all_to_all_single
 
-if TYPE_CHECKING:
-    from burnish.models.attention import PackedPlan
-
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class SequenceParallelPlan:
-    """Who reads whom in a packed row of M tokens, of which each of n ranks holds C = ceil(M / n);
-    the last ones are padding."""
-
-    whole: PackedPlan
-    """Among all M tokens."""
-    num_tokens: int
-    """M."""
-    group: ProcessGroup
-    layers: set[int] = field(default_factory=set, compare=False)
-    """Layers whose attention has asked. (An architecture that mixes tokens without asking would
-    mix those of a stretch only.)"""
-
-
 def sequence_parallel_attention(
-    plan: SequenceParallelPlan, qkv: QKV, attend: Callable[[QKV], Tensor]
+    qkv: QKV, attend: Callable[[QKV], Tensor], *, num_tokens: int, group: ProcessGroup
 ) -> Tensor:
-    """Attention of all tokens to all.
+    """Attention of all ``num_tokens`` tokens to all.
 
     ``qkv``: each [C, heads, dim], of this rank's tokens; the ranks together must divide the query
     heads. Key/value heads that they do not divide are repeated as often as it takes, so that every
     rank has those that its query heads read. ``attend``: the same [M, heads / n, dim] of all tokens
     -> [M, heads / n, dim]. Returns [C, heads, dim]; differentiable.
     """
-    ranks, count = plan.group.size(), qkv[0].shape[0]
+    ranks, count = group.size(), qkv[0].shape[0]
     query, key, value = qkv
     times = math.lcm(key.shape[1], ranks) // key.shape[1]
     if times > 1:
@@ -59,13 +40,13 @@ def sequence_parallel_attention(
     dims = [x.shape[2] for x in (query, key, value)]
     parts = [x.reshape(count, ranks, -1) for x in (query, key, value)]
     sent = torch.cat(parts, dim=2).transpose(0, 1)  # [n, C, q + k + v]: to each rank its heads
-    got = _Exchange.apply(sent, plan.group).flatten(0, 1)[: plan.num_tokens]
+    got = _Exchange.apply(sent, group).flatten(0, 1)[:num_tokens]
     pieces = got.split([x.shape[2] for x in parts], dim=1)
     q, k, v = (x.unflatten(1, (-1, d)) for x, d in zip(pieces, dims, strict=True))
     out = attend((q, k, v))
     width = out.shape[2]
-    padded = F.pad(out.flatten(1), (0, 0, 0, ranks * count - plan.num_tokens))
-    back = _Exchange.apply(padded.unflatten(0, (ranks, count)), plan.group)
+    padded = F.pad(out.flatten(1), (0, 0, 0, ranks * count - num_tokens))
+    back = _Exchange.apply(padded.unflatten(0, (ranks, count)), group)
     return back.transpose(0, 1).reshape(count, -1, width)
 
 

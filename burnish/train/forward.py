@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.config.train import TrainConfig
-from burnish.models.attention import NO_MASK, PackedPlan, takes_plans
+from burnish.models.attention import NO_MASK, PackedPlan, SequenceParallelPlan, takes_plans
 from burnish.models.distill import DistillTarget, distill_logprobs
 from burnish.models.load import ModelError
 from burnish.models.logit_scaling import UNSCALED, logit_scaling
 from burnish.models.logprobs import Head, chunk_tokens, token_logprobs
-from burnish.models.ulysses import SequenceParallelPlan
 from burnish.tensors import upload
 from burnish.train.base import Outputs, Role
 from burnish.train.batching import Arranged, Layout, arrange, read_and_target

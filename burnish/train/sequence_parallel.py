@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from burnish.config.train import TorchEngine, TrainConfig
-from burnish.models.attention import Segment, plan_segments
+from burnish.models.attention import Segment, SequenceParallelPlan, plan_segments
 from burnish.models.load import ModelError, require_packing
 from burnish.models.support import runs_own_code
-from burnish.models.ulysses import SequenceParallelPlan, sum_over
+from burnish.models.ulysses import sum_over
 from burnish.tensors import upload
 from burnish.train.base import Role
 from burnish.train.batching import Arranged

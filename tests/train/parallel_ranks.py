@@ -31,7 +31,7 @@ from burnish.config.train import TorchEngine, TrainConfig
 from burnish.models import tensor_parallel, ulysses
 from burnish.models.attention import Segment, _Options, _packed, plan_segments
 from burnish.models.load import load_causal_lm
-from burnish.models.ulysses import SequenceParallelPlan, sequence_parallel_attention
+from burnish.models.ulysses import sequence_parallel_attention
 from burnish.train.base import NonFiniteError
 from burnish.train.fsdp import torch_engine
 from burnish.train.process_group import SINGLE, RankGroup
@@ -106,8 +106,8 @@ def attention(ranks: RankGroup) -> dict[str, float]:
     segments = [Segment(0, 6), Segment(6, 3, 0, 4), Segment(9, 2)]
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1])
     plan, count = plan_segments(segments, positions), 11
-    assert ranks.group is not None
-    spread = SequenceParallelPlan(plan, count, ranks.group)
+    group = ranks.group
+    assert group is not None
     each = -(-count // ranks.size)
     for (heads, kv), window in itertools.product(((4, 4), (8, 2), (4, 1), (12, 3)), (None, 3)):
         generator = torch.Generator().manual_seed(heads)
@@ -121,7 +121,9 @@ def attention(ranks: RankGroup) -> dict[str, float]:
         shard = partial(local_shard, ranks=ranks, each=each)
         own = [shard(x).requires_grad_() for x in whole]
         attend = partial(_attend, plan, options)
-        out = sequence_parallel_attention(spread, (own[0], own[1], own[2]), attend)
+        out = sequence_parallel_attention(
+            (own[0], own[1], own[2]), attend, num_tokens=count, group=group
+        )
         ours = torch.autograd.grad((out * shard(upstream)).sum(), own)
         pairs = zip((out.detach(), *ours), (expected.detach(), *grads), strict=True)
         real = max(0, count - ranks.rank * each)  # what is behind is padding

@@ -1,0 +1,84 @@
+"""A process that the fork server starts is, to its script and to who waits for it, a Python started
+in the usual way (tests/support/fork_server.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import fork_server
+import psutil
+import pytest
+
+SCRIPT = """
+import json, os, sys
+import helper_of_the_script
+if __name__ == "__main__":
+    loaded = "transformers.models.llama.modeling_llama" in sys.modules
+    print(json.dumps([sys.argv[1:], os.getcwd(), os.environ["COLOR"], sys.stdin.read(), loaded]))
+    print("problem", file=sys.stderr)
+    sys.exit(helper_of_the_script.CODE)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "helper_of_the_script.py").write_text("CODE = 7")
+    return tmp_path / "script.py"
+
+
+def started(script: Path, **environment: str) -> Any:
+    return subprocess.run(
+        [*fork_server.command(), str(script), "a", "b c"],
+        input="typed",
+        capture_output=True,
+        text=True,
+        cwd=script.parent,
+        env=os.environ | {"COLOR": "red"} | environment,
+    )
+
+
+@pytest.mark.slow
+def test_arguments_streams_folder_environment_and_exit_code_are_the_commands(script: Path) -> None:
+    done = started(script)
+    expected = [["a", "b c"], str(script.parent), "red", "typed", True]
+    assert (json.loads(done.stdout), done.stderr) == (expected, "problem\n")
+    assert done.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OMP_NUM_THREADS", "2"), (fork_server.ADDRESS, "/nowhere")],
+    ids=["read at import", "no server"],
+)
+def test_another_environment_gets_an_interpreter_of_its_own(
+    script: Path, name: str, value: str
+) -> None:
+    done = started(script, **{name: value})
+    assert json.loads(done.stdout) == [["a", "b c"], str(script.parent), "red", "typed", False]
+    assert done.returncode == 7
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_its_command_and_a_killed_command_its_process(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    for victim in ("process", "command"):
+        command = [*fork_server.command(), str(script)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waits:
+            assert waits.stdout is not None
+            forked = psutil.Process(int(waits.stdout.readline()))
+            (forked if victim == "process" else waits).kill()
+            assert waits.wait(30) == -signal.SIGKILL
+        deadline = time.monotonic() + 30
+        while forked.is_running() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not forked.is_running()

@@ -44,7 +44,8 @@ from burnish.rewards.base import RewardInput, RewardSet
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
-from burnish.runtime.remote import RemoteRolloutEngine, worker_peaks
+from burnish.runtime.ray_cluster import worker_peaks
+from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.rollout_worker import chunk_seconds
 from burnish.runtime.worker import pack_batch
 from burnish.train.batching import split_over_ranks
@@ -174,8 +175,8 @@ def _called(method: Callable[..., Any], worker: SimulatedWorker) -> Callable[...
     )
 
 
-class SimulatedRuntime:
-    """In the place of ``RayRuntime``: nothing is placed, nothing dies."""
+class SimulatedCluster:
+    """In the place of ``RayCluster``: nothing is placed, nothing dies."""
 
     unresponsive_reason = "hangs"
 
@@ -185,7 +186,6 @@ class SimulatedRuntime:
             runtime="ray", rollout_workers=workers, layout="separate", heartbeat_timeout_s=600
         )
         self.monitor = HeartbeatMonitor(ray, registry, timeout_s=self.config.heartbeat_timeout_s)
-        self.rollouts: list[Any] = []
 
     def start_one(self, role: str, kind: type, index: int, size: int) -> Any:
         """One of the handles that are there."""
@@ -238,13 +238,13 @@ def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) ->
         quarter = -(-batch.num_rows // 4)
         for begin in range(0, batch.num_rows, quarter):
             rows = range(begin, min(begin + quarter, batch.num_rows))
-            engine.runtime.ray.put(pack_batch(batch.select(rows).with_global_counts()))
+            engine.cluster.ray.put(pack_batch(batch.select(rows).with_global_counts()))
 
     clock.stage("four minibatches, to the ranks", send_minibatches)
     few = [("weight", torch.zeros(1))]  # the bytes are the ranks' work
     clock.stage("weights announced", lambda: engine.load_weights(1, few))
     asked = [("rollout", engine.workers)]
-    clock.stage("memory peaks", lambda: peak_metrics(worker_peaks(engine.runtime.ray, asked)))
+    clock.stage("memory peaks", lambda: peak_metrics(worker_peaks(engine.cluster.ray, asked)))
     clock.stage(
         "(each rank) split over ranks",
         lambda: split_over_ranks(
@@ -253,13 +253,13 @@ def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) ->
     )
 
 
-def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedRuntime:
-    """The runtime of one measurement."""
+def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedCluster:
+    """Return the cluster of one measurement."""
     if not args.ray:
         ray = FakeRay(clock)
         handles = [ray.actor(SimulatedWorker(args.tokens, workers)) for _ in range(workers)]
         registry = SimpleNamespace(read=SimpleNamespace(remote=dict))
-        return SimulatedRuntime(ray, registry, handles, workers=workers)
+        return SimulatedCluster(ray, registry, handles, workers=workers)
     import ray as real
 
     if not real.is_initialized():
@@ -275,7 +275,7 @@ def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedRu
     kind = real.remote(SimulatedWorker).options(num_cpus=0)
     handles = [kind.remote(args.tokens, workers) for _ in range(min(args.ray, workers))]
     real.get([h.heartbeat.remote() for h in handles])
-    return SimulatedRuntime(
+    return SimulatedCluster(
         real, real.remote(HeartbeatRegistry).options(num_cpus=0).remote(), handles, workers=workers
     )
 
@@ -283,9 +283,9 @@ def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedRu
 def measure(workers: int, args: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Stage -> (user-CPU, wall) seconds."""
     clock = Clock()
-    runtime: Any = connect(clock, workers, args)
+    cluster: Any = connect(clock, workers, args)
     model = ModelConfig(scratch=ScratchConfig(alphabet="01"))
-    engine = RemoteRolloutEngine(runtime, model, LocalEngine(), max_len=None)
+    engine = RemoteRolloutEngine(cluster, model, LocalEngine(), max_len=None)
     with rare_garbage_collection():
         step(engine, clock, args)
     return clock.stages

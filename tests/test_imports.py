@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
 TOP = {"cli", "cli_arguments", "cli_errors", "__main__", "__init__"}
 
 ONLY_IN = {
-    "ray": "runtime/ray.py",
+    "ray": "runtime/ray_cluster.py",
     "deepspeed": "train/deepspeed.py",
     "vllm": "rollout/vllm.py",
     "wandb": "observe/wandb.py",

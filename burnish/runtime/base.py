@@ -94,13 +94,4 @@ class ClusterError(EngineLostError):
 
 
 class WorkerLostError(ClusterError):
-    """A worker died or hangs. :meth:`Recoverable.recover` may bring its group back."""
-
-
-class Recoverable(Protocol):
-    """A runtime that can replace what was lost."""
-
-    def recover(self, lost: WorkerLostError) -> None:
-        """Replace every group that lost a worker, with fresh weights from its recipe. Raises
-        ClusterError where that was done too often."""
-        ...
+    """A worker died or hangs. ``RayRuntime.recover`` may bring its group back."""

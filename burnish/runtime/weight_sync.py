@@ -20,7 +20,8 @@ from burnish.config.model import Dtype
 from burnish.config.sync import DiskSync, LinkSync, resolve_kind
 from burnish.runtime.base import Sync
 from burnish.runtime.errors import died, failure, is_worker_loss
-from burnish.runtime.remote import Lost, RemoteRolloutEngine, RemoteTrainEngine
+from burnish.runtime.remote_rollout import Lost, RemoteRolloutEngine
+from burnish.runtime.remote_train import RemoteTrainEngine
 from burnish.runtime.worker import TransferOptions
 from burnish.sync.base import Metrics, sync_metrics
 
@@ -77,7 +78,7 @@ class ConnectionSync:
         options: TransferOptions,
     ) -> None:
         self.policy, self.rollout, self.config, self.options = policy, rollout, config, options
-        self.ray = rollout.runtime.ray
+        self.ray = rollout.cluster.ray
         self._connected: list[Any] = []
         """The processes that the connection is between."""
         self._names = 0
@@ -160,20 +161,20 @@ class ConnectionSync:
 
     def _gone(self, calls: Sequence[Call]) -> Lost:
         """Wait for all calls. Returns those whose workers died or hang, by their place here."""
-        runtime = self.rollout.runtime
-        limit = runtime.config.call_timeout_s
+        cluster = self.rollout.cluster
+        limit = cluster.config.call_timeout_s
         waiting = dict(enumerate(calls))
         gone: Lost = {}
         while waiting:
             refs, workers = [ref for _, ref in waiting.values()], [w for w, _ in waiting.values()]
-            ready, unresponsive = runtime.monitor.wait(refs, workers, limit_s=limit)
+            ready, unresponsive = cluster.monitor.wait(refs, workers, limit_s=limit)
             late = not ready and not unresponsive
             for index, (worker, ref) in list(waiting.items()):
                 error = failure(self.ray, ref) if ref in ready else None
                 if error is not None and is_worker_loss(self.ray, error):
                     gone[index] = died(error)
                 elif ref not in ready and worker in unresponsive:
-                    gone[index] = runtime.unresponsive_reason
+                    gone[index] = cluster.unresponsive_reason
                 elif ref not in ready and late:
                     gone[index] = f"did not answer within {limit:g} s (cluster.call_timeout_s)"
                 if ref in ready or index in gone:

@@ -4,19 +4,17 @@ together."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from burnish.oom import is_out_of_memory
 from burnish.runtime.base import WorkerLostError
 from burnish.runtime.errors import died, failure, is_worker_loss
 from burnish.runtime.limits import Limits
+from burnish.runtime.ray_cluster import RayCluster
 from burnish.runtime.worker import NO_SPANS, TrainWorker
 from burnish.train.base import Role
 from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec
-
-if TYPE_CHECKING:
-    from burnish.runtime.ray import RayRuntime
 
 _OTHER_RANKS_S = 10.0
 """How long other ranks get to fail as well once one has: Ray learns of a death after gloo does."""
@@ -27,7 +25,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        runtime: RayRuntime,
+        cluster: RayCluster,
         spec: EngineSpec,
         *,
         scalar: bool,
@@ -37,11 +35,11 @@ class WorkerGroup:
     ) -> None:
         """``spans``: the phases of memory that its engine's methods are. ``name``: by which the
         job's places know the group; None: its role."""
-        self.runtime, self.spec, self.scalar, self.seed = runtime, spec, scalar, seed
+        self.cluster, self.spec, self.scalar, self.seed = cluster, spec, scalar, seed
         self.spans = dict(spans)
         self.role: Role = spec.role
         self.name = name or spec.role
-        self.size = runtime.config.ranks(spec.role)
+        self.size = cluster.config.ranks(spec.role)
         self.workers: list[Any] = []
         self._complete = False
         self.restart()
@@ -53,14 +51,14 @@ class WorkerGroup:
             try:
                 self._start()
             except WorkerLostError as lost:
-                self.runtime.count_restart(str(lost))
+                self.cluster.count_restart(str(lost))
 
     def _start(self) -> None:
         self.end()
-        self.workers = self.runtime.start(self.name, TrainWorker, self.size)
-        limit = self.runtime.config.start_timeout_s
-        longest = self.runtime.config.call_timeout_s
-        limits = Limits(longest, min(longest, self.runtime.config.collective_timeout_s))
+        self.workers = self.cluster.start(self.name, TrainWorker, self.size)
+        limit = self.cluster.config.start_timeout_s
+        longest = self.cluster.config.call_timeout_s
+        limits = Limits(longest, min(longest, self.cluster.config.collective_timeout_s))
         host, port = self.gather([self.workers[0].open_rendezvous.remote(limit)], limit_s=limit)[0]
         joining = {"timeout_s": limit, "limits": limits}
         self._each(lambda w: w.join.remote(host, port, **joining), limit_s=limit)
@@ -80,7 +78,7 @@ class WorkerGroup:
             except WorkerLostError as lost:
                 if self.spec.trainable:
                     raise
-                self.runtime.count_restart(str(lost))
+                self.cluster.count_restart(str(lost))
                 self.restart()
 
     def _each(self, call: Callable[[Any], Any], *, limit_s: float | None = None) -> list[Any]:
@@ -90,54 +88,54 @@ class WorkerGroup:
 
     def gather(self, refs: Sequence[Any], *, limit_s: float | None = None) -> list[Any]:
         """The results of calls, the first of rank 0 and so on. Raises WorkerLostError."""
-        monitor = self.runtime.monitor
-        limit = limit_s or self.runtime.config.call_timeout_s
+        monitor = self.cluster.monitor
+        limit = limit_s or self.cluster.config.call_timeout_s
         waiting = list(refs)
         while waiting:
             ready, unresponsive = monitor.wait(waiting, self.workers, limit_s=limit)
-            for failed in (failure(self.runtime.ray, ref) for ref in ready):
+            for failed in (failure(self.cluster.ray, ref) for ref in ready):
                 if failed is not None:
                     self._raise(refs, failed)
             waiting = [ref for ref in waiting if ref not in ready]
             if unresponsive and waiting:
-                raise self.loss(unresponsive, self.runtime.unresponsive_reason)
+                raise self.loss(unresponsive, self.cluster.unresponsive_reason)
             if waiting and not ready:
                 late = [self.workers[refs.index(ref)] for ref in waiting]
                 said = f"did not answer within {limit:g} s ({self._limit_name(limit_s)})"
                 raise self.loss(late, said)
-        return list(self.runtime.ray.get(list(refs)))
+        return list(self.cluster.ray.get(list(refs)))
 
     def _limit_name(self, limit_s: float | None) -> str:
         return "cluster.call_timeout_s" if limit_s is None else "cluster.start_timeout_s"
 
     def _raise(self, refs: Sequence[Any], failed: BaseException) -> NoReturn:
         """A dead or hung rank makes its neighbours fail as well: it is the one to name."""
-        ray = self.runtime.ray
+        ray = self.cluster.ray
         done, undone = ray.wait(list(refs), num_returns=len(refs), timeout=_OTHER_RANKS_S)
         failures = {refs.index(ref): failure(ray, ref) for ref in done}
         dead = {i: e for i, e in failures.items() if e is not None and is_worker_loss(ray, e)}
         if dead:
             how = died(next(iter(dead.values())))
             raise self.loss([self.workers[i] for i in dead], how) from failed
-        unresponsive = self.runtime.monitor.wait_for_heartbeats(
+        unresponsive = self.cluster.monitor.wait_for_heartbeats(
             [self.workers[refs.index(ref)] for ref in undone]
         )
         if unresponsive:
-            raise self.loss(unresponsive, self.runtime.unresponsive_reason) from failed
+            raise self.loss(unresponsive, self.cluster.unresponsive_reason) from failed
         waited = {i: e for i, e in failures.items() if isinstance(e, CollectiveTimeoutError)}
         if waited:
             late = [self.workers[refs.index(ref)] for ref in undone]
             raise self._wait(waited, late) from failed
         for index, error in failures.items():
             if error is not None and is_out_of_memory(error):  # why the others failed as well
-                error.add_note(f"in {self.runtime.monitor.name(self.workers[index])}")
+                error.add_note(f"in {self.cluster.monitor.name(self.workers[index])}")
                 raise error
         raise failed
 
     def _wait(self, waited: Mapping[int, BaseException], late: Sequence[Any]) -> WorkerLostError:
         """The error for ranks that waited for others in vain. ``waited``: by rank, what it said;
         ``late``: those that report, and did not come."""
-        monitor, self._complete = self.runtime.monitor, False
+        monitor, self._complete = self.cluster.monitor, False
         said = [f"{monitor.name(self.workers[i])} {error}" for i, error in sorted(waited.items())]
         if late:
             said.append(f"{monitor.names(late)} did not come")
@@ -149,14 +147,14 @@ class WorkerGroup:
     def loss(self, workers: Sequence[Any], how: str) -> WorkerLostError:
         """The error that names ranks that are gone; the group has to be restarted."""
         self._complete = False
-        return WorkerLostError(f"{self.runtime.monitor.names(workers)} {how}")
+        return WorkerLostError(f"{self.cluster.monitor.names(workers)} {how}")
 
     def is_complete(self) -> bool:
         """Whether every rank answers."""
         if not self._complete:
             return False
         try:
-            limit = self.runtime.config.heartbeat_timeout_s
+            limit = self.cluster.config.heartbeat_timeout_s
             self._each(lambda w: w.ping.remote(), limit_s=limit)
         except WorkerLostError:
             return False
@@ -165,5 +163,5 @@ class WorkerGroup:
     def end(self) -> None:
         """End the workers at once."""
         self._complete = False
-        self.runtime.end(self.workers)
+        self.cluster.end(self.workers)
         self.workers = []

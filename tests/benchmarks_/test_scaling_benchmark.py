@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from burnish.rollout.base import Request
-from burnish.runtime.remote import _shares
+from burnish.runtime.remote_rollout import _shares
 from burnish.runtime.rollout_worker import CHUNKS_PER_S, chunk_seconds
 
 ROOT = Path(__file__).parents[2]

@@ -32,7 +32,7 @@ from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.runtime.limits import Limits
 from burnish.runtime.ray import RayRuntime
-from burnish.runtime.remote import RemoteTrainEngine
+from burnish.runtime.remote_train import RemoteTrainEngine
 from burnish.runtime.worker import TrainWorker, TransferOptions, WorkerInfo, pack_batch
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource
@@ -193,7 +193,8 @@ class OnRay:
             precision=PrecisionConfig(),
             timeline=Timeline(),
         )
-        self._group = WorkerGroup(self.runtime, Kind("ray", 2).spec(Wanted()), scalar=False, seed=0)
+        cluster = self.runtime.cluster
+        self._group = WorkerGroup(cluster, Kind("ray", 2).spec(Wanted()), scalar=False, seed=0)
         self.runtime.groups.append(self._group)
 
     def make(self, kind: Kind, wanted: Wanted) -> RemoteTrainEngine:

@@ -27,7 +27,7 @@ from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.rollout.vllm import INSTALL, VllmRolloutEngine
 from burnish.runtime.ray import RayRuntime
-from burnish.runtime.remote import RemoteRolloutEngine
+from burnish.runtime.remote_rollout import RemoteRolloutEngine
 
 SIZES = ScratchConfig(hidden_size=64, num_heads=2, num_kv_heads=1, tie_word_embeddings=False)
 MODEL = ModelConfig(scratch=SIZES)  # heads of 32: the smallest that every engine computes
@@ -86,9 +86,9 @@ def started(engine_name: str, request: pytest.FixtureRequest) -> Iterator[Rollou
         request.getfixturevalue("ray_cluster")
     made = ENGINES[engine_name]()
     yield made
-    if isinstance(made, RemoteRolloutEngine):
-        made.runtime.close()  # and with it the engine
     made.close()
+    if isinstance(made, RemoteRolloutEngine):
+        made.cluster.close()
 
 
 @pytest.fixture

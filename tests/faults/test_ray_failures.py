@@ -25,10 +25,10 @@ import burnish
 from burnish.config import JobConfig
 from burnish.jobs.evaluate import Evaluator
 from burnish.observe.samples import read_samples
-from burnish.runtime import cluster
+from burnish.runtime import ray_connect
 from burnish.runtime.base import ClusterError
-from burnish.runtime.ray import RayRuntime
-from burnish.runtime.remote import RemoteTrainEngine
+from burnish.runtime.ray_cluster import RayCluster
+from burnish.runtime.remote_train import RemoteTrainEngine
 from burnish.runtime.weight_sync import ObjectStoreSync
 from burnish.runtime.worker_group import WorkerGroup
 
@@ -52,21 +52,21 @@ class Saboteur:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
-        self.runtime: RayRuntime | None = None
+        self.cluster: RayCluster | None = None
         self.done: list[str] = []
-        connect = RayRuntime._connect
+        connect = RayCluster._connect
 
-        def remember(runtime: RayRuntime, roles: Any) -> None:
-            self.runtime = runtime
-            connect(runtime, roles)
+        def remember(cluster: RayCluster, placements: Any) -> None:
+            self.cluster = cluster
+            connect(cluster, placements)
 
-        monkeypatch.setattr(RayRuntime, "_connect", remember)
+        monkeypatch.setattr(RayCluster, "_connect", remember)
 
     def kill(self, *names: str) -> None:
         """End worker processes by name ("rank 1 of the policy")."""
-        assert self.runtime is not None
+        assert self.cluster is not None
         for name in names:
-            known = [w.name for w in self.runtime.monitor._workers.values()]
+            known = [w.name for w in self.cluster.monitor._workers.values()]
             (full,) = [k for k in known if k.startswith(f"{name} (")]
             os.kill(int(re.search(r"pid (\d+)", full)[1]), signal.SIGKILL)
         time.sleep(0.05)
@@ -242,7 +242,7 @@ def test_an_address_that_nobody_answers_is_an_error_at_once(recipe: Recipe) -> N
 def test_a_port_that_something_else_uses_is_an_error_within_the_time_that_is_stated(
     recipe: Recipe, listener: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "PROBE_S", 6.0)
+    monkeypatch.setattr(ray_connect, "PROBE_S", 6.0)
     assert "no Ray answered within 6 s; something else may have this port" in _joined(
         recipe, listener
     )

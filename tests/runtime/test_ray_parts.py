@@ -27,10 +27,11 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime import ray as ray_runtime
 from burnish.runtime.base import ClusterError, WorkerLostError
-from burnish.runtime.cluster import start_ray
 from burnish.runtime.errors import constructor_error
-from burnish.runtime.ray import RayRuntime, worker_environment
-from burnish.runtime.remote import RemoteRolloutEngine
+from burnish.runtime.ray import RayRuntime
+from burnish.runtime.ray_cluster import RayCluster, worker_environment
+from burnish.runtime.ray_connect import start_ray
+from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec
@@ -67,15 +68,14 @@ class Worker:
         return iter(Lost() if i == self.lost else p for i, p in enumerate(parcels))
 
 
-class Runtime:
-    """In the place of ``RayRuntime``."""
+class Cluster:
+    """In the place of ``RayCluster``."""
 
     unresponsive_reason = "hangs"
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.config = ClusterConfig(runtime="ray", rollout_workers=2, layout="separate")
         self.fresh = list(workers)
-        self.rollouts: list[Any] = []
         self.ended: list[Worker] = []
         self.said: list[str] = []
         self.ray = SimpleNamespace(exceptions=ray.exceptions, get=self._get)
@@ -105,13 +105,13 @@ def test_what_was_sampled_and_is_lost_unread_is_sampled_again_by_a_fresh_worker(
     """Its machine died: that is the loss of a worker and no reason to go back a step. What had
     arrived before is kept."""
     broken, whole, fresh = Worker(lost=1), Worker(lost=None), Worker(lost=None)
-    runtime: Any = Runtime([broken, whole, fresh])
-    engine = RemoteRolloutEngine(runtime, MODEL, LocalEngine(), max_len=None)
+    cluster: Any = Cluster([broken, whole, fresh])
+    engine = RemoteRolloutEngine(cluster, MODEL, LocalEngine(), max_len=None)
     requests = [Request(name, (5,), n=2) for name in "abcd"]
     found = [(c.request_id, c.index) for c in engine.generate(requests, Sampling(4))]
     assert sorted(found) == [(name, k) for name in "abcd" for k in range(2)]
-    assert runtime.ended == [broken] and set(fresh.asked) == set(broken.asked)
-    (said,) = runtime.said
+    assert cluster.ended == [broken] and set(fresh.asked) == set(broken.asked)
+    (said,) = cluster.said
     assert "what it had sampled is lost" in said
 
 
@@ -125,19 +125,19 @@ def node(gpus: float, cpus: float, *, alive: bool = True) -> dict[str, Any]:
 def test_a_place_that_is_larger_than_every_node_is_refused_at_once() -> None:
     """16 GPUs of one rollout worker, on two nodes of 8 that have 16 together."""
     nodes = [node(8, 64), node(8, 32), node(16, 64, alive=False)]
-    runtime = cast(RayRuntime, SimpleNamespace(ray=SimpleNamespace(nodes=lambda: nodes)))
+    cluster = cast(RayCluster, SimpleNamespace(ray=SimpleNamespace(nodes=lambda: nodes)))
     fits = PlacementGroupSpec(("policy",), 2, cpus=8, gpus=8)
-    RayRuntime._check_nodes(runtime, [fits])
+    RayCluster._check_nodes(cluster, [fits])
     wide = PlacementGroupSpec(("rollout",), 1, cpus=16, gpus=16)
     with pytest.raises(ClusterError) as caught:
-        RayRuntime._check_nodes(runtime, [fits, wide])
+        RayCluster._check_nodes(cluster, [fits, wide])
     said = str(caught.value)
     assert "1 x rollout (16 GPUs each) needs 16 GPUs and 16 CPUs of one node" in said
     assert "has 8 GPUs and 32 CPUs or 8 GPUs and 64 CPUs" in said
     assert "tensor_parallel_size" in said
     many = PlacementGroupSpec(("policy",), 1, cpus=65, gpus=0)
     with pytest.raises(ClusterError, match="0 GPUs and 65 CPUs of one node"):
-        RayRuntime._check_nodes(runtime, [many])
+        RayCluster._check_nodes(cluster, [many])
 
 
 # ---- paths -----------------------------------------------------------------------------------
@@ -177,7 +177,8 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
     for name in ("WorkerGroup", "RemoteTrainEngine", "RemoteRolloutEngine", "ray_sync", "timed"):
         monkeypatch.setattr(ray_runtime, name, recorder(name))
     runtime = RayRuntime.__new__(RayRuntime)
-    runtime.groups, runtime.timeline = [], Timeline()
+    runtime.groups, runtime.rollouts, runtime.timeline = [], [], Timeline()
+    runtime.cluster = cast(Any, None)
     runtime.precision = cast(Any, SimpleNamespace(sampler_dtype="fp32"))
     mine, absolute = ModelConfig(path="mine"), str(tmp_path / "mine")
     none = cast(Any, None)
@@ -274,7 +275,7 @@ def test_ranks_that_do_not_meet_are_named_with_what_each_of_them_waits_in() -> N
 
     group = WorkerGroup.__new__(WorkerGroup)
     group.name, group.workers, group._complete = "policy", [0, 1, 2], True
-    group.runtime = cast(
+    group.cluster = cast(
         Any,
         SimpleNamespace(
             config=ClusterConfig(runtime="ray", policy_ranks=3),

@@ -69,12 +69,12 @@ def test_a_worker_that_cannot_be_made_ends_the_run_with_its_reason(runtime: RayR
             raise OSError("libnothing.so is not on this node")
 
     with pytest.raises(ClusterError) as caught:
-        runtime.start("policy", Broken, 1)
+        runtime.cluster.start("policy", Broken, 1)
     assert not isinstance(caught.value, WorkerLostError), "nothing that another try would mend"
     said = str(caught.value).splitlines()[0]
     assert "rank 0 of the policy could not be made" in said
     assert said.endswith("libnothing.so is not on this node")
-    assert runtime.restarts == 0
+    assert runtime.cluster.restarts == 0
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def limits(worker: TrainWorker) -> list[float]:
 def test_a_collective_may_take_as_long_as_a_call(runtime: RayRuntime, policy: Any) -> None:
     """And not only as long as the start."""
     found = policy.group.all(lambda w: w.__ray_call__.remote(limits))
-    assert found[0] and set(found[0]) == {runtime.config.call_timeout_s}, found
+    assert found[0] and set(found[0]) == {runtime.cluster.config.call_timeout_s}, found
     assert found[1] == found[0]
 
 
@@ -168,7 +168,7 @@ def test_workers_and_ranks_that_are_replaced_are_met_again(
         step(policy)
         metrics = sync.push()
         in_step(policy, rollout)
-        same_bits(policy, rollout, runtime.ray)
+        same_bits(policy, rollout, runtime.cluster.ray)
     whole = sum(t.nbytes for _, t in policy.weights())
     assert metrics["sync/bytes"] == whole and metrics["sync/version"] == policy.version
     assert metrics["sync/buckets"] >= 3 and metrics["sync/bytes_per_s"] > 0
@@ -179,7 +179,7 @@ def test_workers_and_ranks_that_are_replaced_are_met_again(
     in_step(policy, rollout)
     if kind in ("ipc", "disk"):
         return
-    runtime.ray.kill(rollout.workers[0])
+    runtime.cluster.ray.kill(rollout.workers[0])
     step(policy)
     sync.push()
     in_step(policy, rollout)
@@ -196,7 +196,7 @@ def test_a_dead_rank_is_named_and_the_push_after_its_restart_is_good(
 ) -> None:
     sync = runtime.sync(policy, rollout, kinds(tmp_path)[kind])
     for rank in (0, 1):
-        runtime.ray.kill(policy.group.workers[rank])
+        runtime.cluster.ray.kill(policy.group.workers[rank])
         with pytest.raises(WorkerLostError, match=f"rank {rank} of the policy"):
             sync.push()
         policy.group.restart()
@@ -272,7 +272,7 @@ def test_a_fault_in_the_store_is_caught_and_nothing_is_sampled_until_a_good_push
     transfer_weights = policy.transfer_weights
 
     def tampered(push: int, how: TransferOptions) -> WeightSnapshot[Any]:
-        return damaged(transfer_weights(push, how), fault, runtime.ray)
+        return damaged(transfer_weights(push, how), fault, runtime.cluster.ray)
 
     policy.transfer_weights = tampered
     try:
@@ -303,7 +303,7 @@ def test_without_checksums_a_flipped_bit_gets_through(
 ) -> None:
     """So it is the checksum that finds it."""
     how = replace(HOW, verify=False)
-    kept = damaged(policy.transfer_weights(0, how), corrupt, runtime.ray)
+    kept = damaged(policy.transfer_weights(0, how), corrupt, runtime.cluster.ray)
     rollout.receive_snapshot(kept, verify=False)
     assert sample(rollout)
     ObjectStoreSync(policy, rollout, HOW)

@@ -1,16 +1,10 @@
-"""Engines made of workers in other processes; the loops cannot tell them from local ones.
-
-``runtime`` is a ``ray.RayRuntime``: Ray itself is reached through it, and imported there alone.
-Reading order: RemoteTrainEngine (on a ``worker_group.WorkerGroup`` of ranks), RemoteRolloutEngine.
-What hands weights from one to the other is in ``weight_sync.py``.
-"""
+"""Rollout workers in other processes as one rollout engine."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,156 +12,20 @@ from torch import Tensor
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.messages import library_text
-from burnish.observe.peaks import ProcessPeaks
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.errors import failure, why_lost
+from burnish.runtime.ray_cluster import RayCluster
 from burnish.runtime.rollout_worker import RolloutWorker
-from burnish.runtime.worker import (
-    TransferOptions,
-    pack_batch,
-    to_tensor,
-)
-from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.base import encode
 from burnish.sync.buckets import messages
-from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
-from burnish.train.base import Loss, NonFiniteError, StepStats
-from burnish.types import Batch, PendingSave, Stats
-
-if TYPE_CHECKING:
-    from burnish.runtime.ray import RayRuntime
+from burnish.sync.snapshot import WeightSnapshot
 
 BUCKET_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 10.0
-_PEAKS_S = 10.0
-"""How long workers get to say what memory they held; one that is busy or hangs is not waited
-for."""
 
 Lost = dict[int, str]
 """Index of a worker -> how it was lost."""
 Refill = Callable[[Sequence[int]], Lost]
-
-
-class RemoteTrainEngine:
-    """A group of ranks as one ``train.base.TrainEngine``."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group, self.role = group, group.role
-        self.version = 0
-
-    def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens, without gradient."""
-        packed = self._put(batch)
-        return to_tensor(self.group.all(lambda w: w.logprobs.remote(packed))[0])
-
-    def base_logprobs(self, batch: Batch) -> Tensor:
-        """[M] the same under the base model of a LoRA."""
-        packed = self._put(batch)
-        return to_tensor(self.group.all(lambda w: w.base_logprobs.remote(packed))[0])
-
-    def values(self, batch: Batch) -> Tensor:
-        """[M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
-        packed = self._put(batch)
-        return to_tensor(self.group.all(lambda w: w.values.remote(packed))[0])
-
-    def states(self, batch: Batch) -> Tensor:
-        """[M, H] hidden states from which action tokens are predicted, without gradient."""
-        packed = self._put(batch)
-        return to_tensor(self.group.all(lambda w: w.states.remote(packed))[0])
-
-    def measure(self, batch: Batch, loss: Loss) -> Stats:
-        """What ``loss`` measures over ``batch``, without gradient."""
-        packed, function = self._put(batch), self.group.runtime.ray.put(loss)
-        stats: list[Stats] = self.group.all(lambda w: w.measure.remote(packed, function))
-        return stats[0]
-
-    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
-        """Add the gradient of ``loss`` over ``batch``; each rank computes its share."""
-        packed, function = self._put(batch), self.group.runtime.ray.put(loss)
-        stats: list[Stats] = self.group.all(lambda w: w.forward_backward.remote(packed, function))
-        return stats[0]
-
-    def optim_step(self) -> StepStats:
-        """One optimizer step of all ranks. Raises NonFiniteError as a local engine does."""
-        stats, failure, self.version = self.group.all(lambda w: w.optim_step.remote())[0]
-        if failure is not None:
-            raise NonFiniteError(failure, stats)
-        result: StepStats = stats
-        return result
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HuggingFace name, tensor) on the controller. (A sync moves buckets instead.)"""
-        kept = self.transfer_weights(0, TransferOptions(BUCKET_BYTES, None, verify=True))
-        payloads = [self.group.runtime.ray.get(ref) for ref in kept.payloads]
-        with SnapshotSource(kept.headers, payloads, hold=True).open(self.version) as transfer:
-            yield from transfer
-
-    def transfer_weights(self, push: int, options: TransferOptions) -> WeightSnapshot[Any]:
-        """The weights as rank 0 gives them: headers here, bytes in the object store."""
-        streams: list[Any] = []
-
-        def start(worker: Any) -> Any:
-            method = worker.transfer_weights.options(num_returns="streaming")
-            streams.append(method.remote(push, options))
-            return streams[-1].completed()
-
-        self.group.all(start)
-        refs = list(streams[-self.group.size])  # rank 0's: a bucket's bytes, then its header
-        headers = self.group.runtime.ray.get(refs[1::2])
-        return WeightSnapshot(tuple(headers), tuple(refs[0:-2:2]))  # the end has no bytes
-
-    @property
-    def state_bytes(self) -> int:
-        """Size of what :meth:`save` writes."""
-        size: int = self.group.all(lambda w: w.state_bytes.remote())[0]
-        return size
-
-    def save(self, folder: Path) -> None:
-        """All ranks write what they have; the folder must be on a file system that all nodes
-        share."""
-        path = str(Path(folder).absolute())
-        self.group.all(lambda w: w.save.remote(path))
-
-    def save_async(self, folder: Path) -> PendingSave:
-        """:meth:`save` as of now; ranks that can write while training goes on."""
-        path = str(Path(folder).absolute())
-        self.group.all(lambda w: w.save_async.remote(path))
-        return RemoteSave(self.group)
-
-    def load(self, folder: Path) -> None:
-        """All ranks read."""
-        path = str(Path(folder).absolute())
-        self.version = self.group.all(lambda w: w.load.remote(path))[0]
-
-    def _put(self, batch: Batch) -> Any:
-        return self.group.runtime.ray.put(pack_batch(batch))
-
-
-class RemoteSave:
-    """A checkpoint that ranks write while training goes on. Implements ``PendingSave``."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group = group
-
-    @property
-    def done(self) -> bool:
-        """Whether all ranks are through. Raises WorkerLostError."""
-        return all(self.group.all(lambda w: w.is_saved.remote()))
-
-    def wait(self) -> None:
-        """Until it is whole. Raises what kept a rank from that."""
-        self.group.all(lambda w: w.finish_save.remote())
-
-
-class RemoteFrozenBase:
-    """The base model of a LoRA policy, on its workers."""
-
-    def __init__(self, policy: RemoteTrainEngine) -> None:
-        self.policy = policy
-
-    def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens under the base model."""
-        return self.policy.base_logprobs(batch)
 
 
 class RemoteRolloutEngine:
@@ -176,7 +34,7 @@ class RemoteRolloutEngine:
 
     def __init__(
         self,
-        runtime: RayRuntime,
+        cluster: RayCluster,
         model: ModelConfig,
         config: RolloutEngineConfig,
         *,
@@ -184,16 +42,19 @@ class RemoteRolloutEngine:
         ready: bool = True,
     ) -> None:
         """``ready``: they may sample from the model's own weights before the first transfer."""
-        self.runtime, self.model, self.config, self.max_len = runtime, model, config, max_len
+        self.cluster, self.model, self.config, self.max_len = cluster, model, config, max_len
         self.ready, self.version = ready, 0
-        self.size = runtime.config.ranks("rollout")
+        self.size = cluster.config.ranks("rollout")
         self.refill: Refill = lambda indices: {}
         """Gives workers that were replaced the weights that the others have; a sync sets it."""
         self.workers: list[Any] = [
-            runtime.start_one("rollout", RolloutWorker, i, self.size) for i in range(self.size)
+            cluster.start_one("rollout", RolloutWorker, i, self.size) for i in range(self.size)
         ]
-        runtime.rollouts.append(self)
-        self.replace(self._prepare(range(self.size)))
+        try:
+            self.replace(self._prepare(range(self.size)))
+        except BaseException:
+            self.close()
+            raise
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Completions as they finish on any worker. The requests of a worker that dies are done
@@ -225,7 +86,7 @@ class RemoteRolloutEngine:
     def _next(self, stream: Any, worker: int, lost: dict[int, str]) -> list[Completion] | None:
         """What is ready in a stream; None at its end. Adds to ``lost`` where its worker is, or what
         it had sent and nobody had read yet (its machine died): either way it is sampled again."""
-        ray = self.runtime.ray
+        ray = self.cluster.ray
         try:
             completions: list[Completion] = ray.get(next(stream))
         except StopIteration:
@@ -243,13 +104,13 @@ class RemoteRolloutEngine:
     ) -> tuple[list[Any], dict[int, str]]:
         """(what is ready, worker -> why it is lost), as soon as there is one of either. ``busy``:
         the worker of each."""
-        limit = limit_s or self.runtime.config.call_timeout_s
+        limit = limit_s or self.cluster.config.call_timeout_s
         workers = {id(self.workers[i]): i for i in busy}
-        ready, unresponsive = self.runtime.monitor.wait(
+        ready, unresponsive = self.cluster.monitor.wait(
             refs, [self.workers[i] for i in busy], limit_s=limit
         )
         if ready or unresponsive:
-            return ready, {workers[id(w)]: self.runtime.unresponsive_reason for w in unresponsive}
+            return ready, {workers[id(w)]: self.cluster.unresponsive_reason for w in unresponsive}
         return [], dict.fromkeys(
             busy, f"did not answer within {limit:g} s (cluster.call_timeout_s)"
         )
@@ -261,9 +122,9 @@ class RemoteRolloutEngine:
         while refs:
             ready, gone = self._wait(list(refs), list(refs.values()))
             for ref in ready:
-                failed = failure(self.runtime.ray, ref)
+                failed = failure(self.cluster.ray, ref)
                 if failed is not None:
-                    lost[refs[ref]] = why_lost(self.runtime.ray, failed)
+                    lost[refs[ref]] = why_lost(self.cluster.ray, failed)
             lost |= gone
             refs = {r: i for r, i in refs.items() if r not in ready and i not in gone}
         return lost
@@ -272,18 +133,18 @@ class RemoteRolloutEngine:
         """Fresh workers with the same weights in the places of those that were lost; anew, where
         some are lost meanwhile. Raises ClusterError where that was too often."""
         while lost:
-            monitor = self.runtime.monitor
+            monitor = self.cluster.monitor
             said = [f"{monitor.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
-            self.runtime.end(self.workers[i] for i in lost)
-            self.runtime.count_restart(", ".join(said))
+            self.cluster.end(self.workers[i] for i in lost)
+            self.cluster.count_restart(", ".join(said))
             for i in lost:
-                self.workers[i] = self.runtime.start_one("rollout", RolloutWorker, i, self.size)
+                self.workers[i] = self.cluster.start_one("rollout", RolloutWorker, i, self.size)
             lost = self._prepare(list(lost))
 
     def _prepare(self, indices: Sequence[int]) -> dict[int, str]:
         """Have fresh workers load the model and the weights; worker -> why it was lost in it."""
         handles = {id(self.workers[i]): i for i in indices}
-        missing = self.runtime.wait_started([self.workers[i] for i in indices])
+        missing = self.cluster.wait_started([self.workers[i] for i in indices])
         lost = {handles[id(worker)]: why for worker, why in missing}
         left = [i for i in indices if i not in lost]
         model, config, max_len, ready = self.model, self.config, self.max_len, self.ready
@@ -308,7 +169,7 @@ class RemoteRolloutEngine:
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Put weights into the object store and load them."""
-        ray = self.runtime.ray
+        ray = self.cluster.ray
         found = messages(tensors, _new_buffer, push=0, version=version)
         pairs = [(encode(message), ray.put(payload.numpy())) for message, payload in found]
         headers, payloads = zip(*pairs, strict=True)
@@ -328,23 +189,9 @@ class RemoteRolloutEngine:
         """End the engines, and then their processes. May be called twice."""
         if self.workers:
             closing = [w.close.remote() for w in self.workers]
-            self.runtime.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-        self.runtime.end(self.workers)
+            self.cluster.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        self.cluster.end(self.workers)
         self.workers = []
-
-
-def worker_peaks(ray: Any, groups: Iterable[tuple[str, Sequence[Any]]]) -> list[ProcessPeaks]:
-    """The most memory that each worker of the groups held in each phase, since the last call; of
-    those that answer within :data:`_PEAKS_S`."""
-    asked = {
-        worker.peaks.remote(): (name, rank)
-        for name, workers in groups
-        for rank, worker in enumerate(workers)
-    }
-    ready: list[Any] = []
-    if asked:
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_PEAKS_S)
-    return [ProcessPeaks(*asked[r], ray.get(r)) for r in ready if failure(ray, r) is None]
 
 
 def _new(chunk: Iterable[Completion], done: set[tuple[str, int]]) -> Iterator[Completion]:

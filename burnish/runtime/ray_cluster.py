@@ -1,0 +1,296 @@
+"""Worker processes on Ray: placement groups, start, heartbeats, end and the restart budget.
+
+The only file that imports ray.
+
+The engines made of workers (``worker_group.py``, ``remote_rollout.py``) ask the cluster for
+processes and for lost ones; they do not choose where a process runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from burnish.config.cluster import ClusterConfig
+from burnish.config.model import ModelConfig, PrecisionConfig
+from burnish.config.placement import PlacementGroupSpec
+from burnish.messages import library_text
+from burnish.observe.peaks import ProcessPeaks
+from burnish.runtime.base import ClusterError, WorkerLostError
+from burnish.runtime.errors import constructor_error, failure, is_worker_loss
+from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
+from burnish.runtime.ray_connect import join_ray, start_ray
+from burnish.runtime.worker import WorkerInfo
+from burnish.secret import is_secret
+
+log = logging.getLogger("burnish")
+
+_PEAKS_S = 10.0
+"""How long to wait for the memory peaks of workers; one that is busy or hangs is left out."""
+
+
+class RayCluster:
+    """The workers of one job on a Ray that runs already or is started here."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ClusterConfig,
+        *,
+        placements: Sequence[PlacementGroupSpec],
+        precision: PrecisionConfig,
+    ) -> None:
+        """Join or start Ray and reserve ``placements``. ``model``: the policy's, as workers get it.
+
+        Raises ClusterError if the cluster is too small or cannot be reached.
+        """
+        self.model, self.config, self.precision = model, config, precision
+        self.ray = _import_ray()
+        self.restarts = 0
+        """Workers that were replaced."""
+        self._first_heartbeats: dict[int, Any] = {}
+        self._connected_here = False
+        self._restore: Callable[[], None] = lambda: None
+        self._registry: Any = None
+        self._placements: dict[str, tuple[Any, PlacementGroupSpec]] = {}
+        self._connect(placements)
+        try:
+            self._reserve(placements)
+            self._registry = self._start_registry()
+        except BaseException:
+            self.close()
+            raise
+        self.monitor = HeartbeatMonitor(
+            self.ray, self._registry, timeout_s=config.heartbeat_timeout_s
+        )
+
+    # ---- Ray and placement groups ----------------------------------------------------------
+
+    def _connect(self, placements: Sequence[PlacementGroupSpec]) -> None:
+        if self.ray.is_initialized():
+            return
+        environment = {"OMP_NUM_THREADS": str(self._threads())}
+        if self.config.ray_address is not None:
+            limit = self.config.start_timeout_s
+            join_ray(self.ray, self.config.ray_address, timeout_s=limit, environment=environment)
+        else:
+            cpus = sum(p.cpus * p.count for p in placements)
+            # Ray's own count of CPUs is what it hands out, not what it uses; a local run may have
+            # more workers than cores (tests, laptops), which is slow and works.
+            most = max(os.cpu_count() or 1, int(cpus + 0.999))
+            self._restore = start_ray(self.ray, num_cpus=most, environment=environment)
+        self._connected_here = True
+
+    def _threads(self) -> int:
+        return max(1, int(self.config.cpus_per_worker))
+
+    def _reserve(self, placements: Sequence[PlacementGroupSpec]) -> None:
+        """Reserve the placement groups, checked against the resources of the cluster first."""
+        from ray.util.placement_group import placement_group
+
+        have = self.ray.cluster_resources()
+        for kind, need in (
+            ("GPU", sum(p.gpus * p.count for p in placements)),
+            ("CPU", sum(p.cpus * p.count for p in placements)),
+        ):
+            if need > have.get(kind, 0.0):
+                raise ClusterError(
+                    f"the layout {self.config.layout} needs {need:g} {kind}s "
+                    f"({'; '.join(map(str, placements))}) and the cluster has "
+                    f"{have.get(kind, 0.0):g}; use fewer ranks or workers, a layout that shares "
+                    "more, or a larger cluster"
+                )
+        self._check_nodes(placements)
+        for placement in placements:
+            bundle = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus else {})
+            made = placement_group([bundle] * placement.count, strategy="PACK")
+            self._placements |= {role: (made, placement) for role in placement.roles}
+            ready, _ = self.ray.wait([made.ready()], timeout=self.config.start_timeout_s)
+            if not ready:
+                raise ClusterError(
+                    f"no room for {placement} within {self.config.start_timeout_s:g} s "
+                    f"(cluster.start_timeout_s): the cluster has {have} in all, and other jobs may "
+                    "hold it"
+                )
+
+    def _check_nodes(self, placements: Sequence[PlacementGroupSpec]) -> None:
+        """Raise ClusterError if a bundle is larger than every node: it would never be ready."""
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        for placement in placements:
+            need = {"CPU": placement.cpus, "GPU": placement.gpus}
+            if any(all(n.get(kind, 0.0) >= size for kind, size in need.items()) for n in nodes):
+                continue
+            largest = " or ".join(
+                sorted({f"{n.get('GPU', 0):g} GPUs and {n.get('CPU', 0):g} CPUs" for n in nodes})
+            )
+            raise ClusterError(
+                f"one place of {placement} needs {placement.gpus:g} GPUs and {placement.cpus:g} "
+                f"CPUs of one node, and a node of this cluster has {largest}; use a smaller "
+                "tensor_parallel_size, cluster.gpus_per_worker or cluster.cpus_per_worker, or "
+                "larger nodes"
+            )
+
+    def _start_registry(self) -> Any:
+        """Start the process that workers report to, on the controller's node."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = self.ray.get_runtime_context().get_node_id()
+        return (
+            self.ray.remote(HeartbeatRegistry)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+            )
+            .remote()
+        )
+
+    # ---- workers ---------------------------------------------------------------------------
+
+    def start(self, group: str, worker_class: type, size: int) -> list[Any]:
+        """Start all workers of a group and wait until they answer. Raises WorkerLostError that
+        names those that do not, once all are ended."""
+        workers = [self.start_one(group, worker_class, i, size) for i in range(size)]
+        try:
+            lost = self.wait_started(workers)
+        except BaseException:
+            self.end(workers)
+            raise
+        if lost:
+            said = ", ".join(f"{self.monitor.name(worker)} {why}" for worker, why in lost)
+            self.end(workers)
+            raise WorkerLostError(f"{len(lost)} of {size} workers did not start: {said}")
+        return workers
+
+    def start_one(self, group: str, worker_class: type, rank: int, size: int) -> Any:
+        """Start one worker process; :meth:`wait_started` waits until it answers."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        reserved, placement = self._placements[group]
+        gpus = placement.gpus / len(placement.roles)
+        device = "cuda" if gpus else "cpu"
+        remote = self.ray.remote(worker_class).options(
+            num_cpus=placement.cpus / len(placement.roles),
+            num_gpus=gpus,
+            max_restarts=0,  # a worker without its state is of no use: it is replaced, knowingly
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                reserved, placement_group_bundle_index=rank
+            ),
+            runtime_env={"env_vars": worker_environment(on_gpu=bool(gpus))},
+        )
+        worker = remote.remote(
+            WorkerInfo(group, rank, size, device, self._threads(), shared=len(placement.roles) > 1),
+            self.model,
+            self.precision,
+        )
+        kind = "rollout worker" if group == "rollout" else "rank"
+        name = f"{kind} {rank}" + ("" if group == "rollout" else f" of the {group}")
+        heartbeat = self.monitor.add(worker, name)
+        self._first_heartbeats[id(worker)] = worker.heartbeat.remote(
+            heartbeat, self.monitor.every_s
+        )
+        return worker
+
+    def wait_started(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
+        """Wait until new workers answer; from then on they are monitored. Return those that do
+        not, with the reason. Raises ClusterError if a worker's constructor fails."""
+        refs = [self._first_heartbeats.pop(id(worker)) for worker in workers]
+        limit = self.config.start_timeout_s
+        ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=limit)
+        lost: list[tuple[Any, str]] = []
+        for worker, ref in zip(workers, refs, strict=True):
+            failed = failure(self.ray, ref) if ref in ready else None
+            if ref not in ready:
+                why = f"did not start within {limit:g} s (cluster.start_timeout_s)"
+                lost.append((worker, why))
+            elif failed is None:
+                self.monitor.mark_started(worker, self.ray.get(ref))
+            elif never := constructor_error(self.ray, failed, self.monitor.name(worker)):
+                raise never from failed
+            elif is_worker_loss(self.ray, failed):
+                lost.append((worker, f"died while it started: {library_text(failed)}"))
+            else:
+                raise failed
+        return lost
+
+    @property
+    def unresponsive_reason(self) -> str:
+        """The error text of a worker without heartbeats."""
+        limit = self.config.heartbeat_timeout_s
+        return f"hangs: it was not heard for {limit:g} s (cluster.heartbeat_timeout_s)"
+
+    def end(self, workers: Iterable[Any]) -> None:
+        """End workers at once, stopped ones too."""
+        for worker in workers:
+            self.monitor.drop(worker)
+            self.ray.kill(worker)
+
+    def count_restart(self, what: str) -> None:
+        """Count a replacement. Raises ClusterError once ``cluster.max_restarts`` is exceeded."""
+        self.restarts += 1
+        if self.restarts > self.config.max_restarts:
+            raise ClusterError(
+                f"{what}, and cluster.max_restarts={self.config.max_restarts} workers were "
+                "replaced already; look at why they die (memory? the driver's log?), then go on "
+                "by --resume"
+            )
+        log.warning("%s; replaced (%d of %d)", what, self.restarts, self.config.max_restarts)
+
+    def close(self) -> None:
+        """Remove the placement groups, and end Ray if it was started here."""
+        from ray.util.placement_group import remove_placement_group
+
+        if not self.ray.is_initialized():
+            return
+        for placements in {id(made): made for made, _ in self._placements.values()}.values():
+            remove_placement_group(placements)
+        if self._registry is not None:
+            self.ray.kill(self._registry)
+        self._placements, self._registry = {}, None
+        if self._connected_here:  # a Ray that was started here ends; one that was joined goes on
+            self.ray.shutdown()
+            self._connected_here = False
+            self._restore()
+
+
+def _import_ray() -> Any:
+    """Return the package ray. Raises ClusterError if it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run tells nobody of itself
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterError(
+            f"cluster.runtime=ray needs the package ray, and importing it failed ({error}); "
+            "install it with: pip install 'burnish[ray]'"
+        ) from None
+    return ray
+
+
+def worker_peaks(ray: Any, groups: Iterable[tuple[str, Sequence[Any]]]) -> list[ProcessPeaks]:
+    """Return the peak memory of each worker in each phase since the last call, of the workers that
+    answer within :data:`_PEAKS_S`."""
+    asked = {
+        worker.peaks.remote(): (name, rank)
+        for name, workers in groups
+        for rank, worker in enumerate(workers)
+    }
+    ready: list[Any] = []
+    if asked:
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_PEAKS_S)
+    return [ProcessPeaks(*asked[r], ray.get(r)) for r in ready if failure(ray, r) is None]
+
+
+_PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+
+
+def worker_environment(*, on_gpu: bool) -> dict[str, str]:
+    """Variables of this process that workers need too: a cluster that runs already has others.
+
+    Without secrets: Ray writes these variables into a log that every user of the machine can read.
+    Workers of a local cluster inherit secrets; nodes of another one need their own.
+    """
+    names = [name for name in os.environ if name.startswith(_PASSED_ON) and not is_secret(name)]
+    own = {name: os.environ[name] for name in names}
+    return own if on_gpu else {"DS_ACCELERATOR": "cpu", **own}

@@ -1,0 +1,139 @@
+"""A group of ranks in other processes as one train engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from burnish.runtime.worker import TransferOptions, pack_batch, to_tensor
+from burnish.runtime.worker_group import WorkerGroup
+from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
+from burnish.train.base import Loss, NonFiniteError, StepStats
+from burnish.types import Batch, PendingSave, Stats
+
+BUCKET_BYTES = 64 << 20
+
+
+class RemoteTrainEngine:
+    """A group of ranks as one ``train.base.TrainEngine``."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group, self.role = group, group.role
+        self.version = 0
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens, without gradient."""
+        packed = self._put(batch)
+        return to_tensor(self.group.all(lambda w: w.logprobs.remote(packed))[0])
+
+    def base_logprobs(self, batch: Batch) -> Tensor:
+        """[M] the same under the base model of a LoRA."""
+        packed = self._put(batch)
+        return to_tensor(self.group.all(lambda w: w.base_logprobs.remote(packed))[0])
+
+    def values(self, batch: Batch) -> Tensor:
+        """[M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
+        packed = self._put(batch)
+        return to_tensor(self.group.all(lambda w: w.values.remote(packed))[0])
+
+    def states(self, batch: Batch) -> Tensor:
+        """[M, H] hidden states from which action tokens are predicted, without gradient."""
+        packed = self._put(batch)
+        return to_tensor(self.group.all(lambda w: w.states.remote(packed))[0])
+
+    def measure(self, batch: Batch, loss: Loss) -> Stats:
+        """What ``loss`` measures over ``batch``, without gradient."""
+        packed, function = self._put(batch), self.group.cluster.ray.put(loss)
+        stats: list[Stats] = self.group.all(lambda w: w.measure.remote(packed, function))
+        return stats[0]
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+        """Add the gradient of ``loss`` over ``batch``; each rank computes its share."""
+        packed, function = self._put(batch), self.group.cluster.ray.put(loss)
+        stats: list[Stats] = self.group.all(lambda w: w.forward_backward.remote(packed, function))
+        return stats[0]
+
+    def optim_step(self) -> StepStats:
+        """One optimizer step of all ranks. Raises NonFiniteError as a local engine does."""
+        stats, failure, self.version = self.group.all(lambda w: w.optim_step.remote())[0]
+        if failure is not None:
+            raise NonFiniteError(failure, stats)
+        result: StepStats = stats
+        return result
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HuggingFace name, tensor) on the controller. (A sync moves buckets instead.)"""
+        kept = self.transfer_weights(0, TransferOptions(BUCKET_BYTES, None, verify=True))
+        payloads = [self.group.cluster.ray.get(ref) for ref in kept.payloads]
+        with SnapshotSource(kept.headers, payloads, hold=True).open(self.version) as transfer:
+            yield from transfer
+
+    def transfer_weights(self, push: int, options: TransferOptions) -> WeightSnapshot[Any]:
+        """The weights as rank 0 gives them: headers here, bytes in the object store."""
+        streams: list[Any] = []
+
+        def start(worker: Any) -> Any:
+            method = worker.transfer_weights.options(num_returns="streaming")
+            streams.append(method.remote(push, options))
+            return streams[-1].completed()
+
+        self.group.all(start)
+        refs = list(streams[-self.group.size])  # rank 0's: a bucket's bytes, then its header
+        headers = self.group.cluster.ray.get(refs[1::2])
+        return WeightSnapshot(tuple(headers), tuple(refs[0:-2:2]))  # the end has no bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of what :meth:`save` writes."""
+        size: int = self.group.all(lambda w: w.state_bytes.remote())[0]
+        return size
+
+    def save(self, folder: Path) -> None:
+        """All ranks write what they have; the folder must be on a file system that all nodes
+        share."""
+        path = str(Path(folder).absolute())
+        self.group.all(lambda w: w.save.remote(path))
+
+    def save_async(self, folder: Path) -> PendingSave:
+        """:meth:`save` as of now; ranks that can write while training goes on."""
+        path = str(Path(folder).absolute())
+        self.group.all(lambda w: w.save_async.remote(path))
+        return RemoteSave(self.group)
+
+    def load(self, folder: Path) -> None:
+        """All ranks read."""
+        path = str(Path(folder).absolute())
+        self.version = self.group.all(lambda w: w.load.remote(path))[0]
+
+    def _put(self, batch: Batch) -> Any:
+        return self.group.cluster.ray.put(pack_batch(batch))
+
+
+class RemoteSave:
+    """A checkpoint that ranks write while training goes on. Implements ``PendingSave``."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+
+    @property
+    def done(self) -> bool:
+        """Whether all ranks are through. Raises WorkerLostError."""
+        return all(self.group.all(lambda w: w.is_saved.remote()))
+
+    def wait(self) -> None:
+        """Until it is whole. Raises what kept a rank from that."""
+        self.group.all(lambda w: w.finish_save.remote())
+
+
+class RemoteFrozenBase:
+    """The base model of a LoRA policy, on its workers."""
+
+    def __init__(self, policy: RemoteTrainEngine) -> None:
+        self.policy = policy
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[M] fp32 log-probs of the action tokens under the base model."""
+        return self.policy.base_logprobs(batch)

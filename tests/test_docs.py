@@ -1,5 +1,7 @@
 """Every page of docs/ says what it is for, its links resolve, and the lab notebook has its form."""
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -49,6 +51,16 @@ def test_a_broken_link_is_found(tmp_path):
     bad = ["none.md", "other.md#same-2", "#nowhere"]
     page.write_text("\n".join(f"[x]({target})" for target in good + bad))
     assert broken_links(page) == bad
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_examples_import_names_that_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for code in re.findall(r"^```python[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+        for node in (node for node in imports if str(node.module).startswith("burnish")):
+            module = importlib.import_module(str(node.module))
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda p: p.name)

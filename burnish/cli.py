@@ -170,11 +170,11 @@ def doctor(
         raise ConfigError(f"give a model ({model}) or --calibrate, not both")
     if model is not None and (problem := folder_problem(model)):
         raise ConfigError(problem)
-    from burnish.doctor.command import Wanted, doctor_command, model_command
+    from burnish.doctor.command import DoctorOptions, doctor_command, model_command
 
     if model is not None:
         raise typer.Exit(model_command(model, as_json=as_json, say=typer.echo))
-    wanted = Wanted(as_json=as_json, self_test=self_test, calibrate=calibrate)
+    wanted = DoctorOptions(as_json=as_json, self_test=self_test, calibrate=calibrate)
     raise typer.Exit(doctor_command(__version__, wanted, say=typer.echo))
 
 

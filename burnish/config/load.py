@@ -54,7 +54,7 @@ def load_config(
     try:
         config = cls.model_validate({"job": cls.model_fields["job"].default, **tree})
     except ValidationError as error:
-        problems += explain(cls, error) + _rules_beside(cls, tree, error)
+        problems += explain(cls, error) + _rules_despite_errors(cls, tree, error)
     if not problems:
         for warning in config.warnings():
             _log.warning("%s: warning: %s", where, warning)
@@ -133,7 +133,7 @@ def _job_name(
     return named
 
 
-def _rules_beside(
+def _rules_despite_errors(
     cls: type[JobConfig], tree: Mapping[str, Any], error: ValidationError
 ) -> list[str]:
     """Broken rules beside what is wrong already: pydantic looks at no rule while any field is
@@ -143,20 +143,20 @@ def _rules_beside(
     mean, and without the other wrong values. What they say of such a key may only be so because of
     that, and is left out."""
     mended = _copy(tree)
-    wrong = [_mend(cls, mended, e) for e in error.errors()]
+    wrong = [_correct_misspelled_keys(cls, mended, e) for e in error.errors()]
     if None in wrong:  # too much is wrong
-        return _rules_of_sound_parts(cls, tree, error)
+        return _rules_of_valid_nodes(cls, tree, error)
     try:
         cls.model_validate({"job": cls.model_fields["job"].default, **mended})
     except ValidationError as again:
         if any(e["loc"] for e in again.errors()):
-            return _rules_of_sound_parts(cls, tree, error)
+            return _rules_of_valid_nodes(cls, tree, error)
         keys = re.compile(rf"\b({'|'.join(re.escape(str(key)) for key in wrong)})\b")
         return [line for line in explain(cls, again) if not keys.search(line)]
     return []
 
 
-def _mend(cls: type[JobConfig], tree: Any, error: Any) -> str | None:
+def _correct_misspelled_keys(cls: type[JobConfig], tree: Any, error: Any) -> str | None:
     """Take the key that ``error`` is about out of ``tree``, or put it where it was meant to be. Its
     name; None where the error is not about one key of a mapping."""
     if error["type"] in ("missing", "value_error") or "union" in error["type"]:
@@ -176,7 +176,7 @@ def _mend(cls: type[JobConfig], tree: Any, error: Any) -> str | None:
     return meant or str(key)
 
 
-def _rules_of_sound_parts(
+def _rules_of_valid_nodes(
     cls: type[JobConfig], tree: Mapping[str, Any], error: ValidationError
 ) -> list[str]:
     """Broken rules inside those of the root's fields that are valid themselves. Rules between the

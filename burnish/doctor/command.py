@@ -20,7 +20,7 @@ from burnish.models.load import ModelError, num_positions
 from burnish.plan.hardware import USER_FILE, load_tables
 
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy")
-OK, UNWELL = 0, 1
+EXIT_HEALTHY, EXIT_UNHEALTHY = 0, 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,11 @@ class Diagnosis:
     def exit_code(self) -> int:
         """1 where something is bad or a self-test failed, else 0."""
         bad = any(finding.level == "bad" for finding in self.findings)
-        return UNWELL if bad or not all(outcome.passed for outcome in self.outcomes) else OK
+        return (
+            EXIT_UNHEALTHY
+            if bad or not all(outcome.passed for outcome in self.outcomes)
+            else EXIT_HEALTHY
+        )
 
     def as_json(self) -> str:
         """For CI and for tools/versions.py."""
@@ -58,7 +62,7 @@ def diagnose(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DoctorOptions:
     """The command's options."""
 
     as_json: bool = False
@@ -66,11 +70,11 @@ class Wanted:
     calibrate: bool = False
 
 
-def doctor_command(version: str, wanted: Wanted, *, say: Callable[[str], None]) -> int:
+def doctor_command(version: str, wanted: DoctorOptions, *, say: Callable[[str], None]) -> int:
     """Run ``burnish doctor`` and return its exit code."""
     if wanted.calibrate:
         say(calibration(as_json=wanted.as_json))
-        return OK
+        return EXIT_HEALTHY
     if wanted.as_json:
         found = diagnose(version, self_test=wanted.self_test)
         say(found.as_json())
@@ -103,7 +107,7 @@ def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> in
         limit = num_positions(ModelConfig(path=path))
         said = "not limited by its config" if limit is None else f"up to {limit} tokens"
         say(f"rows: {said}")
-    return UNWELL if support.refusal else OK
+    return EXIT_UNHEALTHY if support.refusal else EXIT_HEALTHY
 
 
 def _why_no_config(path: str) -> str:

@@ -77,7 +77,7 @@ def supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> Engi
     )
 
 
-def tell_noise(model: ModelConfig, role: Role) -> None:
+def log_disabled_noise(model: ModelConfig, role: Role) -> None:
     """Log that the dropout and router noise of the model's own config are off, if there is any."""
     found = hf_config(model)
     noise = {} if found is None else noise_of(found)

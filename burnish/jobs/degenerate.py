@@ -2,8 +2,8 @@
 and gets none, pairs of one response twice, verdicts of one class.
 
 Each step is measured as ``train/no_signal_frac``, the share of its units (groups, pairs, or the
-whole step) without signal. :class:`SignalWatch` counts the steps, warns once with the cause, and
-stops the run after ``train.max_steps_without_signal`` of them in a row.
+whole step) without signal. :class:`NoSignalMonitor` counts the steps, warns once with the cause,
+and stops the run after ``train.max_steps_without_signal`` of them in a row.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Finding:
         return self.num_empty / max(1, self.num_units)
 
 
-class SignalWatch:
+class NoSignalMonitor:
     """Counts the steps of one run that teach nothing."""
 
     def __init__(self, limit: int | None) -> None:

@@ -103,7 +103,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Answered:
+class GenerationStep:
     """What a step gave."""
 
     rollout: Rollout
@@ -112,7 +112,7 @@ class Answered:
     """Prompts on which a reward failed."""
 
 
-def generate_step(parts: Generation, step: int) -> Answered:
+def generate_step(parts: Generation, step: int) -> GenerationStep:
     """Sample, score and choose: the rows of one step. Depends on the step's number and the weights
     alone."""
     config = parts.config
@@ -132,7 +132,7 @@ def generate_step(parts: Generation, step: int) -> Answered:
         with_tokens=config.with_tokens,
         tokenizer=parts.tokenizer,
     )
-    return Answered(rollout, chosen, len(generation_prompts) - len(rollout.groups))
+    return GenerationStep(rollout, chosen, len(generation_prompts) - len(rollout.groups))
 
 
 def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
@@ -265,7 +265,7 @@ class GenerateRun(Driver[Generation]):
         self.files.write_state(mine)
         self._restore()
         self.metrics.start_trackers()
-        self._say_what_is_left_out()
+        self._log_excluded_columns()
         with self.measured_memory():
             self._do_missing_steps()
             return self._last | self._finish()
@@ -316,7 +316,7 @@ class GenerateRun(Driver[Generation]):
         if done:
             self.progress.message(f"resumed after step {done} of {self.parts.total_steps}")
 
-    def _say_what_is_left_out(self) -> None:
+    def _log_excluded_columns(self) -> None:
         generation_prompts = self.parts.generation_prompts
         if generation_prompts.dropped:
             log.warning("left out: %d %s", generation_prompts.dropped, DROPS["prompts_overlong"])
@@ -345,10 +345,14 @@ class GenerateRun(Driver[Generation]):
         self.files.add({"prompts": num, "dropped": dropped, "sums": sums}, chosen.rows)
         self._last |= metrics
         self.progress.step(step, metrics)
-        self._stop_if_all_is_lost()
+        self._raise_if_all_failed()
 
     def _measure(
-        self, step: int, answered: Answered, dropped: Mapping[str, int], sums: Mapping[str, float]
+        self,
+        step: int,
+        answered: GenerationStep,
+        dropped: Mapping[str, int],
+        sums: Mapping[str, float],
     ) -> Metrics:
         stats, rows = answered.rollout.stats.floats(), len(answered.selection.rows)
         if not self.config.rewards:
@@ -371,7 +375,7 @@ class GenerateRun(Driver[Generation]):
             metrics["rollout/tokens_per_s"] = sums["tokens"] / seconds["rollout"]
         return metrics | memory_metrics() | self.memory_monitor.metrics()
 
-    def _stop_if_all_is_lost(self) -> None:
+    def _raise_if_all_failed(self) -> None:
         newest = self.files.done[-_MAX_LOST_STEPS:]
         lost = all(i.dropped.get("prompts_reward_failed", 0) == i.prompts for i in newest)
         if len(newest) == _MAX_LOST_STEPS and lost:
@@ -424,7 +428,7 @@ def summary(totals: Mapping[str, float], output: Path) -> list[str]:
     return lines
 
 
-def _sums(answered: Answered) -> dict[str, float]:
+def _sums(answered: GenerationStep) -> dict[str, float]:
     samples = [s for group in answered.rollout.groups for s in group.samples]
     scored = [s.reward for s in samples if s.reward_parts]
     found: dict[str, float] = {

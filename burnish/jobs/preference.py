@@ -24,11 +24,11 @@ from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import SplitPairsStream, UnpairedStream, load_unpaired, mismatched_pairs
 from burnish.jobs.build import (
     held_out_data,
+    log_disabled_noise,
     supervised_spec,
-    tell_noise,
     within_positions,
 )
-from burnish.jobs.degenerate import SignalWatch, label_signal, pair_signal
+from burnish.jobs.degenerate import NoSignalMonitor, label_signal, pair_signal
 from burnish.jobs.objectives import with_expert_balance
 from burnish.jobs.reference_cache import compute as compute_cache
 from burnish.jobs.reference_cache import load as load_cache
@@ -178,7 +178,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     stream = kind(data, runtime.tokenizer, seed=config.seed)
     total = config.steps_for(len(stream))
     spec = replace(supervised_spec(config, "policy", total), dropout=False)
-    tell_noise(config.model, "policy")
+    log_disabled_noise(config.model, "policy")
     rows: list[Batch] = []
     if config.reference is not None and config.reference.precompute:
         rows = [load_pairs(data, runtime.tokenizer)] + ([] if held_out is None else [held_out])
@@ -197,7 +197,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
         measure=measure_preferences(loss, prepare_within(other or data)),
         eval_batch=held_out,
         prepare=prepare_within(data),
-        signal=SignalWatch(config.train.max_steps_without_signal),
+        signal=NoSignalMonitor(config.train.max_steps_without_signal),
         look=label_signal if kto else pair_signal,
     )
 

@@ -17,7 +17,7 @@ from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.steps import StepsStream, load_solutions
 from burnish.jobs.build import held_out_data, supervised_spec, within_positions
-from burnish.jobs.degenerate import SignalWatch, pair_signal
+from burnish.jobs.degenerate import NoSignalMonitor, pair_signal
 from burnish.jobs.objectives import (
     pair_scores,
     process_objective,
@@ -45,7 +45,7 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
         batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
         measure=measure_steps if config.process else measure_pairs,
         eval_batch=eval_batch,
-        signal=SignalWatch(config.train.max_steps_without_signal),
+        signal=NoSignalMonitor(config.train.max_steps_without_signal),
         look=None if config.process else pair_signal,
         export_metadata=export_metadata(config),
     )

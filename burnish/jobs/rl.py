@@ -23,7 +23,7 @@ from burnish.config.algorithm import AlgorithmConfig
 from burnish.data.prompts import PromptStream
 from burnish.jobs.base import Metrics
 from burnish.jobs.credit import assign_advantages
-from burnish.jobs.degenerate import SignalWatch, reward_signal
+from burnish.jobs.degenerate import NoSignalMonitor, reward_signal
 from burnish.jobs.distill import Teacher, teacher_stats
 from burnish.jobs.ptx import Ptx
 from burnish.jobs.saving import save_engines
@@ -52,14 +52,14 @@ class RL:
     critic: TrainEngine | None = None
     value_loss: Loss | None = None
     ptx: Ptx | None = None
-    signal: SignalWatch = field(default_factory=lambda: SignalWatch(None))
+    signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
     """Counts steps that teach nothing."""
 
 
 def rl_step(run: RL, step: int) -> Metrics:
     """Sample, score, compare with the reference, assign credit, update, hand the weights over."""
     rollout = run.runner.fill(run.prompts.next, run.config.rollout.rollout_batch_size)
-    free_sampler(run)
+    release_sampler(run)
     batch = groups_to_batch(rollout.groups)
     batch = with_reference(batch, run.reference)
     batch = batch if run.teacher is None else run.teacher.add_teacher_logprobs(batch)
@@ -86,7 +86,7 @@ def rl_step(run: RL, step: int) -> Metrics:
     return run.signal.checked(updates.checked(metrics))
 
 
-def free_sampler(run: RL) -> None:
+def release_sampler(run: RL) -> None:
     """Free the memory of the rollout engine, if it sleeps while the others work."""
     if run.config.rollout.engine.sleep_between_rollouts:
         run.runner.engine.sleep(new_weights_follow=True)

@@ -17,13 +17,13 @@ from burnish.data.sft import SFTStream
 from burnish.jobs.base import Functions, Job, Loop, Metrics
 from burnish.jobs.build import (
     WeightedRewards,
+    log_disabled_noise,
     reward_set,
     sampling_of,
-    tell_noise,
     weighted_rewards,
     within_positions,
 )
-from burnish.jobs.degenerate import SignalWatch, warn_without_labels
+from burnish.jobs.degenerate import NoSignalMonitor, warn_without_labels
 from burnish.jobs.distill import Teacher, make_teacher
 from burnish.jobs.evaluate import (
     Evaluator,
@@ -105,7 +105,7 @@ def build_rl(
     held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
     ptx = _ptx(config, runtime)
     scores = weighted_rewards(config.rewards, runtime, functions, engine=config.train.engine)
-    tell_noise(config.model, "policy")
+    log_disabled_noise(config.model, "policy")
     policy = runtime.language_model(_rl_spec(config, "policy"))
     longest = max(data.prompt_max_len + new_tokens, longest_row(config.eval, new_tokens))
     rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
@@ -140,7 +140,7 @@ def build_rl(
         critic=critic,
         value_loss=value_loss,
         ptx=ptx,
-        signal=SignalWatch(config.train.max_steps_without_signal),
+        signal=NoSignalMonitor(config.train.max_steps_without_signal),
     )
     if config.eval is None:
         return parts, None
@@ -170,7 +170,7 @@ def _critic(config: RLConfig, runtime: Runtime) -> tuple[TrainEngine | None, Los
     own = config.critic or CriticConfig()
     spec = replace(_rl_spec(config, "critic"), model=own.model or config.model, lr=own.lr)
     if own.model is not None:
-        tell_noise(own.model, "critic")
+        log_disabled_noise(own.model, "critic")
     critic = runtime.scalar_model(spec, seed=config.seed)
     return critic, value_objective(value_clip=own.value_clip)
 

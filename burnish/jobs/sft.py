@@ -8,7 +8,7 @@ from pathlib import Path
 from burnish.config import SFTConfig
 from burnish.data.sft import SFTStream, load_rows
 from burnish.jobs.build import held_out_data, supervised_spec, within_positions
-from burnish.jobs.degenerate import SignalWatch
+from burnish.jobs.degenerate import NoSignalMonitor
 from burnish.jobs.objectives import sft_objective, with_expert_balance
 from burnish.jobs.supervised import Supervised, SupervisedTraining
 from burnish.observe.timeline import timed
@@ -34,7 +34,7 @@ def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
         batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),
         measure=measure_sft,
         eval_batch=held_out,
-        signal=SignalWatch(config.train.max_steps_without_signal),
+        signal=NoSignalMonitor(config.train.max_steps_without_signal),
     )
 
 

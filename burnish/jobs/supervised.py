@@ -15,7 +15,7 @@ from burnish.data.sft import SFTStream
 from burnish.data.steps import StepsStream
 from burnish.data.unpaired import UnpairedStream
 from burnish.jobs.base import Functions, Job, Loop, Metrics
-from burnish.jobs.degenerate import Finding, SignalWatch
+from burnish.jobs.degenerate import Finding, NoSignalMonitor
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.jobs.saving import save_engines
 from burnish.jobs.trainer import Trainer
@@ -40,7 +40,7 @@ class Supervised:
     eval_batch: Batch | None = None
     prepare: Callable[[Batch], Batch] = lambda batch: batch
     """What a batch needs before its update (preferences: the reference's log-probs)."""
-    signal: SignalWatch = field(default_factory=lambda: SignalWatch(None))
+    signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
     """Counts steps that teach nothing."""
     look: Callable[[Batch], Finding] | None = None
     """Which units of a batch teach nothing. None: all teach."""

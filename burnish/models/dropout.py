@@ -38,7 +38,7 @@ def start_training(model: nn.Module, *, dropout: bool) -> None:
         recomputed = vars(module).get("gradient_checkpointing") is True
         module.training = recomputed or id(module) in kept
         if recomputed:  # transformers recomputes layers in training mode only
-            _silence(module)
+            _disable(module)
 
 
 def _adapters(model: nn.Module) -> set[int]:
@@ -48,7 +48,7 @@ def _adapters(model: nn.Module) -> set[int]:
     return inside | {id(layer) for layer in layers}
 
 
-def _silence(module: nn.Module) -> None:
+def _disable(module: nn.Module) -> None:
     """Set the noise that a module in training mode adds by itself to 0: what it holds, and what it
     reads from its config. (The config of the whole model, which exports write, is left as it is.)
     """

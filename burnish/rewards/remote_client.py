@@ -35,7 +35,7 @@ COUNTS = ("requests", "retries", "bad_logs")
 _MAX_LOGS = 64
 _EXCERPT = 200
 _ERROR_BODY_BYTES = 64 << 10
-_TEMPORARY = (408, 425, 429)
+_TRANSIENT_STATUSES = (408, 425, 429)
 """Statuses below 500 after which the same server may well answer later: it was too slow to read the
 request, too early, too busy."""
 
@@ -45,7 +45,7 @@ class RemoteError(BurnishError):
     say the same again; others may do well."""
 
 
-class _TemporaryError(RemoteError):
+class _TransientError(RemoteError):
     """The same request may well succeed later, or elsewhere."""
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
@@ -74,9 +74,9 @@ class _Server:
     url: str
     busy: int = 0
     """Requests under way."""
-    rests_until: float = 0.0
+    backoff_until: float = 0.0
     """time.monotonic seconds"""
-    said_until: float = 0.0
+    warned_until: float = 0.0
     """Its next failure is worth a line in the log from then on."""
     turn: int = 0
     """Number of the last request it got."""
@@ -88,7 +88,7 @@ class _Server:
 
 
 @dataclass
-class _Asked:
+class _Attempts:
     """State of one request, by the URLs of the servers that received it."""
 
     tried: set[str] = field(default_factory=set)
@@ -147,7 +147,7 @@ class RewardClient:
         await self._client.aclose()
 
     async def _ask(self, body: bytes, count: int) -> Reply | RemoteError:
-        retrying, asked = self._retrying.copy(), _Asked()  # both keep the state of one request
+        retrying, asked = self._retrying.copy(), _Attempts()  # both keep the state of one request
         try:
             return await retrying(self._try, body, count, asked)
         except RemoteError as error:
@@ -158,7 +158,7 @@ class RewardClient:
             said = "; before that ".join([f"tried {tries} times", *before[:1]])
             return RemoteError(f"{error} ({said})") if tries > 1 else error
 
-    async def _try(self, body: bytes, count: int, asked: _Asked) -> Reply:
+    async def _try(self, body: bytes, count: int, asked: _Attempts) -> Reply:
         async with self._slots:
             server = self._pick(asked)
             asked.tried.add(server.url)
@@ -167,77 +167,77 @@ class RewardClient:
             try:
                 data, kind = await self._send(server, body)
                 reply = asked.add(self._reply(server, data, kind, count=count))
-                if self._another_may_know(reply, asked):
+                if self._other_server_may_succeed(reply, asked):
                     raise _PartialError(f"{server.shown} knows no reward of some responses")
                 return reply
             except RemoteError as error:
                 if not isinstance(error, _PartialError):
-                    self._rest(server, error)
-                if not isinstance(error, _TemporaryError):
+                    self._back_off(server, error)
+                if not isinstance(error, _TransientError):
                     asked.refused[server.url] = error
                 if len(asked.refused) == len(self._servers):
-                    self._wake_all()
+                    self._end_backoffs()
                 raise
             finally:
                 server.busy -= 1
 
-    def _another_may_know(self, reply: Reply, asked: _Asked) -> bool:
+    def _other_server_may_succeed(self, reply: Reply, asked: _Attempts) -> bool:
         """Return whether an entry is bad and there is a server that works and has not had the
         request."""
         now = time.monotonic()
-        left = any(s.rests_until <= now and s.url not in asked.tried for s in self._servers)
+        left = any(s.backoff_until <= now and s.url not in asked.tried for s in self._servers)
         return left and any(isinstance(value, str) for value in reply.rewards)
 
-    def _pick(self, asked: _Asked) -> _Server:
+    def _pick(self, asked: _Attempts) -> _Server:
         """Choose among the servers that have not refused the request: the least busy one that does
         not rest, in turn, preferably one that has not failed it yet; if all rest, the next to
         wake."""
         now = time.monotonic()
         left = [server for server in self._servers if server.url not in asked.refused]
-        awake = [server for server in left if server.rests_until <= now]
+        awake = [server for server in left if server.backoff_until <= now]
         if awake:
             chosen = min(awake, key=lambda s: (s.url in asked.tried, s.busy, s.turn))
         else:
-            chosen = min(left, key=lambda s: (s.url in asked.tried, s.rests_until, s.busy))
+            chosen = min(left, key=lambda s: (s.url in asked.tried, s.backoff_until, s.busy))
         self._turn += 1
         chosen.turn = self._turn
         return chosen
 
-    def _rest(self, server: _Server, error: RemoteError) -> None:
-        wanted = error.retry_after_s if isinstance(error, _TemporaryError) else 0.0
+    def _back_off(self, server: _Server, error: RemoteError) -> None:
+        wanted = error.retry_after_s if isinstance(error, _TransientError) else 0.0
         now, seconds = time.monotonic(), wanted or self._config.rest_s
-        if server.said_until <= now:
+        if server.warned_until <= now:
             others = len(self._servers) > 1
             more = f"; it is not asked for {seconds:g} s while others work" if others else ""
             log.warning("reward %r: %s%s", self._name, error, more)
-        server.rests_until = max(server.rests_until, now + seconds)
-        server.said_until = max(server.said_until, server.rests_until)
+        server.backoff_until = max(server.backoff_until, now + seconds)
+        server.warned_until = max(server.warned_until, server.backoff_until)
 
-    def _wake_all(self) -> None:
+    def _end_backoffs(self) -> None:
         """After a request that every server refused: it is at fault, and not they."""
         for server in self._servers:
-            server.rests_until = 0.0
+            server.backoff_until = 0.0
 
     def _may_retry(self, state: RetryCallState) -> bool:
         """After a failure that may pass, and while there is a server that has not refused."""
         error = state.outcome.exception() if state.outcome is not None else None
-        asked: _Asked = state.args[2]
+        asked: _Attempts = state.args[2]
         left = len(asked.refused) < len(self._servers)
         if asked.partial is not None:  # a second opinion is asked for once, and not waited for
             return isinstance(error, _PartialError)
-        return isinstance(error, _TemporaryError) or (isinstance(error, RemoteError) and left)
+        return isinstance(error, _TransientError) or (isinstance(error, RemoteError) and left)
 
     def _wait_s(self, state: RetryCallState) -> float:
         """Seconds before the next try. None before another server is tried for the first time."""
         error = state.outcome.exception() if state.outcome is not None else None
-        asked: _Asked = state.args[2]
+        asked: _Attempts = state.args[2]
         now = time.monotonic()
-        if any(s.rests_until <= now and s.url not in asked.tried for s in self._servers):
+        if any(s.backoff_until <= now and s.url not in asked.tried for s in self._servers):
             return 0.0
         config = self._config
         rounds = max(state.attempt_number - len(self._servers), 0)
         grown = min(config.backoff_s * 2.0**rounds, config.max_backoff_s)
-        wanted = error.retry_after_s if isinstance(error, _TemporaryError) else 0.0
+        wanted = error.retry_after_s if isinstance(error, _TransientError) else 0.0
         return max(wanted, grown * self._random.uniform(0.5, 1.0))
 
     def _count_retry(self, _: RetryCallState) -> None:
@@ -252,7 +252,7 @@ class RewardClient:
                     data = await self._read(server, response)
         except TimeoutError as error:
             what = f"gave no whole reply within read_timeout_s={config.read_timeout_s:g}"
-            raise _TemporaryError(f"{server.shown} {what}") from error
+            raise _TransientError(f"{server.shown} {what}") from error
         except httpx.TransportError as error:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
             if isinstance(error, httpx.ConnectTimeout):
@@ -260,7 +260,7 @@ class RewardClient:
             elif isinstance(error, httpx.TimeoutException):
                 what += f"; read_timeout_s={config.read_timeout_s:g}"
             message = f"{server.shown} gave no whole reply ({self._shown(what)})"
-            raise _TemporaryError(message) from error
+            raise _TransientError(message) from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             what = self._shown(f"{type(error).__name__}: {error}")
             raise RemoteError(f"{server.shown} cannot be asked ({what})") from error
@@ -269,9 +269,9 @@ class RewardClient:
             return data, response.headers.get("content-type", "no content type")
         said = self._excerpt(data)
         message = f"{server.shown} answered with status {status}: {said}; 200 was expected"
-        if status in _TEMPORARY or status >= 500:
+        if status in _TRANSIENT_STATUSES or status >= 500:
             after = _retry_after_s(response.headers.get("retry-after", ""))
-            raise _TemporaryError(message, retry_after_s=min(after, config.max_backoff_s))
+            raise _TransientError(message, retry_after_s=min(after, config.max_backoff_s))
         raise RemoteError(message)
 
     async def _read(self, server: _Server, response: httpx.Response) -> bytes:

@@ -43,7 +43,7 @@ def constructor_error(ray: Any, error: BaseException, name: str) -> ClusterError
     )
 
 
-def why_lost(ray: Any, error: BaseException) -> str:
+def loss_reason(ray: Any, error: BaseException) -> str:
     """How a worker was lost. Raises the error itself where a worker raised it, and WorkerLostError
     where what it was to be given is lost, as no other worker can do better."""
     if isinstance(error, ray.exceptions.RayTaskError):

@@ -13,7 +13,7 @@ from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.messages import library_text
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.runtime.errors import failure, why_lost
+from burnish.runtime.errors import failure, loss_reason
 from burnish.runtime.ray_cluster import RayCluster
 from burnish.runtime.rollout_worker import RolloutWorker
 from burnish.sync.base import encode
@@ -95,7 +95,7 @@ class RemoteRolloutEngine:
             lost[worker] = f"died, and what it had sampled is lost: {library_text(error)}"
             return []
         except ray.exceptions.RayError as error:
-            lost[worker] = why_lost(ray, error)
+            lost[worker] = loss_reason(ray, error)
             return []
         return completions
 
@@ -124,7 +124,7 @@ class RemoteRolloutEngine:
             for ref in ready:
                 failed = failure(self.cluster.ray, ref)
                 if failed is not None:
-                    lost[refs[ref]] = why_lost(self.cluster.ray, failed)
+                    lost[refs[ref]] = loss_reason(self.cluster.ray, failed)
             lost |= gone
             refs = {r: i for r, i in refs.items() if r not in ready and i not in gone}
         return lost

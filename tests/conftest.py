@@ -292,6 +292,14 @@ def garbage_collector_skips_what_is_loaded() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def quick_vllm_starts() -> None:
+    """The same before a test that starts vLLM, which collects garbage five times per start and
+    undoes every freeze at its end."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_outlives_its_file() -> Iterator[None]:
     """No process that a file's tests start, and so no port that one listens on, is there when its

@@ -77,6 +77,7 @@ def start(config: ModelConfig, **options: Any) -> VllmRolloutEngine:
     """An engine of a test's own. A process has one at a time, so the kept one goes."""
     while _kept:
         _kept.popitem()[1].close()
+    gc.freeze()  # vLLM collects garbage five times per start and undoes every freeze at its end
     dtype = options.pop("dtype", "fp32")
     model = load_causal_lm(config)
     return VllmRolloutEngine(
@@ -94,9 +95,6 @@ def kept(*, tied: bool) -> VllmRolloutEngine:
 
 @pytest.fixture(scope="module", autouse=True)
 def close_at_the_end() -> Iterator[None]:
-    start(config_of(tied=False)).close()  # imports all of vLLM
-    gc.collect()
-    gc.freeze()  # (each start collects five times)
     yield
     while _kept:
         _kept.popitem()[1].close()

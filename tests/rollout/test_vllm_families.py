@@ -31,6 +31,7 @@ from burnish.rollout.vllm_model import check_head_dim
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("quick_vllm_starts"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=INSTALL),
 ]

@@ -17,6 +17,7 @@ from burnish.rollout.vllm import INSTALL
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("quick_vllm_starts"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=INSTALL),
 ]
 MakeConfig = Callable[..., JobConfig]

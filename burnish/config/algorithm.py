@@ -62,14 +62,14 @@ class ReinforceAdvantage(Node):
 
 
 class OnPolicyDistillAdvantage(Node):
-    """What a teacher would rather have said, token by token: its log-prob minus the policy's. Needs
-    a ``teacher``, no rewards, no groups."""
+    """Advantage of each token: the teacher's log-prob minus the policy's. Needs a ``teacher``, no
+    rewards, no groups."""
 
     kind: Literal["on_policy_distill"]
 
 
 def _default(node: Node, name: str) -> Any:
-    """What a field is where the recipe does not name it."""
+    """Return the default of a field."""
     return type(node).model_fields[name].default
 
 

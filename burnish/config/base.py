@@ -1,4 +1,4 @@
-"""What every config node shares: frozen, no unknown keys, docstrings as help, rules.
+"""Base class of config nodes: frozen, no unknown keys, docstrings as help, rules.
 
 Reading order of this package: base, model, data, rewards, algorithm, rollout, train, sync,
 job, the jobs, arithmetic, load; then schema, overrides, explain and docs, which read these

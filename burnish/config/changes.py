@@ -1,4 +1,4 @@
-"""What is different between two recipes, key by key."""
+"""Compare two recipes key by key."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class DataConfig(Node):
     chat template renders. May be absent; a default column that holds something else is left alone.
     None: no tools."""
     shuffle: bool = True
-    """Shuffle each source anew in every epoch (by ``seed``). Off: file order."""
+    """Reshuffle each source in every epoch (by ``seed``). Off: file order."""
     mix: Literal["weight", "size"] = "weight"
     """Several sources. weight: each draw chooses a source by its ``weight``, so rows of a small
     source come more often. size: the rows of all sources are shuffled together, and each comes once
@@ -227,7 +227,7 @@ class SFTDataConfig(DataConfig):
             )
 
     def _kind_of(self, path: str) -> str | None:
-        """What the first row of a file is learned as."""
+        """Return the kind of example that the first row of a file becomes."""
         row = first_row(path) or {}
         kinds = {self.messages_key: "messages", self.response_key: "response"}
         if not self.is_own("messages_key"):

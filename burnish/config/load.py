@@ -97,7 +97,8 @@ def _read(
 
 
 def _named_job(node: yaml.MappingNode) -> dict[str, str]:
-    """What the recipe says under ``job``, before the rest is read by that job's types."""
+    """Return the value of ``job`` in the recipe, before the rest is parsed with that job's
+    types."""
     said = {k.value: v.value for k, v in node.value if isinstance(k, yaml.ScalarNode)}
     return {"job": said["job"]} if isinstance(said.get("job"), str) else {}
 
@@ -115,7 +116,7 @@ def _copy(value: Any) -> Any:
 def _job_name(
     where: str, tree: Mapping[str, Any], overrides: Sequence[str], *, wanted: str | None
 ) -> str:
-    """The job the recipe is for. Raises ConfigError where it is not known or not the wanted one."""
+    """The job the recipe is for. Raises ConfigError if it is not known or not the wanted one."""
     said = [o.removeprefix("job=") for o in overrides if o.startswith("job=")]
     named = str(said[-1] if said else tree.get("job") or wanted or "")
     jobs = ", ".join(JOBS)

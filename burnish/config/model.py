@@ -93,7 +93,7 @@ class ModelConfig(Node):
 
 
 def lora_advice(model: ModelConfig) -> Iterator[str]:
-    """What dropout of adapters does to a loss that compares two policies."""
+    """Warn of adapter dropout with a loss that compares two policies."""
     if model.lora is not None and model.lora.lora_dropout:
         yield (
             f"model.lora.lora_dropout={model.lora.lora_dropout:g} is active in training passes and "
@@ -155,7 +155,7 @@ class PrecisionConfig(Node):
 
     @property
     def sampler_dtype(self) -> Dtype:
-        """What the rollout engine computes in."""
+        """Return the compute format of the rollout engine."""
         return self.rollout_dtype or self.dtype
 
     def rules(self) -> Iterator[str]:
@@ -197,7 +197,8 @@ class PrecisionConfig(Node):
                     )
 
     def overrides_for(self, dtype: Dtype) -> str:
-        """What to write on a command line to go on in ``dtype``, which has no loss scaling."""
+        """Return the command-line overrides that continue in ``dtype``, which has no loss
+        scaling."""
         scaling = [n for n in ("loss_scale", *_DYNAMIC) if self._is_set(n)]
         undone = [f"precision.{name}={self._default(name)}" for name in scaling]
         if self.grad_accum_dtype == self.dtype:

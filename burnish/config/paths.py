@@ -16,7 +16,7 @@ _LOCAL_ROOTS = {"runs"}
 
 
 def looks_local(path: str) -> bool:
-    """Whether ``path`` can only mean a folder of this machine, whether it exists or not.
+    """Return whether ``path`` can only mean a folder of this machine, whether it exists or not.
 
     >>> [looks_local(p) for p in ("./m", "/data/m", "runs/m", "m.gguf", "owner/m", "m")]
     [True, True, True, True, False, False]

@@ -68,7 +68,7 @@ def placement_text(config: JobConfig) -> str:
 
 
 def total_text(placements: Sequence[PlacementGroupSpec]) -> str:
-    """What all places need together, e.g. ``72 GPUs, 65 CPUs``."""
+    """Return the resources of all placement groups together, e.g. ``72 GPUs, 65 CPUs``."""
     gpus = sum(p.count * p.gpus for p in placements)
     cpus = sum(p.count * p.cpus for p in placements)
     return (f"{gpus:g} GPUs, " if gpus else "") + f"{cpus:g} CPUs"

@@ -73,7 +73,7 @@ class PreferenceConfig(SupervisedJob):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss measures against a reference model."""
+        """Return whether the loss measures against a reference model."""
         return self.loss.kind not in ("simpo", "orpo")
 
     def roles(self) -> tuple[TrainRole, ...]:

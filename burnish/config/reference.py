@@ -151,7 +151,8 @@ def _section(cls: type[Node], found: dict[type[Node], Section]) -> Iterator[str]
 def _is_elsewhere(
     name: str, cls: type[Node], bases: list[type[Node]], found: dict[type[Node], Section]
 ) -> bool:
-    """Whether a key is in the section of a base, or is replaced by every section that takes it."""
+    """Return whether a key is in the section of a base, or is replaced by every section that takes
+    it."""
     own = _row(name, cls.model_fields[name], found)
     inherited = [b.model_fields[name] for b in bases if name in b.model_fields]
     heirs = [c for c in found if c is not cls and issubclass(c, cls) and c in JOBS.values()]

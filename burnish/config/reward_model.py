@@ -52,7 +52,7 @@ class RewardModelConfig(SupervisedJob):
 
     @property
     def process(self) -> bool:
-        """Whether it is a process reward model."""
+        """Return whether it is a process reward model."""
         return isinstance(self.data, StepsDataConfig)
 
     @property

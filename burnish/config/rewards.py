@@ -1,4 +1,4 @@
-"""What scores a response."""
+"""Config of rewards: the functions, models and servers that score a response."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class RemoteReward(_Reward):
 
 
 def _url_problems(url: str) -> Iterator[str]:
-    """What is wrong with a reward server's URL, without repeating a password that is in it."""
+    """Yield the problems of a reward server's URL, without repeating a password in it."""
     example = "write it as http://host:5000/get_reward"
     try:
         parts = urlsplit(url)
@@ -185,12 +185,12 @@ RewardConfig = Annotated[
 
 
 def weigh_nothing(rewards: Sequence[RewardConfig]) -> bool:
-    """Whether there are rewards and the weighted sum of them is 0 whatever they say."""
+    """Return whether there are rewards and the weighted sum of them is 0 whatever they say."""
     return bool(rewards) and all(reward.weight == 0 for reward in rewards)
 
 
 class FailurePolicy(Node):
-    """What happens when a reward raises, answers NaN, infinity or a number beyond fp32, or the
+    """Treatment of a reward that raises, or returns NaN, infinity, a number beyond fp32, or the
     wrong count or type."""
 
     retries: int = Field(0, ge=0)

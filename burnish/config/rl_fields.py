@@ -131,16 +131,16 @@ class RLFields(TrainingJob):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether log-probs of the policy before the update are computed: if they differ from those
-        of the update itself (several updates on one rollout), or are needed before it (KL in the
-        reward, or a teacher to compare them with)."""
+        """Return whether log-probs of the policy before the update are computed: if they differ
+        from those of the update itself (several updates on one rollout), or are needed before it
+        (KL in the reward, or a teacher to compare them with)."""
         kl = self.algorithm.kl
         in_reward = bool(kl.init_kl_coef) and kl.placement == "reward"
         return in_reward or self.teacher is not None or self.several_updates
 
     @property
     def several_updates(self) -> bool:
-        """Whether a rollout is trained on in several optimizer steps."""
+        """Return whether a rollout is trained on in several optimizer steps."""
         try:
             return (self.batch_plan().optimizer_steps_per_rollout or 1) > 1
         except BatchError:

@@ -45,8 +45,8 @@ class LocalEngine(Node):
     """On CUDA, replay decode steps as graphs. Their cache holds ``max_batch_size`` sequences of
     full length."""
     sleep_between_rollouts: bool = False
-    """Give the graphs' cache back after every rollout: less memory while training, graphs recorded
-    anew."""
+    """Give the graphs' cache back after every rollout: less memory while training, graphs are
+    recorded again."""
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -1,4 +1,4 @@
-"""What the config classes say about themselves: the nodes a field may hold, and its type in words.
+"""Introspection of the config classes: the nodes a field may hold, and its type in words.
 
 Used by the error messages (``explain.py``), the overrides (``overrides.py``) and the docs
 (``docs.py``)."""
@@ -41,7 +41,7 @@ def kinds_of(node: type[Node]) -> tuple[str, ...]:
 
 
 def is_list(annotation: Any) -> bool:
-    """Whether a field is written as a YAML list (also one that may be null)."""
+    """Return whether a field is written as a YAML list (also one that may be null)."""
     return typing.get_origin(_without_none(annotation)) in (tuple, list)
 
 
@@ -57,7 +57,7 @@ def value_of(annotation: Any) -> Any:
 
 
 def is_text(annotation: Any) -> bool:
-    """Whether a field takes text and nothing else (it may also be null).
+    """Return whether a field takes text and nothing else (it may also be null).
 
     >>> is_text(str | None), is_text(typing.Literal["on", "off"]), is_text(str | int)
     (True, True, False)
@@ -103,7 +103,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def allows_none(annotation: Any) -> bool:
-    """Whether a field may be null."""
+    """Return whether a field may be null."""
     annotation = _bare(annotation)
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return is_union and type(None) in typing.get_args(annotation)

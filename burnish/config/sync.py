@@ -34,7 +34,7 @@ class LinkSync(_Sending):
 
     kind: Literal["auto", "collective", "ipc", "object_store"] = "auto"
     """ipc: memory that processes of one machine (on CUDA: one GPU) share. collective: broadcast
-    over gloo or NCCL. object_store: Ray's, which keeps them for workers that start anew. auto: on
+    over gloo or NCCL. object_store: Ray's, which keeps them for workers that restart. auto: on
     Ray object_store, else inproc, ipc or collective, the first that fits."""
 
 
@@ -63,7 +63,7 @@ SyncConfig = Annotated[
 def sync_rules(
     sync: LinkSync | InprocSync | DiskSync, runtime: Literal["inline", "ray"]
 ) -> Iterator[str]:
-    """What a recipe cannot ask for with trainer and rollout engine in these places."""
+    """Yield the problems of a ``sync`` that this runtime does not support."""
     if runtime == "ray":
         if sync.kind == "inproc":
             yield (
@@ -92,8 +92,8 @@ def resolve_kind(
     has_store: bool = False,
 ) -> SyncKind:
     """The kind for engines in these places; ``same_memory``: all on one machine, and on CUDA on one
-    GPU. ``has_store``: there is an object store between them (Ray's), which no worker that starts
-    anew has to be met for.
+    GPU. ``has_store``: there is an object store between them (Ray's), which needs no new connection
+    after a worker is restarted.
 
     >>> resolve_kind(LinkSync(), same_process=False, same_memory=True)
     'ipc'

@@ -53,18 +53,18 @@ class TorchEngine(Node):
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each of several ranks holds a part of every weight."""
+        """Return whether each of several ranks holds a part of every weight."""
         return self.sharding == "full"
 
     @property
     def shares_weights(self) -> bool:
-        """Whether another engine in the same process can run the model as it is. (One process has
-        one rank, whose model is not in shards.)"""
+        """Return whether another engine in the same process can run the model as it is. (One
+        process has one rank, whose model is not in shards.)"""
         return self.tensor_parallel_size == 1
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether masters and moments are in host memory."""
+        """Return whether masters and moments are in host memory."""
         return self.cpu_offload
 
     @property
@@ -138,18 +138,18 @@ class DeepSpeedEngine(Node):
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each rank holds a part of every weight."""
+        """Return whether each rank holds a part of every weight."""
         return self.zero_stage == 3
 
     @property
     def shares_weights(self) -> bool:
-        """Whether another engine in the same process can run the model as it is. (Stage 3 has its
-        weights in shards even on one rank.)"""
+        """Return whether another engine in the same process can run the model as it is. (Stage 3
+        has its weights in shards even on one rank.)"""
         return self.zero_stage < 3
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether masters and moments are in host memory."""
+        """Return whether masters and moments are in host memory."""
         return self.adam_offload
 
     def rules(self) -> Iterator[str]:
@@ -369,7 +369,7 @@ class RLTrainConfig(TrainConfig):
 
 
 class CheckpointConfig(Node):
-    """What is kept, and when. Saving is on by default."""
+    """Checkpoints: when they are saved, and which are kept. Saving is on by default."""
 
     every_n_steps: int = Field(50, ge=0)
     """Save every this many steps. 0: only at the end and on interruption."""
@@ -412,7 +412,7 @@ _MORE = re.compile(
 
 
 def better(metric: str) -> Literal["max", "min"] | None:
-    """Whether more or less of a metric is better, by its name; None if that does not say.
+    """Return whether more or less of a metric is better, by its name; None if that does not say.
 
     >>> [better(n) for n in ("eval/pass@1", "eval/nll", "reward/exact", "train/ratio")]
     ['max', 'min', 'max', None]

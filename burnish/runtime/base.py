@@ -1,5 +1,5 @@
-"""What a runtime is: it makes an engine for a role and connects engines. One contract, inline and
-on a cluster."""
+"""Contract of runtimes, which make engines for roles and connect them. One contract, inline and on
+a cluster."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Runtime(Protocol):
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> Sync:
-        """What hands the policy's weights to the rollout engine; done once before it returns."""
+        """Return a function that transfers the policy's weights to the rollout engine. The first
+        transfer is done before this returns."""
         ...
 
     def release(self, engine: HasLogprobs) -> None:

@@ -1,5 +1,5 @@
-"""What Ray's errors say: who is gone, who never came to be, and what a worker itself raised. Ray is
-handed in."""
+"""Interpret Ray's errors: lost workers, workers that were never created, and errors that a worker
+raised. Ray is passed as an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from burnish.runtime.base import ClusterError, WorkerLostError
 
 
 def failure(ray: Any, ref: Any) -> BaseException | None:
-    """What a finished call raised, as the worker raised it."""
+    """Return the error of a finished call, as the worker raised it."""
     try:
         ray.get(ref)
     except ray.exceptions.RayTaskError as error:
@@ -21,7 +21,8 @@ def failure(ray: Any, ref: Any) -> BaseException | None:
 
 
 def is_worker_loss(ray: Any, error: BaseException) -> bool:
-    """Whether an error is about a process or a machine that is gone, and not raised by one."""
+    """Return whether an error is about a process or a machine that is gone, and not raised by
+    one."""
     return isinstance(error, ray.exceptions.RayError) and not isinstance(
         error, ray.exceptions.RayTaskError
     )
@@ -44,8 +45,8 @@ def constructor_error(ray: Any, error: BaseException, name: str) -> ClusterError
 
 
 def loss_reason(ray: Any, error: BaseException) -> str:
-    """How a worker was lost. Raises the error itself where a worker raised it, and WorkerLostError
-    where what it was to be given is lost, as no other worker can do better."""
+    """How a worker was lost. Raises the error itself if a worker raised it, and WorkerLostError
+    if what it was to be given is lost, as no other worker can do better."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         error = cause if isinstance(cause, BaseException) else error
@@ -57,5 +58,5 @@ def loss_reason(ray: Any, error: BaseException) -> str:
 
 
 def died(error: BaseException) -> str:
-    """Of a worker, for messages."""
+    """Return a worker's cause of death, for messages."""
     return f"died: {library_text(error)}"

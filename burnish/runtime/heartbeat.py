@@ -148,7 +148,7 @@ class HeartbeatMonitor:
         return [h for h in handles if self._workers[id(h)].missed_s >= enough]
 
     def wait_for_heartbeats(self, handles: Sequence[Any]) -> list[Any]:
-        """Wait until each of ``handles`` has been heard anew or is silent; returns the silent."""
+        """Wait until each of ``handles`` sent a heartbeat or timed out; return the latter."""
         self._poll(at_once=True)  # beats from before do not count
         before = {id(h): self._workers[id(h)].counted for h in handles}
         while True:
@@ -173,8 +173,8 @@ class HeartbeatMonitor:
                 worker.missed_s += passed
 
     def _read(self) -> dict[int, int]:
-        """Beats so far. Where the board itself does not answer nobody is silent: it is killed, and
-        Ray starts it anew."""
+        """Return the heartbeats so far. If the registry does not answer, no worker counts as
+        unresponsive: the registry is killed, and Ray restarts it."""
         try:
             counts: dict[int, int] = self.ray.get(
                 self.registry.read.remote(), timeout=self.timeout_s

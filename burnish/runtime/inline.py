@@ -162,18 +162,18 @@ class InlineRuntime:
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> InprocSync:
-        """What hands the policy's weights to the rollout engine."""
+        """Return a function that transfers the policy's weights to the rollout engine."""
         return timed(
             InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
         )
 
     def release(self, engine: HasLogprobs) -> None:
-        """Nothing to do: its memory goes with the last reference to it."""
+        """Do nothing: its memory is freed with the last reference to it."""
 
     def peaks(self) -> list[ProcessPeaks]:
-        """Of this process, where its timeline measures them."""
+        """Return the peaks of this process, if its timeline measures them."""
         own = self.timeline.peaks
         return [] if own is None else [ProcessPeaks("all", 0, own.collect())]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process was started."""

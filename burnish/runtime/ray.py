@@ -54,7 +54,7 @@ class RayRuntime:
     ) -> None:
         """Join or start Ray and reserve ``placements``.
 
-        Raises ClusterError where the cluster is too small or cannot be reached.
+        Raises ClusterError if the cluster is too small or cannot be reached.
         """
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
         self.groups: list[WorkerGroup] = []
@@ -124,7 +124,7 @@ class RayRuntime:
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> Sync:
-        """What hands the policy's weights to the rollout workers."""
+        """Return a function that transfers the policy's weights to the rollout workers."""
         assert not isinstance(config, InprocSync), "refused when the recipe was read"
         if isinstance(config, DiskSync):
             config = config.model_copy(update={"folder": os.path.abspath(config.folder)})
@@ -145,7 +145,8 @@ class RayRuntime:
         self.groups = [group for group in self.groups if group.workers]
 
     def peaks(self) -> list[ProcessPeaks]:
-        """Of all workers, and of this process (its phases together, as ``controller``)."""
+        """Return the peaks of all workers, and of this process (its phases together, as
+        ``controller``)."""
         groups: list[tuple[str, list[Any]]] = [(g.name, g.workers) for g in self.groups]
         groups += [("rollout", rollout.workers) for rollout in self.rollouts]
         found = worker_peaks(self.cluster.ray, groups)

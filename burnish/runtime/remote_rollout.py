@@ -84,8 +84,9 @@ class RemoteRolloutEngine:
                 start(worker, part)
 
     def _next(self, stream: Any, worker: int, lost: dict[int, str]) -> list[Completion] | None:
-        """What is ready in a stream; None at its end. Adds to ``lost`` where its worker is, or what
-        it had sent and nobody had read yet (its machine died): either way it is sampled again."""
+        """Return the completions that are ready in a stream; None at its end. Adds to ``lost`` if
+        its worker is lost, or if completions that it sent are lost unread (its machine died):
+        either way they are sampled again."""
         ray = self.cluster.ray
         try:
             completions: list[Completion] = ray.get(next(stream))
@@ -130,8 +131,8 @@ class RemoteRolloutEngine:
         return lost
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Fresh workers with the same weights in the places of those that were lost; anew, where
-        some are lost meanwhile. Raises ClusterError where that was too often."""
+        """Replace lost workers by new ones with the same weights; again if some are lost
+        meanwhile. Raises ClusterError once ``max_restarts`` is exceeded."""
         while lost:
             monitor = self.cluster.monitor
             said = [f"{monitor.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
@@ -154,7 +155,7 @@ class RemoteRolloutEngine:
 
     def receive_snapshot(self, kept: WeightSnapshot[Any], *, verify: bool) -> None:
         """Give all workers one transfer, which stays in the object store until the next, for
-        those that are replaced. Raises SyncError where one does not accept it."""
+        those that are replaced. Raises SyncError if one does not accept it."""
 
         def give(indices: Sequence[int]) -> Lost:
             version, headers = kept.end.version, kept.headers

@@ -45,7 +45,7 @@ class RemoteTrainEngine:
         return to_tensor(self.group.all(lambda w: w.states.remote(packed))[0])
 
     def measure(self, batch: Batch, loss: Loss) -> Stats:
-        """What ``loss`` measures over ``batch``, without gradient."""
+        """Return the statistics of ``loss`` over ``batch``, without gradient."""
         packed, function = self._put(batch), self.group.cluster.ray.put(loss)
         stats: list[Stats] = self.group.all(lambda w: w.measure.remote(packed, function))
         return stats[0]
@@ -120,7 +120,7 @@ class RemoteSave:
 
     @property
     def done(self) -> bool:
-        """Whether all ranks are through. Raises WorkerLostError."""
+        """Return whether all ranks are through. Raises WorkerLostError."""
         return all(self.group.all(lambda w: w.is_saved.remote()))
 
     def wait(self) -> None:

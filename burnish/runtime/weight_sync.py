@@ -1,9 +1,9 @@
 """Weights from the policy's ranks to the rollout workers of a Ray cluster.
 
 Two ways. :class:`ObjectStoreSync`, the default: rank 0 puts buckets into Ray's object store, the
-controller keeps their headers, and every worker reads them there. Nobody has to meet, and a worker
-that is replaced is given what the others have. :class:`ConnectionSync`: rank 0 and the workers make
-a connection of their own (``sync/connect.py``), which is made anew, under a new name, when a
+controller keeps their headers, and every worker reads them there. No connection is needed, and a
+replaced worker gets the same weights as the others. :class:`ConnectionSync`: rank 0 and the workers
+make a connection of their own (``sync/connect.py``), which is replaced under a new name after a
 process of either side was replaced.
 
 Both carry versions and checksums that the workers verify; a worker that did not get all of it, as
@@ -54,7 +54,7 @@ class ObjectStoreSync:
         self.push()
 
     def push(self) -> Metrics:
-        """Hand the weights over. Raises SyncError where a worker refuses them."""
+        """Hand the weights over. Raises SyncError if a worker refuses them."""
         started = time.perf_counter()
         kept = self.policy.transfer_weights(self._pushes, self.options)
         self._pushes += 1
@@ -88,7 +88,7 @@ class ConnectionSync:
 
     def push(self) -> Metrics:
         """Hand the weights over. Workers that die or hang meanwhile are replaced, and all meet
-        again. Raises SyncError where a worker refuses them, and WorkerLostError where a rank is
+        again. Raises SyncError if a worker refuses them, and WorkerLostError if a rank is
         gone."""
         while lost := self._push(range(self.rollout.size)):
             self.rollout.replace(lost)  # (what they are given here the push to all overtakes)

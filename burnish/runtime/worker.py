@@ -61,8 +61,7 @@ class Bf16:
 
 
 def to_array(tensor: Tensor) -> Any:
-    """What travels of a tensor on the CPU: a NumPy array of its memory, marked where NumPy lacks
-    the format."""
+    """Return a NumPy array of the memory of a CPU tensor, marked if NumPy lacks the format."""
     if tensor.dtype == torch.bfloat16:
         return Bf16(tensor.view(torch.int16).numpy())
     return tensor.numpy()
@@ -215,7 +214,7 @@ class TrainWorker(Worker):
         return host, port
 
     def join(self, host: str, port: int, *, timeout_s: float, limits: Limits) -> None:
-        """Meet the other ranks. Raises after ``timeout_s`` where rank 0 is not to be found; who
+        """Meet the other ranks. Raises after ``timeout_s`` if rank 0 is not to be found; who
         waits for the others is ended from outside. Later ``limits`` hold."""
         self.ranks = RankGroup()
         if self.info.size == 1:
@@ -259,10 +258,10 @@ class TrainWorker(Worker):
             yield
 
     def _seed_pass(self) -> None:
-        """What the next pass draws (dropout) follows from the run's seed, the group, the rank and
-        the steps so far. So ranks draw independently (those of a tensor-parallel team, which
-        compute one layer together, alike), and a group that starts anew or is resumed draws what
-        this one would have."""
+        """Seed the random numbers of the next pass (dropout) from the run's seed, the group, the
+        rank and the steps so far. So ranks draw independently (equally in a tensor-parallel group,
+        which computes one layer together), and a restarted or resumed group draws the same numbers
+        as this one would."""
         engine, spec = self.engine, self.engine.spec
         kind = spec.train.engine
         alike = kind.tensor_parallel_size if isinstance(kind, TorchEngine) else 1
@@ -308,7 +307,8 @@ class TrainWorker(Worker):
             return self.engine.measure(unpack_batch(packed), loss).plain()
 
     def optim_step(self) -> tuple[StepStats, str | None, int]:
-        """What the step did, what NonFiniteError said if it was raised, and the version."""
+        """Return the statistics of the step, the message of NonFiniteError if it was raised, and
+        the version."""
         self._passes = 0
         try:
             with self._pass():
@@ -395,11 +395,11 @@ class TrainWorker(Worker):
             self._saving = self.engine.save_async(Path(folder))
 
     def is_saved(self) -> bool:
-        """Whether :meth:`finish_save` need not wait."""
+        """Return whether :meth:`finish_save` need not wait."""
         return self._saving is None or self._saving.done
 
     def finish_save(self) -> None:
-        """Until what :meth:`save_async` began is whole. Raises OSError where a rank could not
+        """Until what :meth:`save_async` began is whole. Raises OSError if a rank could not
         write."""
         saving, self._saving = self._saving, None
         if saving is not None:

@@ -45,8 +45,8 @@ class WorkerGroup:
         self.restart()
 
     def restart(self) -> None:
-        """Fresh workers that have met and loaded the model; anew where some are lost meanwhile.
-        Raises ClusterError where that was too often."""
+        """Start workers that connect and load the model; again if some are lost meanwhile. Raises
+        ClusterError once ``max_restarts`` is exceeded."""
         while not self._complete:
             try:
                 self._start()
@@ -69,8 +69,8 @@ class WorkerGroup:
     def all(self, call: Callable[[Any], Any]) -> list[Any]:
         """Every rank's answer to one call.
 
-        Where a rank dies or hangs: a model that is not trained is loaded anew, and the call done
-        again; else raises WorkerLostError that names it, and the group has to be restarted.
+        If a rank dies or hangs, a model that is not trained is loaded again and the call repeated.
+        Otherwise it raises WorkerLostError that names the rank, and the group has to be restarted.
         """
         while True:
             try:
@@ -150,7 +150,7 @@ class WorkerGroup:
         return WorkerLostError(f"{self.cluster.monitor.names(workers)} {how}")
 
     def is_complete(self) -> bool:
-        """Whether every rank answers."""
+        """Return whether every rank answers."""
         if not self._complete:
             return False
         try:

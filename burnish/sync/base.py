@@ -35,12 +35,11 @@ class SyncError(BurnishError, RuntimeError):
 
 
 class WeightMismatchError(SyncError, ValueError):
-    """What came whole is not the weights of the rollout model."""
+    """A complete transfer does not match the weights of the rollout model."""
 
 
 class LinkError(SyncError):
-    """Nothing more comes over this link for now: the other side is silent, or the connection is
-    gone."""
+    """The link timed out, or the connection is lost."""
 
 
 class InvalidWeightsError(SyncError):
@@ -113,7 +112,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message. Raises SyncError where it is not what :func:`encode` wrote."""
+    """The message. Raises SyncError if it is not what :func:`encode` wrote."""
     seal, body = data[:8], data[8:]
     if seal != b"%08x" % zlib.crc32(body):
         raise SyncError(

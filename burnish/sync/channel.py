@@ -29,7 +29,7 @@ def serve_store(host: str, port: int = 0, *, timeout_s: float = 300.0) -> TCPSto
 
 
 def connect_store(host: str, port: int, *, timeout_s: float = 300.0) -> TCPStore:
-    """The store that another process serves. Raises LinkError where there is none in time."""
+    """The store that another process serves. Raises LinkError if there is none in time."""
     return _tcp_store(host, port, listener=None, timeout_s=timeout_s)
 
 
@@ -83,7 +83,7 @@ class Channel:
         return "the sender" if rank == 0 else f"receiver {rank - 1}"
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a key. Raises LinkError where the store is gone."""
+        """Write a key. Raises LinkError if the store is gone."""
         with self._alive():
             self.store.set(key, value)  # type: ignore[arg-type]
 
@@ -109,7 +109,7 @@ class Channel:
             ) from error
 
     def has(self, key: str) -> bool:
-        """Whether a key is there now."""
+        """Return whether a key is there now."""
         with self._alive():
             return bool(self.store.check([key]))
 
@@ -128,7 +128,7 @@ class Channel:
         return number
 
     def next(self) -> tuple[int, bytes]:
-        """Receiver: wait for the next message. Raises LinkError where none comes in time."""
+        """Receiver: wait for the next message. Raises LinkError if none comes in time."""
         number = self._next
         data = self.get(f"message/{number}", rank=0, what="sent nothing more")
         self._next += 1

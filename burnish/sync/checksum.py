@@ -41,7 +41,7 @@ def checksum(payload: Tensor) -> str:
 
 
 def verify(payload: Tensor, expected: str, where: str) -> None:
-    """Compute the checksum of what came. Raises SyncError, beginning with ``where``, where it is
+    """Compute the checksum of what came. Raises SyncError, beginning with ``where``, if it is
     not ``expected``."""
     kind, _, digest = expected.partition(":")
     if kind not in ("xxh3", "sums"):

@@ -44,7 +44,7 @@ class CollectiveSender(ChannelSender):
         self._group.close()
 
     def _before(self, payload: Tensor) -> None:
-        """Nothing: a broadcast waits for the work that fills its buffer."""
+        """Do nothing: a broadcast waits for the work that fills its buffer."""
 
     def _after(self, slot: int, payload: Tensor, number: int) -> None:
         if payload.numel():
@@ -162,7 +162,7 @@ class _Group:
 
     def wait(self, work: Any) -> None:
         """Until a broadcast is done (CUDA: until it comes before what this stream does next).
-        Raises RuntimeError where it fails or takes too long."""
+        Raises RuntimeError if it fails or takes too long."""
         if self._on_cpu:
             work.wait(timedelta(seconds=self._channel.timeout_s))
         else:

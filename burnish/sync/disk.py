@@ -68,7 +68,7 @@ class DiskSender:
     def push(self) -> Metrics:
         """Write the weights and their version; older transfers are deleted but for ``keep``.
 
-        Raises SyncError where they cannot be written; what was there stays. Ranks without a folder
+        Raises SyncError if they cannot be written; what was there stays. Ranks without a folder
         return nothing.
         """
         started, weights = time.perf_counter(), self.policy.weights()
@@ -91,7 +91,7 @@ class DiskSender:
         return sync_metrics(version, sum(sizes), buckets=len(sizes), seconds=seconds)
 
     def close(self) -> None:
-        """Nothing to do: what was pushed stays."""
+        """Do nothing: pushed weights stay on the disk."""
 
     def _write(self, folder: Path, weights: Weights, version: int, sizes: list[int]) -> None:
         names = WeightNameCheck(None)
@@ -164,7 +164,7 @@ class DiskSource:
         self._last, self.expected = push_number(found), transfer.shapes
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _wait_for(self, version: int | None) -> Path:
         deadline = time.monotonic() + self.timeout_s

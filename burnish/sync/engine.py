@@ -64,7 +64,7 @@ class WeightSender:
     def push(self) -> Metrics:
         """Hand the weights and their version over; returns when every receiver has accepted them.
 
-        Raises SyncError where a receiver refused or said nothing in time; the others have the new
+        Raises SyncError if a receiver refused or said nothing in time; the others have the new
         weights then. Pushing again is always allowed. Ranks without a link return nothing.
         """
         started, weights = time.perf_counter(), self.policy.weights()

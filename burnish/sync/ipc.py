@@ -32,7 +32,7 @@ class SharedSender(ChannelSender):
     def __init__(
         self, channel: Channel, *, bucket_bytes: int, device: torch.device | str = "cpu"
     ) -> None:
-        """Raises LinkError with the names of those who did not join in time, and SyncError where
+        """Raises LinkError with the names of those who did not join in time, and SyncError if
         there is no room for the buffers."""
         device = torch.device(device)
         channel.rendezvous()

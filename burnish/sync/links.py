@@ -1,5 +1,5 @@
-"""What connections over a channel share: two buffers that take turns, headers in front of bytes,
-and answers at the end. How the bytes themselves go is left to ``collective.py`` and ``ipc.py``."""
+"""Shared code of connections over a channel: two alternating buffers, a header for each bucket, and
+answers at the end. How the bytes themselves go is left to ``collective.py`` and ``ipc.py``."""
 
 from __future__ import annotations
 

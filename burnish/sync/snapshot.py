@@ -35,7 +35,7 @@ class WeightSnapshot(Generic[P]):
 
     @property
     def end(self) -> End:
-        """The last message. Raises SyncError where it is another."""
+        """The last message. Raises SyncError if it is another."""
         message = decode(self.headers[-1])
         if not isinstance(message, End):
             raise SyncError(f"the transfer has no end: its last header is {message}")
@@ -70,7 +70,7 @@ class SnapshotSource(BucketSource):
         return message, _as_tensor(self._payloads.popleft())
 
     def answer(self, push: int, problem: str | None) -> None:
-        """Nothing: the caller of the engine's ``receive`` hears of a problem from it."""
+        """Do nothing: the engine's ``receive`` raises the problem in its caller."""
 
     def close(self) -> None:
         """Release what is left."""

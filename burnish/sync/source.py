@@ -35,7 +35,7 @@ copying some hundred kB."""
 
 
 class Checks(TypedDict, total=False):
-    """What a source checks, and how it gives tensors out."""
+    """Options of a source: its checks, and how it returns tensors."""
 
     expected: Mapping[str, Shape] | None
     """Shape of every weight of the rollout model. None (the default): those of the first good

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Dim = int | tuple[int, ...] | None
-
 
 def upload(x: Tensor, device: torch.device | str) -> Tensor:
     """Copy ``x`` to ``device``. To a GPU the copy goes through pinned memory and the host does not
@@ -25,15 +23,9 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def masked_sum(x: Tensor, mask: Tensor, dim: Dim = None, *, keepdim: bool = False) -> Tensor:
-    """Sum of ``x`` where ``mask`` (bool, broadcast to ``x``) is true, over ``dim`` (None: all)."""
-    return torch.where(mask, at_least_fp32(x), 0.0).sum(dim, keepdim=keepdim)
-
-
-def masked_mean(x: Tensor, mask: Tensor, dim: Dim = None, *, keepdim: bool = False) -> Tensor:
-    """Mean of ``x`` where ``mask`` is true. A mean over nothing is 0."""
-    count = mask.expand_as(x).sum(dim, keepdim=keepdim)
-    return masked_sum(x, mask, dim, keepdim=keepdim) / count.clamp(min=1)
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of ``x`` where ``mask`` (bool, broadcast to ``x``) is true, a scalar."""
+    return torch.where(mask, at_least_fp32(x), 0.0).sum()
 
 
 def masked_max(x: Tensor, mask: Tensor) -> Tensor:

@@ -313,7 +313,7 @@ def _call(node: ast.Call) -> Iterator[ast.AST]:
             yield ast.Call(node.func, args, node.keywords)
     if name == "where":
         yield from (a for a in node.args[1:] if not isinstance(a, ast.Constant))
-    if name in ("masked_sum", "masked_max", "masked_mean") and isinstance(node.func, ast.Name):
+    if name in ("masked_sum", "masked_max") and isinstance(node.func, ast.Name):
         every = ast.parse(f"torch.ones_like({ast.unparse(node.args[1])})", mode="eval").body
         yield ast.Call(node.func, [node.args[0], every], node.keywords)
     for i, keyword in enumerate(node.keywords):

@@ -16,11 +16,11 @@ from burnish.rollout.base import Completion, Request, Sampling
 from burnish.runtime.errors import failure, loss_reason
 from burnish.runtime.ray_cluster import RayCluster
 from burnish.runtime.rollout_worker import RolloutWorker
+from burnish.runtime.worker import BUCKET_BYTES
 from burnish.sync.base import encode
 from burnish.sync.buckets import messages
 from burnish.sync.snapshot import WeightSnapshot
 
-BUCKET_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 10.0
 
 Lost = dict[int, str]

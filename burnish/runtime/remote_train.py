@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from burnish.runtime.worker import TransferOptions, pack_batch, to_tensor
+from burnish.runtime.worker import BUCKET_BYTES, TransferOptions, pack_batch, to_tensor
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.types import Batch, PendingSave, Stats
-
-BUCKET_BYTES = 64 << 20
 
 
 class RemoteTrainEngine:

@@ -89,6 +89,10 @@ def unpack_batch(packed: Packed) -> Batch:
     return Batch(**values)
 
 
+BUCKET_BYTES = 64 << 20
+"""Bucket size of transfers that no recipe configures: ``weights()`` and ``load_weights()``."""
+
+
 @dataclass(frozen=True)
 class TransferOptions:
     """How weights are put into buckets."""

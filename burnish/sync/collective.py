@@ -2,7 +2,7 @@
 
 The group is made beside any default group and needs none, so processes of different worlds can
 join: gloo for CPU buffers, NCCL for CUDA buffers (not run: no GPU was there). Headers, marks and
-answers go through a store (``store.py``); only bytes of weights are broadcast.
+answers go through a store (``channel.py``); only bytes of weights are broadcast.
 
 Two buckets are on the move at a time: while one is sent the next one is gathered, converted and
 packed; a receiver lets the next one come in while it verifies and loads the one before.

@@ -1,4 +1,4 @@
-"""What a job is: its config becomes a loop, and a driver runs the loop.
+"""Contract of jobs: a job makes a loop from its config, and a driver runs the loop.
 
 A job is one config file, one job file with its ``JOB``, and one line of ``config/registry.py``.
 Training jobs build a :class:`Loop`, which ``trainer.Trainer`` runs; ``evaluate`` and ``generate``
@@ -87,7 +87,7 @@ class Loop(Closable, Protocol):
 
     @property
     def state(self) -> State:
-        """What checkpoints hold."""
+        """Return the state for checkpoints."""
         ...
 
     def step(self, number: int) -> Metrics:

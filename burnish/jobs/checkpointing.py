@@ -37,7 +37,7 @@ class RunPosition:
 
 @dataclass(frozen=True)
 class PreStepState:
-    """What a step may change without an update, as it was before the step."""
+    """The state before a step that the step may change without an update."""
 
     version: int
     position: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Checkpointing:
         self._saved_at = time.monotonic()
 
     def due(self, step: int, total_steps: int) -> bool:
-        """Whether a checkpoint is due after ``step``."""
+        """Return whether a checkpoint is due after ``step``."""
         every, minutes = self.config.every_n_steps, self.config.every_minutes
         if step == total_steps or not every:
             return step == total_steps

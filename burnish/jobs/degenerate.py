@@ -176,7 +176,7 @@ def pair_signal(batch: Batch) -> Finding:
 
 
 def label_signal(batch: Batch) -> Finding:
-    """Whether all responses of the step have one verdict."""
+    """Return whether all responses of the step have one verdict."""
     assert batch.labels is not None
     liked = batch.labels.float().mean().item()
     one_class = liked in (0.0, 1.0)

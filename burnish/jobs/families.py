@@ -1,4 +1,4 @@
-"""Whether and how the models of a job run, from their configs alone, before anything is loaded.
+"""Check how the models of a job run, from their configs alone, before anything is loaded.
 
 Reads a kept result without importing torch where there is one (``models/family.py``), so that a dry
 run stays quick.
@@ -73,7 +73,8 @@ def find_support(
 
 
 def _content(model: ModelConfig) -> list[bytes]:
-    """What the answer depends on, of a folder without code of its own; else nothing."""
+    """Return a digest of the model's config file. Empty if there is none, or if the model brings
+    code of its own."""
     file = Path(model.path or "") / "config.json"
     if model.trust_remote_code or model.gguf_file or not file.is_file():
         return []

@@ -27,7 +27,7 @@ OOM_FILE = "oom.txt"
 
 
 class MemoryMonitor:
-    """Of one run."""
+    """Memory monitor of one run."""
 
     def __init__(self, config: JobConfig, run_dir: Path, plan: Plan | None) -> None:
         self.config, self.run_dir, self.plan = config, run_dir, plan

@@ -151,8 +151,8 @@ def process_objective() -> Loss:
 
 
 def step_stats(scores: Tensor, batch: Batch) -> Stats:
-    """What scores [M] say of the steps of a batch: right where score and label are on the same
-    side of one half (a label of one half counts as good).
+    """Return the statistics of scores [M] of the steps of a batch. A step is right if score and
+    label are on the same side of one half (a label of one half counts as good).
 
     step_accuracy: of all steps; good_/bad_step_accuracy: of those with a good/bad label;
     row_exact: rows with every step right; step_score: mean probability given to a step;

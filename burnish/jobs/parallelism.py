@@ -1,4 +1,4 @@
-"""Whether the models of a job can be shared out as its recipe says: from their configs, before
+"""Check that the models of a job can be sharded as its recipe says: from their configs, before
 anything is loaded."""
 
 from __future__ import annotations

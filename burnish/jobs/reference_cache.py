@@ -66,7 +66,7 @@ class CachedReference:
 
 
 def row_keys(batch: Batch) -> Iterator[bytes]:
-    """What names each row: 16 bytes of its tokens and mask."""
+    """Yield the key of each row: 16 bytes of a hash of its tokens and mask."""
     bounds = batch.offsets.tolist()
     tokens, mask = batch.tokens.cpu().numpy(), batch.action_mask.cpu().numpy()
     for begin, end in pairwise(bounds):
@@ -110,8 +110,8 @@ def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) 
 def load(
     path: Path, batches: Sequence[Batch], *, model: ModelConfig, dtype: str, begun: bool
 ) -> CachedReference | None:
-    """What :func:`save` wrote. None where there is nothing, and, as the log says then, where it is
-    of another model or number format, or lacks rows of ``batches``.
+    """Load the log-probs that :func:`save` wrote. None if there are none, and (the log says so) if
+    they are of another model or number format, or lack rows of ``batches``.
 
     So too where the model's folder holds other weights now; but a run that has ``begun`` keeps the
     reference that it began with, and the log says so.

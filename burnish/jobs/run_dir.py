@@ -26,7 +26,7 @@ REFERENCE_FILE = "reference_logprobs.safetensors"
 def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
     """The run folder, made if it is new.
 
-    Raises RunError where it holds another run and nothing is resumed, and where what is to be
+    Raises RunError if it holds another run and nothing is resumed, and if what is to be
     resumed is no run or a run of another job.
     """
     if resume is not None:
@@ -78,8 +78,8 @@ def _check_writable(run_dir: Path) -> None:
 
 
 def _holds_something(folder: Path) -> bool:
-    """Whether there is more in it than what a run leaves that was refused, or failed before its
-    first measurement."""
+    """Return whether there is more in it than what a run leaves that was refused, or failed before
+    its first measurement."""
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0

@@ -68,7 +68,7 @@ def supervised_eval(run: Supervised) -> Metrics:
 
 
 class SupervisedState:
-    """What a checkpoint of a supervised run holds. Implements ``base.State``."""
+    """State of a supervised run in its checkpoints. Implements ``base.State``."""
 
     def __init__(self, run: Supervised) -> None:
         self.run, self.role = run, run.engine.role

@@ -55,8 +55,8 @@ class Updates:
 
 
 def step_metrics(steps: Sequence[StepStats]) -> Metrics:
-    """What the optimizer steps of one role did: the mean norm of those that were taken (of all, if
-    none was), counts of the others, the last rate and loss scale."""
+    """Return the metrics of the optimizer steps of one role: the mean norm of those that were taken
+    (of all, if none was), counts of the others, the last rate and loss scale."""
     taken = [s for s in steps if not s.skipped] or steps
     out = {
         "grad_norm": sum(s.grad_norm for s in taken) / len(taken),

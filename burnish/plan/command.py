@@ -55,7 +55,7 @@ def check_probe_options(options: PlanOptions) -> None:
 def plan_text(
     config: JobConfig, options: PlanOptions, notes: Sequence[str] = ()
 ) -> tuple[str, bool]:
-    """What is printed, and whether the recipe fits. Raises PlanError."""
+    """Return the text of the plan, and whether the recipe fits. Raises PlanError."""
     _check(options)
     tables = load_tables(options.gpus)
     hardware = _hardware(config, options, tables)

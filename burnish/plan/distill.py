@@ -1,5 +1,5 @@
-"""What a student's engine takes beside what every trained model does: its teacher's output
-projection, and the logits of two models where those of one were."""
+"""Memory of a student's engine in addition to that of a trained model: its teacher's output
+projection, and the logits of two models instead of one."""
 
 from __future__ import annotations
 

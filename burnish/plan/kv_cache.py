@@ -1,4 +1,4 @@
-"""What a rollout engine holds: weights, the key/value cache, and what a step takes beside them.
+"""Memory of a rollout engine: weights, the key/value cache, and the temporary tensors of a step.
 
 The local engine allocates slots that grow (``rollout/local.py``, ``models/attention.KVCache``), or,
 where it records CUDA graphs, all positions at once. vLLM takes its share of the GPU and fills what
@@ -21,7 +21,7 @@ _FIRST_ROOM = 64  # positions for new tokens that a cache begins with
 
 @dataclass(frozen=True)
 class Demand:
-    """What is asked of a rollout engine."""
+    """Load of a rollout engine."""
 
     sequences: int
     """Responses of one generate."""

@@ -29,7 +29,7 @@ class DoesNotFitError(BurnishError, RuntimeError):
 def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Plan | None:
     """Write ``plan.txt`` into the run folder; None where no plan could be made.
 
-    Raises DoesNotFitError where the run cannot fit, unless ``force``.
+    Raises DoesNotFitError if the run cannot fit, unless ``force``.
     """
     try:
         hardware = hardware_of(config)
@@ -57,7 +57,8 @@ def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Pl
 
 
 def hardware_of(config: JobConfig) -> Hardware | None:
-    """What the run will compute on, as far as this process can see; None where it cannot."""
+    """Return the hardware that the run will use, as far as this process can see; None if it
+    cannot."""
     cluster = config.cluster
     if cluster.runtime == "inline":
         gpus = None if config.resolve().device == "cpu" else visible_gpus()

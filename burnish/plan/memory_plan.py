@@ -46,7 +46,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Peak:
-    """What one place needs in one phase: a GPU with the workers on it, or a node's host memory."""
+    """Memory that one place needs in one phase: a GPU with the workers on it, or a node's host
+    memory."""
 
     place: str
     where: str
@@ -62,7 +63,7 @@ class Peak:
 
     @property
     def fits(self) -> bool:
-        """Whether it is within the limit."""
+        """Return whether it is within the limit."""
         return self.bytes <= self.limit
 
 

@@ -1,4 +1,4 @@
-"""What was planned beside what was measured, by role and phase."""
+"""Compare planned and measured memory, by role and phase."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def plan_vs_actual_text(lines: Sequence[PlanVsActual]) -> str:
 
 
 def to_json(lines: Sequence[PlanVsActual]) -> str:
-    """What the report reads."""
+    """Return the JSON that the report reads."""
     return json.dumps({"lines": [asdict(line) for line in lines]}, indent=1)
 
 

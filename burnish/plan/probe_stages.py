@@ -128,7 +128,7 @@ class PlannedPeak:
 
 @dataclass(frozen=True)
 class RolePhase:
-    """What one role does in one phase."""
+    """The work of one role in one phase."""
 
     role: str
     phase: str
@@ -168,7 +168,7 @@ def planned(stage: ProbeStage, hardware: Hardware) -> dict[str, PlannedPeak]:
 
 
 def _resident(roles: Sequence[RoleMemory], phase: str) -> list[Item]:
-    """What is there of all roles in one process: itself is counted once."""
+    """Return the resident items of all roles in one process; the process itself is counted once."""
     first, *others = (role.resident[phase] for role in roles)
     return [*first, *(i for items in others for i in items if i.name != "overhead")]
 

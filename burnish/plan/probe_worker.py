@@ -155,7 +155,7 @@ def _engine(
 def _work(
     job: JobSpec, engines: dict[str, BaseTrainEngine], ranks: RankGroup
 ) -> dict[RolePhase, Callable[[], Any]]:
-    """What every role does in every phase, in order."""
+    """Return the work of every role in every phase, in order."""
     work: dict[RolePhase, Callable[[], Any]] = {}
     rollout = probed_rollout(job)
     if rollout is not None:

@@ -1,4 +1,4 @@
-"""What a rollout engine holds on one rank, by phase."""
+"""Memory of a rollout engine on one rank, by phase."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rollout_role(context: Context, role: RolloutRole) -> RoleMemory:
 
 
 def demand_of(role: RolloutRole, shape: ModelShape) -> Demand:
-    """What one rollout worker is asked for at most."""
+    """Return the largest load of one rollout worker."""
     limit = positions(shape)
     length, prompt = role.lengths.within(limit)
     new, workers, held_out = length - prompt, role.ranks, role.evaluation

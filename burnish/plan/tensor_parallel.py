@@ -23,8 +23,8 @@ SHARED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelShape | None:
-    """What each of ``parts`` ranks has; None where no config describes it. Raises PlanError where
-    the model cannot be cut like that."""
+    """Return the shape of the model on each of ``parts`` ranks; None if no config describes it.
+    Raises PlanError if the model cannot be sharded like that."""
     if parts == 1:
         return shape
     config = copy.deepcopy(shape.config)

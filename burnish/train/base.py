@@ -1,5 +1,5 @@
-"""What a train engine is: a model that gives log-probs, takes gradients and steps. One contract,
-every backend.
+"""Contract of train engines: a model that computes log-probs, accumulates gradients and steps. One
+contract, every backend.
 
 Engines never import algorithms: the loss arrives as an argument.
 """
@@ -21,8 +21,8 @@ Role = Literal["policy", "critic", "reference", "reward", "teacher"]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model says about a micro-batch, in line with its tokens; entries outside the mask
-    are 0."""
+    """Outputs of the model for a micro-batch, aligned with its tokens; entries outside the mask are
+    0."""
 
     logprobs: Tensor | None = None
     """[M] fp32: log p(token t | tokens before it) at the engine's temperature, for action tokens"""
@@ -51,14 +51,14 @@ class Outputs:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Outputs:
-        """What :meth:`tensors` gave."""
+        """Rebuild the outputs from the result of :meth:`tensors`."""
         logprobs, entropy, values, divergence, teacher_kl, agreement, states = tensors
         return cls(logprobs, entropy, values, divergence, teacher_kl, agreement, states)
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     """L2 norm of the whole gradient before clipping"""
@@ -145,13 +145,13 @@ class TrainEngine(Protocol):
         ...
 
     def measure(self, batch: Batch, loss: Loss) -> Stats:
-        """What ``loss`` measures over ``batch``, without gradient."""
+        """Return the statistics of ``loss`` over ``batch``, without gradient."""
         ...
 
     def optim_step(self) -> StepStats:
         """Unscale, check, clip, step, schedule; clears the gradient.
 
-        Raises NonFiniteError, after skipping the step, where going on makes no sense.
+        Raises NonFiniteError, after skipping the step, if going on makes no sense.
         """
         ...
 
@@ -170,8 +170,8 @@ class TrainEngine(Protocol):
 
         Called by all ranks, with a folder that all of them see. Replicas are equal, and rank 0
         alone writes; who holds shards writes or sends its own. All ranks return when everything is
-        written. Raises OSError on all of them where one could not write, and ValueError, with
-        nothing written, where a weight is not finite.
+        written. Raises OSError on all of them if one could not write, and ValueError, with
+        nothing written, if a weight is not finite.
         """
         ...
 

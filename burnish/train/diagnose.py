@@ -111,7 +111,7 @@ def why_stop(
 
 
 def why_ruined(stats: StepStats, role: Role) -> str:
-    """What a step did that made the weights far larger than they were."""
+    """Return the message for weights that are far larger than at the start."""
     return (
         f"the weights of the {role} are {stats.growth:.3g} times as large as at the start, so what "
         f"they had learned is gone: the learning rate of the last step was {stats.lr:g}, and AdamW "
@@ -121,12 +121,12 @@ def why_ruined(stats: StepStats, role: Role) -> str:
 
 
 def where_bad(bad: BadTensor, rows: Sequence[int]) -> str:
-    """What was found in a micro-batch of these rows."""
+    """Return the message for a bad tensor in a micro-batch of these rows."""
     return f"First bad tensor: {bad} (rows {_shortened(rows)} of the batch)."
 
 
 def sum_is_bad(precision: PrecisionConfig) -> str:
-    """What it means that no micro-batch has a bad tensor."""
+    """Return the message for a bad gradient if no micro-batch has a bad tensor."""
     return (
         "Computed once more, every micro-batch's gradient is finite: their sum is not "
         f"(precision.grad_accum_dtype={precision.grad_accum_dtype}), or dropout drew other numbers."
@@ -183,7 +183,7 @@ class _Found(Exception):
 
 
 class _Watch:
-    """What was found, and the hooks to take away at the end."""
+    """The bad tensor, if found, and the hooks to remove at the end."""
 
     def __init__(self, *, stops: bool) -> None:
         self.found: BadTensor | None = None

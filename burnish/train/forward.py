@@ -109,8 +109,7 @@ class Forward:
     def _compute(
         self, batch: Batch, arranged: Arranged, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
-        """What the head says, in line with the tokens; ``with_entropy`` None: what it would have
-        read."""
+        """Return the head's outputs, aligned with the tokens; ``with_entropy`` None: its inputs."""
         hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
         return self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
 
@@ -135,7 +134,7 @@ class Forward:
     def _ask(
         self, batch: Batch, hidden: Tensor, target: Tensor, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
-        """What the head says about ``hidden`` [K, H], in line with the batch's tokens."""
+        """Return the head's outputs for ``hidden`` [K, H], aligned with the batch's tokens."""
         if with_entropy is None:
             return (_in_line(hidden, target, batch),)
         states = None if batch.teacher_states is None else batch.teacher_states[target]
@@ -248,7 +247,7 @@ def enable_checkpointing(body: PreTrainedModel) -> None:
 
 
 def experts_per_token(body: PreTrainedModel) -> int:
-    """Experts that each token of a mixture is sent to. Raises ModelError where there are none."""
+    """Experts that each token of a mixture is sent to. Raises ModelError if there are none."""
     told = body.config.to_dict()
     experts = told.get("num_experts") or told.get("num_local_experts") or 0
     each = told.get("num_experts_per_tok") or 0

@@ -31,7 +31,7 @@ class LossScaler(Protocol):
 
     @property
     def adapts(self) -> bool:
-        """Whether overflows change the scale."""
+        """Return whether overflows change the scale."""
         ...
 
     def update(self, overflow: bool) -> None:
@@ -39,7 +39,7 @@ class LossScaler(Protocol):
         ...
 
     def state_dict(self) -> State:
-        """What :meth:`load_state_dict` needs to go on."""
+        """Return the state for :meth:`load_state_dict`."""
         ...
 
     def load_state_dict(self, state: State) -> None:
@@ -56,14 +56,14 @@ class StaticLossScaler:
         self.scale = scale
 
     def update(self, overflow: bool) -> None:
-        """Nothing to adapt."""
+        """Do nothing: the scale is constant."""
 
     def state_dict(self) -> State:
-        """Nothing: the scale is the recipe's."""
+        """Return no state: the recipe has the scale."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Nothing to take back."""
+        """Ignore the saved state."""
 
 
 class DynamicLossScaler:
@@ -101,7 +101,7 @@ class DynamicLossScaler:
     def update(self, overflow: bool) -> None:
         """Take note of one optimizer step.
 
-        Raises LossScaleFloorError, with nothing changed, where the scale would have to go below
+        Raises LossScaleFloorError, with nothing changed, if the scale would have to go below
         ``min_loss_scale``.
         """
         if overflow:

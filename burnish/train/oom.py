@@ -24,8 +24,8 @@ class MicroBatchBackoff:
         self._retries = 0
 
     def try_reduce(self, error: Exception, batch: Batch, rows: Sequence[int]) -> bool:
-        """Whether a pass over ``rows`` that raised ``error`` can be tried with less; from then on
-        :meth:`parts` gives less."""
+        """Return whether a pass over ``rows`` that raised ``error`` can be tried with less; from
+        then on :meth:`parts` gives less."""
         if not is_out_of_memory(error):
             return False
         tokens = computed_tokens(batch, rows, self.layout)

@@ -234,7 +234,7 @@ class Optimizer:
         return torch._foreach_norm(self.masters, dtype=torch.float64) if self.masters else ()
 
     def _update_scale(self, overflow: bool) -> bool:
-        """Whether the scale could go where it has to."""
+        """Return whether the scale could go where it has to."""
         try:
             self.scaler.update(overflow)
         except LossScaleFloorError:
@@ -303,7 +303,7 @@ class Optimizer:
         )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint needs, by kind and parameter name; tensors are not copied."""
+        """Return the tensors of a checkpoint, by kind and parameter name; they are not copied."""
         kinds: dict[str, dict[str, Tensor]] = {
             "master": {},
             "exp_avg": {},
@@ -326,7 +326,7 @@ class Optimizer:
     @torch.no_grad()
     def load_tensors(self, kinds: Mapping[str, TensorFiles]) -> None:
         """Take back :meth:`tensors`, of which only this rank's rows are read. Raises ValueError
-        where names or shapes are not this model's."""
+        if names or shapes are not this model's."""
         have = kinds["master"]
         if set(have) != set(self.names):
             odd = sorted(set(have) ^ set(self.names))[:3]
@@ -353,14 +353,14 @@ class Optimizer:
             torch._foreach_copy_(list(self.params), self.masters)
 
     def _own(self, files: TensorFiles, name: str) -> Tensor:
-        """What this rank has of a tensor in a checkpoint."""
+        """Return this rank's part of a tensor in a checkpoint."""
         read = files.read(name, self.rows.get(name))
         columns = None if self.tp_plan is None else self.tp_plan.columns(name)
         return read if columns is None else read[:, slice(*columns)]
 
     def tensor_shards(self, *, copy: bool) -> dict[str, dict[str, TensorShard]]:
-        """What this rank saves where several write, on the CPU; a ``copy`` stays as it is while
-        training goes on. All ranks take part."""
+        """Return this rank's shards for a checkpoint that several ranks write, on the CPU; with
+        ``copy`` they do not change while training continues. All ranks take part."""
         return {
             kind: {name: self._tensor_shard(name, t, copy=copy) for name, t in tensors.items()}
             for kind, tensors in self.tensors().items()

@@ -88,7 +88,7 @@ class RankGroup:
             self._sum_bucket(bucket)
 
     def any(self, flag: bool | Tensor) -> bool:
-        """Whether ``flag`` is true on at least one rank."""
+        """Return whether ``flag`` is true on at least one rank."""
         return self.any_across([bool(flag)])[0]
 
     def any_across(self, flags: Sequence[bool]) -> list[bool]:
@@ -127,7 +127,7 @@ class RankGroup:
     def sum_stats(self, stats: Stats) -> Stats:
         """Stats of all ranks together, as plain numbers: means and sums added, maxima compared.
 
-        A rank that measured nothing (it had no rows) adds nothing. Raises ValueError where two
+        A rank that measured nothing (it had no rows) adds nothing. Raises ValueError if two
         ranks measured different things.
         """
         if self.size == 1:

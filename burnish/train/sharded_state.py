@@ -1,4 +1,4 @@
-"""What a sharded model's ranks keep and save: each its own rows of the weights, gradients and
+"""State of a sharded model's ranks: each keeps and saves its own rows of the weights, gradients and
 moments.
 
 FSDP2 cuts every parameter along its first dimension: rank r of n has rows ``[r * c, (r + 1) * c)``
@@ -92,7 +92,7 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's part is over, for good or ill."""
+        """Return whether this rank's part is over, for good or ill."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
@@ -100,7 +100,7 @@ class BackgroundSave:
         self._thread.join()
 
     def wait(self) -> None:
-        """Until the checkpoint is whole. Raises OSError, on all ranks, where one could not
+        """Until the checkpoint is whole. Raises OSError, on all ranks, if one could not
         write."""
         self.join()
         if self._error is not None:
@@ -116,7 +116,7 @@ class BackgroundSave:
             self._tensor_shards = {}
 
     def _together(self, work: Callable[[], Any]) -> None:
-        """Do this rank's work and wait for the others'. Raises OSError where one failed."""
+        """Do this rank's work and wait for the others'. Raises OSError if one failed."""
         problem: str | None = None
         try:
             work()

@@ -1,4 +1,4 @@
-"""What a train engine's checkpoint looks like on disk.
+"""Format of a train engine's checkpoint on disk.
 
 For every engine: ``engine.json`` and ``hf/`` (the second half of this file). For engines that hold
 their state in flat shards also the tensors; the files are those of
@@ -144,7 +144,7 @@ class ShardedState:
         """Write the tensors, and what ``describe`` writes, into ``folder``.
 
         All ranks take part, and the first writes, one parameter at a time. Raises OSError on all
-        ranks where it cannot.
+        ranks if it cannot.
         """
         ranks, error = self.shards.ranks, None
         for kind, tensors in self._kinds().items():
@@ -165,7 +165,7 @@ class ShardedState:
         _tell(ranks, error)
 
     def _kinds(self) -> dict[str, Iterator[Tensor]]:
-        """What is in a checkpoint, by kind."""
+        """Return the tensors of a checkpoint, by kind."""
         kinds, updates = {"master": self.shards.whole(lambda flat: flat)}, self.num_updates
         if updates is not None:
             for name in MOMENTS:
@@ -248,7 +248,7 @@ def read_into(path: Path, shards: Shards, pick: Callable[[Tensor], Tensor]) -> N
 def read_step(path: Path) -> float:
     """The number of updates that Adam has made, of a file with one for each parameter.
 
-    Raises ValueError where they differ: shards have one count for all that is in them.
+    Raises ValueError if they differ: shards have one count for all that is in them.
     """
     with safe_open(path, framework="pt") as file:
         steps = {float(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
@@ -311,7 +311,7 @@ def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
 
 def write_together(ranks: RankGroup, write: Callable[[], None] | None) -> None:
     """Every rank writes what it has to (None: nothing); all return when all have. Raises OSError
-    on all of them where one could not."""
+    on all of them if one could not."""
     error: Exception | None = None
     try:
         if write is not None:
@@ -334,14 +334,14 @@ def _tell(ranks: RankGroup, error: Exception | None) -> None:
 
 
 def _same_base(saved: ModelConfig, spec: EngineSpec) -> bool:
-    """Whether ``saved`` is the model of ``spec``: by the name that the recipe has for it, wherever
-    its folder is now, or by the full path. (Workers may work in another folder than the recipe's,
-    where a saved name means nothing.)"""
+    """Return whether ``saved`` is the model of ``spec``: by the name that the recipe has for it,
+    wherever its folder is now, or by the full path. (Workers may work in another folder than the
+    recipe's, where a saved name means nothing.)"""
     full = _base(spec.model.with_absolute_paths())
     own = _base(spec.recipe_model or spec.model)
     return _base(saved) in (own, full) or _base(saved.with_absolute_paths()) == full
 
 
 def _base(model: ModelConfig) -> dict[str, Any]:
-    """What decides the weights that adapters are added to."""
+    """Return the settings that determine the weights that adapters are added to."""
     return model.model_dump(include={"path", "gguf_file", "revision", "scratch"}, exclude_none=True)

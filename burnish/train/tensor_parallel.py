@@ -1,5 +1,5 @@
-"""What the ranks of a tensor-parallel team have of each parameter, and how it becomes whole again:
-gradients, norms, checkpoints, weights for a rollout engine.
+"""Parts of each parameter on the ranks of a tensor-parallel group, and their gathering: gradients,
+norms, checkpoints, weights for a rollout engine.
 
 Three kinds of parameters: cut ones, of which each rank of a team has a part; whole ones, with the
 same gradient on every rank of a team; and whole ones with a partial gradient (norms of single
@@ -36,7 +36,8 @@ class TensorParallelPlan:
         return self._specs[name].dim if name in self._specs else None
 
     def shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
-        """Of the whole parameter. ``own``: of what is here, which may be sharded otherwise too."""
+        """Return the unsharded shape. ``own``: the shape of the local part, which may be sharded in
+        another way too."""
         return self._specs[name].shape if name in self._specs else tuple(own)
 
     def rows(self, name: str, own: Rows) -> Rows:
@@ -84,9 +85,9 @@ class TensorParallelPlan:
     def tensor_shard(
         self, name: str, tensor: Tensor, *, rows: Rows, shape: tuple[int, ...]
     ) -> TensorShard:
-        """What this rank writes of a tensor that is cut as parameter ``name`` is, so that the team
-        writes each row once and whole. ``rows``: of the whole parameter, that are here; ``shape``:
-        of the whole. All ranks of the team take part."""
+        """Return this rank's shard of a tensor that is sharded as parameter ``name`` is, so that
+        the group writes each row once and complete. ``rows``: the local rows of the unsharded
+        parameter; ``shape``: its shape. All ranks of the group take part."""
         rank, size = self.model_parallel.rank, self.model_parallel.size
         if self.dim(name) == 0:
             return TensorShard(tensor, rows[0], shape)
@@ -103,7 +104,7 @@ def apply_tensor_parallel(
 ) -> TensorParallelPlan:
     """Cut ``model`` over the team, whose ranks come with the same weights, or with none yet.
 
-    Raises ModelError where that cannot be done, or where the model computes something else
+    Raises ModelError if that cannot be done, or if the model computes something else
     afterwards: then its plan does not fit it.
     """
     assert model_parallel.group is not None

@@ -29,7 +29,6 @@ from burnish.config.train import (
     CheckpointConfig,
     TrainConfig,
     checkpoint_rules,
-    engine_rules,
     expert_rules,
     parallel_rules,
     ranks_per_row,
@@ -254,7 +253,7 @@ def training_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
         job.batch_plan()
     except BatchError as error:
         yield str(error)
-    yield from engine_rules(train, job.precision)
+    yield from train.engine.precision_rules(job.precision)
     yield from checkpoint_rules(job.checkpoint, train, ranks=job.cluster.policy_ranks)
     yield from expert_rules(train, job.model)
     yield from parallel_rules(train, job.cluster)

@@ -18,7 +18,8 @@ from burnish.config.ptx import PtxConfig
 from burnish.config.rewards import ModelReward, RewardConfig
 from burnish.config.rollout import EvalConfig, RolloutEngineConfig
 from burnish.config.sync import SyncConfig
-from burnish.config.train import CheckpointConfig, TrainConfig, TrainEngineConfig
+from burnish.config.train import CheckpointConfig, TrainConfig
+from burnish.config.train_engines import TrainEngineConfig
 
 
 @dataclass(frozen=True)

@@ -4,183 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from burnish.config.base import Node
 from burnish.config.cluster import ClusterConfig, ClusterRole
-from burnish.config.model import ModelConfig, PrecisionConfig
-
-
-class TorchEngine(Node):
-    """Plain PyTorch, on CPU or one GPU per rank: in the process of the job, or on Ray in each
-    rank's worker."""
-
-    kind: Literal["torch"] = "torch"
-    device: str = "auto"
-    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
-    ``cuda:1``."""
-    sharding: Literal["none", "full"] = "none"
-    """What several ranks do with the model. none: each holds all of it (replicas). full: each holds
-    its part of the weights, gradients and optimizer state (FSDP2), and a layer is gathered when it
-    is computed. One rank alone has nothing to shard."""
-    reshard_after_forward: bool = True
-    """sharding=full: free each layer's gathered weights after its forward pass and gather them
-    again for backward. False: keep them in between, which saves a third of the traffic and costs
-    the memory of the whole model in the compute format."""
-    reduce_gradients: Literal["every_pass", "once"] = "every_pass"
-    """sharding=full: when gradients are summed over ranks. every_pass: after each micro-batch;
-    between passes a rank holds its part of the sums. once: after the last micro-batch of a batch;
-    least traffic, and until then each rank holds an fp32 gradient of the whole model."""
-    cpu_offload: bool = False
-    """sharding=full: keep sharded weights, gradients and optimizer state in CPU memory, and step
-    there."""
-    sequence_parallel_size: int = Field(1, ge=1)
-    """This many consecutive ranks compute the same rows, each a stretch of their tokens; around
-    attention tokens are exchanged for heads (Ulysses). It must divide the ranks and the model's
-    attention heads. 1: a rank computes whole rows."""
-
-    tensor_parallel_size: int = Field(1, ge=1)
-    """This many consecutive ranks compute the same rows, each with its part of every layer's heads
-    and inner width. It must divide the ranks and the model's attention and key/value heads. 1: a
-    layer is whole."""
-
-    @property
-    def ranks_per_row(self) -> int:
-        """Ranks that compute the same rows together."""
-        return self.sequence_parallel_size * self.tensor_parallel_size
-
-    @property
-    def shards_weights(self) -> bool:
-        """Return whether each of several ranks holds a part of every weight."""
-        return self.sharding == "full"
-
-    @property
-    def shares_weights(self) -> bool:
-        """Return whether another engine in the same process can run the model as it is. (One
-        process has one rank, whose model is not in shards.)"""
-        return self.tensor_parallel_size == 1
-
-    @property
-    def offloads_optimizer(self) -> bool:
-        """Return whether masters and moments are in host memory."""
-        return self.cpu_offload
-
-    @property
-    def parallel_setting(self) -> str:
-        """The setting by which ranks compute the same rows, as it is written."""
-        tensor = self.tensor_parallel_size > 1
-        name = "tensor_parallel_size" if tensor else "sequence_parallel_size"
-        return f"train.engine.{name}={self.ranks_per_row}"
-
-    @property
-    def parallel_problem(self) -> str | None:
-        """Why ranks cannot compute rows together in this way; None: they can."""
-        if self.sequence_parallel_size == 1 or self.tensor_parallel_size == 1:
-            return None
-        return (
-            f"sequence_parallel_size={self.sequence_parallel_size} with tensor_parallel_size="
-            f"{self.tensor_parallel_size}: both share the heads among the ranks that compute a "
-            "row, and sharing them twice is not there; use one of the two (sequence_parallel_"
-            "size with sharding=full for long rows, tensor_parallel_size for wide layers)"
-        )
-
-    def rules(self) -> Iterator[str]:
-        if self.parallel_problem is not None:
-            yield self.parallel_problem
-        if self.sharding == "none":
-            for name in ("reshard_after_forward", "reduce_gradients", "cpu_offload"):
-                if self.model_dump()[name] != type(self).model_fields[name].default:
-                    yield f"{name} acts on a sharded model only; remove it, or use sharding=full"
-
-
-class DeepSpeedEngine(Node):
-    """DeepSpeed's ZeRO over data-parallel ranks: state, gradients and weights in shards (extra
-    ``deepspeed``)."""
-
-    kind: Literal["deepspeed"] = "deepspeed"
-    device: Literal["auto"] = "auto"
-    """DeepSpeed finds its accelerator itself; the environment variable ``DS_ACCELERATOR`` (cpu,
-    cuda) overrules it."""
-    zero_stage: int = Field(2, ge=0, le=3)
-    """What is cut into shards. 0: nothing. 1: masters and moments. 2: gradients too. 3: weights
-    too."""
-    adam_offload: bool = False
-    """Keep masters and moments in host memory and step there (stages 1 to 3)."""
-    param_offload: bool = False
-    """Keep this rank's shard of the weights in host memory (stage 3)."""
-    zero_init: bool = False
-    """Cut weights into shards while they are read from files, so that no rank ever holds the whole
-    model (stage 3; models with a ``path``)."""
-    zero_hpz_partition_size: int = Field(1, ge=1)
-    """ZeRO++: keep a second shard of the weights within groups of this many ranks (the GPUs of a
-    node), so that backward gathers inside the node (stage 3). 1: none."""
-    param_persistence_threshold: int = Field(100_000, ge=0)
-    """Stage 3: weights of fewer entries than this stay whole on every rank."""
-    reduce_bucket_size: int = Field(50_000_000, ge=1)
-    """Gradient entries that are sent at one time; buffers of this size are held."""
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """A layer is whole."""
-        return 1
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """A rank computes whole rows."""
-        return 1
-
-    @property
-    def ranks_per_row(self) -> int:
-        """Ranks that compute the same rows together."""
-        return 1
-
-    @property
-    def shards_weights(self) -> bool:
-        """Return whether each rank holds a part of every weight."""
-        return self.zero_stage == 3
-
-    @property
-    def shares_weights(self) -> bool:
-        """Return whether another engine in the same process can run the model as it is. (Stage 3
-        has its weights in shards even on one rank.)"""
-        return self.zero_stage < 3
-
-    @property
-    def offloads_optimizer(self) -> bool:
-        """Return whether masters and moments are in host memory."""
-        return self.adam_offload
-
-    def rules(self) -> Iterator[str]:
-        if self.adam_offload and self.zero_stage == 0:
-            yield (
-                "adam_offload moves shards of the optimizer, and zero_stage=0 has none; use 1 to 3"
-            )
-        for name in ("param_offload", "zero_init"):
-            if self.model_dump()[name] and self.zero_stage != 3:
-                yield (
-                    f"{name} is about shards of the weights, and zero_stage={self.zero_stage} "
-                    "keeps them whole; use zero_stage=3"
-                )
-        if self.zero_hpz_partition_size > 1 and self.zero_stage != 3:
-            yield (
-                f"zero_hpz_partition_size={self.zero_hpz_partition_size} keeps a second shard of "
-                f"the weights, and zero_stage={self.zero_stage} keeps them whole; use zero_stage=3"
-            )
-
-
-def _torch_unless_named(value: Any) -> Any:
-    """``engine: deepspeed`` is short for its defaults; without a kind it is the torch engine."""
-    if isinstance(value, str):
-        return {"kind": value}
-    return {"kind": "torch", **value} if isinstance(value, dict) else value
-
-
-TrainEngineConfig = Annotated[
-    Annotated[TorchEngine | DeepSpeedEngine, Field(discriminator="kind")],
-    BeforeValidator(_torch_unless_named),
-]
+from burnish.config.model import ModelConfig
+from burnish.config.train_engines import TorchEngine, TrainEngineConfig
 
 
 class TrainConfig(Node):
@@ -269,79 +100,34 @@ class TrainConfig(Node):
 
 def on_oom_problem(train: TrainConfig) -> str | None:
     """Why an engine cannot do a pass again with fewer rows; None: it can."""
-    engine = train.engine
-    how = None
-    if isinstance(engine, DeepSpeedEngine):
-        how = "engine.kind=deepspeed"
-    elif engine.sharding == "full":
-        how = "engine.sharding=full"
-    elif engine.ranks_per_row > 1:
-        how = engine.parallel_setting.removeprefix("train.")
-    if how is None:
+    waits_by = train.engine.waits_by
+    if waits_by is None:
         return None
     return (
-        f"on_oom=retry_smaller with {how}: there all ranks wait for each other in every pass, and "
-        "one that leaves it would leave the others waiting; use on_oom=fail with a smaller "
-        "micro_train_batch_size"
+        f"on_oom=retry_smaller with {waits_by.removeprefix('train.')}: there all ranks wait for "
+        "each other in every pass, and one that leaves it would leave the others waiting; use "
+        "on_oom=fail with a smaller micro_train_batch_size"
     )
 
 
 def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
     """Why the load of experts cannot be evened: no experts, or an engine that does not see them."""
-    engine, name = train.engine, f"train.moe_aux_loss_coef={train.moe_aux_loss_coef:g}"
+    name = f"train.moe_aux_loss_coef={train.moe_aux_loss_coef:g}"
     if not train.moe_aux_loss_coef:
         return
     if model.scratch is not None:
         yield f"{name} evens the load of experts, and model.scratch has none; remove it"
-    how = None
-    if isinstance(engine, DeepSpeedEngine):
-        how = "train.engine.kind=deepspeed"
-    elif engine.sharding == "full":
-        how = "train.engine.sharding=full"
-    elif engine.ranks_per_row > 1:
-        how = engine.parallel_setting
-    if how is not None:
+    if train.engine.waits_by is not None:
         yield (
-            f"{name} with {how}: only the torch engine's replicas read what routers chose; use "
-            "train.engine.kind=torch with sharding=none and whole rows, or leave it out"
-        )
-
-
-def engine_rules(train: TrainConfig, precision: PrecisionConfig) -> Iterator[str]:
-    """One sentence for each number format that the train engine cannot keep to."""
-    engine = train.engine
-    if isinstance(engine, TorchEngine):
-        if engine.sharding == "full" and precision.grad_accum_dtype != "fp32":
-            yield (
-                f"precision.grad_accum_dtype={precision.grad_accum_dtype} with "
-                "train.engine.sharding=full: sharded gradients add up in fp32 (each rank holds its "
-                "part of them only); use fp32"
-            )
-        return
-    if engine.zero_stage == 0 and precision.dtype == "fp16":
-        yield (
-            "train.engine.zero_stage=0 with precision.dtype=fp16: there DeepSpeed ignores "
-            "hysteresis and the floor of the loss scale, and does not multiply the loss by it; use "
-            "zero_stage=1 (the same memory on one rank), or dtype=bf16"
-        )
-    elif engine.zero_stage == 0 and precision.dtype != precision.grad_accum_dtype:
-        yield (
-            f"train.engine.zero_stage=0 with precision.dtype={precision.dtype}: there DeepSpeed "
-            f"adds gradients up in {precision.dtype} only; use zero_stage=1 (the same memory on "
-            f"one rank), or precision.grad_accum_dtype={precision.dtype}"
-        )
-    if precision.dtype == "fp16" and precision.min_loss_scale % 1:
-        yield (
-            f"precision.min_loss_scale={precision.min_loss_scale:g}: DeepSpeed takes whole numbers "
-            "only; use 1 or more"
+            f"{name} with {train.engine.waits_by}: only the torch engine's replicas read what "
+            "routers chose; use train.engine.kind=torch with sharding=none and whole rows, or "
+            "leave it out"
         )
 
 
 def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
-    """One sentence for each role whose ranks do not make whole teams of those that compute the same
-    rows."""
-    if not isinstance(train.engine, TorchEngine):
-        return
+    """One sentence for each role whose number of ranks is not a multiple of those that compute the
+    same rows."""
     size = train.engine.ranks_per_row
     roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic")
     given = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
@@ -351,8 +137,7 @@ def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
             told.add(ranks)
             yield (
                 f"{train.engine.parallel_setting} does not divide {name}={ranks}, and {size} ranks "
-                f"compute the "
-                f"same rows; use a multiple of {size}"
+                f"compute the same rows; use a multiple of {size}"
             )
 
 
@@ -430,10 +215,9 @@ def checkpoint_rules(
     checkpoint: CheckpointConfig, train: TrainConfig, *, ranks: int
 ) -> Iterator[str]:
     """Why nothing can be saved in the background."""
-    engine = train.engine
     if not checkpoint.in_background:
         return
-    if not isinstance(engine, TorchEngine) or engine.sharding != "full":
+    if not train.engine.saves_own_shards:
         yield (
             "checkpoint.in_background=true with an engine whose rank 0 writes for all: only ranks "
             "of train.engine.sharding=full write their own parts while training goes on; set "

@@ -13,7 +13,7 @@ from burnish.config.model import ModelConfig
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.rollout import SamplingConfig
 from burnish.config.steps import PairsDataConfig, StepsDataConfig
-from burnish.config.train import TrainEngineConfig
+from burnish.config.train_engines import TrainEngineConfig
 from burnish.jobs.base import Functions
 from burnish.models.dropout import noise_of
 from burnish.models.load import ModelError, describe, hf_config, num_positions

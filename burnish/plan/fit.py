@@ -17,7 +17,7 @@ from burnish.config.load import ConfigError, load_config
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, TrainRole
 from burnish.config.rollout import VllmEngine
-from burnish.config.train import DeepSpeedEngine
+from burnish.config.train_engines import DeepSpeedEngine
 from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import TIGHT, Plan
 from burnish.plan.predict import make_plan

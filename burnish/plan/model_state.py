@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from burnish.config.model import Dtype, PrecisionConfig
-from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.plan.shapes import ModelShape, rounded_up
 
 Where = Literal["device", "host", "disk"]

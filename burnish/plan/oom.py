@@ -12,7 +12,8 @@ from burnish.config.job import JobConfig
 from burnish.config.load import ConfigError, load_config
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import VllmEngine
-from burnish.config.train import DeepSpeedEngine, on_oom_problem
+from burnish.config.train import on_oom_problem
+from burnish.config.train_engines import DeepSpeedEngine
 from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.logprobs import chunk_tokens

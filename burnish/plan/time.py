@@ -15,7 +15,7 @@ from burnish.config.job import JobConfig
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
 from burnish.config.rollout import VllmEngine
-from burnish.config.train import DeepSpeedEngine
+from burnish.config.train_engines import DeepSpeedEngine
 from burnish.plan.hardware import Hardware
 from burnish.plan.kv_cache import bytes_per_token, vllm_on_gpu
 from burnish.plan.model_state import SIZES, EngineSetup

@@ -7,7 +7,7 @@ from dataclasses import replace
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.model import ModelConfig
 from burnish.config.roles import JobSpec, TrainRole
-from burnish.config.train import DeepSpeedEngine, TorchEngine
+from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.models.logprobs import chunk_tokens
 from burnish.plan import model_state
 from burnish.plan.activations import Peaks

@@ -32,7 +32,6 @@ from burnish.train.engines import (
     loading,
     make_engine,
     reads_own_shards,
-    shares_weights,
 )
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
@@ -107,7 +106,7 @@ class InlineRuntime:
         model: Any = trainer.model
         if isinstance(config, VllmEngine):
             return self._vllm(model, config, max_len)
-        if wanted != self.precision.dtype or not shares_weights(trainer.spec):
+        if wanted != self.precision.dtype or not trainer.spec.train.engine.shares_weights:
             base = trainer.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)

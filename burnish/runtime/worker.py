@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.sync import DiskSync, LinkSync
-from burnish.config.train import TorchEngine
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.peaks import MemoryPeak, PhasePeaks
 from burnish.observe.timeline import Timeline
@@ -267,8 +266,7 @@ class TrainWorker(Worker):
         which computes one layer together), and a restarted or resumed group draws the same numbers
         as this one would."""
         engine, spec = self.engine, self.engine.spec
-        kind = spec.train.engine
-        alike = kind.tensor_parallel_size if isinstance(kind, TorchEngine) else 1
+        alike = spec.train.engine.tensor_parallel_size
         steps = engine.version + engine.skipped_total
         group = zlib.crc32(self.info.group.encode())
         key = (group, self.info.rank // alike, steps, self._passes)

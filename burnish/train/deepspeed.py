@@ -24,7 +24,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from burnish.config.model import Dtype
-from burnish.config.train import DeepSpeedEngine, engine_rules
+from burnish.config.train_engines import DeepSpeedEngine
 from burnish.errors import BurnishError
 from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_compute_dtype, check_head
@@ -35,6 +35,7 @@ from burnish.train.diagnose import BadTensor
 from burnish.train.engine import BaseTrainEngine, Describe
 from burnish.train.forward import BatchForward, zero_of
 from burnish.train.process_group import RankGroup
+from burnish.train.spec import EngineSpec
 from burnish.train.zero import (
     ZeroAdamW,
     ZeroOptimizer,
@@ -66,6 +67,36 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
     """DeepSpeed's engine; None if there is nothing to shard and nothing to step."""
     waits_in_backward = True
 
+    @classmethod
+    def loads_on_host(cls, spec: EngineSpec) -> bool:
+        """The fp32 weights would fill a GPU on which the shards fit."""
+        return True
+
+    @classmethod
+    @contextmanager
+    def loading(cls, spec: EngineSpec, dtype: Dtype, ranks: RankGroup) -> Iterator[None]:
+        """Shard weights while transformers reads them (``zero_init``)."""
+        options = cast(DeepSpeedEngine, spec.train.engine)
+        if not options.zero_init:
+            yield
+            return
+        library = _deepspeed()
+        _join(library, ranks)
+        on_gpu = torch.device(_accelerator(library).current_device_name()).type != "cpu"
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero_section(options, on_gpu=on_gpu),
+            **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
+        }
+        keep = HfDeepSpeedConfig(config)  # transformers holds it weakly
+        try:
+            yield
+        finally:
+            del keep
+            unset_hf_deepspeed_config()
+
     @property
     def options(self) -> DeepSpeedEngine:
         """``train.engine`` of the recipe."""
@@ -75,7 +106,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
 
     def _start_backend(self, device: torch.device | None) -> torch.device:
         """DeepSpeed chooses the device itself."""
-        for problem in engine_rules(self.spec.train, self.spec.precision):
+        for problem in self.options.precision_rules(self.spec.precision):
             raise DeepSpeedError(problem)
         self._library = _deepspeed()
         _join(self._library, self.ranks)
@@ -261,28 +292,3 @@ def _on_this_machine(library: Any) -> Iterator[None]:
         yield
     finally:
         module.build_shm_op, accelerator.is_fp16_supported = build, supported
-
-
-@contextmanager
-def loading(engine: DeepSpeedEngine, dtype: Dtype, ranks: RankGroup) -> Iterator[None]:
-    """Inside, transformers cuts the weights it reads into shards at once (``zero_init``); without
-    ``zero_init`` nothing is different. ``dtype``: the one that the model is loaded in."""
-    if not engine.zero_init:
-        yield
-        return
-    library = _deepspeed()
-    _join(library, ranks)
-    on_gpu = torch.device(_accelerator(library).current_device_name()).type != "cpu"
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero_section(engine, on_gpu=on_gpu),
-        **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
-    }
-    keep = HfDeepSpeedConfig(config)  # transformers holds it weakly
-    try:
-        yield
-    finally:
-        del keep
-        unset_hf_deepspeed_config()

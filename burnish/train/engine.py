@@ -38,6 +38,9 @@ Two attributes say where ranks wait for each other: ``waits_in_forward`` and
 ``waits_in_backward``. If ranks wait, all of them make the same number of passes, and a rank without
 rows computes a made-up row whose loss is multiplied by 0.
 
+Before the model exists, classmethods say how it is loaded: ``loads_on_host`` *,
+``reads_own_shards`` *, ``loading`` *.
+
 No hook of a training step reads a value back from the device before ``optim_step``.
 """
 
@@ -46,6 +49,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +58,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from burnish.config.model import Dtype
 from burnish.models.buffers import buffers_now, load_buffers, num_buffer_bytes
 from burnish.models.dropout import start_training
 from burnish.models.half_linear import use_fp32_products
@@ -130,6 +135,24 @@ class BaseTrainEngine(ABC):
         model.eval()
         use_fp32_products(model, DTYPES[spec.precision.dtype])
         self._check_model()
+
+    # ---- before the model is loaded --------------------------------------------------------
+
+    @classmethod
+    def loads_on_host(cls, spec: EngineSpec) -> bool:
+        """Return whether the model is loaded in host memory, wherever the engine computes."""
+        return False
+
+    @classmethod
+    def reads_own_shards(cls, ranks: RankGroup) -> bool:
+        """Return whether each rank reads its own rows, into a model that is made without any."""
+        return False
+
+    @classmethod
+    @contextmanager
+    def loading(cls, spec: EngineSpec, dtype: Dtype, ranks: RankGroup) -> Iterator[None]:
+        """Context in which a model is loaded in ``dtype``."""
+        yield
 
     # ---- hooks -----------------------------------------------------------------------------
 

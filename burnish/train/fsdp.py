@@ -25,9 +25,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from burnish.config.train import TorchEngine
+from burnish.config.train_engines import TorchEngine
 from burnish.models.buffers import persistent_buffers
 from burnish.models.checks import check_head, raise_if_lacking, raise_overflow
 from burnish.models.empty import fill_rows
@@ -39,7 +39,7 @@ from burnish.train.diagnose import BadTensor, first_bad_tensor
 from burnish.train.engine import Describe
 from burnish.train.forward import NO_ROWS
 from burnish.train.optim import Optimizer
-from burnish.train.process_group import SINGLE, RankGroup
+from burnish.train.process_group import RankGroup
 from burnish.train.sharded_state import BackgroundSave, ShardedOptimizer, local, own_rows
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
@@ -48,25 +48,6 @@ from burnish.types import Batch
 log = logging.getLogger("burnish")
 
 T = TypeVar("T")
-
-
-def torch_engine(
-    model: nn.Module,
-    spec: EngineSpec,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    ranks: RankGroup = SINGLE,
-    device: torch.device | None = None,
-) -> TorchTrainEngine:
-    """The torch engine that the recipe asks for: sharded over ranks, or replicas."""
-    kind = ShardedTrainEngine if is_sharded(spec, ranks) else TorchTrainEngine
-    return kind(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
-
-
-def is_sharded(spec: EngineSpec, ranks: RankGroup) -> bool:
-    """Return whether the torch engine cuts its state over ``ranks``."""
-    engine = spec.train.engine
-    return isinstance(engine, TorchEngine) and engine.sharding == "full" and ranks.group is not None
 
 
 class _Within(nn.Module):
@@ -95,6 +76,16 @@ class ShardedTrainEngine(TorchTrainEngine):
     """
 
     waits_in_forward = waits_in_backward = True
+
+    @classmethod
+    def loads_on_host(cls, spec: EngineSpec) -> bool:
+        """The fp32 weights of an offloaded engine may be larger than a GPU."""
+        return cast(TorchEngine, spec.train.engine).cpu_offload
+
+    @classmethod
+    def reads_own_shards(cls, ranks: RankGroup) -> bool:
+        """Several ranks read their own rows."""
+        return ranks.size > 1
 
     # ---- sharding --------------------------------------------------------------------------
 

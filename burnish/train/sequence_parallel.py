@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import TorchEngine
 from burnish.models.attention import Segment, SequenceParallelPlan, plan_segments
 from burnish.models.load import ModelError, require_packing
 from burnish.models.support import runs_own_code

@@ -15,7 +15,7 @@ from typing import cast
 from safetensors.torch import save_file
 from torch import Tensor
 
-from burnish.config.train import TorchEngine
+from burnish.config.train_engines import TorchEngine
 from burnish.models.checks import check_compute_dtype, check_weights
 from burnish.models.load import DTYPES, ModelError, describe
 from burnish.models.lora import merged_weights

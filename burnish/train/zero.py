@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.model import PrecisionConfig
-from burnish.config.train import DeepSpeedEngine
+from burnish.config.train_engines import DeepSpeedEngine
 from burnish.train.base import StepStats
 from burnish.train.optim import lr_factor
 from burnish.train.process_group import RankGroup

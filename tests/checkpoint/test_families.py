@@ -32,7 +32,8 @@ from burnish.checkpoint.export import export
 from burnish.checkpoint.manifest import write_manifest
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
-from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.models.buffers import BUFFERS, persistent_buffers
 from burnish.models.load import DTYPES, ModelError, load_causal_lm, load_tokenizer
 from burnish.rollout.local import LocalRolloutEngine

@@ -21,7 +21,8 @@ from torch import Tensor
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
 from burnish.config.sync import LinkSync
-from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.models.load import DTYPES, load_causal_lm, load_tokenizer
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Bucket, SyncError
@@ -191,13 +192,13 @@ def offload(folder: Path, name: str, device: str) -> None:
 def offloaded(name: str, device: str) -> Any:
     model, spec = load_causal_lm(MODEL, device=device), spec_of(ENGINES[name], 1e-3)
     if name == "fsdp":
-        from burnish.train.fsdp import torch_engine
+        from burnish.train.engines import make_engine as engine_of
 
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         backend = "gloo" if device == "cpu" else "nccl"
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         ranks = RankGroup(torch.distributed.group.WORLD)
-        return torch_engine(model, spec, ranks=ranks, device=torch.device(device))
+        return engine_of(model, spec, ranks=ranks, device=torch.device(device))
     from burnish.train.deepspeed import DeepSpeedTrainEngine
 
     return DeepSpeedTrainEngine(model, spec, ranks=SINGLE)

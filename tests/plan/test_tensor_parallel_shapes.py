@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import TorchEngine
 from burnish.models.load import load_causal_lm
 from burnish.plan.activations import key_of, measure
 from burnish.plan.passes import Pass, Row

@@ -16,7 +16,8 @@ from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
 from burnish.config.rollout import LocalEngine
 from burnish.config.sync import DiskSync, LinkSync
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import TorchEngine
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import Completion, Request, Sampling

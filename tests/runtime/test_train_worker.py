@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import TorchEngine
 from burnish.models.load import ModelError
 from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_batch
 from burnish.train.base import Outputs

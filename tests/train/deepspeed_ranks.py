@@ -28,8 +28,9 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import check_support, load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import Loss, NonFiniteError, Outputs, TrainEngine
-from burnish.train.deepspeed import DeepSpeedTrainEngine, loading
+from burnish.train.deepspeed import DeepSpeedTrainEngine
 from burnish.train.engine import FrozenBase
+from burnish.train.engines import loading
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
@@ -424,7 +425,7 @@ def in_shards(
     case = Case("", 3, model=model, engine={"zero_init": True}, precision=precision, micro=3)
     spec = spec_of(case)
     check_support(model)  # its small copy is whole, and not what is counted
-    with Whole() as whole, loading(spec.train.engine, "fp32", ranks):  # type: ignore[arg-type]
+    with Whole() as whole, loading(spec, "fp32", ranks):
         network: Any = load_causal_lm(model)
     held = sum(p.ds_tensor.numel() + p.numel() for p in network.parameters())
     engine = DeepSpeedTrainEngine(network, spec, ranks=ranks)

@@ -34,7 +34,7 @@ from burnish.runtime.limits import Limits
 from burnish.runtime.worker import TrainWorker, WorkerInfo, pack_batch
 from burnish.train.base import Loss, Role
 from burnish.train.deepspeed import DeepSpeedTrainEngine
-from burnish.train.fsdp import torch_engine
+from burnish.train.engines import make_engine as engine_of
 from burnish.train.process_group import CollectiveTimeoutError, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch
@@ -126,7 +126,7 @@ def make_engine(case: Case, ranks: RankGroup) -> Any:
     )
     if config["kind"] == "deepspeed":
         return DeepSpeedTrainEngine(network, spec, ranks=ranks)
-    return torch_engine(network, spec, ranks=ranks)
+    return engine_of(network, spec, ranks=ranks)
 
 
 @cache

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import TorchEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
-from burnish.train.fsdp import ShardedTrainEngine, torch_engine
+from burnish.train.engines import make_engine as engine_of
+from burnish.train.fsdp import ShardedTrainEngine
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
@@ -123,7 +125,7 @@ def make_engine(
         total_steps=10,
         **spec,
     )
-    engine = torch_engine(model, own, tokenizer=load_tokenizer(config), ranks=ranks)
+    engine = engine_of(model, own, tokenizer=load_tokenizer(config), ranks=ranks)
     sharded = ranks.group is not None and engine_config["sharding"] == "full"
     assert isinstance(engine, ShardedTrainEngine) == sharded
     return engine

@@ -26,13 +26,15 @@ from torch import Tensor
 
 import burnish.models.tensor_files as tensor_files
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import TorchEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.tensor_files import TensorFiles
 from burnish.models.value_head import load_scalar_model
 from burnish.train.base import NonFiniteError
 from burnish.train.engine import FrozenBase
-from burnish.train.fsdp import ShardedTrainEngine, torch_engine
+from burnish.train.engines import make_engine as engine_of
+from burnish.train.fsdp import ShardedTrainEngine
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch
@@ -243,7 +245,7 @@ def from_folder(folder: Path, ranks: RankGroup, *, lora: bool = False) -> dict[s
         train_config = TrainConfig(engine=TorchEngine(sharding="full"), lr=1e-3)
         spec = EngineSpec(role, train_config, config, precision=PrecisionConfig(dtype=precision))
         with counting_reads() as reads:
-            engine = torch_engine(model, spec, ranks=ranks)
+            engine = engine_of(model, spec, ranks=ranks)
         batch = two_ranks.ragged()
         outputs = engine.values(batch) if engine.scalar else engine.logprobs(batch)
         norms = []

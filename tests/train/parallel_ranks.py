@@ -27,13 +27,14 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 import burnish.train.sharded_state
 import burnish.train.torch
 from burnish.config.model import ModelConfig
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import TorchEngine
 from burnish.models import tensor_parallel, ulysses
 from burnish.models.attention import Segment, _Options, _packed, plan_segments
 from burnish.models.load import load_causal_lm
 from burnish.models.ulysses import sequence_parallel_attention
 from burnish.train.base import NonFiniteError
-from burnish.train.fsdp import torch_engine
+from burnish.train.engines import make_engine as engine_of
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 
@@ -245,7 +246,7 @@ def from_folder(ranks: RankGroup, engine: dict[str, Any], folder: Path) -> dict[
         model: Any = load_causal_lm(config, empty=not alone and sharding == "full")
         options = {} if alone else {"sharding": sharding, **engine}
         train = TrainConfig(lr=1e-3, adam_eps=1e-6, engine=TorchEngine(**options))
-        made = torch_engine(model, EngineSpec("policy", train, config, total_steps=10), ranks=ranks)
+        made = engine_of(model, EngineSpec("policy", train, config, total_steps=10), ranks=ranks)
         first = made.logprobs(two_ranks.ragged())
         norms = cases.train(made, 3)
         weights = {n: t.double() for n, t in made.weights()}

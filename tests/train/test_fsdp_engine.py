@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from burnish.checkpoint.export import export
 from burnish.checkpoint.manifest import write_manifest
 from burnish.config import SFTConfig
-from burnish.config.train import TorchEngine
+from burnish.config.train_engines import TorchEngine
 from burnish.models.tensor_files import TensorFiles, tensor_sets
-from burnish.train.fsdp import torch_engine
+from burnish.train.engines import make_engine as engine_of
 from burnish.train.process_group import SINGLE
 from burnish.train.torch import TorchTrainEngine
 
@@ -130,7 +130,7 @@ def test_without_a_process_group_the_plain_engine_is_made() -> None:
     engine = fsdp.make_engine(SINGLE, fsdp.Case())
     assert type(engine) is TorchTrainEngine and engine.spec.train.engine.sharding == "full"
     model = fsdp.load_causal_lm(fsdp.MODELS["tied"])
-    assert type(torch_engine(model, engine.spec)) is TorchTrainEngine
+    assert type(engine_of(model, engine.spec)) is TorchTrainEngine
 
 
 def test_a_rank_holds_half_of_everything_and_nothing_twice(two: Reports) -> None:

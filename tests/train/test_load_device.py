@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from burnish.config.model import ModelConfig, PrecisionConfig
-from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.runtime import inline

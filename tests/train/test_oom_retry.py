@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.config.train import DeepSpeedEngine, TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.oom import is_out_of_memory
 from burnish.train.oom import MicroBatchBackoff
 from burnish.types import Batch

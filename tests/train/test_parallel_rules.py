@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.config import SFTConfig
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.train import TorchEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import TorchEngine
 from burnish.models.load import ModelError, load_causal_lm
 from burnish.models.tensor_parallel import layer_styles, shard_layers
 from burnish.train.batching import arrange

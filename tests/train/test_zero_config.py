@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from burnish.config.model import ModelConfig, ScratchConfig
-from burnish.config.train import DeepSpeedEngine, TrainConfig
+from burnish.config.train import TrainConfig
+from burnish.config.train_engines import DeepSpeedEngine
 from burnish.train.spec import EngineSpec
 from burnish.train.zero import ds_config, zero_section
 

@@ -51,6 +51,14 @@ class EvaluateConfig(InferenceJob):
     def scored_by(self) -> tuple[RewardConfig, ...]:
         return self.rewards
 
+    @property
+    def row_lengths(self) -> RowLengths:
+        return RowLengths(self.eval.data.prompt_max_len, self.eval.generate_max_len or 1)
+
+    @property
+    def rows_per_step(self) -> int:
+        return (self.eval.num_prompts or 1000) * self.eval.n_samples_per_prompt
+
     def rollout_role(self) -> RolloutRole:
         return RolloutRole(
             name="rollout",
@@ -58,7 +66,7 @@ class EvaluateConfig(InferenceJob):
             model=self.model,
             precision=rollout_precision(self.precision),
             ranks=self.cluster.ranks("rollout"),
-            lengths=RowLengths(self.eval.data.prompt_max_len, self.eval.generate_max_len or 1),
+            lengths=self.row_lengths,
             engine=self.engine,
             key="engine",
             evaluation=self.eval,

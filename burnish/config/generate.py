@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig
-from burnish.config.job import InferenceJob
-from burnish.config.observe import ObserveConfig
+from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, weigh_nothing
 from burnish.config.roles import RolloutRole, RowLengths, rollout_precision
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, SamplingConfig
-
-OUTPUT_KINDS = (".jsonl", ".parquet")
 
 
 class GenerateRollout(SamplingConfig):
@@ -116,7 +112,7 @@ class ConditionConfig(Node):
                 yield f"template {self.template!r} has no {{{name}}}; {example}"
 
 
-class GenerateConfig(InferenceJob):
+class GenerateConfig(RowsJob):
     """``burnish generate``: answers to a file of prompts as rows of a file, all of them or chosen
     by reward; data for the next job.
 
@@ -149,12 +145,18 @@ class GenerateConfig(InferenceJob):
     with_tokens: bool = True
     """Also write the token ids of every prompt and response. The jobs sft, preference and rm learn
     them as they were sampled; text does not say how it was split into tokens."""
-    observe: ObserveConfig = ObserveConfig()
-    """What is written and printed beside the rows."""
 
     @property
     def scored_by(self) -> tuple[RewardConfig, ...]:
         return self.rewards
+
+    @property
+    def row_lengths(self) -> RowLengths:
+        return RowLengths(self.data.prompt_max_len, self.rollout.generate_max_len)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
 
     def rollout_role(self) -> RolloutRole:
         return RolloutRole(
@@ -163,7 +165,7 @@ class GenerateConfig(InferenceJob):
             model=self.model,
             precision=rollout_precision(self.precision),
             ranks=self.cluster.ranks("rollout"),
-            lengths=RowLengths(self.data.prompt_max_len, self.rollout.generate_max_len),
+            lengths=self.row_lengths,
             engine=self.rollout.engine,
             key="rollout.engine",
             prompts=self.rollout.rollout_batch_size,
@@ -184,13 +186,7 @@ class GenerateConfig(InferenceJob):
         yield from self._reward_rules(kind)
         if not self.rewards and self.on_reward_failure != FailurePolicy():
             yield "on_reward_failure is set and there are no rewards; remove it"
-        if PurePath(self.output).suffix.lower() not in OUTPUT_KINDS:
-            yield (
-                f"output={self.output} has to end in {' or '.join(OUTPUT_KINDS)}, which says what "
-                "is written"
-            )
-        if set("{}") & set(self.output.replace("{run_dir}", "")):
-            yield f"output={self.output} has braces, and only {{run_dir}} is filled in; remove them"
+        yield from super().rules()
         if self.data.overlong == "truncate_left":
             yield (
                 "data.overlong=truncate_left would sample from prompts that are not those in the "

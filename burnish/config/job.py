@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from pydantic import Field, model_validator
 
@@ -33,6 +34,8 @@ from burnish.config.train import (
     parallel_rules,
     ranks_per_row,
 )
+
+OUTPUT_KINDS = (".jsonl", ".parquet")
 
 GivenRows = SFTDataConfig | PreferenceDataConfig | PairsDataConfig | StepsDataConfig
 
@@ -199,13 +202,23 @@ class InferenceJob(JobConfig):
     ``cuda:1``."""
 
     @abstractmethod
-    def rollout_role(self) -> RolloutRole:
-        """Return the role of the engine that samples."""
+    def rollout_role(self) -> RolloutRole | None:
+        """Return the role of the engine that samples; None if nothing is sampled."""
 
     @property
     @abstractmethod
     def scored_by(self) -> tuple[RewardConfig, ...]:
         """The rewards of the responses."""
+
+    @property
+    @abstractmethod
+    def row_lengths(self) -> RowLengths:
+        """The longest prompt and response."""
+
+    @property
+    @abstractmethod
+    def rows_per_step(self) -> int:
+        """Responses of one step."""
 
     def roles(self) -> tuple[Role, ...]:
         rollout = self.rollout_role()
@@ -214,26 +227,40 @@ class InferenceJob(JobConfig):
             self.cluster,
             train=TrainConfig(train_batch_size=1),
             precision=self.precision,
-            lengths=rollout.lengths,
+            lengths=self.row_lengths,
         )
-        return rollout, *rewards
+        return (*([] if rollout is None else [rollout]), *rewards)
 
     def resolve(self) -> JobSpec:
-        roles, rollout = self.roles(), self.rollout_role()
-        prompts, samples = rollout.prompts, rollout.samples_per_prompt
-        if rollout.evaluation is not None:
-            prompts = rollout.evaluation.num_prompts or 1000
-            samples = rollout.evaluation.n_samples_per_prompt
         return JobSpec(
             job=self.job,
             model=self.model,
-            roles=roles,
+            roles=self.roles(),
             cluster=self.cluster,
             device=self.device,
             batch=None,
-            rows_per_step=prompts * samples,
+            rows_per_step=self.rows_per_step,
             updates_per_step=0,
         )
+
+
+class RowsJob(InferenceJob):
+    """Fields that every job that writes rows of data has."""
+
+    output: PathText
+    """File that is written at the end, ``.jsonl`` or ``.parquet``; must not exist. ``{run_dir}`` is
+    filled in."""
+    observe: ObserveConfig = ObserveConfig()
+    """What is written and printed beside the rows."""
+
+    def rules(self) -> Iterator[str]:
+        if PurePath(self.output).suffix.lower() not in OUTPUT_KINDS:
+            yield (
+                f"output={self.output} has to end in {' or '.join(OUTPUT_KINDS)}, which says what "
+                "is written"
+            )
+        if set("{}") & set(self.output.replace("{run_dir}", "")):
+            yield f"output={self.output} has braces, and only {{run_dir}} is filled in; remove them"
 
 
 def derived_batch(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:

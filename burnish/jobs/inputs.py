@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from burnish.config.data import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.config.generate import GenerateConfig
-from burnish.config.job import JobConfig
+from burnish.config.job import JobConfig, RowsJob
 from burnish.config.paths import model_problems, models_of
 from burnish.config.rewards import FunctionReward
 from burnish.config.steps import StepsDataConfig
@@ -27,10 +26,10 @@ def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
     """Raise DataError, ModelError or RewardError for an input that cannot be used: a file or folder
     that does not exist, or a first row of a source that has no usable content.
 
-    A resumed ``generate`` run may be finished and need no input any more, so it is not checked.
+    A resumed run that writes rows may be finished and need no input any more, so it is not checked.
     """
     check_trackers(config)
-    if resumed and isinstance(config, GenerateConfig):
+    if resumed and isinstance(config, RowsJob):
         return
     for data in config.nodes_of(DataConfig):
         for source in data.sources:

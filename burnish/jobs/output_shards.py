@@ -1,7 +1,7 @@
-"""What batch inference (job generate) has so far: one file per step, whole or not there, and from
-all of them the output.
+"""What a job that writes rows (generate, score) has so far: one file per step, whole or not there,
+and from all of them the output.
 
-    run_dir/generate.json             what the run is of: prompts, their digest; in the end, totals
+    run_dir/<job>.json                what the run is of: prompts, their digest; in the end, totals
     run_dir/parts/part_000012.jsonl   the rows of step 12; its first line says what is in it
 
 A part is written to a scratch name and renamed, so a kill leaves it whole or absent, and the parts
@@ -31,7 +31,6 @@ from burnish.observe.files import create_new, replacing, write_text
 
 log = logging.getLogger("burnish")
 
-STATE_FILE = "generate.json"
 SHARDS_DIR = "parts"
 
 
@@ -54,8 +53,9 @@ class ShardInfo:
 class OutputShards:
     """The parts of one run. One process writes at a time."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.folder = run_dir, run_dir / SHARDS_DIR
+    def __init__(self, run_dir: Path, *, job: str = "generate") -> None:
+        self.run_dir, self.folder, self.job = run_dir, run_dir / SHARDS_DIR, job
+        self.state_file = run_dir / f"{job}.json"
         self.done: list[ShardInfo] = []
         """Of steps 1, 2, ..."""
 
@@ -63,7 +63,7 @@ class OutputShards:
 
     def state(self) -> dict[str, Any] | None:
         """What :meth:`write_state` wrote; None before that. Raises RunError where it is no JSON."""
-        path = self.run_dir / STATE_FILE
+        path = self.state_file
         if not path.is_file():
             return None
         try:
@@ -76,8 +76,8 @@ class OutputShards:
 
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Replace the state. Raises RunError where the disk does not take it."""
-        with _disk_errors(self.run_dir / STATE_FILE, self.run_dir):
-            write_text(self.run_dir / STATE_FILE, json.dumps(state, indent=1) + "\n")
+        with self._disk_errors(self.state_file):
+            write_text(self.state_file, json.dumps(state, indent=1) + "\n")
 
     # ---- parts -------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class OutputShards:
             step=step, rows=len(lines), sha256=hashlib.sha256(body).hexdigest(), **info
         )
         path = self.path(step)
-        with _disk_errors(path, self.run_dir), replacing(path) as scratch:
+        with self._disk_errors(path), replacing(path) as scratch:
             scratch.write_bytes(json_line(asdict(part)) + body)
         self.done.append(part)
 
@@ -153,7 +153,7 @@ class OutputShards:
         right after writing it). Raises RunError where it is another, or cannot be written.
         """
         scratch = output.with_name(f".{output.name}.of-{self.run_dir.resolve().name}")
-        with _disk_errors(output, self.run_dir):
+        with self._disk_errors(output):
             try:
                 create_new(scratch)
                 self._assemble(scratch, kind=output.suffix.lower())
@@ -164,7 +164,7 @@ class OutputShards:
                     raise RunError(
                         f"the output {output} appeared while this run went on, and is not its own; "
                         f"nothing is lost: move it away, or choose another, and go on with: "
-                        f"burnish generate --resume {self.run_dir} output=OTHER"
+                        f"burnish {self.job} --resume {self.run_dir} output=OTHER"
                     )
             finally:
                 scratch.unlink(missing_ok=True)
@@ -182,22 +182,21 @@ class OutputShards:
         except ColumnError as error:
             raise RunError(
                 f"the rows cannot be written as Parquet: {error}. Nothing is lost: go on with: "
-                f"burnish generate --resume {self.run_dir} output=OTHER.jsonl"
+                f"burnish {self.job} --resume {self.run_dir} output=OTHER.jsonl"
+            ) from error
+
+    @contextmanager
+    def _disk_errors(self, path: Path) -> Iterator[None]:
+        """Raise RunError instead of an OSError: the completed steps are kept; how to resume."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"{path} could not be written ({error}). The steps before are kept: mend that, "
+                f"then go on with: burnish {self.job} --resume {self.run_dir}"
             ) from error
 
 
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-@contextmanager
-def _disk_errors(path: Path, run_dir: Path) -> Iterator[None]:
-    """An OSError inside becomes a RunError that says what is safe and how to go on."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"{path} could not be written ({error}). The steps before are kept: mend that, then "
-            f"go on with: burnish generate --resume {run_dir}"
-        ) from error

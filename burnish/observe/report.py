@@ -106,9 +106,10 @@ def build_report(run_dir: Path) -> Path:
     curves = curves_of(metrics)
     timing = time_figure(metrics)
     samples = embed_samples(run_dir)
+    job = str(config.get("job", "run"))
     page = _template().render(
         title=_title(config, run_dir),
-        job=_JOBS.get(str(config.get("job")), "Run"),
+        job=_JOBS.get(job, job.capitalize()),
         facts=_facts(config, run_dir, metrics),
         tiles=_tiles(config, metrics, curves, total_s=timing[2] if timing else None),
         sections=_sections(curves),

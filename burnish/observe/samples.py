@@ -40,8 +40,8 @@ SCHEMA = pa.schema(
     ]
 )
 
-_STEMS = {"train": "step", "eval": "eval", "generate": "generate"}
-"""Split -> first part of its file names."""
+_TRAIN_STEM = "step"
+"""First part of the file names of the split ``train``; others have their own name."""
 _FILE_NAME = re.compile(r"(?P<split>.+)_(?P<step>\d+)\.parquet")
 
 
@@ -89,8 +89,10 @@ def sample_files(run_dir: Path) -> list[tuple[int, Path]]:
 
 def samples_of_step(run_dir: Path, step: int) -> dict[str, Path]:
     """Split -> file of a step's samples."""
-    paths = {split: _path(run_dir, split, step) for split in _STEMS}
-    return {split: path for split, path in paths.items() if path.is_file()}
+    paths = (Path(run_dir) / SAMPLES_DIR).glob(f"*_{step:06d}.parquet")
+    stems = {path.stem.rpartition("_")[0]: path for path in paths}
+    train_first = sorted(stems, key=lambda stem: (stem != _TRAIN_STEM, stem))
+    return {"train" if stem == _TRAIN_STEM else stem: stems[stem] for stem in train_first}
 
 
 def read_samples(run_dir: Path) -> list[dict[str, Any]]:
@@ -116,7 +118,8 @@ def drop_samples_after(run_dir: Path, step: int) -> None:
 
 
 def _path(run_dir: Path, split: str, step: int) -> Path:
-    return Path(run_dir) / SAMPLES_DIR / f"{_STEMS[split]}_{step:06d}.parquet"
+    stem = _TRAIN_STEM if split == "train" else split
+    return Path(run_dir) / SAMPLES_DIR / f"{stem}_{step:06d}.parquet"
 
 
 def _row(group: Group, sample: Sample, advantage: float | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from burnish.config.arithmetic import BatchPlan
-from burnish.config.job import JobConfig
+from burnish.config.job import JobConfig, RowsJob
 from burnish.config.load import ConfigError, load_config
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import VllmEngine
@@ -77,7 +77,7 @@ def _go_on(config: JobConfig, failure: Failure) -> str:
     if config.job == "evaluate":
         return "An evaluation is done in one go: run it again with one of these."
     again = f"burnish {config.job} --resume {failure.run_dir} KEY=VALUE"
-    if config.job == "generate":
+    if isinstance(config, RowsJob):
         return f"The steps before are kept. Go on with them by: {again}"
     if failure.checkpoint is None:
         return f"There is no checkpoint yet. Start again from step 0 by: {again}"

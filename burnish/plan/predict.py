@@ -41,6 +41,8 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
             f"--assume {sorted(unknown)[0]} is not known; known: {', '.join(ASSUMPTIONS)}"
         )
     job, placements = config.resolve(), _placements(config)
+    if not job.roles:
+        raise PlanError(f"this {job.job} job loads no model, so there is nothing to plan")
     check_room(config, hardware, placements)
     roles = {r.role: r for r in roles_memory(job, hardware, supposed)}
     host = hardware.host_bytes

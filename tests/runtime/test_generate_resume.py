@@ -15,7 +15,7 @@ import pytest
 import burnish
 from burnish.config import JobConfig
 from burnish.jobs.errors import RunError
-from burnish.jobs.generate import _may_change
+from burnish.jobs.rows_run import may_change
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
@@ -210,7 +210,7 @@ def test_a_run_that_a_reward_ended_goes_on_with_what_the_error_advises(
     ],
 )
 def test_how_rewards_are_asked_may_change_and_what_they_say_may_not(key: str, may: bool) -> None:
-    assert _may_change(key) is may
+    assert may_change(key) is may
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,361 @@
+"""A run that turns rows of data into rows of a file, a step at a time, each step kept (jobs
+generate and score).
+
+A step is a fixed slice of the input. Nothing goes from one step to the next, and the global
+generators are seeded for each step. So a run that was killed does its missing steps and has the
+rows of one that was not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import yaml
+
+from burnish.config import dump_yaml
+from burnish.config.changes import changed_settings
+from burnish.config.job import RowsJob
+from burnish.config.model import ModelConfig
+from burnish.config.rewards import ModelReward
+from burnish.jobs.base import (
+    Closable,
+    Driver,
+    Job,
+    Metrics,
+    rare_garbage_collection,
+    seed_everything,
+)
+from burnish.jobs.errors import Interrupted, RunError
+from burnish.jobs.memory_monitor import OOM_FILE, MemoryMonitor
+from burnish.jobs.output_shards import OutputShards
+from burnish.jobs.signals import StopSignals
+from burnish.models.digest import weights_digest
+from burnish.observe.files import write_text
+from burnish.observe.memory import memory_metrics
+from burnish.observe.metrics import read_metrics
+from burnish.observe.progress import Progress
+from burnish.observe.samples import drop_samples_after, write_samples
+from burnish.rewards.errors import RewardError
+from burnish.types import Group
+
+log = logging.getLogger("burnish")
+
+MAY_CHANGE = ("run_dir", "cluster", "device", "observe", "output", "rollout.engine")
+"""Keys that a resumed run may set anew: none of them decides what is asked and which responses are
+kept. (Another ``rollout.engine.kind`` draws other random numbers of the same distribution.)"""
+
+_HOW_TO_ASK = (
+    *("urls", "batch_size", "max_concurrency", "max_reply_bytes", "token_env", "use_proxy"),
+    *("connect_timeout_s", "read_timeout_s", "retries", "backoff_s", "max_backoff_s", "rest_s"),
+    *("num_workers", "micro_batch_size"),
+)
+_MAY_CHANGE = re.compile(
+    rf"({'|'.join(map(re.escape, MAY_CHANGE))}|on_reward_failure|"
+    rf"rewards\.\d+\.({'|'.join(_HOW_TO_ASK)}))(\..*)?"
+)
+"""Also how rewards are asked, and what happens where one fails: a run that a reward ended goes on
+with what the error advises."""
+
+_MAX_LOST_STEPS = 10
+"""Steps in a row in which a reward failed on every prompt, after which going on makes no sense."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one step, and what was measured on the way."""
+
+    rows: Sequence[Mapping[str, Any]]
+    groups: Sequence[Group]
+    """Scored responses, for sample files."""
+    metrics: Metrics
+    dropped: Mapping[str, int]
+    """Left out, by name."""
+    sums: Mapping[str, float]
+    """What adds up over steps: :func:`sums_of`, and more."""
+
+
+class RowsLoop(Closable, Protocol):
+    """The steps of a run that writes rows."""
+
+    @property
+    def total_steps(self) -> int: ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Number of the input rows (``prompts``) and their ``digest``. A resumed run must have the
+        same."""
+        ...
+
+    @property
+    def models(self) -> Sequence[ModelConfig]:
+        """Models whose weights decide the rows, beside reward models."""
+        ...
+
+    def num_prompts_of_step(self, step: int) -> int:
+        """Input rows of a step; the first step is 1."""
+        ...
+
+    def warn(self) -> None:
+        """Log what is left out of the input."""
+        ...
+
+    def step(self, number: int) -> StepRows:
+        """Do one step. It depends on the number and the weights alone."""
+        ...
+
+    def totals(self) -> Mapping[str, float]:
+        """Counts that belong to no step."""
+        ...
+
+    def summary(self, totals: Mapping[str, float], output: Path) -> list[str]:
+        """Return what the run did, in a few lines."""
+        ...
+
+
+def output_path(config: RowsJob, run_dir: Path) -> Path:
+    """Return where the rows go at the end."""
+    return Path(config.output.replace("{run_dir}", str(run_dir)))
+
+
+def check_output(config: RowsJob, run_dir: Path, *, resumed: bool) -> None:
+    """Raise RunError if the output is there already, or its folder cannot be made. (A resumed
+    run looks again when it writes it.)"""
+    output = output_path(config, run_dir)
+    if output.is_dir() or (output.exists() and not resumed):
+        raise RunError(
+            f"the output {output} exists, and is not written over; move it away, or choose another "
+            "by output=..."
+        )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"the folder of the output {output} cannot be made: {error}") from error
+
+
+def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
+    """Return the totals of a run that has written its output; None if something is left to do.
+
+    Raises RunError if the output is asked for under another name.
+    """
+    parts = OutputShards(run_dir, job=config.job)
+    state = parts.state() or {}
+    if "finished" not in state:
+        return None
+    output = Path(state["output"].replace("{run_dir}", str(run_dir)))
+    if config.output != state["output"]:
+        raise RunError(
+            f"the run {run_dir} is finished, and its rows are in {output}; copy that file, or "
+            "start a new run"
+        )
+    if not output.exists():
+        raise RunError(
+            f"the run {run_dir} is finished, and its output {output} is not there any more; start "
+            "a new run"
+        )
+    parts.remove()  # of a run that was killed right before
+    return _as_metrics(state["finished"])
+
+
+def check_same_recipe(config: RowsJob, run_dir: Path) -> None:
+    """Raise RunError if a resumed run's recipe would give other rows than those it has."""
+    saved = run_dir / "config.yaml"
+    then = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    now = yaml.safe_load(dump_yaml(config))
+    told = changed_settings(then, now).items()
+    changed = [f"{key}: {what}" for key, what in told if not may_change(key)]
+    if changed:
+        raise RunError(
+            f"the run {run_dir} was begun with another recipe, and its rows would be of two: "
+            f"{'; '.join(changed)}. Go on without these changes, or start a new run. ("
+            f"{', '.join(MAY_CHANGE)}, on_reward_failure and how rewards are asked may change.)"
+        )
+
+
+def may_change(key: str) -> bool:
+    """Return whether a resumed run may set ``key`` to another value."""
+    return _MAY_CHANGE.fullmatch(key) is not None
+
+
+class RowsRun(Driver[RowsLoop]):
+    """Runs the steps that are missing: metrics, samples, parts, signals, the output."""
+
+    config: RowsJob
+
+    def __init__(self, config: RowsJob, run_dir: Path, memory_monitor: MemoryMonitor) -> None:
+        super().__init__(config, run_dir, memory_monitor)
+        self.files = OutputShards(run_dir, job=config.job)
+        self.signals = StopSignals(self._announce_stop)
+        self._last: Metrics = {}
+
+    def run(self, loop: RowsLoop) -> Metrics:
+        """Do all steps that are missing, then write the output. Return the last value of every
+        metric.
+
+        Raises Interrupted after a signal, once the step under way is kept; a second signal ends the
+        process at once.
+        """
+        self.loop = loop
+        self.open()
+        self.progress = Progress(loop.total_steps, every=self.config.observe.log_every_n_steps)
+        self.closing.callback(self.progress.close)
+        for warning in self.config.warnings():
+            log.warning(warning)
+        mine = self._check_prompts()
+        write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
+        self.files.write_state(mine)
+        self._restore()
+        self.metrics.start_trackers()
+        self.loop.warn()
+        with self.measured_memory():
+            self._do_missing_steps()
+            return self._last | self._finish()
+
+    def _do_missing_steps(self) -> None:
+        with self.signals, rare_garbage_collection():
+            for step in range(len(self.files.done) + 1, self.loop.total_steps + 1):
+                if self.signals.asked is not None:
+                    raise Interrupted(self.run_dir, self.signals.asked)
+                self._one_step(step)
+
+    def _check_prompts(self) -> dict[str, Any]:
+        """Return the state that says what the run is of. Raises RunError if it was begun with
+        another input or other weights."""
+        state = self.files.state()
+        scorers = [r.model for r in self.config.scored_by if isinstance(r, ModelReward)]
+        weights = weights_digest([*self.loop.models, *scorers])
+        mine = {**self.loop.identity, "weights": weights}
+        if state is None and self.files.path(1).exists():
+            raise RunError(
+                f"{self.run_dir} has rows and no {self.files.state_file.name}; start a new run"
+            )
+        if state is not None and state.get("weights") != mine["weights"]:
+            raise RunError(
+                f"the run {self.run_dir} was begun with other weights than those that the models' "
+                "folders hold now, and its rows would be of two models; restore them, or start a "
+                "new run"
+            )
+        if state is not None and {name: state.get(name) for name in mine} != mine:
+            raise RunError(
+                f"the run {self.run_dir} was begun with {state.get('prompts')} prompts, and the "
+                f"data gives {mine['prompts']} now, or other ones; rows would come twice, "
+                "never, or with another label. Restore the data and the tokenizer, or "
+                "start a new run"
+            )
+        return mine
+
+    def _restore(self) -> None:
+        """What is done, and the logs as they were then."""
+        (self.run_dir / OOM_FILE).unlink(missing_ok=True)
+        self.files.find(self.loop.num_prompts_of_step)
+        done = len(self.files.done)
+        self.metrics.rewind(done)
+        drop_samples_after(self.run_dir, done)
+        for line in read_metrics(self.run_dir):
+            self._last |= {k: v for k, v in line.items() if k not in ("step", "time")}
+        if done:
+            self.progress.message(f"resumed after step {done} of {self.loop.total_steps}")
+
+    def _one_step(self, step: int) -> None:
+        started = time.perf_counter()
+        # For rewards that draw random numbers.
+        seed_everything(zlib.crc32(f"{self.config.seed}/{step}".encode()))
+        done = self.loop.step(step)
+        metrics = self._measure(done)
+        metrics["time/step_s"] = time.perf_counter() - started
+        # The part comes last: a step without it is done again, and its other traces are removed.
+        limit, split = self.config.observe.samples_per_step, self.config.job
+        write_samples(self.run_dir, step, done.groups, None, limit=limit, split=split)
+        self.metrics.log(step, metrics)
+        num = self.loop.num_prompts_of_step(step)
+        info = {"prompts": num, "dropped": dict(done.dropped), "sums": dict(done.sums)}
+        self.files.add(info, done.rows)
+        self._last |= metrics
+        self.progress.step(step, metrics)
+        self._raise_if_all_failed()
+
+    def _measure(self, done: StepRows) -> Metrics:
+        job, seconds = self.config.job, self.timeline.collect()
+        metrics = dict(done.metrics)
+        metrics |= {f"{job}/dropped_{name}": float(n) for name, n in done.dropped.items()}
+        metrics[f"{job}/rows"] = float(len(done.rows))
+        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+        if seconds.get("rollout"):
+            metrics["rollout/tokens_per_s"] = done.sums["tokens"] / seconds["rollout"]
+        return metrics | memory_metrics() | self.memory_monitor.metrics()
+
+    def _raise_if_all_failed(self) -> None:
+        newest = self.files.done[-_MAX_LOST_STEPS:]
+        lost = all(i.dropped.get("prompts_reward_failed", 0) == i.prompts for i in newest)
+        if len(newest) == _MAX_LOST_STEPS and lost:
+            raise RewardError(
+                f"a reward failed on every prompt of the last {_MAX_LOST_STEPS} steps (the "
+                "warnings above say how); on_reward_failure.then=fail stops at the first error"
+            )
+
+    def _finish(self) -> Metrics:
+        """Write the output and say what became of every prompt."""
+        totals = self.files.totals() | dict(self.loop.totals())
+        output = output_path(self.config, self.run_dir)
+        with self.timeline.span("write"):
+            self.files.publish(output)
+        state = self.files.state() or {}
+        self.files.write_state(state | {"output": self.config.output, "finished": totals})
+        self.files.remove()
+        for line in self.loop.summary(totals, output):
+            self.progress.message(line)
+        if not totals["rows"]:
+            log.warning("the output %s has no rows: everything was left out", output)
+        return _as_metrics(totals)
+
+    def _announce_stop(self, name: str) -> None:
+        self.progress.message(
+            f"{name}: finishing the step under way, then stopping; once more stops at once, and "
+            "that step is done again"
+        )
+
+
+def _as_metrics(totals: Mapping[str, float]) -> Metrics:
+    return {f"total/{name}": float(value) for name, value in totals.items()}
+
+
+def sums_of(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the counts of the responses of a step, and the sum of their rewards if they have
+    any."""
+    samples = [s for group in groups for s in group.samples]
+    scored = [s.reward for s in samples if s.reward_parts]
+    found: dict[str, float] = {
+        "samples": len(samples),
+        "tokens": sum(len(s.response_ids) for s in samples),
+        "truncated": sum(s.finish_reason != "stop" for s in samples),
+    }
+    if scored:
+        found |= {"scored": len(scored), "reward": math.fsum(scored)}
+    return found
+
+
+R = TypeVar("R", bound=RowsJob)
+W = TypeVar("W", bound=RowsLoop)
+
+
+class WritesRows(Job[R, W]):
+    """A job whose driver is :class:`RowsRun`."""
+
+    takes_rewards = True
+
+    def prepare(self, config: R, run_dir: Path, *, resumed: bool) -> Metrics | None:
+        check_output(config, run_dir, resumed=resumed)
+        if not resumed:
+            return None
+        check_same_recipe(config, run_dir)
+        return finished(config, run_dir)
+
+    def driver(self, config: R, run_dir: Path, memory_monitor: MemoryMonitor) -> Driver[Any]:
+        return RowsRun(config, run_dir, memory_monitor)

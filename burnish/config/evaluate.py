@@ -9,7 +9,6 @@ from burnish.config.base import PathText
 from burnish.config.job import InferenceJob
 from burnish.config.observe import TrackersConfig
 from burnish.config.rewards import (
-    FailurePolicy,
     FunctionReward,
     RewardConfig,
     weigh_nothing,
@@ -40,8 +39,6 @@ class EvaluateConfig(InferenceJob):
     """Prompts, samples and thresholds."""
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
     """What scores the responses."""
-    on_reward_failure: FailurePolicy = FailurePolicy()
-    """What happens when a reward fails."""
     engine: RolloutEngineConfig = LocalEngine()
     """Which engine samples."""
     observe: TrackersConfig = TrackersConfig()

@@ -130,8 +130,6 @@ class GenerateConfig(RowsJob):
     """How responses are sampled."""
     rewards: tuple[RewardConfig, ...] = ()
     """What scores them; the total is the weighted sum. Empty: nothing does."""
-    on_reward_failure: FailurePolicy = FailurePolicy()
-    """What happens when a reward fails."""
     mode: GenerateMode = AllSamples()
     """Which responses become rows: ``all | best_of_n | pairs | conditioned``, or a node with
     ``kind`` and its options."""

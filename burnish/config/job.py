@@ -15,7 +15,7 @@ from burnish.config.data import PreferenceDataConfig, SFTDataConfig
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.observe import ObserveConfig
 from burnish.config.passes import passes_lines, total_rows
-from burnish.config.rewards import RewardConfig
+from burnish.config.rewards import FailurePolicy, RewardConfig
 from burnish.config.roles import (
     JobSpec,
     Role,
@@ -200,6 +200,8 @@ class InferenceJob(JobConfig):
     device: str = "auto"
     """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
     ``cuda:1``."""
+    on_reward_failure: FailurePolicy = FailurePolicy()
+    """What happens when a reward fails. (score: ``drop_group`` writes null.)"""
 
     @abstractmethod
     def rollout_role(self) -> RolloutRole | None:
@@ -245,7 +247,7 @@ class InferenceJob(JobConfig):
 
 
 class RowsJob(InferenceJob):
-    """Fields that every job that writes rows of data has."""
+    """Fields of the jobs that write rows of data."""
 
     output: PathText
     """File that is written at the end, ``.jsonl`` or ``.parquet``; must not exist. ``{run_dir}`` is

@@ -15,6 +15,7 @@ from burnish.config.job import JobConfig
 from burnish.config.preference import PreferenceConfig
 from burnish.config.reward_model import RewardModelConfig
 from burnish.config.rl import RLConfig
+from burnish.config.score import ScoreConfig
 from burnish.config.sft import SFTConfig
 
 
@@ -59,6 +60,9 @@ REGISTRY: dict[str, JobEntry] = {
         GenerateConfig,
         "burnish.jobs.generate",
         "Answers to a file of prompts: all, the best, or pairs; data for the next job.",
+    ),
+    "score": JobEntry(
+        ScoreConfig, "burnish.jobs.score", "Rewards of the responses in a file, as rows of a file."
     ),
 }
 

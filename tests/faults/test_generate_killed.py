@@ -68,3 +68,38 @@ def test_no_prompt_is_lost_or_answered_twice_however_often_the_run_is_killed(
         lines = (other / "rows.jsonl").read_text().splitlines()
         ids = Counter(json.loads(line)["prompt_id"] for line in lines)
         assert ids == {f"rows:{i}@0": 4 for i in range(70)}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_no_row_is_lost_or_scored_twice_however_often_the_run_is_killed(
+    kind: str, tmp_path: Path, children: Any, measured: Callable[[Path], list[dict[str, Any]]]
+) -> None:
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    rows = [{"prompt": f"{i}+1=", "response": str(i + 1), "n": i} for i in range(70)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def config(name: str) -> Any:
+        return load_config(
+            {
+                "job": "score",
+                "run_dir": str(tmp_path / name),
+                "model": {"scratch": {"alphabet": "0123456789+="}},
+                "data": {"sources": [str(tmp_path / "rows.jsonl")]},
+                "batch_size": 3,
+                "rewards": [{"kind": "function", "function": f"{tmp_path / 'my_reward.py'}:noisy"}],
+                "output": f"{{run_dir}}/rows.{kind}",
+            }
+        )
+
+    whole, killed = config("whole"), config("killed")
+    children.run(whole)
+    seen = children.run_with_kills(killed, kills=4, seed=3)
+    assert seen and max(seen) > 1, "no kill came in time, so nothing was tried"
+    one, other = Path(whole.run_dir), Path(killed.run_dir)
+    assert (one / f"rows.{kind}").read_bytes() == (other / f"rows.{kind}").read_bytes()
+    assert measured(one) == measured(other)
+    assert read_samples(one) == read_samples(other)
+    assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in other.iterdir())
+    if kind == "jsonl":
+        lines = (other / "rows.jsonl").read_text().splitlines()
+        assert [json.loads(line)["n"] for line in lines] == list(range(70))

@@ -1,0 +1,109 @@
+"""The recipe of the job ``score``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from burnish.config.base import PathText
+from burnish.config.columns import missing_columns
+from burnish.config.data import PromptDataConfig
+from burnish.config.job import RowsJob
+from burnish.config.rewards import (
+    FunctionReward,
+    RewardConfig,
+    ShapingConfig,
+    weigh_nothing,
+)
+from burnish.config.roles import RowLengths
+
+
+class ResponseDataConfig(PromptDataConfig):
+    """Prompts with a response each, such as the rows that ``generate`` writes."""
+
+    response_key: str = "response"
+    """Column with the response, a string."""
+    finish_reason_key: str | None = "finish_reason"
+    """Column with ``stop``, ``length`` or ``aborted``. The default one may be absent, and means
+    ``stop`` then."""
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        wanted: dict[str, str | None] = {"response_key": self.response_key}
+        if self.is_own("finish_reason_key"):
+            wanted["finish_reason_key"] = self.finish_reason_key
+        yield from missing_columns(self.files, wanted)
+        if self.overlong == "truncate_left":
+            yield (
+                "overlong=truncate_left would score responses to prompts that are not those in the "
+                "output; use drop, or raise prompt_max_len"
+            )
+
+
+class ScoreConfig(RowsJob):
+    """``burnish score``: the rewards of given responses, as rows of a file. ``running_norm`` is
+    refused."""
+
+    job: Literal["score"] = "score"
+    """Which job the recipe is for."""
+    data: ResponseDataConfig
+    """Rows to score. Read once, in order."""
+    num_rows: int | None = Field(None, ge=1)
+    """Take only the first this many. None: all."""
+    batch_size: int = Field(256, ge=1)
+    """Rows per step: one call of each reward."""
+    rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
+    """What scores the responses."""
+    shaping: ShapingConfig = ShapingConfig()
+    """Changes to the reward after the weighted sum."""
+    generate_max_len: int | None = Field(None, ge=1)
+    """Length limit of responses, for ``shaping.overlong_buffer_len``."""
+    output: PathText = "{run_dir}/scored.jsonl"
+    """As for ``generate``: the columns of the data, ``reward``, and ``rewards`` by name."""
+
+    def rollout_role(self) -> None:
+        return None
+
+    @property
+    def scored_by(self) -> tuple[RewardConfig, ...]:
+        return self.rewards
+
+    @property
+    def row_lengths(self) -> RowLengths:
+        return RowLengths(self.data.prompt_max_len, self.generate_max_len or 1024)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_size
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        if not self.rewards:
+            yield "rewards is empty, so there is nothing to score with; add an entry"
+        for i, reward in enumerate(self.rewards):
+            if reward.running_norm is not None:
+                yield (
+                    f"rewards[{i}].running_norm={reward.running_norm} measures a score in the mean "
+                    "and spread of all so far, so a response would be worth more or less by its "
+                    "place in the file; rows have the plain score: remove it"
+                )
+        buffer = self.shaping.overlong_buffer_len
+        if buffer and self.generate_max_len is None:
+            yield (
+                f"shaping.overlong_buffer_len={buffer} counts from generate_max_len, which is not "
+                "set; set it to the limit that the responses were sampled with"
+            )
+        if not buffer and self.generate_max_len is not None:
+            yield (
+                f"generate_max_len={self.generate_max_len} does nothing without "
+                "shaping.overlong_buffer_len; remove it"
+            )
+
+    def advice(self) -> Iterator[str]:
+        if weigh_nothing(self.rewards):
+            yield (
+                "every entry of rewards has weight 0, so every response has the score 0; give one "
+                "a weight"
+            )

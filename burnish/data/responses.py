@@ -1,0 +1,139 @@
+"""Prompts with a given response each (job score), as the groups that rewards take."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.score import ResponseDataConfig
+from burnish.data.chat import encode_completion, response_text
+from burnish.data.encoded import EncodedTable
+from burnish.data.generation_prompts import OWN_COLUMNS
+from burnish.data.prompts import PromptEncoder, check_label_key
+from burnish.data.rows import column
+from burnish.data.sources import DataError, Row
+from burnish.data.stream import RowRef
+from burnish.types import FinishReason, Group, Prompt, Sample
+
+
+@dataclass(frozen=True)
+class GivenResponse:
+    """One row to score: a group of one sample, and the columns of the row."""
+
+    group: Group
+    columns: Mapping[str, Any]
+
+
+class GivenResponses:
+    """All rows of a recipe, in file order, read again whenever they are asked for."""
+
+    def __init__(
+        self,
+        config: ResponseDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        limit: int | None = None,
+    ) -> None:
+        """Raises DataError for every row that cannot be used, in one message."""
+        encoder = _ResponseEncoder(config, tokenizer)
+        self._table = EncodedTable(config, encoder, limit=limit)
+        check_label_key(config, self._table.sources)
+        self.digest = encoder.digest.hexdigest()
+        """Of all rows: a resumed run must have the same."""
+        encoder.scanned = True
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def dropped(self) -> int:
+        """Rows whose prompt is over the length limit, left out."""
+        return self._table.dropped
+
+    def take(self, first: int, count: int) -> list[GivenResponse]:
+        """Return rows ``first`` to ``first + count``, fewer at the end."""
+        return self._table.take(first, count)
+
+
+class _ResponseEncoder:
+    """Implements ``data.encoded.Encoder``."""
+
+    unit = "row"
+    limit_name = "prompt_max_len"
+
+    def __init__(self, config: ResponseDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.limit = config.prompt_max_len
+        self.digest = hashlib.sha256()
+        self.scanned = False
+        self._config, self._tokenizer = config, tokenizer
+        self._prompts = PromptEncoder(config, tokenizer)
+
+    def encode(self, row: Row, ref: RowRef) -> GivenResponse:
+        text = column(row, self._config.response_key, "response_key")
+        if not isinstance(text, str):
+            raise DataError(
+                f"column {self._config.response_key!r} (response_key) has a "
+                f"{type(text).__name__}, and a response is a text; correct the column, or set "
+                "response_key to another one"
+            )
+        ended = self._finish_reason(row)
+        prompt = self._prompts.encode(row, ref)
+        prompt = replace(prompt, metadata=self._metadata(prompt))
+        ids = self._response_ids(row, prompt, text, ended=ended == "stop")
+        if not self.scanned:
+            told = f"{prompt.id} {prompt.token_ids} {ids} {row.values!r}\n"
+            self.digest.update(told.encode(errors="replace"))
+        sample = Sample(
+            sample_id=f"{ref.id}/0",
+            prompt_id=prompt.id,
+            group_id=ref.row,
+            prompt_ids=prompt.token_ids,
+            response_ids=ids,
+            sampler_logprobs=(0.0,) * len(ids),
+            action_mask=(True,) * len(ids),
+            versions=(0,) * len(ids),
+            text=text,
+            finish_reason=ended,
+        )
+        return GivenResponse(Group(ref.row, prompt, (sample,)), dict(row.values))
+
+    def length(self, item: GivenResponse) -> int:
+        return len(item.group.prompt.token_ids)
+
+    def cut(self, item: GivenResponse) -> GivenResponse | None:
+        raise NotImplementedError("overlong: truncate_left is refused when the recipe is read")
+
+    def _finish_reason(self, row: Row) -> FinishReason:
+        key = self._config.finish_reason_key
+        optional = not self._config.is_own("finish_reason_key")
+        if key is None or (optional and row.values.get(key) is None):
+            return "stop"
+        value, known = row.values.get(key), get_args(FinishReason)
+        if value not in known:
+            raise DataError(
+                f"column {key!r} (finish_reason_key) has {value!r}, which is none of "
+                f"{', '.join(known)}; correct the column, or set data.finish_reason_key=null to "
+                "score every response as ended"
+            )
+        return cast(FinishReason, value)
+
+    def _metadata(self, prompt: Prompt) -> dict[str, Any]:
+        """The columns that a reward got when the response was sampled."""
+        own = OWN_COLUMNS | {self._config.response_key, self._config.finish_reason_key}
+        return {key: value for key, value in prompt.metadata.items() if key not in own}
+
+    def _response_ids(self, row: Row, prompt: Prompt, text: str, *, ended: bool) -> tuple[int, ...]:
+        """The sampled ids, if the row has them and they decode to ``text``; else ``text``
+        tokenized."""
+        head, given = prompt.token_ids, row.values.get(f"{self._config.response_key}_tokens")
+        if isinstance(given, (list, tuple)) and all(type(i) is int for i in given):
+            ids = tuple(given)
+            in_vocabulary = not ids or 0 <= min(ids) <= max(ids) < len(self._tokenizer)
+            if in_vocabulary and response_text(self._tokenizer, head, ids) == text:
+                return ids
+        ids_and_mask = encode_completion(self._tokenizer, head, text, add_eos=ended)
+        return tuple(ids_and_mask[0][len(head) :])

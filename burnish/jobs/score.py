@@ -1,0 +1,130 @@
+"""Rewards of given responses: rows in, the same rows with ``reward`` and ``rewards`` out.
+
+A step is a fixed slice of the rows; each reward is called once with all of it. ``rows_run.py`` is
+what surrounds a step: it keeps each, and resumes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.config.model import ModelConfig
+from burnish.config.score import ScoreConfig
+from burnish.data.responses import GivenResponses
+from burnish.jobs.base import Functions
+from burnish.jobs.build import reward_set, weighted_rewards
+from burnish.jobs.degenerate import warn_without_labels
+from burnish.jobs.rows_run import StepRows, WritesRows, sums_of
+from burnish.observe.timeline import timed
+from burnish.rewards.base import NoGroupLeftError, RewardSet, Scored
+from burnish.runtime.base import Runtime
+from burnish.types import Stats
+
+log = logging.getLogger("burnish")
+
+FAILED = "prompts_reward_failed"
+_WORDS = {
+    "prompts_overlong": "rows left out, whose prompt is longer than data.prompt_max_len "
+    "(data.overlong=drop)",
+    FAILED: "rows with null for a reward, because one failed (on_reward_failure.then=drop_group)",
+}
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """The loop of a ``score`` run. Implements ``rows_run.RowsLoop``."""
+
+    config: ScoreConfig
+    responses: GivenResponses
+    rewards: RewardSet
+
+    @property
+    def total_steps(self) -> int:
+        """Slices of ``batch_size`` rows."""
+        return math.ceil(len(self.responses) / self.config.batch_size)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What a resumed run must have again."""
+        return {"prompts": len(self.responses), "digest": self.responses.digest}
+
+    @property
+    def models(self) -> Sequence[ModelConfig]:
+        """None: only the tokenizer of ``model`` is read, and the digest holds its tokens."""
+        return []
+
+    def num_prompts_of_step(self, step: int) -> int:
+        """Rows of a step; the first is 1."""
+        size = self.config.batch_size
+        return max(0, min(size, len(self.responses) - (step - 1) * size))
+
+    def warn(self) -> None:
+        """Log how many rows are left out."""
+        if self.responses.dropped:
+            log.warning("%d %s", self.responses.dropped, _WORDS["prompts_overlong"])
+
+    def step(self, number: int) -> StepRows:
+        """Score one slice. A row on which a reward failed keeps its place, with null."""
+        size = self.config.batch_size
+        given = self.responses.take((number - 1) * size, size)
+        try:
+            scored = self.rewards.score([item.group for item in given])
+        except NoGroupLeftError as error:
+            log.warning("step %d: %s", number, error)
+            scored = Scored((), (), Stats(sums={"reward/groups_dropped": error.num_dropped}))
+        samples = {group.prompt.id: group.samples[0] for group in scored.groups}
+        rows = []
+        for item in given:
+            sample = samples.get(item.group.prompt.id)
+            reward = None if sample is None else sample.reward
+            rewards = None if sample is None else dict(sample.reward_parts)
+            rows.append({**item.columns, "reward": reward, "rewards": rewards})
+        lost = len(given) - len(samples)
+        metrics = scored.stats.floats()
+        done = (number - 1) * size + len(given)
+        metrics |= {"score/rows_done": float(done), "score/rows_total": float(len(self.responses))}
+        dropped = {FAILED: lost} if lost else {}
+        return StepRows(rows, scored.groups, metrics, dropped, sums_of(scored.groups))
+
+    def totals(self) -> Mapping[str, float]:
+        """Rows that no step has."""
+        return {"prompts_overlong": self.responses.dropped} if self.responses.dropped else {}
+
+    def summary(self, totals: Mapping[str, float], output: Path) -> list[str]:
+        """Return what the run did: rows, the mean reward, failures."""
+        lines = [f"wrote {output}: {totals['rows']:,.0f} rows"]
+        if totals.get("scored"):
+            lines.append(f"mean reward {totals['reward'] / totals['scored']:.4g}")
+        return lines + [f"{totals[k]:,.0f} {words}" for k, words in _WORDS.items() if totals.get(k)]
+
+    def close(self) -> None:
+        """Close the rewards."""
+        self.rewards.close()
+
+
+class ScoreJob(WritesRows[ScoreConfig, Scoring]):
+    """The job ``score``."""
+
+    config_class = ScoreConfig
+
+    def build(
+        self, config: ScoreConfig, runtime: Runtime, *, run_dir: Path, functions: Functions
+    ) -> Scoring:
+        responses = GivenResponses(config.data, runtime.tokenizer, limit=config.num_rows)
+        rewards = reward_set(
+            weighted_rewards(config.rewards, runtime, functions),
+            on_failure=config.on_reward_failure,
+            max_len=config.generate_max_len or 1,
+            shaping=config.shaping,
+        )
+        first = responses.take(0, config.batch_size)
+        warn_without_labels([item.group.prompt for item in first], rewards)
+        return Scoring(config, responses, timed(rewards, runtime.timeline, {"score": "reward"}))
+
+
+JOB = ScoreJob()

@@ -46,7 +46,7 @@ class Outputs:
     """Experts that each token is sent to (where there are ``router_logits``)"""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that are in line with tokens, in the order of the fields."""
+        """Return the fields that are aligned with tokens, in their order."""
         return tuple(vars(self).values())[:7]
 
     @classmethod
@@ -79,7 +79,7 @@ class StepStats:
     growth: float = 1.0
     """Size of the trained weights over that at the start, measured if it may be large"""
     oom_retries: int | None = None
-    """How often the update was begun anew because a pass ran out of memory, over all ranks. None:
+    """How often the update was restarted because a pass ran out of memory, over all ranks. None:
     that ends the run (``train.on_oom=fail``)"""
 
 

@@ -80,7 +80,7 @@ class Forward:
         """What a student is measured against, in batches that have a teacher's states."""
 
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
-        """Outputs [M] fp32 in line with the batch's tokens."""
+        """Return outputs [M] fp32, aligned with the batch's tokens."""
         arranged = arrange(batch, self.layout)
         if not self.experts_per_token or not torch.is_grad_enabled():
             return self.named(self._compute(batch, arranged, with_entropy=with_entropy))
@@ -225,7 +225,7 @@ class BatchForward(nn.Module):
     def forward(
         self, batch: Batch, with_entropy: bool = False, states: bool = False
     ) -> tuple[Tensor, ...]:
-        """[M] fp32 values in line with the tokens, or log-probs and what else was asked for: a
+        """Return [M] fp32 values aligned with the tokens, or log-probs and the other outputs: a
         plain tuple, so that hooks on outputs find the tensors. ``states``: the hidden states
         alone."""
         if states:
@@ -260,7 +260,7 @@ def experts_per_token(body: PreTrainedModel) -> int:
 
 
 def _in_rows(routed: tuple[Tensor, ...] | None, place: Tensor, body: PreTrainedModel) -> Tensor:
-    """[L, M, E]: the routers' logits [R * T, E] of each layer, in line with the batch's tokens: no
+    """[L, M, E]: the routers' logits [R * T, E] of each layer, aligned with the batch's tokens: no
     padding, and a shared prompt once for each of its rows, so that layouts agree."""
     if not routed:
         raise ModelError(

@@ -48,7 +48,7 @@ class LossScaler(Protocol):
 
 
 class StaticLossScaler:
-    """A constant scale. An overflow changes nothing here; its step is skipped all the same."""
+    """A constant scale. An overflow changes nothing here; its step is still skipped."""
 
     adapts = False
 

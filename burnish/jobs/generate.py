@@ -119,7 +119,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class GenerationStep:
-    """What a step gave."""
+    """Result of a step."""
 
     rollout: Rollout
     selection: Selection

@@ -1,4 +1,4 @@
-"""What a job reads, checked before anything heavy is imported: files, model folders, first rows.
+"""Check the inputs of a job before any heavy import: files, model folders, first rows.
 
 Imports neither torch nor transformers, so that a misspelt path is an error at once. The messages
 are those of the code that reads the inputs later.

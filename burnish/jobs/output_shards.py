@@ -62,7 +62,8 @@ class OutputShards:
     # ---- what the run is of ------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """What :meth:`write_state` wrote; None before that. Raises RunError where it is no JSON."""
+        """Return the state that :meth:`write_state` wrote; None before that. Raises RunError if it
+        is no JSON."""
         path = self.state_file
         if not path.is_file():
             return None
@@ -75,7 +76,7 @@ class OutputShards:
         return found
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Replace the state. Raises RunError where the disk does not take it."""
+        """Replace the state. Raises RunError if the disk does not take it."""
         with self._disk_errors(self.state_file):
             write_text(self.state_file, json.dumps(state, indent=1) + "\n")
 
@@ -97,7 +98,7 @@ class OutputShards:
 
     def add(self, info: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the next part. ``info``: the fields of ShardInfo that are not of the rows. Raises
-        RunError where the disk does not take it."""
+        RunError if the disk does not take it."""
         lines = [json_line(row) for row in rows]
         body = b"".join(lines)
         step = len(self.done) + 1
@@ -150,7 +151,7 @@ class OutputShards:
         """Write all rows to ``output``, whole or not at all.
 
         A file that is there stays, and is accepted only where it is the same (a run that was killed
-        right after writing it). Raises RunError where it is another, or cannot be written.
+        right after writing it). Raises RunError if it is another, or cannot be written.
         """
         scratch = output.with_name(f".{output.name}.of-{self.run_dir.resolve().name}")
         with self._disk_errors(output):

@@ -1,5 +1,5 @@
-"""What a train engine holds of a model on one rank, exactly: weights, masters, moments, gradient
-sums, and what is gathered and sent while it computes.
+"""Memory of a model in a train engine on one rank, exactly: weights, masters, moments, gradient
+sums, and gathered and sent tensors.
 
 Bytes per trained parameter (``train/optim.py`` says the same of the torch engine):
 
@@ -83,7 +83,7 @@ class EngineSetup:
 
     @property
     def half(self) -> bool:
-        """Whether there are masters beside the weights."""
+        """Return whether there are masters beside the weights."""
         return self.precision.dtype != "fp32"
 
     @property
@@ -101,7 +101,7 @@ class EngineSetup:
 
     @property
     def sharded(self) -> bool:
-        """Whether weights are gathered layer by layer."""
+        """Return whether weights are gathered layer by layer."""
         engine = self.train.engine
         if isinstance(engine, DeepSpeedEngine):
             return engine.zero_stage == 3
@@ -120,7 +120,7 @@ class EngineSetup:
 
 
 def state(setup: EngineSetup) -> list[Item]:
-    """What is there all the time, from the first step on."""
+    """Return the items that exist all the time, from the first step on."""
     engine = setup.train.engine
     if isinstance(engine, DeepSpeedEngine):
         return [i for i in _deepspeed_state(setup, engine) if i.bytes]
@@ -342,7 +342,7 @@ def _largest_trained(s: EngineSetup) -> int:
 
 
 def weight_transfer(setup: EngineSetup) -> list[Item]:
-    """What is whole on a rank while weights go to the rollout engine."""
+    """Return the unsharded items on a rank during a weight transfer to the rollout engine."""
     w = setup.weight_size
     if not setup.sharded:
         if setup.unsharded is None:
@@ -358,7 +358,8 @@ def weight_transfer(setup: EngineSetup) -> list[Item]:
 
 
 def checkpoint_bytes(setup: EngineSetup) -> float:
-    """What :meth:`TrainEngine.save` writes: masters, two moments, perhaps a moving average."""
+    """Return the bytes that :meth:`TrainEngine.save` writes: masters, two moments, perhaps a moving
+    average."""
     whole = setup.model.adapters or setup.model.parameters
     return setup.trainable * whole * (12.0 + 4 * (setup.train.ema_decay is not None))
 

@@ -138,7 +138,7 @@ def _gb(size: float) -> str:
 
 
 def suggestions(config: JobConfig, phase: str) -> Iterator[Suggestion]:
-    """What makes a recipe smaller, in the order of what it costs."""
+    """Yield changes that reduce the memory of a recipe, in the order of their cost."""
     job = config.resolve()
     if phase == "rollout" and job.rollout is not None:
         yield from _rollout_suggestions(job.rollout)

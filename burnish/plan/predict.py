@@ -33,7 +33,7 @@ ASSUMPTIONS = {
 
 
 def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) -> Plan:
-    """The plan of a recipe on ``hardware``. Raises PlanError where it cannot be made: the recipe
+    """The plan of a recipe on ``hardware``. Raises PlanError if it cannot be made: the recipe
     needs other hardware, or a model's sizes are not known."""
     supposed = frozenset(assume)
     if unknown := supposed - set(ASSUMPTIONS):
@@ -125,7 +125,7 @@ def _device_peaks(
     hardware: Hardware,
     assume: frozenset[str],
 ) -> list[Peak]:
-    """Of every kind of GPU place in every phase."""
+    """Return the peaks of every kind of GPU place in every phase."""
     if hardware.gpu is None:
         return []
     peaks = []
@@ -178,7 +178,8 @@ def _held(members: Sequence[RoleMemory], phase: str) -> float:
 def _host_peaks(
     placements: Sequence[PlacementGroupSpec], roles: dict[str, RoleMemory], hardware: Hardware
 ) -> list[Peak]:
-    """Of the fullest node in every phase. On a machine without GPUs it holds everything."""
+    """Return the peaks of the fullest node in every phase. On a machine without GPUs it holds
+    everything."""
     nodes = _nodes(placements, hardware)
     both = hardware.gpu is None
     phases = _phases(list(roles.values()))

@@ -47,7 +47,7 @@ class TimePlan:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Return the seconds of the step."""
         return sum(p.seconds for p in self.parts)
 
     @property
@@ -247,8 +247,8 @@ class _Clock:
 
 
 def flops(shape: ModelShape, length: float) -> float:
-    """Of one token's forward pass in a row of ``length``: matrices, and attention to half the row
-    on average."""
+    """Return the FLOPs of one token's forward pass in a row of ``length``: matrices, and attention
+    to half the row on average."""
     text = shape.text.to_dict()
     width = int(text.get("num_attention_heads") or 1) * shape.head_dim
     seen = [min(length / 2, w) if w else length / 2 for w in shape.windows]

@@ -211,7 +211,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
 
 
 def _deepspeed() -> Any:
-    """The package. Raises DeepSpeedError where it is missing or of a version that is refused."""
+    """The package. Raises DeepSpeedError if it is missing or of a version that is refused."""
     try:
         import deepspeed
     except ImportError as error:

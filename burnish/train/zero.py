@@ -277,12 +277,13 @@ class ZeroOptimizer:
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether DeepSpeed keeps this parameter in shards (its own entries are then mostly away)."""
+    """Return whether DeepSpeed keeps this parameter in shards (its own entries are then mostly
+    away)."""
     return hasattr(parameter, "ds_tensor")  # house: ok DeepSpeed's mark
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of the whole parameter."""
+    """Return the shape of the unsharded parameter."""
     slice_of: Any = parameter
     return tuple(slice_of.ds_shape) if is_partitioned(parameter) else tuple(parameter.shape)
 
@@ -336,7 +337,7 @@ def publish(optimizer: Any, *, stage: int) -> None:
     """Masters into the weights that compute, on all ranks."""
     parts = vars(optimizer)
     if stage == 3:
-        optimizer._partition_all_parameters()  # what stayed whole on every rank is gathered anew
+        optimizer._partition_all_parameters()  # persistent parameters are gathered again below
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if optimizer.persistent_parameters:

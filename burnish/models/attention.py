@@ -1,17 +1,15 @@
 """Attention over ragged tokens: packed rows, shared prefixes, and decoding from a cache of
 key/value slots.
 
-HuggingFace models look their attention up by name. This module registers one function,
-``burnish``, that takes its instructions from a plan passed as a keyword through the model's
-forward. Four plans:
+HuggingFace models look up their attention by name. This module registers one function,
+``burnish``. A plan, passed as a keyword through the model's forward, selects its behavior:
 
-* no plan: torch's scaled-dot-product attention, exactly as the model would have done;
-* :class:`PackedPlan`: all tokens stand in one row ``[1, M]``; each query segment reads only its
-own keys
-  (its row, or the group's shared prompt followed by its own response). Nothing is computed on
-  padding outside the attention itself, and rows of like length are padded together inside it;
-* :class:`DecodePlan`: one new token per sequence reads the slots of a :class:`KVCache`;
-* :class:`SequenceParallelPlan`: a packed row whose tokens are spread over ranks
+* no plan: torch's scaled-dot-product attention, exactly as the model would compute it;
+* :class:`PackedPlan`: all tokens are in one row ``[1, M]``. Each query segment attends only to its
+  own keys: its row, or the group's shared prompt followed by its own response. Only the attention
+  itself computes on padding, in buckets of rows of similar length;
+* :class:`DecodePlan`: one new token per sequence attends to the slots of a :class:`KVCache`;
+* :class:`SequenceParallelPlan`: a packed row whose tokens are sharded over ranks
   (``models/ulysses.py``).
 
 Not here: how rows become plans (``train/batching.py``, ``rollout/local.py``).
@@ -44,9 +42,9 @@ ATTENTION_NAME = PACKED
 
 @dataclass(frozen=True)
 class Segment:
-    """Queries ``[q_start, q_start + q_len)`` that read a prefix and then themselves, causally.
+    """Queries ``[q_start, q_start + q_len)`` that attend to a prefix and causally to themselves.
 
-    Positions are indices into the packed row. ``prefix_len`` 0 is an ordinary causal row.
+    Positions are indices into the packed row. With ``prefix_len`` 0 it is an ordinary causal row.
     """
 
     q_start: int
@@ -61,39 +59,41 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Segments of like size as one rectangle. S segments, Lq queries, Lk keys."""
+    """A rectangle of segments of similar size: S segments, Lq queries, Lk keys."""
 
     q_index: Tensor  # [S, Lq] into the packed row; padding repeats a real token
     k_index: Tensor  # [S, Lk]
-    reach: Tensor  # [S, Lq] the last key that a query reads, of its segment's
+    reach: Tensor  # [S, Lq] index, within its segment's keys, of the last key each query reads
     plain: bool
-    """All segments are causal and of one length, so that no mask is needed."""
+    """Whether all segments are causal and equally long, so that no mask is needed."""
 
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """Who reads whom in a packed row of M tokens."""
+    """Attention pattern of a packed row of M tokens."""
 
     buckets: tuple[_Bucket, ...]
-    inverse: Tensor  # [M] place of each token in the buckets' outputs put one after another
+    inverse: Tensor  # [M] index of each token in the concatenated outputs of the buckets
     positions: Tensor  # [M] position of each token in its own row (for sliding windows)
     longest: int
-    """Tokens that a row has at most: a window of as many hides none of them."""
+    """Keys of the longest segment. A sliding window at least this long masks nothing."""
     kernels: Kernels | None
-    """The attention kernels that compute it. None: a CPU's."""
+    """Attention kernels of the GPU. None on a CPU."""
     cache: KVCache | None = None
-    """Where keys and values are also written (prefill), or None."""
+    """Cache to which keys and values are also written (prefill), or None."""
     cache_source: Tensor | None = None  # [W] token in the packed row
-    cache_slot: Tensor | None = None  # [W] slot it goes to
+    cache_slot: Tensor | None = None  # [W] slot it is written to
     cache_position: Tensor | None = None  # [W] position in the slot
     _masks: dict[Any, tuple[Tensor | None, ...]] = field(default_factory=dict, compare=False)
 
     def masks(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """One mask [S, 1, Lq, Lk] per bucket, to be added to its scores: 0 or -inf, in ``dtype``;
-        None: plain causal. ``window``: of a sliding window, in tokens.
+        """Return one additive mask [S, 1, Lq, Lk] per bucket: 0 or -inf, in ``dtype``.
 
-        Masks are made once, on the device, and shared by all layers: a bool mask would be
-        converted in every call of every layer, and each conversion kept for backward.
+        The mask is None for plain causal attention. ``window`` is the length of a sliding window in
+        tokens, or None.
+
+        Masks are created once, on the device, and shared by all layers. A bool mask would be
+        converted in every call of every layer, and each conversion would be kept for backward.
         """
         if window is not None and window >= self.longest:
             window = None
@@ -112,17 +112,16 @@ class PackedPlan:
         if window is not None:
             last = self.positions[bucket.q_index] - window
             hidden |= self.positions[bucket.k_index][:, None, None, :] <= last[:, None, :, None]
-        # The memory-efficient kernel copies a mask whose rows do not begin at multiples of 16.
+        # The memory-efficient kernel copies a mask whose rows are not aligned to 16 elements.
         wide = torch.zeros(rows, 1, queries, -(-keys // 16) * 16, dtype=dtype, device=key.device)
         return wide[..., :keys].masked_fill_(hidden, -torch.inf)
 
 
 class KVCache:
-    """Keys and values of sequences being decoded: per layer ``[slots, kv_heads, capacity,
-    head_dim]``.
+    """KV cache of the sequences being decoded: ``[slots, kv_heads, capacity, head_dim]`` per layer.
 
-    Slots ``0 .. B-1`` hold the B active sequences, so a decode step reads a plain slice. Layers are
-    allocated when first written, in the shape and dtype the model gives.
+    Slots ``0 .. B-1`` hold the B active sequences, so a decode step reads a plain slice. A layer is
+    allocated on its first write, in the shape and dtype of the keys and values.
     """
 
     def __init__(self, num_slots: int, capacity: int) -> None:
@@ -151,7 +150,7 @@ class KVCache:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def grow(self, capacity: int) -> None:
-        """Make room for longer sequences, keeping what is stored."""
+        """Extend each slot to ``capacity`` positions and keep its contents. Never shrinks."""
         extra = capacity - self.capacity
         if extra <= 0:
             return
@@ -167,37 +166,40 @@ class KVCache:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One new token for each of the sequences in slots ``0 .. B-1``."""
+    """Plan for one new token for each sequence in slots ``0 .. B-1``."""
 
     cache: KVCache
     slots: Tensor  # [B] = arange(B)
-    positions: Tensor  # [B] where the new token goes
+    positions: Tensor  # [B] position of the new token
     length: int
-    """Keys to read: the longest active sequence, new token included."""
+    """Number of keys to read: the longest active sequence, including its new token."""
     mask: Tensor  # [B, 1, 1, length] True = may read
 
 
 @dataclass(frozen=True)
 class SequenceParallelPlan:
-    """Who reads whom in a packed row of M tokens, of which each of n ranks holds C = ceil(M / n);
-    the last ones are padding."""
+    """Attention plan of a packed row of M tokens sharded over n ranks.
+
+    Each rank holds C = ceil(M / n) tokens; the last ones are padding.
+    """
 
     whole: PackedPlan
-    """Among all M tokens."""
+    """Plan over all M tokens."""
     num_tokens: int
     """M."""
     group: ProcessGroup
     layers: set[int] = field(default_factory=set, compare=False)
-    """Layers whose attention has asked. (An architecture that mixes tokens without asking would
-    mix those of a stretch only.)"""
+    """Layers whose attention has used the plan. (An architecture that mixes tokens without it would
+    only mix those of one chunk.)"""
 
 
 def plan_segments(segments: Sequence[Segment], positions: Tensor) -> PackedPlan:
-    """The plan for segments that cover a packed row exactly once, with ``positions`` [M] on its
-    device.
+    """Return the plan for segments that cover a packed row exactly once.
 
-    Segments are sorted into buckets in which the shortest has at least half the keys of the
-    longest, so at most half of a bucket's attention is padding, however ragged the rows are.
+    ``positions`` [M] holds each token's position in its own row; the plan is built on its device.
+
+    Segments are grouped into buckets. The shortest segment of a bucket has at least half the
+    queries and half the keys of the largest, which bounds the padding however ragged the rows are.
     """
     device = positions.device
     order = sorted(range(len(segments)), key=lambda i: (segments[i].q_len, segments[i].k_len))
@@ -235,7 +237,7 @@ def _bucket(segments: Sequence[Segment], device: torch.device) -> _Bucket:
     width = max(s.q_len for s in segments)
     q = torch.arange(width, device=device)[None]  # [1, Lq]
     k = torch.arange(max(s.k_len for s in segments), device=device)[None]  # [1, Lk]
-    # Padded queries read what the last real one reads, so that no softmax is over nothing.
+    # Padded queries read the keys of the last real query, so that no softmax is empty.
     real = q.minimum(q_len - 1)
     k_index = torch.where(k < p_len, p_start + k, q_start + (k - p_len).minimum(q_len - 1))
     plain = all(s.q_len == width and s.prefix_len == 0 for s in segments)
@@ -243,8 +245,10 @@ def _bucket(segments: Sequence[Segment], device: torch.device) -> _Bucket:
 
 
 def decode_plan(cache: KVCache, positions: Tensor, length: int) -> DecodePlan:
-    """Plan for one new token per active sequence, at ``positions`` [B]; ``length`` = max position
-    + 1."""
+    """Return the plan for one new token per active sequence, at ``positions`` [B].
+
+    ``length`` is the largest position + 1.
+    """
     slots = torch.arange(positions.numel(), device=positions.device)
     reach = torch.arange(length, device=positions.device)
     mask = (reach[None, :] <= positions[:, None])[:, None, None, :]
@@ -265,13 +269,13 @@ _IGNORED = frozenset(
         "logits_to_keep",
     }
 )
-"""Keywords of HuggingFace models that change nothing here: positions are in the plan, and causality
-is checked on the module."""
+"""Keywords of HuggingFace models that have no effect under a plan: it contains the positions, and
+causality is checked on the module."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    """One layer's call: its number, scale of the scores, window, dropout, and cap of the scores."""
+    """Options of one layer's attention call. ``scale`` and ``softcap`` apply to the scores."""
 
     layer: int
     scale: float
@@ -281,10 +285,10 @@ class _Options:
 
 
 def _options(module: nn.Module, query: Tensor, mask: Tensor | None, given: Any) -> _Options:
-    """The options of one call under a plan.
+    """Return the options of one attention call under a plan.
 
-    Raises UnsupportedAttention for a mask that the model changed, a layer that is not causal, and
-    any keyword that would be ignored (attention sinks, indices of sparse attention, biases).
+    Raises UnsupportedAttention if the model passes its own mask, if the layer is not causal, or
+    for a keyword that would be ignored (attention sinks, sparse attention indices, biases).
     """
     name = type(module).__name__
     if mask is not None and mask.numel() != 1:
@@ -322,11 +326,11 @@ _WINDOWS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 
 
 def _window(module: nn.Module, given: Any) -> int | None:
-    """The layer's sliding window in tokens.
+    """Return the layer's sliding window in tokens, or None.
 
-    Most models pass it as a keyword. Some put it only into the mask, which a plan replaces: then it
-    is read from the config (PhiMoE, Qwen2-MoE). The check of the model family
-    (``models/support.py``) finds models for which that is wrong.
+    Most models pass it as a keyword. Some only apply it to the mask, which a plan replaces (PhiMoE,
+    Qwen2-MoE); for these it is read from the config. The check of the model family
+    (``models/support.py``) detects models for which that is wrong.
     """
     if "sliding_window" in given:
         return given["sliding_window"] or None
@@ -355,7 +359,8 @@ def _attention(
     plan: PackedPlan | DecodePlan | SequenceParallelPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # house: ok the signature is HuggingFace's
-    """HuggingFace attention interface: query [B, heads, T, dim] -> output [B, T, heads, dim]."""
+    """Implement HuggingFace's attention interface: query [B, heads, T, dim] -> output [B, T, heads,
+    dim]."""
     if plan is None:
         return _unpacked(module, (query, key, value), attention_mask, **kwargs), None
     options = _options(module, query, attention_mask, kwargs)
@@ -378,7 +383,7 @@ def _attention(
 def _unpacked(
     module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, **given: Any
 ) -> Tensor:
-    """[B, T, heads, dim] of a rectangle of rows, as the model itself would compute it."""
+    """Return the attention [B, T, heads, dim] of a padded batch, as the model would compute it."""
     _refuse_unknown(module, given)
     softcap = given.pop("softcap", None)
     if softcap is None:
@@ -401,9 +406,11 @@ def _unpacked(
 
 
 def _capped(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: _Options) -> Tensor:
-    """[B, heads, Tq, dim] attention whose scores are ``softcap * tanh(score / softcap)`` (Gemma 2,
-    arXiv 2408.00118), softmax in fp32. ``mask`` [..., Tq, Tk]: added to the scores, or bool with
-    True = may read."""
+    """Return the attention [B, heads, Tq, dim] with scores ``softcap * tanh(score / softcap)``.
+
+    Source: Gemma 2, arXiv 2408.00118. The softmax is in fp32. ``mask`` [..., Tq, Tk] is additive,
+    or bool with True = may read.
+    """
     query, key, value = qkv
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
@@ -421,7 +428,7 @@ def _capped(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: _O
 
 
 def _packed(plan: PackedPlan, qkv: tuple[Tensor, Tensor, Tensor], options: _Options) -> Tensor:
-    """[M, heads, dim] of query, key and value [M, heads, dim] each."""
+    """Return the attention [M, heads, dim] of packed query, key and value, [M, heads, dim] each."""
     query, key, value = qkv
     if plan.cache is not None:
         assert plan.cache_source is not None
@@ -445,7 +452,7 @@ def _packed(plan: PackedPlan, qkv: tuple[Tensor, Tensor, Tensor], options: _Opti
 
 
 def _causal(query: Tensor) -> Tensor:
-    """[T, T] True where query t may read key s, s <= t."""
+    """Return the mask [T, T] that is True if query t may read key s: s <= t."""
     length = query.shape[2]
     return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
 
@@ -462,13 +469,12 @@ def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: _Opti
     if window is not None and plan.length > window:
         reach = torch.arange(plan.length, device=mask.device)
         mask = mask & (reach[None, :] > plan.positions[:, None] - window)[:, None, None, :]
-    # The query heads of one key/value head are read together: they are the rows of one small
-    # matmul.
+    # The query heads that share a key/value head are the rows of one small matmul.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     on_cpu = query.device.type == "cpu" and query.dtype != torch.bfloat16
     if options.softcap is not None or on_cpu:
-        # For so few queries two batched matmuls beat torch's fused CPU kernel, and in fp16 by
-        # more, conversion included (docs/lab-notebook.md).
+        # For this few queries, two batched matmuls are faster than torch's fused CPU kernel. The
+        # gain is larger in fp16, even with the conversion (docs/lab-notebook.md).
         scores = torch.matmul(grouped.float() * options.scale, keys.float().transpose(-1, -2))
         if options.softcap is not None:
             scores = torch.tanh(scores / options.softcap) * options.softcap
@@ -486,11 +492,11 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 def takes_plans(body: PreTrainedModel) -> bool:
-    """Return whether the attention of ``body`` is the one of this module: then rows can be packed,
-    and otherwise they are padded."""
+    """Return whether ``body`` uses the attention of this module. If so, rows can be packed;
+    otherwise they are padded."""
     return str(body.config._attn_implementation) == ATTENTION_NAME
 
 
-# HuggingFace models build an attention mask unless they are given one of four dimensions; with a
-# plan the mask is in the plan, so this placeholder is passed and never read.
+# HuggingFace models build an attention mask unless they receive a 4-D one. A plan contains its own
+# masks, so this placeholder is passed with it and never read.
 NO_MASK = torch.empty(1, 1, 1, 1)

@@ -1,12 +1,12 @@
-"""Persistent buffers: tensors that are part of a model's state and are not parameters.
+"""Persistent buffers: tensors of a model's state that are not parameters.
 
-A buffer is not trained by the optimizer. Some never change (``layer_scalar`` of Gemma 4,
-``e_score_correction_bias`` of DeepSeek-V3), some change in training passes (running statistics).
-Both kinds belong to checkpoints, exports and weight transfers. Buffers that a model marks as not
-persistent (rotary frequencies) are computed from its config and belong to none of them.
+The optimizer does not train buffers. Some never change (``layer_scalar`` of Gemma 4,
+``e_score_correction_bias`` of DeepSeek-V3); others change in training passes (running statistics).
+Both kinds are included in checkpoints, exports and weight transfers. Non-persistent buffers (rotary
+frequencies) are computed from the config and included in none of them.
 
-A buffer keeps its number format everywhere: it may be fp32 in a bf16 model. Iterators over a
-model's state yield it as :class:`torch.nn.Buffer`, so that what casts weights can leave it alone.
+A buffer keeps its dtype everywhere; it may be fp32 in a bf16 model. Iterators over a model's state
+yield it as :class:`torch.nn.Buffer`, so that code that casts weights can skip it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from torch import Tensor, nn
 log = logging.getLogger("burnish")
 
 BUFFERS = "buffer.safetensors"
-"""File of persistent buffers in the checkpoint of one role. A model without buffers has none."""
+"""File of persistent buffers in a role's checkpoint. Absent if the model has no buffers."""
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter or buffer has in the model without adapters.
+    """Return the name of a parameter or buffer in the model without adapters.
 
-    An adapter wraps its module and adds ``base_layer`` to the names inside; wrappers around
-    parameters (fused experts) are nested and add it once each.
+    An adapter wraps its module and adds ``base_layer`` to the names inside it. Wrappers around
+    parameters (fused experts) are nested, and each adds ``base_layer`` once.
     """
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Buffer]]:
-    """Yield (name in the model without adapters, buffer) of every persistent buffer; the tensors
-    share the model's memory."""
+    """Yield (name in the model without adapters, buffer) for every persistent buffer.
+
+    The tensors share the model's memory.
+    """
     for prefix, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is None or leaf in module._non_persistent_buffers_set:
@@ -46,8 +48,10 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Buffer]]:
 
 
 def wanted_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the format of a weight that is sent or written in ``dtype`` (None: as it is): integers
-    and buffers keep theirs."""
+    """Return the dtype in which a weight is sent or written if ``dtype`` is requested.
+
+    Integers and buffers keep their dtype, as does every weight if ``dtype`` is None.
+    """
     if dtype is None or isinstance(tensor, nn.Buffer) or not tensor.is_floating_point():
         return tensor.dtype
     return dtype
@@ -57,8 +61,8 @@ def wanted_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def fill_buffers(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Copy ``tensors`` into the persistent buffers of ``model``.
 
-    ``source``: of the tensors, for messages. Raises ValueError if names or shapes differ from the
-    model's.
+    ``source`` names the origin of the tensors in messages. Raises ValueError if names or shapes
+    differ from the model's.
     """
     own = dict(persistent_buffers(model))
     if odd := sorted(own.keys() ^ tensors.keys())[:3]:
@@ -74,8 +78,10 @@ def fill_buffers(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
 
 
 def buffers_now(model: nn.Module) -> dict[str, Tensor]:
-    """Copy the model's persistent buffers to the CPU, so that a checkpoint that is written while
-    training continues holds them as of now."""
+    """Return a CPU copy of the model's persistent buffers.
+
+    A checkpoint written while training continues thus contains their current values.
+    """
     return {
         name: buffer.detach().to("cpu", copy=True).contiguous()
         for name, buffer in persistent_buffers(model)
@@ -83,29 +89,30 @@ def buffers_now(model: nn.Module) -> dict[str, Tensor]:
 
 
 def num_buffer_bytes(model: nn.Module) -> int:
-    """Return the size of a checkpoint's buffers."""
+    """Return the size of the model's persistent buffers in bytes."""
     return sum(buffer.nbytes for _, buffer in persistent_buffers(model))
 
 
 def load_buffers(model: nn.Module, folder: Path) -> None:
-    """Load the persistent buffers of a checkpoint's role. A checkpoint of an older version has
-    none: then they stay as they were loaded with the model, and a log line says so.
+    """Load the persistent buffers of a role from its checkpoint ``folder``.
 
-    Raises ValueError for a checkpoint of another model.
+    Checkpoints of older versions contain no buffers; the model then keeps its own and a message is
+    logged. Raises ValueError if the checkpoint belongs to another model.
     """
     path = folder / BUFFERS
     if path.is_file():
         fill_buffers(model, load_file(path), f"the checkpoint {folder}")
     elif own := [name for name, _ in persistent_buffers(model)]:
         log.info(
-            "%s has no buffers (it was written by an older version): %d buffers, e.g. %s, come "
-            "from the model that the run began with",
+            "%s has no buffers (it was written by an older version): %d buffers, e.g. %s, keep "
+            "their values from the initial model",
             *(folder, len(own), own[0]),
         )
 
 
 def replace_buffers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Make ``tensors`` the buffers of these names in ``model``, in the format that they have."""
+    """Replace buffers of ``model`` by ``tensors`` of the same names, without changing their
+    dtype."""
     for name, tensor in tensors.items():
         prefix, _, leaf = name.rpartition(".")
         model.get_submodule(prefix)._buffers[leaf] = tensor

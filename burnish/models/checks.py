@@ -1,6 +1,6 @@
-"""Checks of a loaded model with its real weights: its head, its number format, its weights.
+"""Checks of a loaded model with its real weights: output projection, compute dtype, finite weights.
 
-The check of the model family needs no weights; it is in ``support.py``.
+The check of the model family needs no weights; see ``support.py``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from burnish.models.paths import ModelError
 
 @torch.no_grad()
 def check_head(model: Any, name: str) -> None:
-    """Raise ModelError if the logits are not those that log-probs are computed from: the output
-    projection of the last hidden state, scaled and capped as the config says.
+    """Raise ModelError if the model's logits differ from those that log-probs are computed from.
 
-    ``name``: of the model, for messages. The check of the family (``models/support.py``) is far
-    stricter; this one sees the real weights, in their format.
+    The latter are the output projection of the last hidden state, scaled and capped according to
+    the config. ``name`` is the model's name in messages. The check of the model family
+    (``models/support.py``) is far stricter; this one uses the real weights in their dtype.
     """
     ids = torch.arange(1, 5, device=model.device)[None]
     projection = model.get_output_embeddings()
@@ -42,15 +42,15 @@ def check_head(model: Any, name: str) -> None:
     if not torch.allclose(whole, ours, rtol=0.02, atol=0.02 * float(whole.abs().max())):
         raise ModelError(
             f"{name} ({type(model).__name__}) changes its logits after the output projection in a "
-            "way that its config does not say, so log-probs would be wrong; use another model"
+            "way that its config does not describe, so log-probs would be wrong; use another model"
         )
 
 
 def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
-    """Raise ModelError if ``body`` uses an operation that its device lacks in its format.
+    """Raise ModelError if ``body`` uses an operation that its device does not support in its dtype.
 
-    Two tokens forward, and backward to their embeddings. Raises ModelError, too, if what comes
-    out is not finite.
+    Computes two tokens forward and, if ``backward``, the gradient of their embeddings. Also raises
+    ModelError if the hidden states are not finite. Skipped for fp32.
     """
     embedding = body.get_input_embeddings()
     if embedding.weight.dtype == torch.float32:
@@ -79,27 +79,27 @@ def check_compute_dtype(body: Any, name: str, *, backward: bool) -> None:
 
 @torch.no_grad()
 def check_weights(weights: Iterable[tuple[str, Tensor]], name: str) -> None:
-    """Raise ModelError if a weight of the model ``name`` is not finite: broken at its source, or
-    too large for its format."""
+    """Raise ModelError if a weight of the model ``name`` is not finite: corrupt in the source, or
+    out of range for its dtype."""
     for parameter_name, parameter in weights:
         if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
             raise ModelError(
                 f"{name}: the weight {parameter_name} is not finite in {parameter.dtype} (fp16 "
-                f"ends at {torch.finfo(torch.float16).max:g}); if it is in precision.dtype=fp32, "
-                "use bf16 or fp32, else the model is broken"
+                f"ends at {torch.finfo(torch.float16).max:g}); if it is finite with "
+                "precision.dtype=fp32, use bf16 or fp32, else the model is corrupt"
             )
 
 
 def raise_overflow(dtype: torch.dtype, name: str) -> None:
-    """The ModelError for activations that are not finite."""
+    """Raise the ModelError for activations that are not finite in ``dtype``."""
     raise ModelError(
         f"{name}: its activations are not finite in {dtype} for a few tokens, although its weights "
-        "are: they grow beyond the format; use precision.dtype=bf16 or fp32"
+        "are: they overflow; use precision.dtype=bf16 or fp32"
     )
 
 
 def raise_if_lacking(error: Exception, model: Any, name: str) -> None:
-    """A ModelError if ``error`` is PyTorch's for an operation without a form for this format."""
+    """Raise ModelError if ``error`` is PyTorch's for an operation not implemented in this dtype."""
     said = str(error).splitlines()[0] if str(error) else ""
     formats = {"Half": "fp16", "BFloat16": "bf16"}
     found = re.search(r"\b(Half|BFloat16)\b", said)

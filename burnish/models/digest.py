@@ -1,4 +1,4 @@
-"""Digest of a model's folder, to notice that its weights were replaced."""
+"""Digest of a model's weight files, to detect that weights were replaced."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ _ENDS_BYTES = 1 << 22
 
 
 def weights_digest(models: Sequence[ModelConfig]) -> str:
-    """Return a digest of the ends of every weight file in the models' local folders. It detects
-    other weights under the same path without reading all of them."""
+    """Return a digest of the weight files in the models' local folders.
+
+    It covers name, size, and the first and last 4 MiB of each file, so it detects other weights
+    under the same path without reading all of them.
+    """
     digest = hashlib.sha256()
     for path in (Path(model.path) for model in models if model.path is not None):
         files = sorted(p for p in path.glob("*") if p.suffix in _WEIGHTS) if path.is_dir() else []

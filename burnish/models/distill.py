@@ -1,11 +1,13 @@
-"""How far a student's next-token distributions are from a teacher's, without ever holding all
+"""Divergence of a student's next-token distributions from a teacher's, without materializing all
 logits of either.
 
-The teacher gives its last hidden states [K, H], which are small; what is large, [K, V] logits of
-both models, is made ``chunk_tokens`` rows at a time, reduced in fp32, thrown away and made again in
-backward (all but the last chunk's). The divergence itself arrives as two functions.
+The teacher provides its last hidden states [K, H], which are small. The [K, V] logits of both
+models are large: they are computed in chunks of ``chunk_tokens`` rows, reduced in fp32, discarded,
+and recomputed in backward (except for the last chunk). The divergence and its gradient are passed
+in as functions.
 
-Not here: which tokens both models know, and the teacher's output projection (``teacher.py``).
+Not here: the vocabulary shared by both models and the teacher's output projection
+(``teacher.py``).
 """
 
 from __future__ import annotations
@@ -24,17 +26,20 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class DistillTarget:
-    """The teacher's output projection, and the divergence from its distribution. ``log_p``,
-    ``log_q`` [K, V]: log-probs of student and teacher at ``temperature``."""
+    """A teacher's output projection and the divergence from its distribution.
+
+    In the functions, ``log_p`` and ``log_q`` [K, V] are the log-probs of student and teacher at
+    ``temperature``.
+    """
 
     head: Head
-    """The teacher's output projection for the first V tokens, which both models know."""
+    """The teacher's output projection for the first V tokens, the vocabulary of both models."""
     divergence: Divergence
     """(log_p, log_q) -> [K]"""
     slope: Divergence
-    """(log_p, log_q) -> [K, V]: the gradient of ``divergence`` in the student's logits."""
+    """(log_p, log_q) -> [K, V]: gradient of ``divergence`` with respect to the student's logits."""
     kl: Divergence
-    """What is reported besides, in nats: KL(teacher || student) at ``temperature``."""
+    """(log_p, log_q) -> [K]: reported metric, KL(teacher || student) at ``temperature`` in nats."""
     temperature: float = 1.0
 
 
@@ -43,30 +48,31 @@ class DistillOutputs:
     """Outputs of a student and its comparison with the teacher, [K] each, fp32."""
 
     logprobs: Tensor
-    """Of the targets, at temperature 1, over the student's whole vocabulary"""
+    """Log-probs of the targets at temperature 1, over the student's full vocabulary"""
     divergence: Tensor
     kl: Tensor
-    """Without gradient"""
+    """Reported metric, without gradient"""
     agreement: Tensor
-    """1 where both think the same token the most likely, else 0"""
+    """1 if both models rank the same token first, else 0; without gradient"""
 
 
 def distill_logprobs(
     hidden: Tensor, targets: Tensor, head: Head, *, states: Tensor, distill_target: DistillTarget
 ) -> DistillOutputs:
-    """Log-probs and divergences. ``hidden`` [K, H]: of the student; ``targets`` [K] int64;
-    ``states`` [K, H']: the teacher's hidden states of the same tokens.
+    """Return the student's log-probs and its divergences from the teacher.
 
-    ``logprobs`` and ``divergence`` have gradients to hidden and to the student's head.
+    ``hidden`` [K, H] are the student's hidden states, ``targets`` [K] is int64, and ``states``
+    [K, H'] are the teacher's hidden states of the same tokens. ``logprobs`` and ``divergence`` are
+    differentiable with respect to ``hidden`` and the student's head.
     """
-    assert head.temperature == 1.0, "a lesson has a temperature of its own"
+    assert head.temperature == 1.0, "the temperature is that of distill_target"
     work = _Work(targets, head, states, distill_target)
     return DistillOutputs(*_DistillLogprobs.apply(hidden, head.weight, head.bias, work))
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Inputs without gradient."""
+    """Inputs of :class:`_DistillLogprobs` without gradient."""
 
     targets: Tensor
     head: Head
@@ -74,15 +80,15 @@ class _Work:
     distill_target: DistillTarget
 
     def rows(self, hidden: Tensor, begin: int) -> tuple[slice, Tensor, Tensor]:
-        """The chunk that begins there: its rows, the student's logits [k, V_s] and the teacher's
-        log-probs [k, V]."""
+        """Return the chunk that starts at row ``begin``: its rows, the student's logits [k, V_s]
+        and the teacher's log-probs [k, V]."""
         rows = slice(begin, begin + self.head.chunk_tokens)
         log_q = self.distill_target.head.logits(self.states[rows])
         log_q = _at(log_q, self.distill_target.temperature)
         return rows, self.head.logits(hidden[rows]), log_q.sub_(log_q.logsumexp(-1, keepdim=True))
 
     def log_p(self, logits: Tensor) -> Tensor:
-        """The student's log-probs [k, V] over the tokens that both know."""
+        """Return the student's log-probs [k, V] over the shared vocabulary."""
         known = logits[:, : self.distill_target.head.weight.shape[0]]
         scale = self.distill_target.temperature
         return (known if scale == 1.0 else known / scale).log_softmax(-1)

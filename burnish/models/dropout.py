@@ -1,8 +1,8 @@
-"""Dropout and router noise of a model's own config: which there is, and training passes without it.
+"""Dropout and router noise from a model's own config: detection, and training passes without it.
 
-A ratio of two policies, or a distance from a reference, compares log-probs of the same function.
-Dropout (GPT-2 and OPT have 0.1 by default), layer dropout and the jitter of routers are active in
-training mode only, so a training pass would compare two functions.
+Policy ratios and reference KL assume that all log-probs come from the same function. Dropout (0.1
+by default in GPT-2 and OPT), layer dropout and router jitter are active only in training mode, so a
+training pass would compute a different function.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _NOISE = re.compile(r"(?!classifier|summary).*(drop|jitter)")
 
 
 def noise_of(config: PretrainedConfig) -> dict[str, float]:
-    """Dropout and jitter of a model's config that are above 0, by their names there."""
+    """Return the dropout and jitter settings above 0 in a model's config, by field name."""
     told = config.get_text_config().to_dict()
     return {name: told[name] for name in sorted(told) if _is_noise(name, told[name])}
 
 
 def start_training(model: nn.Module, *, dropout: bool) -> None:
-    """Put ``model`` in training mode. Without ``dropout`` it computes what it computes in
-    evaluation mode: the modules that look at their mode in order to add noise stay in that mode.
+    """Put ``model`` in training mode, with or without the dropout of its config.
 
-    Adapters keep ``lora_dropout``, which is a setting of the recipe.
+    Without ``dropout`` it computes the same as in evaluation mode: modules that add noise in
+    training mode stay in evaluation mode. Adapters keep ``lora_dropout``, a setting of the recipe.
     """
     model.train()
     if dropout:
@@ -42,15 +42,16 @@ def start_training(model: nn.Module, *, dropout: bool) -> None:
 
 
 def _adapters(model: nn.Module) -> set[int]:
-    """Ids of the modules that adapters consist of, without the layers they adapt."""
+    """Return the ids of the adapters' own modules, without the layers they adapt."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     inside = {id(m) for layer in layers for m in layer.lora_dropout.modules()}
     return inside | {id(layer) for layer in layers}
 
 
 def _disable(module: nn.Module) -> None:
-    """Set the noise that a module in training mode adds by itself to 0: what it holds, and what it
-    reads from its config. (The config of the whole model, which exports write, is left as it is.)
+    """Set a module's noise settings to 0, both its attributes and those in its config.
+
+    The config is copied first, because exports write the model's config.
     """
     own = vars(module)
     for name in [name for name, value in own.items() if _is_noise(name, value)]:

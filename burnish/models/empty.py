@@ -1,9 +1,9 @@
 """Models without weights, for ranks that read only their own rows of each weight.
 
-That works where every weight is in safetensors files under the model's own names and shapes, as
-most HuggingFace folders are. It does not for GGUF files, for models made from scratch, for
-quantised weights, and where transformers renames or joins weights while it loads them (some
-mixtures of experts); those models are loaded whole, on every rank, before they are cut.
+This requires all weights in safetensors files, under the model's own names and shapes, as in most
+HuggingFace folders. It does not work for GGUF files, models built from scratch, quantized weights,
+or if transformers renames or merges weights on load (some mixtures of experts). Every rank loads
+those models in full and then keeps its shard.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ log = logging.getLogger("burnish")
 def empty_model(
     auto_class: Any, config: ModelConfig, found: PretrainedConfig, *, dtype: torch.dtype
 ) -> Any | None:
-    """The model that ``found`` (the folder's config) describes, its parameters on the meta device
-    and its buffers loaded or computed. None if its weights cannot be read in parts."""
+    """Build the model of ``found`` (the folder's config) without reading its parameters.
+
+    Parameters are on the meta device; buffers are loaded or computed. Returns None if the weights
+    cannot be read in parts.
+    """
     files = _weight_files(config)
     if files is None or "quantization_config" in found.to_dict():
         return None
@@ -40,14 +43,14 @@ def empty_model(
         model = auto_class.from_config(
             found, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
-    model.tie_weights()  # (what was tied before is not, on the meta device)
+    model.tie_weights()  # moving parameters to the meta device untied them
     buffers = dict(persistent_buffers(model))
     state = {**dict(model.named_parameters()), **buffers}
     odd = [name for name, tensor in state.items() if not _fits(files, name, tensor)]
     if odd:
         log.warning(
             "%s has no %s of the model's shape in its safetensors files, so every rank reads the "
-            "whole model before it keeps its part",
+            "whole model before it keeps its shard",
             config.path,
             odd[0],
         )
@@ -65,11 +68,10 @@ def empty_model(
 def _read_buffers(
     model: Any, buffers: Mapping[str, Tensor], files: TensorFiles, dtype: torch.dtype
 ) -> None:
-    """Read the persistent buffers, in the formats in which transformers loads them: parameters in
-    parts are read later, buffers are small and every rank needs them.
+    """Read the persistent buffers in the dtypes in which transformers loads them.
 
-    transformers keeps some in fp32 (``_keep_in_fp32_modules``) and gives the others the format that
-    they have in a model made in ``dtype``.
+    Buffers are small and every rank needs all of them. transformers keeps some in fp32
+    (``_keep_in_fp32_modules``); the others have the dtype of a model built in ``dtype``.
     """
     in_fp32 = model._get_dtype_plan(dtype)
     read = {}
@@ -83,8 +85,11 @@ def _read_buffers(
 def fill_rows(
     parameters: Mapping[str, tuple[Tensor, Rows, Rows | None]], config: ModelConfig
 ) -> None:
-    """Read rows [begin, end) of each named parameter into its tensor, and of these the columns
-    [begin, end) (None: all); no other rows are read."""
+    """Read rows [begin, end) of each named parameter into its tensor; no other rows are read.
+
+    ``parameters`` maps a name to (tensor, rows, columns). Of the rows read, only columns [begin,
+    end) are kept (None: all).
+    """
     files = _weight_files(config)
     assert files is not None, "an empty model comes from safetensors files"
     for name, (tensor, rows, columns) in parameters.items():
@@ -97,7 +102,8 @@ def _fits(files: TensorFiles, name: str, tensor: Tensor) -> bool:
 
 
 def _weight_files(config: ModelConfig) -> TensorFiles | None:
-    """The safetensors files of a HuggingFace folder or hub model; None where there are none."""
+    """Return the safetensors files of a HuggingFace folder or hub model; None if it has none or
+    some are missing."""
     index = _find(config, SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         names = [SAFE_WEIGHTS_NAME]

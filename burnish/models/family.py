@@ -1,8 +1,7 @@
-"""How model families run: the results of the checks, and the folder that keeps them.
+"""Results of the model family checks, and their cache folder.
 
-The checks themselves are ``family_check.py`` (layouts) and ``rollout/decoding.py`` (sampling). This
-module imports neither torch nor transformers, so that a kept result costs no more than reading a
-file.
+The checks themselves are in ``family_check.py`` (layouts) and ``rollout/decoding.py`` (sampling).
+This module imports neither torch nor transformers, so a cached result only costs reading a file.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from typing import Any, Literal, Protocol, TypeVar
 log = logging.getLogger("burnish")
 
 PACKED = "burnish"
-"""Name of the attention of ``attention.py`` among transformers' implementations."""
+"""Name under which ``attention.py`` registers its attention in transformers."""
 
 Decoding = Literal["batched", "cached", "recomputed"]
-"""Many rows at a time from a cache of slots; one row at a time from the model's own cache, or
-without one."""
+"""How the local engine decodes. ``batched``: many rows together with a slot cache. ``cached``: one
+row at a time with the model's own cache. ``recomputed``: one row at a time without a cache."""
 _WORDS = {
     "batched": "many rows at a time from a cache of slots",
     "cached": "one row at a time from the model's own cache",
@@ -36,7 +35,7 @@ _WORDS = {
 
 
 class CheckResult(Protocol):
-    """A dataclass that JSON can hold."""
+    """A JSON-serializable dataclass with the outcome of a check."""
 
     @property
     def refusal(self) -> str:
@@ -48,17 +47,17 @@ Result = TypeVar("Result", bound=CheckResult)
 
 @dataclass(frozen=True)
 class ModelSupport:
-    """The way a model family runs, and the evidence.
+    """The layout in which a model family runs, and the evidence for it.
 
     Example: ``ModelSupport("llama", "burnish", {"padded": 5e-07, "packed": 5e-07, ...})``.
     """
 
     model_type: str
     attention: str
-    """``burnish``: packed rows; else the implementation of transformers for padded rows."""
+    """``burnish`` for packed rows, else the transformers implementation for padded rows."""
     differences: dict[str, float] = field(default_factory=dict)
-    """Layout -> largest difference of log-probs, in nats, from transformers' forward of each row
-    by itself, fp32."""
+    """Layout -> largest difference of log-probs from transformers' forward of each single row, in
+    nats, fp32."""
     reason: str = ""
     """Why packed rows are not used; empty if they are."""
     refusal: str = ""
@@ -70,7 +69,7 @@ class ModelSupport:
         return self.attention == PACKED
 
     def refusal_of(self, name: str) -> str:
-        """Return the message that refuses the model ``name``, with what to do."""
+        """Return the error message for the model ``name``, with a suggested fix."""
         return (
             f"{name} cannot be used: {self.refusal.removesuffix('; use another model')}; use "
             "another model (docs/models.md lists those that work)"
@@ -91,14 +90,14 @@ class ModelSupport:
 
 @dataclass(frozen=True)
 class DecodingSupport:
-    """How the local engine samples from a model family, and the evidence."""
+    """How the local engine samples from a model family, and the evidence for it."""
 
     decoding: Decoding | None
-    """None: not at all."""
+    """None if it cannot sample from it."""
     difference: float = 0.0
     """Largest difference of the log-probs of greedy tokens from transformers' forward, in nats."""
     reason: str = ""
-    """Why no faster way is used."""
+    """Why no faster method is used; empty for ``batched``."""
 
     @property
     def refusal(self) -> str:
@@ -114,13 +113,16 @@ class DecodingSupport:
 
 
 def words(decoding: Decoding) -> str:
-    """Return a way of decoding in words."""
+    """Return a description of ``decoding`` for messages."""
     return _WORDS[decoding]
 
 
 def key_of(kind: type[object], name: str, content: Iterable[bytes]) -> str:
-    """Return the key of a result of ``kind``: a digest of what it was made from, of the libraries'
-    versions, and of the code that makes it. ``name`` makes the file readable."""
+    """Return the cache key of a result of ``kind``.
+
+    The key contains ``name``, for readable file names, and a digest of ``content``, of the torch
+    and transformers versions, and of the code of the checks.
+    """
     digest = hashlib.sha256()
     for part in (*content, *_versions()):
         digest.update(hashlib.sha256(part).digest())
@@ -128,7 +130,7 @@ def key_of(kind: type[object], name: str, content: Iterable[bytes]) -> str:
 
 
 def recall(kind: type[Result], key: str) -> Result | None:
-    """Return the result kept under ``key``; None if there is none, or its file is broken."""
+    """Return the cached result for ``key``; None if there is none or its file is unreadable."""
     try:
         return kind(**json.loads(_file(key).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -136,7 +138,7 @@ def recall(kind: type[Result], key: str) -> Result | None:
 
 
 def keep(key: str, result: Any) -> None:
-    """Write ``result``, a dataclass that JSON can hold, under ``key``."""
+    """Cache ``result``, a JSON-serializable dataclass, under ``key``. The write is atomic."""
     file = _file(key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -145,12 +147,12 @@ def keep(key: str, result: Any) -> None:
             json.dump(dataclasses.asdict(result), opened)
         Path(partial).replace(file)
     except OSError as error:  # a read-only home: the check runs again next time
-        log.debug("the check of the model family is not kept: %s", error)
+        log.debug("the check of the model family is not cached: %s", error)
 
 
 @cache
 def _versions() -> tuple[bytes, ...]:
-    """The libraries and the code that the answer depends on."""
+    """Return the library versions and the source code that results depend on."""
     own = Path(__file__).parents[1]
     files = [*sorted((own / "models").glob("*.py")), *sorted((own / "rollout").glob("*.py"))]
     versions = [importlib.metadata.version(name).encode() for name in ("torch", "transformers")]

@@ -1,15 +1,15 @@
-"""The experiment behind ``support.py``: a small random model through every layout, against
-transformers' own forward of each row by itself.
+"""The experiment behind ``support.py``: run a small random model in every layout and compare it
+with transformers' own forward of each single row.
 
 Two kinds of evidence, in fp32 on the CPU:
 
-* exact invariances, bit for bit, at unchanged shapes: changing a token of one row changes no output
-  of another row, and changing a token changes no output before it (mixtures of experts: within
-  1e-5, because routing changes the shapes of products);
-* log-probs of every layout against the reference.
+* bitwise invariances at unchanged shapes: changing a token of one row changes no output of another
+  row, and no earlier output of its own row (mixtures of experts: within 1e-5, because routing
+  changes the shapes of matmuls);
+* log-probs of every layout, compared with the reference.
 
-Half precision would hide the first: a state that flows between rows moves log-probs by less than
-the rounding of bf16.
+Half precision would hide violations of the first: a state that leaks between rows changes log-probs
+by less than the rounding of bf16.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from burnish.models.shrink import build
 from burnish.oom import is_out_of_memory
 
 LENGTHS = (13, 9, 11, 16)
-"""Rows of the experiment, in tokens: longer than the shrunk windows."""
+"""Row lengths of the experiment in tokens; longer than the shrunk windows."""
 PROMPT = 6
-"""Tokens that the rows begin with in the shared-prefix layout."""
+"""Length in tokens of the prompt that the rows share in the shared-prefix layout."""
 TOLERANCE = 1e-4
 """Nats. Correct layouts differ by rounding, up to 2e-5; a wrong one by 5e-3 and more."""
 MIXTURE_TOLERANCE = 1e-5
 LARGE = (1.0, 50.0)
-"""Factors of the last hidden state at which the head is compared: a cap shows at large logits."""
+"""Factors that scale the last hidden state in the comparison of the head. A softcap only shows at
+large logits."""
 
 
 Rows = list[list[int]]
@@ -54,7 +55,10 @@ LogProbs = Callable[[Rows], list[Tensor]]
 
 @torch.no_grad()
 def check_family(tiny: PretrainedConfig, *, trust: bool = False) -> ModelSupport:
-    """Return how the family of the shrunk config ``tiny`` runs. ``trust``: as for :func:`build`."""
+    """Return how the family of the shrunk config ``tiny`` runs.
+
+    ``trust`` allows running the model's own code, as in :func:`build`.
+    """
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -69,7 +73,7 @@ def _check(tiny: PretrainedConfig, trust: bool) -> ModelSupport:
         family = _Family(build(tiny, trust=trust))
         rows = _rows(family.vocabulary)
         wanted = family.one_by_one(rows)
-    except Exception as error:  # any failure of a model is the answer of the experiment
+    except Exception as error:  # any failure of a model is a result of the experiment
         return ModelSupport(name, "eager", refusal=_cannot("be computed at all", error))
     if problem := family.problem_of_head() or family.problem_of_backward():
         return ModelSupport(name, "eager", refusal=problem)
@@ -90,7 +94,7 @@ def _check(tiny: PretrainedConfig, trust: bool) -> ModelSupport:
 def _packed_layouts(
     family: _Family, rows: Rows, wanted: list[Tensor]
 ) -> tuple[dict[str, float], str]:
-    """(differences by layout, why packed rows are not exact or "")."""
+    """Return (differences by layout, why packed rows are not exact or "")."""
     differences: dict[str, float] = {}
     try:
         family.use(PACKED)
@@ -123,7 +127,7 @@ def _native_layout(
 def _problem(  # house: ok the five parts of one comparison
     layout: str, logprobs: LogProbs, rows: Rows, wanted: list[Tensor], is_mixture: bool
 ) -> tuple[float, str]:
-    """(largest difference from the reference, what is wrong or "")."""
+    """Return (largest difference from the reference, problem or "")."""
     name = layout.replace("_", "-") + " rows"
     try:
         found = logprobs(rows)
@@ -142,8 +146,10 @@ def _problem(  # house: ok the five parts of one comparison
 
 
 def _leaks(logprobs: LogProbs, rows: Rows, found: list[Tensor]) -> tuple[float, float]:
-    """(largest change of other rows, of earlier tokens) if one token of the second row changes, and
-    if its last token changes."""
+    """Return (largest change of other rows, largest change of earlier tokens).
+
+    Two changes are tried: one inner token of the second row, and its last token.
+    """
     leak = early = 0.0
     for place in (PROMPT + 1, LENGTHS[1] - 1):
         changed = [list(row) for row in rows]
@@ -156,13 +162,13 @@ def _leaks(logprobs: LogProbs, rows: Rows, found: list[Tensor]) -> tuple[float, 
 
 
 def largest_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Return the largest absolute difference; NaN if a number is not finite."""
+    """Return the largest absolute difference between paired tensors."""
     return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
 def _rows(vocabulary: int) -> Rows:
     generator = torch.Generator().manual_seed(0)
-    top = min(vocabulary, 90)  # special tokens of the small copy are above
+    top = min(vocabulary, 90)  # special tokens of the small copy have larger ids
     ids = torch.randint(1, top, (len(LENGTHS), max(LENGTHS)), generator=generator)
     ids[:, :PROMPT] = ids[0, :PROMPT]
     return [row[:length].tolist() for row, length in zip(ids, LENGTHS, strict=True)]
@@ -170,7 +176,7 @@ def _rows(vocabulary: int) -> Rows:
 
 @dataclass(frozen=True)
 class _Place:
-    """Tokens of packed rows: ids, positions, segments, and the index of each row's tokens."""
+    """Packed rows: token ids, positions, segments, and the indices of each row's tokens."""
 
     ids: list[int]
     positions: list[int]
@@ -179,14 +185,14 @@ class _Place:
 
 
 class _Family:
-    """A small model and the ways to compute log-probs with it."""
+    """A small model that computes log-probs in each layout."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         own = str(model.config._attn_implementation)
         self.native = list(dict.fromkeys([own, "eager"]))
-        """Implementations of transformers for padded rows, the preferred one first."""
+        """Attention implementations of transformers for padded rows, in order of preference."""
         names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
         self.is_mixture = any("expert" in name or "moe" in name for name in names)
 
@@ -195,7 +201,8 @@ class _Family:
         self.model.set_attn_implementation(implementation)
 
     def one_by_one(self, rows: Rows) -> list[Tensor]:
-        """The reference: transformers' forward of each row by itself, in plain attention."""
+        """Return the reference log-probs: transformers' forward of each single row with eager
+        attention."""
         self.use("eager")
         return [self._logits(torch.tensor([row]))[0].log_softmax(-1) for row in rows]
 
@@ -204,7 +211,7 @@ class _Family:
         return logits.float()
 
     def problem_of_head(self) -> str:
-        """Why the logits are not those of :class:`Head`; "" if they are."""
+        """Return why the logits differ from those of :class:`Head`; "" if they agree."""
         try:
             worst = max(self._head_difference(factor) for factor in LARGE)
         except Exception as error:  # see _check
@@ -218,7 +225,7 @@ class _Family:
         return ""
 
     def problem_of_backward(self) -> str:
-        """Why there are no gradients in evaluation mode (without dropout); "" if there are."""
+        """Return why gradients fail in evaluation mode (without dropout); "" if they work."""
         ids = torch.arange(1, 7)[None] % self.vocabulary
         weight = self.model.get_input_embeddings().weight
         try:
@@ -230,7 +237,8 @@ class _Family:
         return "" if bool(gradient.isfinite().all()) else "its gradients are not finite"
 
     def _head_difference(self, factor: float) -> float:
-        """Relative difference of logits at the last hidden state times ``factor``."""
+        """Return the relative difference of the logits if the last hidden state is scaled by
+        ``factor``."""
         kept: list[Tensor] = []
 
         def scale(module: Any, _inputs: Any, output: Any) -> Any:
@@ -254,7 +262,7 @@ class _Family:
         return Head(projection.weight, projection.bias, scaling=scaling)
 
     def padded(self, rows: Rows) -> list[Tensor]:
-        """One rectangle, padded on the right."""
+        """Compute the rows as one batch padded on the right."""
         width = max(len(row) for row in rows)
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         hidden = self._hidden(input_ids=ids)
@@ -262,7 +270,7 @@ class _Family:
         return [one[: len(row)] for one, row in zip(logprobs, rows, strict=True)]
 
     def packed(self, rows: Rows) -> list[Tensor]:
-        """All rows one after another."""
+        """Compute the rows concatenated in one packed row."""
         ids: list[int] = []
         positions: list[int] = []
         segments, index = [], []
@@ -274,7 +282,7 @@ class _Family:
         return self._in_one_row(_Place(ids, positions, segments, index))
 
     def shared_prefix(self, rows: Rows) -> list[Tensor]:
-        """The prompt once, with the first row's response, then the other responses."""
+        """Compute one packed row: the prompt once, followed by every row's response."""
         prompt = list(range(PROMPT))
         ids, positions = rows[0][:PROMPT], list(prompt)
         segments, index = [], []
@@ -315,7 +323,7 @@ def _cannot(what: str, error: Exception) -> str:
 def failure_text(error: Exception, *, width: int = 160) -> str:
     """Return the type and message of a model's failure in one line.
 
-    Raises ``error`` if it is about memory: that is the machine's failure, not the model's.
+    Re-raises ``error`` if it is an out-of-memory error, which is not the model's fault.
     """
     if is_out_of_memory(error):
         raise error

@@ -1,4 +1,4 @@
-"""Settings of a process that computes on a GPU."""
+"""torch settings of a process that computes on a GPU."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 def set_up_gpu(device: torch.device) -> None:
-    """Make ``device`` the process's own and set how torch computes there. On a CPU: nothing.
+    """Make ``device`` the process's current GPU and configure torch for it. No effect on a CPU.
 
-    cuDNN's attention is off: it builds an execution plan for every new combination of batch size
-    and lengths (reported: 23 to 37 ms of host time each, forward and backward apart), packed rows
-    have other lengths in almost every micro-batch, and the plans are kept for the whole process.
-    Recent torch prefers it on Hopper and Blackwell.
+    cuDNN attention is disabled, although recent torch prefers it on Hopper and Blackwell. It builds
+    an execution plan for every new combination of batch size and lengths (reported: 23 to 37 ms of
+    host time each, separately for forward and backward). Packed rows have new lengths in almost
+    every micro-batch, and the plans are kept for the lifetime of the process.
     """
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Products of half operands add up in fp32, partial sums too.
+    # Half-precision matmuls accumulate in fp32, including their partial sums.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -1,10 +1,10 @@
-"""fp16 linear layers on a CPU, computed through fp32.
+"""fp16 linear layers on a CPU, computed in fp32.
 
-PyTorch's own fp16 matrix products on a CPU without fp16 instructions are 3 to 4 times slower than
-its fp32 ones forward, and 15 times forward and backward together (docs/lab-notebook.md). fp16 to
-fp32 is exact, so a product of the fp32 forms, rounded once at the end, is what an fp16 product
-with fp32 accumulation is. Weights stay in fp16; their fp32 form exists for a moment, a block at a
-time. Attention is not here: it stays PyTorch's.
+On a CPU without fp16 instructions, PyTorch's fp16 matmuls are 3 to 4 times slower than fp32 ones in
+forward, and 15 times in forward plus backward (docs/lab-notebook.md). The cast from fp16 to fp32 is
+exact, so an fp32 matmul rounded once at the end equals an fp16 matmul with fp32 accumulation.
+Weights stay in fp16 and are cast to fp32 temporarily, one block at a time. Attention still uses
+PyTorch's kernels.
 
 For sampling, where every token reads every weight, see ``rollout/cpu_linear.py``.
 """
@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Entries of a weight that are fp32 at one time: 16 MiB. Smaller blocks repeat too much work of
-# the product, larger ones take memory (an output projection of 152k x 896 would take 545 MB).
+# Entries of a weight cast to fp32 in one block: 16 MiB. Smaller blocks add too much overhead per
+# matmul; larger ones take memory (an output projection of 152k x 896 would take 545 MB).
 BLOCK_ENTRIES = 1 << 22
 
 
 def use_fp32_products(model: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Let the plain fp16 linear layers of ``model`` on the CPU compute through fp32, for good.
+    """Switch the plain fp16 linear layers of ``model`` on the CPU to :class:`WideLinear`, in place.
 
-    ``dtype``: what they compute in; None: what their weights are in now (a sharded model keeps
-    fp32 weights and gathers fp16 ones). Returns how many were switched; a second call only takes
-    new layers (adapters). A layer that is moved to another dtype or device later computes as ever.
+    ``dtype`` is their compute dtype; None: that of their weights (a sharded model keeps fp32
+    weights and gathers fp16 ones). Returns the number of layers switched. Calling it again only
+    switches new layers (adapters). A layer moved to another dtype or device later computes as an
+    ordinary linear layer.
     """
     layers = [
         module
@@ -38,28 +39,29 @@ def use_fp32_products(model: nn.Module, dtype: torch.dtype | None = None) -> int
         and module.weight.device.type == "cpu"
     ]
     for layer in layers:
-        layer.__class__ = WideLinear  # (a forward of its own would be a reference to itself)
+        layer.__class__ = WideLinear  # an instance attribute ``forward`` would be a reference cycle
     return len(layers)
 
 
 class WideLinear(nn.Linear):
-    """A linear layer that computes fp16 on a CPU through fp32."""
+    """A linear layer that computes fp16 products on a CPU in fp32."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
+        """Apply the layer: [..., I] -> [..., O]."""
         return linear(inputs, self.weight, self.bias)
 
 
 def is_slow_half(tensor: Tensor) -> bool:
-    """Return whether products of this tensor go through fp32: it is fp16 and on the CPU."""
+    """Return whether ``tensor`` is fp16 on the CPU, so that its products are computed in fp32."""
     return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` [..., I] x [O, I] -> [..., O], through fp32 where that is faster.
+    """Compute ``F.linear`` [..., I] x [O, I] -> [..., O], in fp32 if inputs and weight are slow
+    halves (:func:`is_slow_half`).
 
-    The fp16 results (forward, and the gradients of all three) are the fp32 ones rounded once; from
-    65520 they are inf.
+    The fp16 results (outputs and the gradients of all three arguments) are the fp32 ones rounded
+    once; values from 65520 become inf.
     """
     if is_slow_half(inputs) and is_slow_half(weight):
         out: Tensor = _HalfLinear.apply(inputs, weight, bias)
@@ -68,7 +70,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def wide_matmul(left: Tensor, weight: Tensor) -> Tensor:
-    """[K, O] x [O, I] -> [K, I] in fp32, not rounded to the operands' fp16. Without gradient."""
+    """Multiply [K, O] x [O, I] -> [K, I] in fp32, without rounding to the operands' fp16. Not
+    differentiable."""
     out = torch.zeros(left.shape[0], weight.shape[1])
     for rows in _blocks(weight):
         out.addmm_(left[:, rows].float(), weight[rows].float())
@@ -76,7 +79,7 @@ def wide_matmul(left: Tensor, weight: Tensor) -> Tensor:
 
 
 def _wide_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[K, I] x [O, I] -> [K, O] in fp32."""
+    """Multiply [K, I] x [O, I] -> [K, O] in fp32."""
     wide = inputs.float()
     out = torch.empty(inputs.shape[0], weight.shape[0])
     for rows in _blocks(weight):
@@ -85,14 +88,14 @@ def _wide_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
-    """Slices of rows of at most BLOCK_ENTRIES entries (at least one row)."""
+    """Yield slices of rows with at most BLOCK_ENTRIES entries each (at least one row)."""
     size = max(1, BLOCK_ENTRIES // max(1, weight.shape[1]))
     for begin in range(0, weight.shape[0], size):
         yield slice(begin, begin + size)
 
 
 class _HalfLinear(torch.autograd.Function):
-    """Saves what the plain layer would save: the fp16 input and weight, each only if needed."""
+    """Saves the same tensors as a plain layer: the fp16 input and weight, each only if needed."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

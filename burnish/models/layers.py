@@ -1,9 +1,9 @@
 """Choose one layer of each type from the fields of a config.
 
-Configs tell layers apart in several ways: a list with one entry per layer, a list of layer numbers,
-a number of first or last layers, a period. Every way gives each layer a mark; layers with equal
-marks are of one type. The first layer of each type is kept, in order, and every field is rewritten
-for the layers that are left.
+Configs distinguish layers in several ways: a list with one entry per layer, a list of layer
+numbers, a number of first or last layers, or a period. Each such pattern assigns a mark to every
+layer. Layers with the same marks have the same type. The first layer of each type is kept, in
+order, and every field is rewritten for the remaining layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNTS = (
     "encoder_layers",
     "num_layers_per_stack",
 )
-"""Fields with a number of layers; the first that a config has is the one of its decoder."""
+"""Fields with a number of layers. The first one present in a config is that of its decoder."""
 _LISTS = (
     "layer_types",
     "mlp_layer_types",
@@ -62,24 +62,25 @@ _PERIODS = (
 )
 _CYCLES = ("block_types",)
 MAX_LAYERS = 8
-"""If a config has more types of layers than this, those that show no new value are left out."""
-_MANY = 6  # a list of at least as many entries as there are layers is taken for one per layer
+"""If a config has more layer types than this, types without a new value in any pattern are
+dropped."""
+_MANY = 6  # from this many layers, any list with one entry per layer counts as a pattern
 
 
 @dataclass(frozen=True)
 class _Pattern:
-    """One way in which a config tells its layers apart."""
+    """A field, or group of fields, by which a config distinguishes its layers."""
 
     marks: list[Hashable]
-    """One per layer."""
+    """One mark per layer. Layers of the same type have equal marks."""
     write: Callable[[Fields, list[int]], None]
-    """Rewrite the fields for the layers that are kept."""
+    """(fields, kept layers) -> None: rewrite the fields for the kept layers, in place."""
 
 
 def keep_layers(fields: Fields) -> Fields:
-    """Return ``fields`` with the first layer of each type only, two layers at least.
+    """Return ``fields`` with only the first layer of each type, and at least two layers.
 
-    Fields that describe layers in ways unknown here stay as they are.
+    Fields that describe layers in an unknown way are left unchanged.
     """
     new = dict(fields)
     count = num_layers(fields)
@@ -114,7 +115,7 @@ def _chosen(marks: list[list[Hashable]], count: int) -> list[int]:
 
 
 def _with_new_values(types: list[tuple[Hashable, ...]], kept: list[int]) -> list[int]:
-    """Keep the layers that have a value no layer before them has, at most MAX_LAYERS."""
+    """Return the layers with a value that no earlier layer has, at most MAX_LAYERS."""
     seen: set[tuple[int, Hashable]] = set()
     found = []
     for i in kept:
@@ -199,8 +200,10 @@ def _period(names: tuple[str, str], fields: Fields, count: int) -> _Pattern:
 
 
 def _find_period(marks: list[bool]) -> tuple[int, int]:
-    """Return the (period, offset) whose multiples are the marked layers; if no period fits, the one
-    of the first marked layer alone."""
+    """Return the (period, offset) that selects exactly the marked layers.
+
+    If no period fits, return one that selects only the first marked layer.
+    """
     size = len(marks)
     for period in range(1, size + 2):
         for offset in range(period):

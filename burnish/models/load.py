@@ -1,7 +1,7 @@
-"""Models and tokenizers from a folder, a hub name, a GGUF file, or from scratch.
+"""Load models and tokenizers from a folder, a hub name, a GGUF file, or from scratch.
 
-Everything comes back as an ordinary HuggingFace model with the ``burnish`` attention, its weights
-in the dtype asked for, LoRA adapters injected if the config says so. Scalar models (critics,
+Models are ordinary HuggingFace models with the attention of their family and weights in the
+requested dtype. LoRA adapters are injected if the config requests them. Scalar models (critics,
 reward models) are in ``value_head.py``.
 """
 
@@ -48,18 +48,21 @@ DTYPES: dict[Dtype, torch.dtype] = {
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is CUDA where there is one, else the CPU. Raises ModelError for an absent device."""
+    """Return the device ``name``; ``auto`` is CUDA if available, else the CPU.
+
+    Raises ModelError if the device does not exist.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ModelError(
-            f"device={name!r} is no device of PyTorch; use auto, cpu, cuda, or cuda:1 and so on"
+            f"device={name!r} is not a PyTorch device; use auto, cpu, cuda, or cuda:1 and so on"
         ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(
-            f"device={name!r} asks for CUDA, and this PyTorch ({torch.__version__}) "
+            f"device={name!r} requires CUDA, but this PyTorch ({torch.__version__}) "
             "sees no CUDA device; use device=cpu (for training, train.engine.device=cpu), or "
             "install a CUDA build of torch"
         )
@@ -73,11 +76,11 @@ def load_causal_lm(
     device: torch.device | str = "cpu",
     empty: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM in training layout: ``dtype`` weights on ``device``, LoRA injected if asked for.
+    """Load a causal LM with ``dtype`` weights on ``device``, and LoRA adapters if configured.
 
-    ``empty``: leave the weights on the meta device, for an engine that reads its own part of them,
-    if they can be read in parts (``empty.py`` says when); else the model comes whole. Raises
-    ModelError if the folder, file or hub name cannot be loaded.
+    ``empty`` leaves the weights on the meta device, for an engine that reads its own shard of them.
+    If they cannot be read in parts (see ``empty.py``), the whole model is loaded. Raises ModelError
+    if the folder, file or hub name cannot be loaded.
     """
     check_support(config)
     model: Any = without_weights(AutoModelForCausalLM, config, dtype) if empty else None
@@ -89,7 +92,7 @@ def load_causal_lm(
         model = place(model, dtype=dtype, device=device)
     choose_attention(model, describe(config))
     in_parts = any(p.is_meta or not p.numel() for p in model.parameters())
-    if not in_parts:  # one in shards is looked at by its engine
+    if not in_parts:  # the engine checks a sharded model
         check_weights(model.named_parameters(), describe(config))
         check_head(model, describe(config))
     if config.lora is not None:
@@ -101,11 +104,11 @@ def load_causal_lm(
 
 
 def check_support(config: ModelConfig) -> ModelSupport | None:
-    """Return how the model's family runs, from its config alone; None if that cannot be read
-    without the weights (GGUF files) or the model is made from scratch.
+    """Return how the model's family runs, from its config alone.
 
-    Raises ModelError if it cannot be trained or sampled here. Reads no weight and takes up to three
-    seconds the first time (``models/support.py``).
+    Returns None if the config cannot be read without the weights (GGUF files) or the model is built
+    from scratch. Raises ModelError if the model cannot be trained or sampled. Reads no weights;
+    takes up to three seconds the first time (``models/support.py``).
     """
     found = hf_config(config)
     if found is None:
@@ -122,8 +125,11 @@ def _supported(config: PretrainedConfig, name: str, *, trust: bool) -> ModelSupp
 
 
 def choose_attention(model: PreTrainedModel, name: str) -> None:
-    """Give a model the attention of its family: packed rows if they are exact, else transformers'
-    own on padded rows, said once. ``name``: of the model, for messages."""
+    """Set the attention of a model: packed rows if they are exact, else transformers' own attention
+    on padded rows.
+
+    The choice is logged once per family. ``name`` is the model's name in messages.
+    """
     support = _supported(model.config, name, trust=runs_own_code(model))
     if support.model_type not in _SAID:
         _SAID.add(support.model_type)
@@ -142,19 +148,21 @@ def require_packing(config: PretrainedConfig, setting: str, *, trust: bool = Fal
     support = model_support(config, trust=trust)
     if not support.packed:
         raise ModelError(
-            f"{setting}: {support.sentence()}, and ranks can share only attention over packed "
+            f"{setting}: {support.sentence()}, but ranks can only share attention over packed "
             "rows; use 1"
         )
 
 
 def _check_all_trained(model: Any, config: ModelConfig) -> None:
-    """Raise ModelError if transformers keeps a parameter frozen (the initial state of HRM):
-    checkpoints of full fine-tuning hold trained parameters only."""
+    """Raise ModelError if transformers freezes a parameter (the initial state of HRM).
+
+    Checkpoints of full fine-tuning only contain trained parameters.
+    """
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
         raise ModelError(
             f"{describe(config)} ({type(model).__name__}) has a parameter that is never trained "
-            f"({frozen[0]}), which a checkpoint of all trained weights would not hold; train "
+            f"({frozen[0]}), which a checkpoint of trained weights would not contain; train "
             "adapters instead (model.lora)"
         )
 
@@ -171,11 +179,10 @@ def _inject_lora(model: Any, config: ModelConfig) -> None:
 
 
 def end_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token with which the chat template ends an assistant's turn; None without a
-    template.
+    """Return the id of the special token that ends an assistant's turn in the chat template.
 
-    It is often not the end-of-sequence token (a base model with a chat template), and a policy
-    that learned to write it must stop there.
+    It often differs from the end-of-sequence token (a base model with a chat template), and
+    generation must stop at it too. Returns None without a chat template or such a token.
     """
     if not tokenizer.chat_template:
         return None
@@ -190,11 +197,11 @@ def end_turn_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
-    """The model with its parameters in ``dtype``, on ``device``.
+    """Cast the parameters of ``model`` to ``dtype``, move it to ``device``, and return it.
 
-    Buffers keep their format: rotary frequencies rounded to bf16 are multiplied by the position,
-    and turn token 4000 by tenths of a radian (``model.to(dtype)`` rounds them, transformers'
-    loading does not).
+    Buffers keep their dtype. Rotary frequencies are multiplied by the position, so rounding them to
+    bf16 rotates token 4000 by tenths of a radian. (``model.to(dtype)`` would round them;
+    transformers' loading does not.)
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
@@ -202,11 +209,10 @@ def place(model: Any, *, dtype: Dtype, device: torch.device | str) -> Any:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with its chat template replaced if the config names one.
+    """Load the model's tokenizer; ``model.chat_template`` replaces its chat template if set.
 
-    Raises ModelError if there is none, or if it has no end-of-sequence token. A tokenizer
-    without a pad token gets its end token as one (rows here are never padded; only exports would
-    ask).
+    If it has no pad token, the end-of-sequence token is used. Raises ModelError if there is no
+    tokenizer, or if it has no end-of-sequence token.
     """
     tokenizer: Any
     if config.scratch is not None and config.tokenizer_path is None:
@@ -218,16 +224,16 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         is_file = len(config.chat_template) < 256 and template.is_file()
         if not is_file and "{" not in config.chat_template:
             raise ModelError(
-                f"model.chat_template={config.chat_template!r} is no file (working directory: "
-                f"{Path.cwd()}) and no Jinja template either, as nothing in it is in braces"
+                f"model.chat_template={config.chat_template!r} is not a file (working directory: "
+                f"{Path.cwd()}) and not a Jinja template either (it contains no braces); give the "
+                "path of a template file, or the template itself"
             )
         tokenizer.chat_template = template.read_text() if is_file else config.chat_template
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {describe(config)} has no end-of-sequence token, so responses "
-            "could not end; set "
-            "model.tokenizer_path to a tokenizer that has one, or add eos_token to its "
-            "tokenizer_config.json"
+            "could not end; set model.tokenizer_path to a tokenizer that has one, or add eos_token "
+            "to its tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -236,8 +242,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _check_vocabulary(tokenizer: Any, config: ModelConfig) -> None:
-    """Log tokens that the model has no embedding for; raise ModelError if the end token is one.
-    (More embeddings than tokens are usual: vocabularies are padded.)"""
+    """Log a warning if tokens have no embedding; raise ModelError if the end token is one of them.
+
+    More embeddings than tokens are normal, because vocabularies are padded.
+    """
     found = hf_config(config)
     size = found.get_text_config().to_dict().get("vocab_size") if found is not None else None
     if size is None or len(tokenizer) <= size:
@@ -249,15 +257,18 @@ def _check_vocabulary(tokenizer: Any, config: ModelConfig) -> None:
             "own tokenizer (model.tokenizer_path), or resize the model's embeddings"
         )
     log.warning(
-        "the tokenizer has %d tokens and %s embeddings for %d: a row with one of the others cannot "
-        "be computed",
+        "the tokenizer has %d tokens, but %s has embeddings for %d: a row with one of the others "
+        "cannot be computed",
         *(len(tokenizer), describe(config), size),
     )
 
 
 def hf_config(config: ModelConfig) -> PretrainedConfig | None:
-    """The model's HuggingFace config, without its weights. None where it cannot be read alone (GGUF
-    files, and models that cannot be loaded: loading them says why)."""
+    """Return the model's HuggingFace config without reading its weights.
+
+    Returns None if it cannot be read alone: for GGUF files, models built from scratch, and models
+    that cannot be loaded (loading them raises the reason).
+    """
     if config.path is None or config.gguf_file is not None:
         return None
     try:
@@ -272,29 +283,32 @@ def hf_config(config: ModelConfig) -> PretrainedConfig | None:
 
 
 def _check_class(found: PretrainedConfig, name: str) -> None:
-    """Raise ModelError for a composite model (text with images or sound) that transformers does not
-    build as a causal language model, as it builds Gemma 3 and Gemma 4."""
+    """Raise ModelError for a composite model (text with images or sound) that transformers cannot
+    build as a causal language model.
+
+    It can for some, such as Gemma 3 and Gemma 4.
+    """
     text = found.get_text_config()
     if text is found or type(found) in MODEL_FOR_CAUSAL_LM_MAPPING or "auto_map" in vars(found):
         return
     raise ModelError(
         f"{name} is a composite model ({found.model_type}) that transformers "
         f"{transformers_version} does not load as a causal language model; use a text-only model "
-        "of its family, or save "
-        f"its language model ({text.model_type}) in a folder of its own"
+        f"of its family, or save its language model ({text.model_type}) in a separate folder"
     )
 
 
 def without_weights(auto_class: Any, config: ModelConfig, dtype: Dtype) -> Any | None:
-    """The model of :func:`empty.empty_model`; None where its weights cannot be read in parts."""
+    """Return the model of :func:`empty.empty_model`; None if its weights cannot be read in
+    parts."""
     found = hf_config(config)
-    if found is None:  # a GGUF file, or made from scratch
+    if found is None:  # a GGUF file, or built from scratch
         return None
     return empty_model(auto_class, config, found, dtype=DTYPES[dtype])
 
 
 def num_positions(config: ModelConfig) -> int | None:
-    """Longest row in tokens, read from the model's config alone; None if that does not say."""
+    """Return the longest row in tokens, from the model's config alone; None if it has no limit."""
     if config.scratch is not None:
         return config.scratch.max_position_embeddings
     found = hf_config(config)
@@ -304,15 +318,17 @@ def num_positions(config: ModelConfig) -> int | None:
 
 
 def describe(config: ModelConfig) -> str:
-    """A short name of the model for messages."""
+    """Return a short name of the model for messages."""
     if config.scratch is not None:
         return "the model made from scratch"
     return f"{config.path}/{config.gguf_file}" if config.gguf_file else str(config.path)
 
 
 def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of the folder, file or hub name in ``config``, of transformers'
-    ``auto_class``, in ``dtype``. Raises ModelError if it cannot be loaded or weights are missing.
+    """Load the folder, file or hub name in ``config`` with transformers' ``auto_class``, in
+    ``dtype``.
+
+    Raises ModelError if it cannot be loaded or weights are missing.
     """
     check_path(config, warn=True)
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
@@ -333,8 +349,7 @@ def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) ->
         raise ModelError(
             f"{describe(config)} has no weights for {len(missing)} parameters of a "
             f"{type(model).__name__}, e.g. {missing[0]}: they would be random; check that "
-            "model.path "
-            "is a model of this kind, and whole"
+            "model.path is a model of this kind, and complete"
         )
     if config.gguf_file:
         _forget_quantization(model)
@@ -342,8 +357,10 @@ def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) ->
 
 
 def _forget_quantization(model: Any) -> None:
-    """De-quantised GGUF weights are plain weights; transformers' marks would refuse to save
-    them."""
+    """Remove transformers' quantization marks from a model with dequantized GGUF weights.
+
+    With them, transformers would refuse to save the model.
+    """
     model.hf_quantizer = None
     model.is_quantized = False
     if "quantization_config" in model.config.__dict__:
@@ -356,7 +373,7 @@ def _why(error: BaseException) -> str:
         return f"{text} (model.trust_remote_code=true would run that code)"
     if "offline" in text or "connect" in text.lower() or "not a local folder" in text:
         return (
-            f"{text} (it is no local folder, and the hub did not have it or could not be reached)"
+            f"{text} (it is not a local folder, and the hub does not have it or was not reachable)"
         )
     return text
 
@@ -381,8 +398,8 @@ def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-# Pre-tokenizers (GGUF key tokenizer.ggml.pre) that split every digit; the rebuilt tokenizer
-# forgets it.
+# Pre-tokenizers (GGUF key tokenizer.ggml.pre) that split every digit. The tokenizer rebuilt by
+# transformers does not.
 _SPLIT_DIGITS = frozenset({"smollm"})
 
 
@@ -395,7 +412,7 @@ def _restore_digit_splitting(tokenizer: PreTrainedTokenizerBase, file: Path) -> 
             str(file.parent), file.name, _raise_exceptions_for_missing_entries=False
         )
         if found is None:
-            log.warning("%s: its pre-tokenizer is unknown; digits may be split otherwise", file)
+            log.warning("%s: its pre-tokenizer is unknown; digits may be split differently", file)
             return
         file = Path(found)
     entry = GGUFReader(str(file)).get_field("tokenizer.ggml.pre")

@@ -1,8 +1,8 @@
-"""Scaling and soft capping of logits after the output projection, as a model's config asks for it.
+"""Scaling and soft capping of logits after the output projection, as set in a model's config.
 
-Gemma 2 to 4 cap logits (arXiv 2408.00118), Granite and Falcon-H1 scale them, Cohere too. The config
-is the only source: the check in ``models/support.py`` compares the result with the logits of the
-model itself, at small and at large hidden states.
+Gemma 2 to 4 cap logits (arXiv 2408.00118); Granite, Falcon-H1 and Cohere scale them. The settings
+are read from the config alone. The check in ``models/support.py`` compares the result with the
+logits of the model itself, at small and at large hidden states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LogitScaling:
     softcap: float | None = None
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """Scaled and capped ``logits`` [..., V]; overwrites them."""
+        """Scale and cap ``logits`` [..., V] in place."""
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)
         if self.softcap is not None:
@@ -32,10 +32,10 @@ class LogitScaling:
         return logits
 
     def backward_(self, grad: Tensor, logits: Tensor | None, *, temperature: float) -> Tensor:
-        """The gradient before scaling and capping, from ``grad`` [K, V] after it; overwrites it.
+        """Backpropagate ``grad`` [K, V] through capping and scaling, in place.
 
-        ``logits`` [K, V]: the capped logits divided by ``temperature``. The derivative of the cap
-        is ``1 - (capped / softcap) ** 2``.
+        ``logits`` [K, V] are the capped logits divided by ``temperature``. The derivative of the
+        cap is ``1 - (capped / softcap) ** 2``.
         """
         if self.softcap is not None:
             assert logits is not None, "the derivative of the cap needs the capped logits"
@@ -53,7 +53,7 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def logit_scaling(config: PretrainedConfig) -> LogitScaling:
-    """Read the scaling of a model's logits from its config."""
+    """Return the scaling and cap of a model's logits according to its config."""
     fields: Mapping[str, Any] = config.get_text_config().to_dict()
     scale = 1.0
     for name in _FACTORS:

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies over a large vocabulary without ever holding all logits.
+"""Log-probabilities and entropies over a large vocabulary without materializing all logits.
 
-Logits are made ``chunk_tokens`` at a time, reduced in fp32, thrown away and made again in backward
-(all but the last chunk's, which backward needs first and finds as they were): the peak is three
-``[chunk, vocab]`` fp32 buffers instead of ``[tokens, vocab]``, for one more output projection of
-the other chunks.
+Logits are computed in chunks of ``chunk_tokens``, reduced in fp32, discarded, and recomputed in
+backward. The last chunk is kept, because backward processes it first. Peak memory is three
+``[chunk, vocab]`` fp32 buffers instead of ``[tokens, vocab]``, at the cost of a second output
+projection of the other chunks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from burnish.models.half_linear import is_slow_half, linear, wide_matmul
 from burnish.models.logit_scaling import UNSCALED, LogitScaling
 
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Tokens whose logits are made at a time. Each chunk reads and writes the fp32 sum of the head's
-gradient, [V, H], once; so on a GPU, where that traffic counts, chunks are larger."""
+"""Device type -> default number of tokens per chunk of logits. Each chunk reads and writes the fp32
+sum of the head's gradient, [V, H], once. That traffic matters on a GPU, so chunks are larger
+there."""
 
 
 def chunk_tokens(wanted: int | None, device_type: str) -> int:
-    """``train.logprob_chunk_tokens``, or what is usual on the device."""
+    """Return ``wanted`` (``train.logprob_chunk_tokens``), or the device's default if it is None."""
     return CHUNK_TOKENS.get(device_type, CHUNK_TOKENS["cpu"]) if wanted is None else wanted
 
 
@@ -43,14 +44,15 @@ class Head:
     scaling: LogitScaling = UNSCALED
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[K, V] fp32 logits of hidden [K, H]."""
+        """Return the fp32 logits [K, V] of ``hidden`` [K, H]."""
         logits = self.scaling.apply_(linear(hidden, self.weight, self.bias).float())
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def projection_grad_(self, grad: Tensor, logits: Tensor | None) -> Tensor:
-        """The gradient of the projection's output, from ``grad`` [K, V] of the ``logits`` [K, V]
-        that :meth:`logits` returned. Overwrites ``grad``. ``logits`` may be None without a
-        softcap."""
+        """Backpropagate ``grad`` [K, V] of the logits to the projection's output, in place.
+
+        ``logits`` [K, V] are those returned by :meth:`logits`; None is allowed without a softcap.
+        """
         if self.temperature != 1.0:
             grad = grad.div_(self.temperature)
         return self.scaling.backward_(grad, logits, temperature=self.temperature)
@@ -59,10 +61,12 @@ class Head:
 def token_logprobs(
     hidden: Tensor, targets: Tensor, head: Head, *, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits)[target] and, on request, the entropy of each distribution.
+    """Return log softmax(logits)[target] and, if ``with_entropy``, the entropy of each
+    distribution.
 
-    ``hidden`` [K, H] in the compute dtype, ``targets`` [K] int64. Returns ``logprobs`` [K] fp32 in
-    nats and ``entropy`` [K] fp32 or None. Both have gradients to hidden and to the head.
+    ``hidden`` [K, H] is in the compute dtype, ``targets`` [K] is int64. Returns ``logprobs`` [K]
+    fp32 in nats and ``entropy`` [K] fp32 or None. Both are differentiable with respect to
+    ``hidden`` and the head.
     """
     logprobs, entropy = _TokenLogprobs.apply(
         hidden, head.weight, head.bias, targets, head, with_entropy
@@ -118,25 +122,28 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
             capped = None
             if head.scaling.softcap is not None:
-                capped = log_p.add_(log_norm[rows, None])  # the logits again
+                capped = log_p.add_(log_norm[rows, None])  # restores the logits
             sums.add(rows, head.projection_grad_(grad, capped))
         return (*sums.found(), None, None, None)
 
 
 def _bounded(log_p: Tensor) -> Tensor:
-    """``log_p`` with a finite number for -inf, in place: its probability is still 0, and
-    0 x log_p too, although 0 x -inf is NaN (entries that only pad a vocabulary)."""
+    """Replace -inf in ``log_p`` by the smallest finite number, in place.
+
+    The probability is still 0, and so is 0 x log_p, while 0 x -inf is NaN. -inf occurs for entries
+    that only pad a vocabulary.
+    """
     return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
 
 
 class HeadGradients:
-    """Gradients of hidden states [K, H] and of the output projection, from those of logits that
-    come some rows at a time."""
+    """Accumulates the gradients of hidden states [K, H] and of the output projection over chunks of
+    logit gradients."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: Sequence[bool]
     ) -> None:
-        """``wanted``: of hidden, weight and bias."""
+        """Allocate the gradients that are needed. ``wanted``: flags for hidden, weight and bias."""
         self._hidden_states, self._weight, self._bias = hidden, weight, bias
         self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
         self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
@@ -145,7 +152,7 @@ class HeadGradients:
             self._of_bias = torch.zeros_like(bias, dtype=torch.float32)
 
     def add(self, rows: slice, grad: Tensor) -> None:
-        """``grad`` [k, V] fp32: of the logits of ``rows``."""
+        """Add the contribution of ``grad`` [k, V] fp32, the gradient of the logits of ``rows``."""
         low = grad.to(self._hidden_states.dtype)
         if self._of_hidden is not None:
             _matmul_into(self._of_hidden[rows], low, self._weight)
@@ -155,7 +162,7 @@ class HeadGradients:
             self._of_bias += grad.sum(0)
 
     def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden, weight and bias, each in its own format."""
+        """Return the gradients of hidden, weight and bias, each in its tensor's dtype."""
         weight, bias = self._of_weight, self._of_bias
         return (
             self._of_hidden,
@@ -165,13 +172,13 @@ class HeadGradients:
 
 
 def grad_logits(log_p: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:
-    """d(sum upstream x logprob)/d logits = upstream (onehot - p), [K, V] fp32."""
+    """Return d(sum upstream x logprob)/d logits = upstream (onehot - p), [K, V] fp32."""
     grad = log_p.exp().mul_(-upstream[:, None])
     return grad.scatter_add_(-1, targets[:, None], upstream[:, None].to(grad.dtype))
 
 
 def _matmul_into(out: Tensor, grad: Tensor, weight: Tensor) -> None:
-    """out = grad @ weight, in the operands' dtype."""
+    """Compute out = grad @ weight in the operands' dtype."""
     if is_slow_half(grad):
         out.copy_(wide_matmul(grad, weight))
     else:
@@ -179,8 +186,11 @@ def _matmul_into(out: Tensor, grad: Tensor, weight: Tensor) -> None:
 
 
 def _add_matmul(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total += grad.T @ hidden; ``total`` is fp32. The product of a chunk is rounded to the
-    operands' format, but for fp16 on a CPU, which goes through fp32 anyway."""
+    """Compute total += grad.T @ hidden, where ``total`` is fp32.
+
+    Each chunk's product is rounded to the operands' dtype, except for fp16 on a CPU, which is
+    computed in fp32.
+    """
     if grad.dtype == torch.float32 or is_slow_half(grad):
         total.addmm_(grad.T.float(), hidden.float())
     else:

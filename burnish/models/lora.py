@@ -1,4 +1,4 @@
-"""LoRA adapters: injected through peft, switched off for the reference, merged on the way out."""
+"""LoRA adapters: inject them with peft, disable them for the reference, merge them for export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADAPTER = "default"
 
 
 def peft_config(config: LoraConfig) -> PeftLoraConfig:
-    """The peft form of our config, as it is written beside an exported adapter."""
+    """Return the peft config of our config; it is also written with an exported adapter."""
     targets = config.target_modules
     return PeftLoraConfig(
         r=config.lora_rank,
@@ -36,9 +36,10 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
 
 
 def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Put adapters into ``model`` in place; only they require gradients afterwards.
+    """Inject adapters into ``model``, in place. Afterwards only adapters require gradients.
 
-    Raises ValueError if the targets match no layer, or the embedding or the output projection.
+    Raises ValueError if the targets match no layer, match the embedding or the output projection,
+    or match layers that adapters cannot wrap.
     """
     generator = torch.get_rng_state()
     inject_adapter_in_model(peft_config(config), model, adapter_name=ADAPTER)
@@ -46,8 +47,7 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     if any(isinstance(end, LoraLayer) for end in ends):
         raise ValueError(
             "the embedding and the output projection cannot have adapters (log-probs are computed "
-            "from the "
-            "projection's weight alone); name inner layers, or use all-linear"
+            "from the projection's weight alone); name inner layers, or use all-linear"
         )
     _fill_empty_adapters(model, generator)
     _check_shared_weights(model)
@@ -58,8 +58,10 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _check_shared_weights(model: nn.Module) -> None:
-    """Raise ValueError if several adapted layers have one weight (Zamba repeats an attention
-    block): each has an adapter of its own, and one merged weight cannot hold them all."""
+    """Raise ValueError if several adapted layers share a weight (Zamba repeats an attention block).
+
+    Each layer would have its own adapter, and they could not be merged into one weight.
+    """
     names: dict[int, str] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or isinstance(layer, ParamWrapper):
@@ -74,9 +76,12 @@ def _check_shared_weights(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_special_layers(model: PreTrainedModel) -> None:
-    """Raise ValueError if adapters break layers that are linear in name only (the grouped
-    projections of DeepSeek-V4, routers that return several tensors). Computes two tokens if there
-    are such layers and the weights are here."""
+    """Raise ValueError if adapters break subclasses of ``nn.Linear`` with their own forward.
+
+    Examples are the grouped projections of DeepSeek-V4 and routers that return several tensors.
+    Computes two tokens if there are such layers and the model is neither sharded nor on the meta
+    device.
+    """
     adapted = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
     special = {n: m.get_base_layer() for n, m in adapted.items() if _is_special(m)}
     if not special or any(p.is_meta or not p.numel() for p in model.parameters()):
@@ -88,7 +93,7 @@ def _check_special_layers(model: PreTrainedModel) -> None:
         left_out = {n.rpartition(".")[2] for n in special}
         others = sorted({n.rpartition(".")[2] for n in adapted} - left_out)
         raise ValueError(
-            f"{name} is a {type(layer).__name__}, whose computation an adapter does not follow "
+            f"{name} is a {type(layer).__name__}, whose forward an adapter does not support "
             f"({str(error).splitlines()[0]}); name other layers, such as [{', '.join(others)}]"
         ) from error
 
@@ -99,8 +104,11 @@ def _is_special(layer: LoraLayer) -> bool:
 
 
 def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
-    """peft moves adapters to where their layer is: to the meta device too, without their values.
-    These are drawn again, as they were from ``generator``, the state of then."""
+    """Initialize adapters that are on the meta device, on the CPU.
+
+    peft moves adapters to the device of their layer; on the meta device they lose their values.
+    They are drawn again from the random state ``generator``, with the same result.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
     empty = [layer for layer in layers if layer.lora_A[ADAPTER].weight.is_meta]
     if empty:
@@ -108,13 +116,13 @@ def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
     for layer in empty:
         for part in (layer.lora_A, layer.lora_B):
             linear = cast(nn.Linear, part.to_empty(device="cpu")[ADAPTER])
-            linear.reset_parameters()  # as a new layer does, which draws
+            linear.reset_parameters()  # a new layer also draws its weights from the generator
         layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes with its base weights alone."""
+    """Disable the adapters of ``model`` inside the ``with`` block."""
     layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
     trainable = [p for p in model.parameters() if p.requires_grad]
     for layer in layers:
@@ -131,11 +139,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def merged_weights(
     model: nn.Module, only: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HuggingFace name, tensor) of the model's state: every parameter, adapters added to
-    their base weights in fp32, then every persistent buffer.
+    """Yield (HuggingFace name, tensor) for every parameter, then for every persistent buffer.
 
-    ``only``: these parameters, by their names in ``model`` (a layer's base weight and its adapters
-    belong together), and no buffers; None: all.
+    Adapters are merged into their base weights in fp32. ``only`` restricts the parameters to these
+    names in ``model`` (base weights; adapters follow theirs) and skips buffers. None: all.
     """
     adapters = _adapters_by_parameter(model)
     for name, parameter in model.named_parameters():
@@ -155,11 +162,10 @@ def merged_weights(
 
 
 def _adapters_by_parameter(model: nn.Module) -> dict[str, list[LoraLayer]]:
-    """Return the adapters that are added to each parameter, by its plain name.
+    """Return the adapters of each adapted parameter, by the parameter's plain name.
 
-    A wrapper around a module adapts the module's ``weight``; one around a parameter
-    (:class:`ParamWrapper`) adapts the parameter that it names, and several of these may be nested
-    around one module.
+    A wrapper around a module adapts the module's ``weight``. A :class:`ParamWrapper` adapts the
+    parameter that it names; several of these may be nested around one module.
     """
     found: dict[str, list[LoraLayer]] = {}
     for name, layer in model.named_modules():
@@ -170,12 +176,14 @@ def _adapters_by_parameter(model: nn.Module) -> dict[str, list[LoraLayer]]:
 
 
 _MLP_NAMES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
-"""Names of an expert's projections, in the files of common mixtures and in transformers."""
+"""Names of an expert's projections, in checkpoints of common mixtures and in transformers."""
 
 
 def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
-    """Log the fused experts that ``config`` seems to ask for and that have no adapters: peft knows
-    the expert weights of some families only."""
+    """Log a warning if ``config`` seems to target fused experts but they have no adapters.
+
+    peft only supports the expert weights of some families.
+    """
     targets = config.target_modules
     if isinstance(targets, str):
         asked = targets == "all-linear"
@@ -202,5 +210,5 @@ def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of the full parameter, also if DeepSpeed holds it in shards."""
+    """Return the shape of the full parameter, even if DeepSpeed shards it."""
     return tuple(vars(parameter).get("ds_shape", parameter.shape))

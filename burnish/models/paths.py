@@ -1,5 +1,4 @@
-"""Check that the folders that a recipe names for a model and its tokenizer exist. Needs no
-torch."""
+"""Check that the model and tokenizer folders of a recipe exist. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,19 +13,22 @@ log = logging.getLogger("burnish")
 
 
 class ModelError(BurnishError, ValueError):
-    """A model or tokenizer that cannot be loaded or trained. Says which, why, and what to do."""
+    """A model or tokenizer cannot be loaded or trained. The message gives the reason and a fix."""
 
 
 def check_path(config: ModelConfig, *, warn: bool = False) -> None:
-    """Raise ModelError if ``config.path`` looks like a folder and is none, or has no weights that
-    can be read safely. ``warn``: log that a name beside an existing folder is taken for a hub's."""
+    """Raise ModelError if ``config.path`` looks like a folder that does not exist, or a folder
+    without safely readable weights.
+
+    ``warn`` logs a warning if a missing path inside an existing folder is taken for a hub name.
+    """
     assert config.path is not None
     path = Path(config.path)
     if problem := folder_problem(config.path):
         raise ModelError(f"{problem}; check model.path")
     if warn and path.parts[:-1] and path.parent.is_dir() and not path.exists():
         log.warning(
-            "%s is not here, though the folder %s is: it is taken for a model of the hub",
+            "%s does not exist, although the folder %s does: it is taken for a model on the hub",
             *(config.path, path.parent),
         )
     if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():
@@ -38,15 +40,14 @@ def check_path(config: ModelConfig, *, warn: bool = False) -> None:
     only_pickle = path.is_dir() and not config.gguf_file and not list(path.glob("*.safetensors"))
     if only_pickle and (list(path.glob("*.bin")) or list(path.glob("*.pt"))):
         raise ModelError(
-            f"{path} has weights as pickle files only, which can run code when read; convert them "
-            "to safetensors "
-            "(transformers: AutoModel.from_pretrained(...).save_pretrained(...)) on a machine you "
-            "can lose"
+            f"{path} has weights only as pickle files, which can run code when read; convert them "
+            "to safetensors (transformers: AutoModel.from_pretrained(...).save_pretrained(...)) on "
+            "an isolated machine"
         )
 
 
 def check_tokenizer_path(config: ModelConfig) -> None:
-    """Raise ModelError if ``config.tokenizer_path`` looks like a folder and is none."""
+    """Raise ModelError if ``config.tokenizer_path`` looks like a folder that does not exist."""
     name = config.tokenizer_path
     if name is not None and (problem := folder_problem(name)):
         raise ModelError(f"{problem}; check model.tokenizer_path")

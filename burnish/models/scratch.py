@@ -1,5 +1,5 @@
-"""A small Llama-style model with random weights and a character tokenizer: tests, teaching, dry
-runs."""
+"""A small Llama-style model with random weights and a character tokenizer, for tests, teaching and
+dry runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _CHAT_TEMPLATE = (
 
 
 def scratch_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character of ``alphabet``, plus pad, end, unknown and chat role tokens."""
+    """Return a tokenizer with one token per character of ``alphabet``, plus pad, end, unknown and
+    chat role tokens."""
     vocab = {token: i for i, token in enumerate([*_SPECIAL, *dict.fromkeys(alphabet)])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -35,8 +36,10 @@ def scratch_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def scratch_model(config: ScratchConfig, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A LlamaForCausalLM of the given sizes; the same seed gives the same weights, and no other
-    random number generator moves."""
+    """Return a LlamaForCausalLM of the given sizes.
+
+    The same seed gives the same weights; the global random state does not change.
+    """
     tokenizer = scratch_tokenizer(config.alphabet)
     hf = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -1,13 +1,13 @@
-"""Torch's scaled-dot-product attention on the kernel that keeps no scores.
+"""Torch's scaled-dot-product attention on a fused kernel, which does not materialize the scores.
 
-On a GPU torch chooses among kernels by the arguments of each call. The flash kernel takes no mask,
-and the memory-efficient kernel takes grouped heads (fewer key/value heads than query heads) in some
-versions of torch only. If no fused kernel takes a call, torch computes the scores ``[S, heads, Lq,
-Lk]`` in fp32 (its "math" kernel), which is gigabytes for long rows. So keys and values are repeated
-for every query head when that is what the memory-efficient kernel needs.
+On a GPU, torch selects a kernel by the arguments of each call. The flash kernel accepts no mask.
+The memory-efficient kernel accepts grouped heads (fewer key/value heads than query heads) only in
+some versions of torch. If no fused kernel accepts a call, torch computes the scores ``[S, heads,
+Lq, Lk]`` in fp32 (its "math" kernel), which takes gigabytes for long rows. Therefore keys and
+values are repeated for every query head if the memory-efficient kernel requires it.
 
-The rules were read in torch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (2.9 to
-2.14); docs/memory.md lists them. No GPU has confirmed them yet.
+The rules come from torch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (2.9 to 2.14);
+docs/memory.md lists them. They have not been confirmed on a GPU.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Way = Literal["grouped", "repeated", "scores"]
-"""The way to compute a call. grouped: a fused kernel takes keys and values as they are. repeated: a
-fused kernel takes them after they are repeated for every query head. scores: no kernel does."""
+"""How a call is computed. ``grouped``: a fused kernel accepts keys and values unchanged.
+``repeated``: a fused kernel accepts them after they are repeated for every query head. ``scores``:
+no fused kernel accepts the call."""
 
 GROUPED_EFFICIENT = (2, 14)
-"""First version of torch whose memory-efficient kernel takes grouped heads on CUDA."""
+"""First version of torch whose memory-efficient kernel accepts grouped heads on CUDA."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Facts of a GPU and its torch that decide which attention kernels exist."""
+    """Properties of a GPU and its torch that determine the available attention kernels."""
 
     torch_version: tuple[int, int]
     capability: tuple[int, int]
     """Compute capability, such as (8, 0) for A100."""
     hip: bool = False
-    """AMD's build of torch."""
+    """Whether torch is built for AMD GPUs."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Facts of a call that decide which kernel takes it."""
+    """Properties of a call that determine which kernel accepts it."""
 
     dtype: torch.dtype
     head_dims: tuple[int, int]
-    """Sizes of the heads of queries and keys, and of values."""
+    """(head size of queries and keys, head size of values)"""
     masked: bool
     grouped: bool
-    """Fewer key/value heads than query heads."""
+    """Whether there are fewer key/value heads than query heads."""
 
 
 def kernels_of(device: torch.device) -> Kernels | None:
-    """The kernels of the GPU behind ``device``; None for a CPU, whose kernel takes any call."""
+    """Return the kernels of the GPU ``device``; None for a CPU, whose kernel accepts any call."""
     if device.type != "cuda":
         return None
     return _cuda_kernels(torch.cuda.current_device() if device.index is None else device.index)
@@ -68,19 +69,19 @@ def _cuda_kernels(index: int) -> Kernels:
 
 
 def installed_torch() -> tuple[int, int]:
-    """(major, minor) of the torch that is imported."""
+    """Return the (major, minor) version of the imported torch."""
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     assert found is not None, f"torch.__version__ is {torch.__version__!r}"
     return int(found[1]), int(found[2])
 
 
 def way_of(kernels: Kernels | None, call: Call) -> Way:
-    """Return how torch computes ``call`` without scores, or that it cannot."""
+    """Return how to compute ``call`` on a fused kernel, or ``scores`` if none accepts it."""
     if kernels is None:
         return "grouped"
     half = call.dtype in (torch.float16, torch.bfloat16)
     ampere, (dim, value_dim) = kernels.capability >= (8, 0), call.head_dims
-    # The flash kernel. For sizes from 193 to 224 it has no backward pass on some GPUs (8.6, 8.9).
+    # The flash kernel has no backward for head sizes from 193 to 224 on some GPUs (8.6, 8.9).
     flash = dim == value_dim <= 256 and not 192 < dim <= 224
     if not call.masked and half and ampere and flash:
         return "grouped"
@@ -91,7 +92,7 @@ def way_of(kernels: Kernels | None, call: Call) -> Way:
 
 
 def _efficient(kernels: Kernels, call: Call, *, half: bool, ampere: bool) -> bool:
-    """Return whether the memory-efficient kernel takes format and head sizes of ``call``."""
+    """Return whether the memory-efficient kernel accepts dtype and head sizes of ``call``."""
     if call.dtype == torch.bfloat16 and not ampere:
         return False
     if not half and call.dtype != torch.float32:
@@ -106,10 +107,11 @@ def attend(
     kernels: Kernels | None,
     **options: Any,
 ) -> Tensor:
-    """[S, heads, Lq, dim] of query [S, heads, Lq, dim], key and value [S, kv_heads, Lk, dim].
+    """Return the attention [S, heads, Lq, dim] of query [S, heads, Lq, dim] and key and value
+    [S, kv_heads, Lk, dim].
 
-    ``mask``: added to the scores, in the queries' format; None: causal. ``kernels``: of the device;
-    None: a CPU. ``options``: ``dropout_p`` and ``scale`` of torch's function.
+    ``mask`` is additive, in the queries' dtype; None is causal. ``kernels`` are those of the
+    device; None for a CPU. ``options`` are ``dropout_p`` and ``scale`` of torch's function.
     """
     query, key, value = qkv
     heads, kv_heads = query.shape[1], key.shape[1]
@@ -119,7 +121,8 @@ def attend(
     if way == "repeated":
         key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
     grouped = call.grouped and way != "repeated"
-    # On the GPU torch finds out by itself; elsewhere a plan traces what it would do there.
+    # On a GPU torch falls back to the math kernel by itself. On other devices (when a memory plan
+    # traces a GPU run) the fallback has to be forced.
     traced = way == "scores" and query.device.type != "cuda"
     with sdpa_kernel(SDPBackend.MATH) if traced else nullcontext():
         return F.scaled_dot_product_attention(

@@ -1,10 +1,11 @@
-"""Shrink a model's config to a few small layers of the same behavior, and build it at random.
+"""Shrink a model's config to a few small layers with the same behavior, and build it with random
+weights.
 
-A check of behavior (which tokens read which, what is done to the logits) need not load a model: a
-model of the same family with one layer of each layer type answers the same questions in
-milliseconds, for 135M parameters and for 70B. :func:`shrink` makes sizes small and keeps everything
-that is behavior. It knows families of field names, not models; ``_EXCEPTIONS`` has the model types
-whose fields depend on each other in ways that names do not tell.
+Checking behavior (which tokens attend to which, how logits are transformed) does not require the
+real model. A model of the same family with one layer of each type gives the same answers in
+milliseconds, for 135M parameters and for 70B. :func:`shrink` reduces sizes and preserves behavior.
+It works on groups of field names rather than on models. ``_EXCEPTIONS`` lists the model types whose
+fields have dependencies that their names do not show.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from burnish.models.layers import keep_layers
 
 VOCAB = 128
-"""Tokens of a shrunk model. Special tokens beyond it are moved to ids from :data:`SPECIAL` up."""
+"""Largest vocabulary of a shrunk model. Special tokens from id :data:`SPECIAL` up get consecutive
+ids from :data:`SPECIAL`."""
 SPECIAL = 100
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 POSITIONS = 64
-"""Positions of a shrunk model (tables of learned positions)."""
+"""Largest number of positions of a shrunk model (tables of learned positions)."""
 ORIGINAL_POSITIONS = 8
-"""``original_max_position_embeddings``: rows of more tokens cross the border of RoPE variants."""
+"""``original_max_position_embeddings`` of a shrunk model. Longer rows exceed the length at which
+RoPE variants change."""
 WINDOW = 4
 EXPERTS, EXPERTS_PER_TOKEN, EXPERT_GROUPS = 8, 2, 4
 
@@ -108,7 +111,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
         "n_shared_experts num_shared_experts moe_num_shared_experts rescale_every "
         "n_layers_per_attn_res_block"
     ),
-    # Many: the ReLU scores of few heads are often all zero, and ties of keys have no order.
+    # Up to 16: with few heads, ReLU scores are often all zero, and ties between keys have no order.
     "index_heads": _names("indexer_n_heads index_n_heads index_num_attention_heads"),
     "at_most_4": _names("split_ngram_parts heads_per_ngram time_step_rank mamba_dt_rank"),
 }
@@ -125,7 +128,7 @@ _LIMITS = {
     "index_heads": 16,
     "at_most_4": 4,
 }
-"""Largest value of the kinds of size that do not depend on others."""
+"""Kind -> largest value, for kinds of sizes that do not depend on other sizes."""
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 _SPECIAL_ENDINGS = ("token_id", "token_ids", "token_index", "_index")
 
@@ -133,10 +136,10 @@ _SPECIAL_ENDINGS = ("token_id", "token_ids", "token_index", "_index")
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
     """Return a small copy of the ``config`` of a causal language model of any size.
 
-    The copy has one layer of each type (two at least), small sizes and windows, and the behavior of
-    the original: activations, norms, softcaps, scales, dropout, rotary variants, routers, biases
-    and unknown fields. Of a composite config the part that ``AutoModelForCausalLM`` builds is
-    taken. ``config`` is not changed.
+    The copy has one layer of each type (at least two layers), small sizes, and small windows. It
+    preserves behavior: activations, norms, softcaps, scales, dropout, rotary variants, routers,
+    biases and unknown fields. For a composite config, the part that ``AutoModelForCausalLM`` builds
+    is used. ``config`` is not modified.
     """
     source = causal_lm_config(config)
     fields = _shrunk(source.to_dict())
@@ -144,8 +147,11 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config that ``AutoModelForCausalLM`` builds a model from: the text config of a
-    composite one if its language model can be built alone, else ``config``."""
+    """Return the config from which ``AutoModelForCausalLM`` builds a model.
+
+    This is the text config of a composite config whose language model can be built alone, else
+    ``config`` itself.
+    """
     mapping: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         return config
@@ -159,10 +165,10 @@ def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
 def build(config: PretrainedConfig, seed: int = 0, *, trust: bool = False) -> PreTrainedModel:
     """Return the causal language model of ``config`` on the CPU in fp32, in evaluation mode.
 
-    Weights are random and large enough that every part of the model shows in its outputs (gates,
-    offsets and router biases that begin at zero included). The same ``seed`` gives the same
-    weights; the global random state does not change. ``trust``: run the model's own code, if its
-    config names some (``auto_map``).
+    Weights are random and large enough that every part of the model affects its outputs, including
+    gates, offsets and router biases that are initialized to zero. The same ``seed`` gives the same
+    weights; the global random state does not change. ``trust`` allows running the model's own code,
+    if its config refers to some (``auto_map``).
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -176,7 +182,7 @@ def build(config: PretrainedConfig, seed: int = 0, *, trust: bool = False) -> Pr
 
 
 def _shrunk(fields: Fields) -> Fields:
-    """Shrink the fields of one config and of the configs inside it."""
+    """Shrink the fields of a config and of its nested configs."""
     old = dict(fields)
     new = {
         name: _shrunk(value) if _is_config(value) else value
@@ -201,7 +207,7 @@ def _is_config(value: Any) -> bool:
 
 
 class _Sizes:
-    """The small value of each size in the fields ``old`` of a config."""
+    """Computes the small value of each size field of a config with the fields ``old``."""
 
     def __init__(self, old: Fields) -> None:
         self.old = old
@@ -220,7 +226,7 @@ class _Sizes:
         }
 
     def small(self, name: str, value: Any) -> Any:
-        """Return the value that a field gets: unchanged if it is no size, or small already."""
+        """Return the shrunk value of a field; unchanged if it is not a size or already small."""
         if isinstance(value, list) and (name in _KIND_OF or name.endswith(_SPECIAL_ENDINGS)):
             return [self.small(name, item) for item in value]
         if isinstance(value, bool) or not isinstance(value, int):
@@ -261,7 +267,7 @@ class _Sizes:
 
     def _window(self, name: str, value: int) -> int:
         longest = _first(self.old, _KINDS["positions"])
-        idle = name == "sliding_window" and 0 < longest <= value  # no row is longer
+        idle = name == "sliding_window" and 0 < longest <= value  # no row exceeds the window
         return POSITIONS if idle else min(value, WINDOW)
 
     def _groups_per_token(self, name: str, value: int) -> int:
@@ -270,12 +276,12 @@ class _Sizes:
 
 
 def _first(fields: Fields, names: Sequence[str]) -> int:
-    """Return the first of the fields that is a number, 0 if there is none."""
+    """Return the value of the first of ``names`` that is an integer; 0 if there is none."""
     return next((v for n in names if isinstance(v := fields.get(n), int)), 0)
 
 
 def _shrink_mamba(new: Fields) -> None:
-    """Make the heads of state space layers fill their inner width."""
+    """Set number and width of state space heads so that they fill the layers' inner width."""
     for count, width in _MAMBA_HEADS:
         expand = new.get("mamba_expand") or new.get("expand")
         if not expand or not isinstance(new.get(count), int) or width not in new:
@@ -291,12 +297,12 @@ _MAMBA_HEADS = (
     ("n_mamba_heads", "mamba_headdim"),
     ("num_heads", "head_dim"),
 )
-"""Number and width of the heads of state space layers, which together are ``expand`` times as wide
-as the model."""
+"""Fields for the number and width of heads in state space layers. Number times width is ``expand``
+times the model's hidden size."""
 
 
 def _shrink_rope(new: Fields, old: Fields, sizes: _Sizes) -> None:
-    """Make rotary parameters fit the small heads, with borders that short rows cross."""
+    """Make rotary parameters fit the small heads, with length limits that short rows exceed."""
     head_dim = new.get("qk_rope_head_dim") or new.get("head_dim") or HEAD_DIM
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(new.get(name), dict):
@@ -347,20 +353,21 @@ def _small_rope(rope: Fields, head_dim: int) -> Fields:
 
 
 def _even(factor: float, head_dim: int) -> float:
-    """Return the part of ``head_dim`` that is rotated, so that it is an even number."""
+    """Return the rotated fraction of ``head_dim``, adjusted so that its size is even and
+    positive."""
     if int(head_dim * factor) % 2 == 0 and int(head_dim * factor) > 0:
         return factor
     return max(2, 2 * round(head_dim * factor / 2)) / head_dim
 
 
 def _sections(sections: list[int], pairs: int) -> list[int]:
-    """Divide ``pairs`` rotary pairs like ``sections``."""
+    """Divide ``pairs`` rotary pairs in the proportions of ``sections``."""
     borders = [round(pairs * sum(sections[:i]) / sum(sections)) for i in range(len(sections) + 1)]
     return [end - start for start, end in itertools.pairwise(borders)]
 
 
 def _zamba(new: Fields, old: Fields) -> None:
-    """Shared attention blocks need two layers that share one."""
+    """Keep two hybrid layers, because a shared attention block needs two layers that share it."""
     new["layers_block_type"] = ["linear_attention", "hybrid", "hybrid"]
     new["num_hidden_layers"] = 3
     if "hybrid_layer_ids" in new:
@@ -368,19 +375,19 @@ def _zamba(new: Fields, old: Fields) -> None:
 
 
 def _hrm(new: Fields, old: Fields) -> None:
-    """The caches of all cycles count as layers."""
+    """Set the number of layers to that of the caches: each cycle has its own."""
     new["num_layers_per_stack"] = 1
     new["num_hidden_layers"] = new["H_cycles"] * (new["L_cycles"] + 1)
 
 
 def _blt(new: Fields, old: Fields) -> None:
-    """The parts of the model know the width of each other."""
+    """Shrink ``hidden_size_global``, the width of another part of the model."""
     if "hidden_size_global" in new:
         new["hidden_size_global"] = HIDDEN
 
 
 def _deepseek_v4(new: Fields, old: Fields) -> None:
-    """Short rows have compressed blocks of both kinds."""
+    """Reduce the compression rates so that short rows contain compressed blocks of both kinds."""
     rates = sorted(set(old["compress_rates"].values()))
     new["compress_rates"] = {
         kind: min(rate, 2 * (1 + rates.index(rate))) for kind, rate in old["compress_rates"].items()
@@ -399,14 +406,15 @@ _EXCEPTIONS: dict[str, Callable[[Fields, Fields], None]] = {
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Make every trained parameter and every constant persistent buffer matter."""
+    """Randomize trained parameters and constant persistent buffers, so that each affects the
+    outputs."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for parameter in model.parameters():
         if not parameter.requires_grad or not parameter.is_floating_point():
             continue
         noise = torch.randn_like(parameter)
         if parameter.ndim < 2 or not _is_centered(parameter):
-            parameter.add_(0.2 * noise)  # norms, biases, gates, decays: around what they were
+            parameter.add_(0.2 * noise)  # norms, biases, gates, decays: near their values
         elif id(parameter) in embeddings:
             parameter.copy_(noise * (2 / math.sqrt(parameter.shape[-1])))
         else:
@@ -421,7 +429,7 @@ def _randomize(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _widen_logits(model: PreTrainedModel) -> None:
-    """Scale the output projection of a model that makes its logits small, so that they differ."""
+    """Scale up the output projection if the standard deviation of the logits is below 0.5."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return
@@ -432,15 +440,13 @@ def _widen_logits(model: PreTrainedModel) -> None:
 
 
 def _is_centered(weight: Tensor) -> bool:
-    """Return whether a weight was drawn around 0, or is 0, so that others may be drawn in its
-    place."""
+    """Return whether a weight's entries are centered at 0 (or all 0), so that it may be redrawn."""
     spread = float(weight.std()) if weight.numel() > 1 else 0.0
     return abs(float(weight.mean())) <= 0.25 * spread
 
 
 def _fan_in(weight: Tensor) -> int:
-    """Return the number of inputs of each output, of a matrix, a convolution or experts' matrices
-    one above the other."""
+    """Return the fan-in of a matrix, a convolution or stacked expert matrices."""
     if weight.ndim > 2 and weight.shape[1] == 1:
         return math.prod(weight.shape[2:])
     return weight.shape[-1]

@@ -1,14 +1,14 @@
-"""How each model family runs: on packed rows, on padded rows, or not at all.
+"""Determine how each model family runs: on packed rows, on padded rows, or not at all.
 
-Packed and shared-prefix rows are right only if every layer mixes tokens through the attention
-interface of HuggingFace and leaves the mask to it. A config does not say so: layers with a state
-(linear attention, Mamba), convolutions, and attention outside the interface let one row read its
-neighbor. :func:`model_support` therefore runs an experiment (``family_check.py``) on a small random
-copy of the model, before any weight is loaded, and keeps the answer by the copy's config and the
-versions of the libraries.
+Packed and shared-prefix rows are correct only if every layer mixes tokens exclusively through
+HuggingFace's attention interface and applies no mask itself. A config does not state this. Layers
+with a state (linear attention, Mamba), convolutions, and attention outside the interface leak
+information between rows. :func:`model_support` therefore runs an experiment (``family_check.py``)
+on a small random copy of the model before any weights are loaded. Results are cached by the copy's
+config and the library versions.
 
-The answer picks the way: packed rows if they are exact; else padded rows through the model's own
-attention; else a refusal.
+If packed rows are exact, they are used. Otherwise rows are padded and use the model's own
+attention. If that fails too, the model is refused.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def model_support(
 ) -> ModelSupport:
     """Return how models with this HuggingFace ``config`` run.
 
-    The first call for a family takes up to three seconds; later ones read the answer from memory or
-    from the cache folder. ``trust``: run the model's own code, if its config names some.
-    ``use_disk=False``: neither read nor write the cache folder.
+    The first call for a family takes up to three seconds; later calls read the result from memory
+    or from the cache folder. ``trust`` allows running the model's own code, if its config refers to
+    some. With ``use_disk=False`` the cache folder is neither read nor written.
     """
     try:
         tiny = below_rope_border(shrink(config))
-    except Exception as error:  # a config that nothing can be built from: the answer says so
+    except Exception as error:  # a config that cannot be shrunk: reported as a refusal
         return ModelSupport(
             config.model_type,
             "eager",
@@ -60,8 +60,10 @@ def cached_result(
     use_disk: bool = True,
     trust: bool = False,
 ) -> Result:
-    """Return the result of ``run`` for a shrunk config, from the cache if it is there. ``kind``: a
-    dataclass that JSON can hold."""
+    """Return the result of ``run`` for a shrunk config, from the cache if present.
+
+    ``kind`` is the result's type, a JSON-serializable dataclass. Refusals are not written to disk.
+    """
     key = key_of(kind, tiny.model_type, [_content(tiny), str(trust).encode()])
     found = _IN_MEMORY.get(key)
     if isinstance(found, kind):
@@ -71,7 +73,7 @@ def cached_result(
     if result is None:
         with _plain_torch():
             result = run()
-        if use_disk and not result.refusal:  # a refusal may come from this moment's memory
+        if use_disk and not result.refusal:  # a refusal may be due to a temporary lack of memory
             keep(key, result)
     _IN_MEMORY[key] = result
     return result
@@ -82,8 +84,10 @@ _IN_MEMORY: dict[str, object] = {}
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Inside, models are whole and real, whatever the caller is doing: building one on the meta
-    device, of fake tensors, or in shards (DeepSpeed's ZeRO-3)."""
+    """Build unsharded models of real tensors on the CPU inside the ``with`` block.
+
+    This overrides the caller's context: the meta device, fake tensors, or DeepSpeed's ZeRO-3.
+    """
     shards = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
@@ -94,11 +98,11 @@ def _plain_torch() -> Iterator[None]:
 
 
 def row_limit(config: PretrainedConfig) -> int | None:
-    """Return the longest row, in tokens, that the model can read; None if its config has no limit.
+    """Return the longest row, in tokens, that the model supports; None if its config has no limit.
 
-    A rotary embedding that depends on the longest row of a batch (``longrope``, dynamic NTK) limits
-    rows to the length up to which it does not: beyond that, a row's log-probs would depend on its
-    neighbors in the micro-batch.
+    Some rotary embeddings (``longrope``, dynamic NTK) depend on the longest row of a batch beyond
+    a certain length. Rows are limited to that length; otherwise a row's log-probs would depend on
+    other rows of its micro-batch.
     """
     text = config.get_text_config()
     fields = text.to_dict()
@@ -124,7 +128,7 @@ def rope_borders(config: PretrainedConfig) -> list[int]:
 
 
 def _ropes(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameters of each rotary embedding: one set, or one for each layer type."""
+    """Return the parameters of each rotary embedding: one set, or one per layer type."""
     found = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in found.values()):
         return [value for value in found.values() if isinstance(value, dict)]
@@ -132,8 +136,10 @@ def _ropes(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def below_rope_border(tiny: PretrainedConfig) -> PretrainedConfig:
-    """Return the shrunk config with every border of :func:`rope_borders` beyond its positions: rows
-    that cross one are refused by :func:`row_limit`."""
+    """Raise every length of :func:`rope_borders` in a shrunk config to at least its positions.
+
+    Longer rows need no check, because :func:`row_limit` excludes them.
+    """
     if not rope_borders(tiny):
         return tiny
     fields = tiny.to_dict()
@@ -156,11 +162,11 @@ def _content(tiny: PretrainedConfig) -> bytes:
 
 
 def runs_own_code(model: object) -> bool:
-    """Return whether the code of a model or config came with it, and was trusted when it was
-    loaded."""
+    """Return whether a model or config runs code from its own repository, trusted on load."""
     return type(model).__module__.startswith("transformers_modules")
 
 
 def _is_remote(tiny: PretrainedConfig) -> bool:
-    """Return whether the model's code comes with it: it may change under the same config."""
+    """Return whether the model's repository contains its code, which may change without its
+    config."""
     return bool(tiny.to_dict().get("auto_map"))

@@ -1,8 +1,7 @@
-"""A teacher as a student sees it: the tokens that both know, and its output projection.
+"""The teacher of a student: their shared vocabulary, and the teacher's output projection.
 
-Tokens are compared by what they are, not by their number: models of one family often have the same
-tokenizer and matrices of different sizes (padded to a multiple of something), or a few tokens more
-at the end.
+Vocabularies are compared token by token, not by size. Models of one family often have the same
+tokenizer but matrices of different sizes (padded to a multiple), or a few extra tokens at the end.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ log = logging.getLogger("burnish")
 
 @dataclass(frozen=True)
 class DistillTargetSpec:
-    """The teacher side of a student's engine (see ``models/distill.DistillTarget``)."""
+    """A picklable description of a :class:`DistillTarget`; :meth:`load` loads it."""
 
     teacher: ModelConfig
     dtype: Dtype
-    """Of the teacher."""
+    """dtype of the teacher's output projection"""
     vocabulary: int
-    """Tokens that both models know."""
+    """Size of the vocabulary that both models share."""
     divergence: Divergence
     slope: Divergence
     kl: Divergence
     temperature: float = 1.0
 
     def load(self, device: torch.device, *, chunk_tokens: int) -> DistillTarget:
-        """The lesson, with the teacher's output projection on ``device``."""
+        """Return the distillation target, with the teacher's output projection on ``device``."""
         head = load_head(
             self.teacher,
             rows=self.vocabulary,
@@ -63,9 +62,10 @@ class DistillTargetSpec:
 def shared_vocabulary(
     student: ModelConfig, teacher: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """How many tokens, the first ones, both models know. ``tokenizer``: the student's.
+    """Return the number of leading token ids that both models share.
 
-    Raises ModelError if one and the same id means different tokens.
+    ``tokenizer`` is the student's. Raises ModelError if an id stands for different tokens in the
+    two models.
     """
     own, other = by_id(tokenizer), by_id(load_tokenizer(teacher))
     sizes = vocabulary_size(student), vocabulary_size(teacher)
@@ -99,12 +99,12 @@ def shared_vocabulary(
 
 
 def by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Every token by its number."""
+    """Return the token of each id."""
     return {int(i): token for token, i in tokenizer.get_vocab().items()}
 
 
 def vocabulary_size(config: ModelConfig) -> int:
-    """Rows of the model's output projection, from its config alone."""
+    """Return the number of rows of the model's output projection, from its config alone."""
     if config.scratch is not None:
         return len(scratch_tokenizer(config.scratch.alphabet))
     found: Any = hf_config(config)
@@ -114,7 +114,7 @@ def vocabulary_size(config: ModelConfig) -> int:
         )
     if found is None:
         raise ModelError(
-            f"{describe(config)} has no config that says how large its vocabulary is; check "
+            f"{describe(config)} has no readable config with the size of its vocabulary; check "
             "model.path"
         )
     return int(found.get_text_config().vocab_size)
@@ -124,8 +124,11 @@ def vocabulary_size(config: ModelConfig) -> int:
 def load_head(
     config: ModelConfig, *, rows: int, dtype: Dtype, device: torch.device, chunk_tokens: int
 ) -> Head:
-    """The first ``rows`` rows of a model's output projection, frozen. Nothing else is read where
-    the model's files allow it; else the model is loaded into host memory for a moment."""
+    """Load the first ``rows`` rows of a model's output projection, without gradients.
+
+    If the weights can be read in parts, only these rows are read. Otherwise the whole model is
+    loaded into host memory temporarily.
+    """
     empty = without_weights(AutoModelForCausalLM, config, dtype)
     model: Any = empty if empty is not None else load_causal_lm(config, dtype=dtype)
     head = model.get_output_embeddings()

@@ -1,10 +1,9 @@
-"""Tensors in safetensors files, whole or in pieces: any rows of any tensor, without reading the
-rest.
+"""Sharded tensors in safetensors files. Any rows of any tensor can be read without the rest.
 
-A set of tensors is one file (``master.safetensors``) or, written by several ranks, one file each
-(``master-00001-of-00002.safetensors``) with some rows of every tensor. Which rows is in the file's
-own header (metadata ``tensor_shards``: name -> [first row, shape of the whole tensor]), so a set
-says everything about itself and a reader does not care how many ranks wrote it.
+A set of tensors is one file (``master.safetensors``) or one file per rank that wrote it
+(``master-00001-of-00002.safetensors``), each with some rows of every tensor. The file header
+contains which rows (metadata ``pieces``: name -> [first row, shape of the unsharded tensor]). A set
+is therefore self-describing, and readers are independent of the number of ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Rows = tuple[int, int]
-"""[begin, end) along the first dimension."""
+"""Rows [begin, end) along the first dimension."""
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Some rows of a tensor."""
+    """Consecutive rows of a tensor."""
 
     tensor: Tensor
     begin: int
-    """Its first row in the whole tensor"""
+    """Index of its first row in the unsharded tensor"""
     shape: tuple[int, ...]
-    """Of the whole tensor"""
+    """Shape of the unsharded tensor"""
 
 
 TensorShards = Mapping[str, Mapping[str, TensorShard]]
-"""set -> name -> what one rank writes of it"""
+"""Set -> tensor name -> shard that one rank writes"""
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,10 @@ class _Stored:
 
 
 class TensorFiles:
-    """Named tensors in some safetensors files. Iterates over the names; reads on request."""
+    """Named tensors in a set of safetensors files, read lazily. Iterates over the names."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        """Reads the headers. Raises ValueError if rows of a tensor are missing."""
+        """Read the headers. Raises ValueError if rows of a tensor are missing or duplicated."""
         self._open: dict[Path, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, list[_Stored]] = {}
@@ -74,9 +73,9 @@ class TensorFiles:
         return self._shapes[name]
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        """The tensor, or its rows [begin, end) alone, on the CPU in the format it was written in.
+        """Read a tensor, or only its rows [begin, end), on the CPU in the dtype of the file.
 
-        Only what is asked for is read from the disk.
+        Only the requested rows are read from disk.
         """
         stored, shape = self._stored[name], self._shapes[name]
         if not shape:
@@ -87,7 +86,7 @@ class TensorFiles:
             for s in stored
             if s.begin < end and s.end > begin
         ]
-        if not parts:  # no rows asked for, or none there
+        if not parts:  # no rows requested, or the tensor has none
             return self._file(stored[0].path).get_slice(name)[0:0]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -115,15 +114,15 @@ class TensorFiles:
             reached = part.end
         if reached != (shape[0] if shape else 1):
             raise ValueError(
-                f"{stored[0].path.parent} is not whole: it lacks rows of {name}, or has some "
-                "twice; use another checkpoint"
+                f"{stored[0].path.parent} is incomplete: rows of {name} are missing or "
+                "duplicated; use another checkpoint"
             )
 
 
 def tensor_sets(folder: Path) -> dict[str, TensorFiles]:
-    """The sets of tensors in a folder, by name (``master``, ``exp_avg``, ...).
+    """Return the sets of tensors in a folder, by name (``master``, ``exp_avg``, ...).
 
-    Raises ValueError if a file of a set is missing, or a set is there in two forms.
+    Raises ValueError if a file of a set is missing, or if a set exists with several file counts.
     """
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -135,7 +134,7 @@ def tensor_sets(folder: Path) -> dict[str, TensorFiles]:
         if expected != {len(paths)}:
             raise ValueError(
                 f"{folder} has {len(paths)} files of {name} ({', '.join(p.name for p in paths)}), "
-                "which do not make one whole set; use another checkpoint"
+                "which are not one complete set; use another checkpoint"
             )
     return {name: TensorFiles(paths) for name, paths in found.items()}
 
@@ -143,10 +142,9 @@ def tensor_sets(folder: Path) -> dict[str, TensorFiles]:
 def write_shard_file(
     folder: Path, name: str, tensor_shards: Mapping[str, TensorShard], part: tuple[int, int]
 ) -> Path:
-    """Write one rank's ``tensor_shards`` as part (k from 0, of n) of the set ``name``; returns the
-    file.
+    """Write one rank's ``tensor_shards`` as file ``part`` = (k, n) of the set ``name``, k from 0.
 
-    Pieces without rows are left out, unless the whole tensor has none.
+    Returns the path. Empty shards are omitted, except for empty tensors, which file 0 contains.
     """
     number, count = part
     kept = {
@@ -164,8 +162,8 @@ def write_shard_file(
 
 
 def write_shards(folder: Path, kinds: TensorShards, part: tuple[int, int]) -> None:
-    """Write a rank's pieces as part (k from 0, of n) of every set of tensors; what has no rows is
-    the first part's."""
+    """Write a rank's shards as file ``part`` = (k, n) of every set, k from 0. Scalars are only in
+    file 0."""
     for kind, tensor_shards in kinds.items():
         own = {n: p for n, p in tensor_shards.items() if p.shape or part[0] == 0}
         write_shard_file(folder, kind, own, part)

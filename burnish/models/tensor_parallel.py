@@ -1,14 +1,14 @@
-"""A model's layers cut over ranks (Megatron tensor parallelism): every rank has some of the heads
-and some of the inner width of each layer, and all of the tokens.
+"""Tensor parallelism: shard a model's layers over ranks. Every rank has some of the heads and some
+of the inner width of each layer, and all tokens.
 
-Which weights are cut, and how, is transformers' plan of the model (``base_model_tp_plan``): the
-first projections of attention and MLP by their outputs (``colwise``), the last by their inputs
-(``rowwise``). What goes into the first is whole on every rank, so its gradient is summed over
-ranks; what comes out of the last is a part of a sum, and summed. All else (embeddings, norms, the
-head) is whole on every rank, and computed by all alike. Source: Megatron-LM, arXiv:1909.08053.
+transformers' plan of the model (``base_model_tp_plan``) determines how weights are sharded. The
+first projections of attention and MLP are sharded by outputs (``colwise``), the last ones by inputs
+(``rowwise``). The input of the first is replicated, so its gradient is summed over ranks. The
+output of the last is a partial sum, so it is summed over ranks. Everything else (embeddings, norms,
+the head) is replicated: every rank computes it redundantly. Source: Megatron-LM, arXiv:1909.08053.
 
-Weights are plain tensors, each rank's own; ``train/tensor_parallel.py`` knows what they are part
-of.
+Weights are plain tensors, local to each rank. ``train/tensor_parallel.py`` tracks which shards of
+the full parameters they are.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from burnish.models.load import ModelError, require_packing
 from burnish.models.support import runs_own_code
 
 COLWISE, ROWWISE, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""What can be done to a module. PARTIAL: its weights are whole on every rank, which computes its
-own heads with them."""
+"""Supported styles of a module. PARTIAL: weights are replicated, each rank applies them to its own
+heads, and their gradient is a partial sum."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A rank's part of a parameter."""
+    """How a parameter is sharded over ranks."""
 
     dim: int | None
-    """The dimension along which ranks have equal parts; None: all have all of it, and the gradient
-    is a part of a sum."""
+    """Dimension along which it is split evenly. None: it is replicated, and each rank's gradient is
+    a partial sum."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the unsharded parameter."""
 
 
 def shard_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, ShardSpec]:
-    """Keep this rank's part of every layer of ``body``, and let its layers compute with the
-    others'. Returns what was done, by the parameter's name in ``body``.
+    """Shard the layers of ``body`` over ``group``, in place, and add the hooks that sum over ranks.
 
-    All ranks of ``group`` call it, with the same weights. Raises ModelError if the model has no
-    plan, or cannot be cut into as many parts.
+    Returns the sharding of each parameter, by its name in ``body``. All ranks of ``group`` must
+    call it, with the same weights. Raises ModelError if the model has no plan, or cannot be split
+    over this number of ranks.
     """
     size = group.size()
     setting = f"train.engine.tensor_parallel_size={size}"
@@ -77,8 +77,10 @@ def shard_layers(body: PreTrainedModel, group: ProcessGroup) -> dict[str, ShardS
 
 
 def shard_dims(body: PreTrainedModel) -> dict[str, int | None]:
-    """Along which dimension each parameter of ``body`` that belongs to a layer's plan is cut; None:
-    it is whole on every rank. Raises ModelError as :func:`layer_styles`."""
+    """Return the sharded dimension of each parameter of ``body`` that its plan covers.
+
+    None: the parameter is replicated. Raises ModelError like :func:`layer_styles`.
+    """
     return {
         f"{name}.{leaf}": _dim(style, leaf, name)
         for name, style in layer_styles(body).items()
@@ -87,9 +89,11 @@ def shard_dims(body: PreTrainedModel) -> dict[str, int | None]:
 
 
 def layer_styles(body: PreTrainedModel) -> dict[str, str]:
-    """Return the sharding style of each module, by its name in ``body``. Raises ModelError if there
-    is no plan, or an incomplete one. (Modules outside of the layers are replicated, whatever the
-    plan says.)"""
+    """Return the sharding style of each module, by its name in ``body``.
+
+    Modules outside of the layers are replicated, even if the plan contains them. Raises ModelError
+    if there is no plan, or if it is incomplete.
+    """
     text = body.config.get_text_config()
     plan = {k: v for k, v in (text.base_model_tp_plan or {}).items() if ".*." in k}
     kind = f"this {text.model_type} model ({type(body).__name__})"
@@ -102,8 +106,8 @@ def layer_styles(body: PreTrainedModel) -> dict[str, str]:
     if odd:
         name, style = next(iter(odd.items()))
         raise ModelError(
-            f"train.engine.tensor_parallel_size: the plan of {kind} cuts {name} in a way that is "
-            f"not there ({style}); use 1, and sharding=full or sequence_parallel_size"
+            f"train.engine.tensor_parallel_size: the plan of {kind} shards {name} in an "
+            f"unsupported way ({style}); use 1, and sharding=full or sequence_parallel_size"
         )
     found = {}
     for name, _ in body.named_modules():
@@ -114,8 +118,8 @@ def layer_styles(body: PreTrainedModel) -> dict[str, str]:
         for leaf, _ in body.get_submodule(parent).named_parameters():
             if not any(f"{parent}.{leaf}".startswith(f"{name}.") for name in found):
                 raise ModelError(
-                    f"train.engine.tensor_parallel_size: the plan of {kind} does not say what to "
-                    f"do with {parent}.{leaf}; use 1"
+                    f"train.engine.tensor_parallel_size: the plan of {kind} does not cover "
+                    f"{parent}.{leaf}; use 1"
                 )
     return found
 
@@ -124,7 +128,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def check_head_counts(config: Any, size: int) -> None:
-    """Raise ModelError where ``size`` ranks cannot share the heads of a model of this HuggingFace
+    """Raise ModelError if ``size`` does not divide the numbers of heads in this HuggingFace
     ``config``."""
     text = config.get_text_config()
     fields = text.to_dict()
@@ -146,13 +150,16 @@ def check_head_counts(config: Any, size: int) -> None:
 
 
 def _parents(styles: Mapping[str, str]) -> Iterator[str]:
-    """The modules whose inputs go to projections that are cut by their outputs."""
+    """Yield the modules that contain column-wise projections: their inputs need a summed
+    gradient."""
     yield from dict.fromkeys(n.rpartition(".")[0] for n, s in styles.items() if s == COLWISE)
 
 
 def _dim(style: str, leaf: str, module: str) -> int | None:
-    """Along which dimension a parameter of a module is cut. ``leaf``: its name there; adapters
-    stand beside the ``base_layer``."""
+    """Return the dimension along which a module's parameter is sharded; None if it is replicated.
+
+    ``leaf`` is its name in the module. Adapters are siblings of ``base_layer``.
+    """
     if style == PARTIAL:
         return None
     part = leaf.removeprefix("base_layer.")
@@ -165,8 +172,8 @@ def _dim(style: str, leaf: str, module: str) -> int | None:
     if re.fullmatch(r"lora_B\.\w+\.weight", part):
         return 0 if style == COLWISE else None
     raise ModelError(
-        f"train.engine.tensor_parallel_size: {module}.{leaf} is part of a layer that is cut by its "
-        "inputs or outputs, and cannot be; use 1"
+        f"train.engine.tensor_parallel_size: {module}.{leaf} cannot be sharded, although its layer "
+        "is sharded by inputs or outputs; use 1"
     )
 
 
@@ -181,7 +188,7 @@ def _sum_output(group: ProcessGroup, module: nn.Module, args: Any, output: Tenso
 
 
 class _Share(autograd.Function):
-    """The same tensor for every rank's part of the computation."""
+    """Identity in forward; sums the gradient over ranks in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -194,7 +201,7 @@ class _Share(autograd.Function):
 
 
 class _Sum(autograd.Function):
-    """The sum of every rank's part, from which all compute on alike."""
+    """Sum over ranks in forward; identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:

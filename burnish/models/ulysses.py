@@ -1,10 +1,10 @@
-"""One row of tokens spread over several ranks (Ulysses sequence parallelism).
+"""Ulysses sequence parallelism: one row of tokens sharded over several ranks.
 
-Each rank holds a stretch of the tokens, and computes for it all that looks at one token at a time.
-Attention looks at all of them: around it stretches with all heads are exchanged for all tokens with
-some of the heads, and back. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+Each rank holds a chunk of the tokens and computes all per-token operations for it. Attention needs
+all tokens, so an all-to-all before it exchanges chunks with all heads for all tokens with some of
+the heads. A second all-to-all reverses this. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
 
-Not here: which tokens are whose (``train/sequence_parallel.py``).
+Not here: how tokens are assigned to ranks (``train/sequence_parallel.py``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ QKV = tuple[Tensor, Tensor, Tensor]
 def sequence_parallel_attention(
     qkv: QKV, attend: Callable[[QKV], Tensor], *, num_tokens: int, group: ProcessGroup
 ) -> Tensor:
-    """Attention of all ``num_tokens`` tokens to all.
+    """Compute the attention over all ``num_tokens`` tokens for this rank's tokens.
 
-    ``qkv``: each [C, heads, dim], of this rank's tokens; the ranks together must divide the query
-    heads. Key/value heads that they do not divide are repeated as often as it takes, so that every
-    rank has those that its query heads read. ``attend``: the same [M, heads / n, dim] of all tokens
-    -> [M, heads / n, dim]. Returns [C, heads, dim]; differentiable.
+    ``qkv`` are query, key and value [C, heads, dim] each, of this rank's tokens. The number of
+    ranks n must divide the number of query heads. Key/value heads are repeated if n does not divide
+    their number, so that every rank has those of its query heads. ``attend`` maps query, key and
+    value [M, heads / n, dim] of all tokens to their attention [M, heads / n, dim]. Returns
+    [C, heads, dim]; differentiable.
     """
     ranks, count = group.size(), qkv[0].shape[0]
     query, key, value = qkv
@@ -39,7 +40,7 @@ def sequence_parallel_attention(
         key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     dims = [x.shape[2] for x in (query, key, value)]
     parts = [x.reshape(count, ranks, -1) for x in (query, key, value)]
-    sent = torch.cat(parts, dim=2).transpose(0, 1)  # [n, C, q + k + v]: to each rank its heads
+    sent = torch.cat(parts, dim=2).transpose(0, 1)  # [n, C, q + k + v]: the heads for each rank
     got = _Exchange.apply(sent, group).flatten(0, 1)[:num_tokens]
     pieces = got.split([x.shape[2] for x in parts], dim=1)
     q, k, v = (x.unflatten(1, (-1, d)) for x, d in zip(pieces, dims, strict=True))
@@ -51,14 +52,17 @@ def sequence_parallel_attention(
 
 
 def sum_over(group: ProcessGroup, tensor: Tensor) -> Tensor:
-    """The sum over ranks, for outputs from which all of them compute one and the same loss: every
-    rank's gradient is that of its own term."""
+    """Sum ``tensor`` over ranks, for outputs from which every rank computes the same loss.
+
+    The gradient of each rank is that of its own term.
+    """
     total: Tensor = _Sum.apply(tensor, group)
     return total
 
 
 class _Exchange(torch.autograd.Function):
-    """Part i of the first dimension goes to rank i, and comes back as part i of what it sent."""
+    """Differentiable all-to-all: entry i of the first dimension is sent to rank i and replaced by
+    the one received from it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
 """Scalar models: a language model's body with one linear output, for critics and reward models.
 
-The names of the parameters are those of HuggingFace's ``*ForSequenceClassification`` with one
-label, so an export loads there as it is.
+Parameter names match HuggingFace's ``*ForSequenceClassification`` with one label, so exports load
+there unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NewHead = Literal["random", "zero"]
 
 
 class ScalarModel(nn.Module):
-    """``score(body(tokens))``: one number per token."""
+    """A body and a linear output: ``score(body(tokens))``, one number per token."""
 
     def __init__(self, body: PreTrainedModel, score: nn.Linear) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ def load_scalar_model(
     new_head: NewHead | None = None,
     empty: bool = False,
 ) -> ScalarModel:
-    """A scalar model from a sequence classifier with one output, or from a causal LM with
+    """Load a scalar model from a sequence classifier with one output, or from a causal LM with
     ``new_head``.
 
-    A ``random`` head starts at N(0, 1/(H+1)) from ``seed`` (as reward models in arXiv 2009.01325),
-    a ``zero`` one at 0. New adapters are drawn from ``seed`` too, whatever was drawn before.
-    ``empty``: leave the other weights on the meta device, as :func:`load_causal_lm` does. Raises
-    ModelError if the model has no head and ``new_head`` is None (scores would be noise), or has
-    more than one output.
+    A ``random`` head is drawn from N(0, 1/(H+1)) with ``seed`` (like reward models in arXiv
+    2009.01325); a ``zero`` head starts at 0. New adapters also depend only on ``seed``. ``empty``
+    leaves the other weights on the meta device, as in :func:`load_causal_lm`. Raises ModelError if
+    the model has no head and ``new_head`` is None (scores would be noise), or if it has more than
+    one output.
     """
     check_support(config)
     if _is_classifier(config):
@@ -70,8 +70,7 @@ def load_scalar_model(
         if model.config.num_labels != 1:
             raise ModelError(
                 f"{describe(config)} has {model.config.num_labels} outputs, and a reward model "
-                "has 1; "
-                "use a classifier trained with num_labels=1"
+                "has 1; use a classifier trained with num_labels=1"
             )
         choose_attention(model, describe(config))
         if config.lora is not None:
@@ -83,8 +82,7 @@ def load_scalar_model(
             load_causal_lm(config)  # raises with the reason why its config cannot be read
         raise ModelError(
             f"{describe(config)} is a language model without a reward head, so its scores would "
-            "be noise; "
-            "train one first (burnish rm), or give a sequence classifier with one output"
+            "be noise; train one first (burnish rm), or use a sequence classifier with one output"
         )
     with _drawn_from(seed):
         body = load_causal_lm(config, dtype=dtype, device=device, empty=empty).get_decoder()
@@ -98,7 +96,7 @@ def load_scalar_model(
 
 @contextmanager
 def _drawn_from(seed: int) -> Iterator[None]:
-    """Inside, torch's generator begins at ``seed``; afterwards it is where it was."""
+    """Seed torch's generator inside the ``with`` block, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -430,4 +430,4 @@ def test_tokens_without_embeddings_are_mentioned(
         return
     with caplog.at_level(logging.WARNING, "burnish"):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
-    assert f"has {len(TOKENIZER)} tokens and {tmp_path} embeddings for" in caplog.text
+    assert f"has {len(TOKENIZER)} tokens, but {tmp_path} has embeddings for" in caplog.text

@@ -106,9 +106,9 @@ def test_a_name_that_could_be_a_folder_beside_others_says_that_it_is_not_there(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for path, told in (("models/sft", True), ("owner/name", False), ("name", False)):
         caplog.clear()
-        with pytest.raises(ModelError, match="no local folder"):
+        with pytest.raises(ModelError, match="not a local folder"):
             load_tokenizer(ModelConfig(path=path))
-        assert ("though the folder models is" in caplog.text) == told
+        assert ("although the folder models does" in caplog.text) == told
 
 
 def test_a_file_in_place_of_a_folder_is_told_apart(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_a_missing_gguf_file_lists_those_that_are_there(tmp_path: Path) -> None:
 def test_weights_as_pickle_only_are_refused_unread(folder: Path, name: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"\x80\x04not to be read")
-    with pytest.raises(ModelError, match="pickle files only, which can run code"):
+    with pytest.raises(ModelError, match="only as pickle files, which can run code"):
         load_causal_lm(ModelConfig(path=str(folder)))
-    with pytest.raises(ModelError, match="pickle files only"):
+    with pytest.raises(ModelError, match="only as pickle files"):
         load_scalar_model(ModelConfig(path=str(folder)), new_head="random")
 
 
@@ -168,7 +168,7 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path, folder: Path) 
 def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(ModelError, match=r"device='cuda:1' asks for CUDA.*use device=cpu"):
+    with pytest.raises(ModelError, match=r"device='cuda:1' requires CUDA.*use device=cpu"):
         resolve_device("cuda:1")
 
 
@@ -290,7 +290,7 @@ def test_positions_are_read_without_loading_the_model(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_that_is_neither_a_file_nor_a_template_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"chat_template='missing\.jinja' is no file \(working"):
+    with pytest.raises(ModelError, match=r"chat_template='missing\.jinja' is not a file \(working"):
         load_tokenizer(ModelConfig(scratch=ScratchConfig(), chat_template="missing.jinja"))
 
 

@@ -67,7 +67,7 @@ def test_another_vocabulary_is_refused_with_both_sizes_and_the_first_difference(
 
 
 def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="how large its vocabulary is"):
+    with pytest.raises(ModelError, match="the size of its vocabulary"):
         vocabulary_size(ModelConfig(path=str(tmp_path / "nothing")))
 
 

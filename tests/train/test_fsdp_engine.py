@@ -340,10 +340,10 @@ def test_a_set_of_files_that_is_not_whole_is_refused(two: Reports, tmp_path: Pat
     for part in parts:
         (tmp_path / part.name).write_bytes(part.read_bytes())
     assert "model.norm.weight" in tensor_sets(tmp_path)["master"]
-    with pytest.raises(ValueError, match="is not whole: it lacks rows of"):
+    with pytest.raises(ValueError, match="is incomplete: rows of"):
         TensorFiles(parts[:1])
     (tmp_path / parts[1].name).unlink()
-    with pytest.raises(ValueError, match=r"has 1 files of master .*which do not make one whole"):
+    with pytest.raises(ValueError, match=r"has 1 files of master .*which are not one complete set"):
         tensor_sets(tmp_path)
     (tmp_path / "master.safetensors").write_bytes(parts[0].read_bytes())
     with pytest.raises(ValueError, match="has 2 files of master"):

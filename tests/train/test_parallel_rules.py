@@ -124,7 +124,7 @@ def body_of(kind: str, **values: Any) -> Any:
         ("llama", {}, 3, r"does not divide the 4 heads \(num_attention_heads\)"),
         ("llama", {}, 4, r"does not divide the 2 heads \(num_key_value_heads\)"),
         ("llama", {"intermediate_size": 25}, 2, r"dimension 0 of layers.0.mlp.gate_proj.weight"),
-        ("llama", {"attention_bias": True}, 2, r"layers.0.self_attn.o_proj.bias is part of"),
+        ("llama", {"attention_bias": True}, 2, r"layers.0.self_attn.o_proj.bias cannot be sharded"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(
@@ -154,10 +154,10 @@ def test_a_plan_that_leaves_something_out_or_cuts_it_otherwise_is_refused() -> N
     body = body_of("qwen3", head_dim=4)
     plan = dict(body.config.base_model_tp_plan)
     body.config.base_model_tp_plan = {k: v for k, v in plan.items() if "q_norm" not in k}
-    with pytest.raises(ModelError, match=r"does not say what to do with layers.0.self_attn.q_norm"):
+    with pytest.raises(ModelError, match=r"does not cover layers.0.self_attn.q_norm"):
         layer_styles(body)
     body.config.base_model_tp_plan = {**plan, "layers.*.mlp.gate_proj": "packed_colwise"}
-    with pytest.raises(ModelError, match=r"cuts layers.\*.mlp.gate_proj in a way .*packed_colwise"):
+    with pytest.raises(ModelError, match=r"shards layers.\*.mlp.gate_proj in an .*packed_colwise"):
         layer_styles(body)
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: checksummed, renamed into place, free of pickle.
+"""Atomic checkpoints with checksums and without pickle.
 
-Read in this order: save.py (the store of a run), manifest.py (what makes a folder good),
-retention.py (what is kept), state.py (nested state as JSON and safetensors).
+Read in this order: save.py (the checkpoint store of a run), manifest.py (checksums of a folder),
+retention.py (which checkpoints to keep), state.py (nested state as JSON and safetensors).
 """
 
 from burnish.checkpoint.errors import CheckpointError

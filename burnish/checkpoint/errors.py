@@ -6,5 +6,5 @@ from burnish.errors import BurnishError
 
 
 class CheckpointError(BurnishError, RuntimeError):
-    """A checkpoint cannot be written or read. The message names the path, the cause and what to
-    do."""
+    """A checkpoint cannot be written or read. The message contains the path, the cause and a
+    fix."""

@@ -1,8 +1,9 @@
-"""Any checkpoint as a HuggingFace folder of one chosen model, made on the CPU without the training
+"""Export one model of a checkpoint as a HuggingFace folder, on the CPU and without the training
 run.
 
-What comes out loads with plain ``AutoModelForCausalLM.from_pretrained`` (policies) or
-``AutoModelForSequenceClassification.from_pretrained`` (critics and reward models), same outputs.
+The folder loads with plain ``AutoModelForCausalLM.from_pretrained`` (policies) or
+``AutoModelForSequenceClassification.from_pretrained`` (critics and reward models), with the same
+outputs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ log = logging.getLogger("burnish")
 LoraForm = Literal["merge", "adapter"]
 
 SCORE_STATS = {"reward_mean", "reward_std", "process_reward_stats"}
-"""What a reward model's config says of its scores on held-out rows."""
+"""Fields of a reward model's config with statistics of its scores on held-out rows."""
 
 
 def export(  # house: ok options of one command
@@ -56,23 +57,25 @@ def export(  # house: ok options of one command
     base: str | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write ``model`` of ``checkpoint`` as a HuggingFace folder ``out``; returns it.
+    """Write ``model`` of ``checkpoint`` to the HuggingFace folder ``out`` and return its path.
 
-    ``checkpoint``: a checkpoint folder, or a run folder (its newest good checkpoint). ``model``:
-    ``policy``, ``critic`` or ``reward``, or ``policy-ema`` for the moving average. ``dtype`` None:
-    fp32, as the masters are. ``lora``: merged into the base, or the adapter alone (peft's format).
-    ``base``: folder or hub name of the model that adapters are added to. None: the one that the
-    checkpoint names. ``trust_remote_code``: run Python code of the base or of the checkpoint's
-    model; the checkpoint's own setting is ignored.
+    * ``checkpoint``: a checkpoint folder, or a run folder (its newest good checkpoint).
+    * ``model``: ``policy``, ``critic`` or ``reward``; with ``-ema`` for its moving average.
+    * ``dtype``: dtype of the weights. None: fp32, the dtype of the master weights.
+    * ``lora``: merge adapters into the base, or write the adapter alone (peft's format).
+    * ``base``: folder or hub name of the adapters' base model. None: the checkpoint's base.
+    * ``trust_remote_code``: run Python code of the base or of the checkpoint's model. The
+      checkpoint's own setting is ignored.
 
-    Raises CheckpointError: no such checkpoint or model in it, a damaged one, links that lead out of
-    it, code without ``trust_remote_code``, an ``out`` that is not empty.
+    Raises CheckpointError if the checkpoint or its model does not exist, if it is corrupted or
+    contains symbolic links to the outside, if it needs code without ``trust_remote_code``, or if
+    ``out`` is not empty.
     """
     folder, target = _checkpoint_folder(Path(checkpoint)), Path(out)
     role, dash, kind = model.partition("-")
     if dash and kind != "ema":
         raise CheckpointError(
-            f"model={model!r}: {role} and {role}-ema (its moving average) can be exported"
+            f"model={model!r} cannot be exported; use {role} or {role}-ema (its moving average)"
         )
     source = _engine_folder(folder, role)
     if target.exists() and any(target.iterdir()):
@@ -83,7 +86,7 @@ def export(  # house: ok options of one command
     if lora == "adapter":
         _check_adapter(config, saved_role)
     wanted = DTYPES[dtype or "fp32"]
-    if config.lora is not None:  # the checkpoint has the adapter only; its base comes from its path
+    if config.lora is not None:  # the checkpoint only contains the adapter, and the base's path
         network = _adapted_model(config, scalar=scalar)
         _load_weights(network, weights, source)
         load_buffers(network, source)
@@ -123,8 +126,10 @@ def _checkpoint_folder(path: Path) -> Path:
 
 
 def _check_links(folder: Path) -> None:
-    """Raise CheckpointError if a symbolic link in ``folder`` leads out of it: its target, any file
-    of this machine, would become part of the export."""
+    """Raise CheckpointError if a symbolic link in ``folder`` points outside of it.
+
+    Its target, which may be any file of this machine, would be copied into the export.
+    """
     inside = folder.resolve()
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not path.resolve().is_relative_to(inside):
@@ -136,10 +141,10 @@ def _check_links(folder: Path) -> None:
 
 
 def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, ModelConfig]:
-    """Role and model of ``engine.json``, of which only the fields that decide the weights are used.
+    """Return role and model of ``engine.json``, with only the fields that determine the weights.
 
-    Paths of tokenizers and templates are dropped (``hf/`` has both), and so is its
-    ``trust_remote_code``: whoever wrote the checkpoint must not decide what runs here.
+    Tokenizer and template paths are dropped, because ``hf/`` contains both. The checkpoint's
+    ``trust_remote_code`` is ignored: its author must not decide which code runs here.
     """
     try:
         state = json.loads((source / "engine.json").read_text(encoding="utf-8"))
@@ -153,22 +158,23 @@ def _read_engine(source: Path, base: str | None, *, trust: bool) -> tuple[str, M
     if base is not None:
         if config.lora is None:
             raise CheckpointError(
-                f"base={base!r} names a model for adapters, and {source} holds whole weights; "
-                "leave it out"
+                f"base={base!r} is a base for adapters, but {source} contains full weights; omit "
+                "base"
             )
         config = ModelConfig(path=base, lora=config.lora, trust_remote_code=trust)
     return role, config
 
 
 def _adapted_model(config: ModelConfig, *, scalar: bool) -> torch.nn.Module:
-    """The base model with fresh adapters."""
+    """Return the base model with newly initialized adapters."""
     log.info("adapters are added to %s", describe(config))
     try:
         return load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
     except ModelError as error:
         raise CheckpointError(
-            f"the base of the adapters cannot be loaded: {error}. The checkpoint names the base; "
-            "--base uses another folder or hub name, and --trust-remote-code runs its Python code"
+            f"the base of the adapters cannot be loaded: {error}. The checkpoint contains its "
+            "path; --base sets another folder or hub name, and --trust-remote-code runs its Python "
+            "code"
         ) from error
 
 
@@ -176,13 +182,13 @@ def _engine_folder(folder: Path, role: str) -> Path:
     have = sorted(p.parent.name for p in folder.glob("*/engine.json"))
     if role not in have:
         raise CheckpointError(
-            f"{folder} holds no {role!r}; models there: {', '.join(have) or 'none'}"
+            f"{folder} contains no {role!r}; it contains: {', '.join(have) or 'none'}"
         )
     return folder / role
 
 
 def _weights(source: Path, kind: str) -> dict[str, Tensor]:
-    """Whole tensors, however many ranks wrote them."""
+    """Read the unsharded tensors of one set, however many ranks wrote it."""
     try:
         files = tensor_sets(source).get(kind)
     except ValueError as error:
@@ -197,40 +203,47 @@ def _weights(source: Path, kind: str) -> dict[str, Tensor]:
 def _buffers(
     shell: PreTrainedModel, source: Path, config: ModelConfig, *, scalar: bool
 ) -> dict[str, Tensor]:
-    """Return the persistent buffers of a fully trained model like ``shell``; of a checkpoint that
-    an older version wrote without them, those of the model that the run began with."""
+    """Return the persistent buffers of a model without adapters.
+
+    Checkpoints of older versions contain no buffers; for these, the buffers of the run's initial
+    model are used.
+    """
     path = source / BUFFERS
     if path.is_file():
         return {name: torch.nn.Buffer(tensor) for name, tensor in load_file(path).items()}
     if not any(persistent_buffers(shell)):
         return {}
-    log.info("%s has no buffers (an older version wrote it); they come from its base", source)
+    log.info(
+        "%s has no buffers (it was written by an older version); those of the initial model are "
+        "used",
+        source,
+    )
     try:
         base = load_scalar_model(config, new_head="random") if scalar else load_causal_lm(config)
     except ModelError as error:
         raise CheckpointError(
-            f"{source} has no buffers (it was written by an older version), and the model that the "
-            f"run began with, which has them, cannot be loaded: {error}"
+            f"{source} has no buffers (it was written by an older version), and the run's initial "
+            f"model, which has them, cannot be loaded: {error}"
         ) from error
     return dict(persistent_buffers(base))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight in ``dtype``; buffers keep their format."""
+    """Return the weight in ``dtype``; buffers keep their dtype."""
     return tensor if isinstance(tensor, torch.nn.Buffer) else tensor.to(dtype)
 
 
 def _check_range(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Raise CheckpointError where a finite weight would become infinite in ``dtype``."""
-    if dtype != torch.float16:  # bf16 reaches as far as fp32 but for its very last numbers
+    """Raise CheckpointError if a finite weight would become infinite in ``dtype``."""
+    if dtype != torch.float16:  # bf16 has the range of fp32, except for its largest numbers
         return
     for name, weight in weights.items():
         beyond = weight.isfinite() & ~weight.to(dtype).isfinite()
         if beyond.any():
             largest = float(weight[beyond].abs().max())
             raise CheckpointError(
-                f"fp16 holds numbers up to {torch.finfo(dtype).max:g}, and {name} has one of "
-                f"{largest:g}, which would be written as infinite; use --dtype bf16 or fp32"
+                f"fp16 ends at {torch.finfo(dtype).max:g}, but {name} contains {largest:g}, which "
+                "would become infinite; use --dtype bf16 or fp32"
             )
 
 
@@ -238,7 +251,7 @@ def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: 
     own = dict(network.named_parameters())
     unknown = sorted(set(tensors) - set(own))
     if unknown:
-        raise CheckpointError(f"{source} has weights the model does not know, e.g. {unknown[0]}")
+        raise CheckpointError(f"{source} has weights that the model lacks, e.g. {unknown[0]}")
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
@@ -247,7 +260,7 @@ def _load_weights(network: torch.nn.Module, tensors: dict[str, Tensor], source: 
 def _shell(
     source: Path, dtype: torch.dtype, *, scalar: bool, averaged: bool, trust: bool
 ) -> PreTrainedModel:
-    """The checkpoint's model with weights that are to be replaced."""
+    """Return the checkpoint's model with random weights, to be replaced."""
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     code = {"trust_remote_code": trust}
     try:
@@ -255,10 +268,10 @@ def _shell(
         config.use_cache = True
         if scalar:
             config.num_labels = 1
-            for name in SCORE_STATS & set(vars(config)):  # of the model the run began with
+            for name in SCORE_STATS & set(vars(config)):  # those of the initial model
                 delattr(config, name)
             config.update(_export_metadata(source))
-            if not averaged:  # held-out rows were scored with the weights themselves
+            if not averaged:  # held-out rows were scored with the current weights
                 config.update(_score_stats(source))
         shell: PreTrainedModel = auto.from_config(config, dtype=dtype, **code)
     except ValueError as error:
@@ -289,25 +302,26 @@ def _save_merged(
 
 
 def _export_metadata(source: Path) -> dict[str, Any]:
-    """Return the metadata of the run's reward model: the step separator of a process reward
-    model."""
+    """Return the metadata of the run's reward model (a process reward model's step separator)."""
     if source.name != "reward" or not (source.parent / f"{EXPORT_METADATA}.json").is_file():
         return {}
     return load_state(source.parent, EXPORT_METADATA)
 
 
 def _score_stats(source: Path) -> dict[str, Any]:
-    """Mean and spread of a reward model's scores on the run's held-out rows, where these weights
-    were measured on any; of a process reward model for each way to make one score of several
-    steps."""
+    """Return mean and standard deviation of a reward model's scores on the run's held-out rows.
+
+    A process reward model has them for each aggregation of step scores. Empty, with a warning, if
+    these weights were not evaluated.
+    """
     if source.name != "reward" or not (source.parent / "session.json").is_file():
         return {}
     session = load_state(source.parent, "session")
     last = session["last"]
     if session.get("evaluated_step") != session["step"]:
         log.warning(
-            "no mean and spread of its scores go with this reward model: %s; rewards of it cannot "
-            "have normalize=true. For them, %s",
+            "this reward model is exported without mean and standard deviation of its scores: %s; "
+            "its rewards cannot use normalize=true. To get them, %s",
             *_without_stats(session),
         )
         return {}
@@ -324,11 +338,11 @@ def _score_stats(source: Path) -> dict[str, Any]:
 
 
 def _without_stats(session: dict[str, Any]) -> tuple[str, str]:
-    """Why there are none, and what to do."""
+    """Return (why there are no statistics, what to do)."""
     if session.get("evaluated_step", -1) < 0:
-        return "the run had measured no held-out rows by then", "train it with eval_data"
+        return "the run had not evaluated any held-out rows by then", "train it with eval_data"
     return (
-        f"at step {session['step']} of the run, held-out rows were not measured",
+        f"held-out rows were not evaluated at step {session['step']} of the run",
         "save at steps that are evaluated (checkpoint.every_n_steps a multiple of "
         "eval_every_n_steps) or export the run's last checkpoint",
     )
@@ -337,11 +351,11 @@ def _without_stats(session: dict[str, Any]) -> tuple[str, str]:
 def _check_adapter(config: ModelConfig, role: str) -> None:
     if config.lora is None:
         raise CheckpointError(
-            "lora=adapter asks for an adapter, and this model was fully fine-tuned"
+            "lora=adapter exports an adapter, but this model was fully fine-tuned; use lora=merge"
         )
     if role != "policy":
         raise CheckpointError(
-            f"lora=adapter: the head of a {role} is no part of an adapter; "
+            f"lora=adapter: an adapter does not contain the head of a {role}; "
             "export it with lora=merge"
         )
 
@@ -360,11 +374,11 @@ def _save_adapter(
 
 
 def _set_pad_token(target: Path, *, trust: bool) -> None:
-    """Give a classifier a pad token that is not its end token.
+    """Set a classifier's pad token to one that is not its end token.
 
-    transformers scores the last token that is not padding: where pad and end are one token, it
-    would score the one before the end. Without another special token there is none, and only
-    single rows can be scored.
+    transformers scores the last token that is not padding. If pad and end are the same token, it
+    would score the token before the end. Without another special token, the pad token is unset and
+    only single rows can be scored.
     """
     code = {"trust_remote_code": trust}
     tokenizer = AutoTokenizer.from_pretrained(target, **code)
@@ -380,7 +394,7 @@ def _set_pad_token(target: Path, *, trust: bool) -> None:
 
 
 def _copy_tokenizer(hf: Path, target: Path) -> None:
-    """The tokenizer and the model's own generation config (which has its end tokens)."""
+    """Copy the tokenizer and the model's own generation config, which contains its end tokens."""
     for file in sorted(hf.iterdir()):
         written = file.name != "generation_config.json" and (target / file.name).exists()
         if file.name != "config.json" and not written:

@@ -1,7 +1,7 @@
-"""The manifest of a folder: what must be in it, byte for byte. Written last, it makes it good.
+"""The manifest of a folder, written last. A folder without a valid manifest is incomplete.
 
-``manifest.json`` lists every file below the folder with its size and SHA-256, and carries a
-checksum of itself, so that any changed byte of a checkpoint is found.
+``manifest.json`` lists size and SHA-256 of every file below the folder, and contains its own
+checksum, so that any changed byte of a checkpoint is detected.
 """
 
 from __future__ import annotations
@@ -42,32 +42,35 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int
-    """Version of this layout; another one is refused."""
+    """Version of the manifest format; other versions are rejected."""
     burnish: str
-    """Version of burnish that wrote the folder, for people."""
+    """Version of burnish that wrote the folder; informational."""
     created: str
     """UTC time of writing, ISO 8601"""
     step: int | None
-    """Training step, None for folders that belong to no step"""
+    """Training step; None if the folder does not belong to a step"""
     extra: dict[str, Any]
-    """Whatever the writer adds, JSON values only (a checkpoint store puts ``metric`` here)"""
+    """Additional JSON values of the writer (a checkpoint store writes ``metric``)"""
     files: dict[str, FileRecord]
-    """By POSIX path relative to the folder, sorted"""
+    """File records by POSIX path relative to the folder, sorted"""
     sha256: str = ""
-    """SHA-256 of all the above"""
+    """SHA-256 of all other fields"""
 
     def own_sha256(self) -> str:
-        """SHA-256 over sorted JSON of every other field. Raises ValueError for NaN, infinity."""
+        """Return the SHA-256 of the sorted JSON of all other fields.
+
+        Raises ValueError for NaN or infinity.
+        """
         body = self.model_dump(exclude={"sha256"})
         text = json.dumps(body, sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_manifest(folder: Path, *, extra: Mapping[str, Any], step: int | None = None) -> Manifest:
-    """Hash every file below ``folder`` and write its manifest, flushed to the disk. Call it last.
+    """Hash every file below ``folder``, then write and fsync its manifest. Call this last.
 
-    Raises OSError if a file cannot be read or written, ValueError or TypeError if ``extra``
-    holds something that JSON does not (NaN and infinity among them).
+    Raises OSError if a file cannot be read or written. Raises ValueError or TypeError if ``extra``
+    contains values that JSON cannot represent, such as NaN and infinity.
     """
     paths = _files_below(folder)
     with ThreadPoolExecutor() as pool:
@@ -89,19 +92,22 @@ def write_manifest(folder: Path, *, extra: Mapping[str, Any], step: int | None =
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The folder's manifest, its own checksum checked. Raises CheckpointError if it is bad."""
+    """Read the folder's manifest and check its own checksum.
+
+    Raises CheckpointError if it is missing, corrupted, or of another version.
+    """
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes(), parse_constant=_no_constant)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: the folder was never finished") from error
+        raise CheckpointError(f"{path} is missing: the folder is incomplete") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     version = body.get("format") if isinstance(body, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version!r} and this burnish reads {FORMAT_VERSION}: "
-            "read it with the burnish that wrote it"
+            f"{path} has format version {version!r}, but this burnish reads {FORMAT_VERSION}: "
+            "read it with the burnish version that wrote it"
         )
     try:
         manifest = Manifest.model_validate(body, strict=True)
@@ -115,8 +121,8 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path, *, checksums: bool = True) -> list[str]:
     """Return the problems of ``folder``, one line each; an empty list if it is good.
 
-    ``checksums=False`` compares names and sizes only, which reads nothing but the manifest. Files
-    that the manifest does not name are no problem. Never raises for a damaged folder.
+    ``checksums=False`` only compares names and sizes, which reads no file except the manifest.
+    Files that are not in the manifest are ignored. Does not raise for a corrupted folder.
     """
     try:
         manifest = read_manifest(folder)
@@ -126,7 +132,7 @@ def verify(folder: Path, *, checksums: bool = True) -> list[str]:
     def check(item: tuple[str, FileRecord]) -> str | None:
         name, record = item
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            return f"{folder / MANIFEST} names {name!r}, which is outside the folder"
+            return f"{folder / MANIFEST} lists {name!r}, which is outside the folder"
         return _problem(folder / name, record, checksums=checksums)
 
     with ThreadPoolExecutor() as pool:
@@ -134,7 +140,7 @@ def verify(folder: Path, *, checksums: bool = True) -> list[str]:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file and folder below ``folder``, and itself, to the disk. Raises OSError."""
+    """Fsync ``folder`` and every file and folder below it. Raises OSError."""
     for path in _files_below(folder):
         fsync(path)
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder, folder / MANIFEST):
@@ -142,12 +148,12 @@ def sync_tree(folder: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flush one file, or one folder's list of names, to the disk. Raises OSError."""
+    """Fsync one file or folder. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # some network file systems refuse to flush a folder; its names are safe there without it
+        # some network file systems reject fsync on a folder; there, renames are durable without it
         if not (error.errno == errno.EINVAL and path.is_dir()):
             raise
     finally:
@@ -155,7 +161,7 @@ def fsync(path: Path) -> None:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Every file below ``folder`` but its manifest, sorted by path."""
+    """Return every file below ``folder`` except its manifest, sorted by path."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
 
 
@@ -171,11 +177,11 @@ def _sha256(path: Path) -> str:
 def _problem(path: Path, record: FileRecord, *, checksums: bool) -> str | None:
     try:
         about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # reading a pipe or a device may never end
+        if not stat.S_ISREG(about.st_mode):  # reading a pipe or a device may block forever
             return f"{path} is not a regular file"
         num_bytes = about.st_size
         if num_bytes != record.num_bytes:
-            return f"{path} has {num_bytes} bytes and the manifest says {record.num_bytes}"
+            return f"{path} has {num_bytes} bytes, but {record.num_bytes} in the manifest"
         if checksums and _sha256(path) != record.sha256:
             return f"{path} is corrupted (its SHA-256 differs from the manifest's)"
     except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""Which checkpoints go and which is best. Pure functions; nothing here touches a file."""
+"""Checkpoint retention: select the best checkpoint and those to delete. Pure functions without
+I/O."""
 
 from __future__ import annotations
 
@@ -12,19 +13,24 @@ BestMode = Literal["max", "min"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint, as retention sees it. Example: ``Entry(step=50, metric=0.41, good=True)``."""
+    """Properties of a checkpoint that retention uses.
+
+    Example: ``Entry(step=50, metric=0.41, good=True)``.
+    """
 
     step: int
     """Unique among the checkpoints of a run."""
     metric: float | None
-    """The value "best" goes by. None or NaN: never best."""
+    """Value by which the best checkpoint is selected. With None or NaN it is never the best."""
     good: bool
-    """False where the checkpoint is known to be incomplete or corrupted."""
+    """False if the checkpoint is known to be incomplete or corrupted."""
 
 
 def best_step(checkpoints: Sequence[Entry], best_mode: BestMode) -> int | None:
-    """Step of the good checkpoint with the best metric; of equals the newest. None: none has a
-    metric."""
+    """Return the step of the good checkpoint with the best metric; None if none has a metric.
+
+    Ties are resolved in favor of the newest.
+    """
     sign = 1.0 if best_mode == "max" else -1.0
     ranked = [
         (sign * entry.metric, entry.step)
@@ -35,11 +41,11 @@ def best_step(checkpoints: Sequence[Entry], best_mode: BestMode) -> int | None:
 
 
 def to_delete(checkpoints: Sequence[Entry], *, keep_last: int, best_mode: BestMode) -> list[int]:
-    """Steps to delete, oldest first.
+    """Return the steps to delete, oldest first.
 
-    Kept are the last ``keep_last`` good checkpoints, the best good one, and every broken one that
-    no good one has followed yet. So the only good checkpoint is never deleted. Raises ValueError
-    for ``keep_last`` below 1, which would delete everything.
+    Kept are the last ``keep_last`` good checkpoints, the best good one, and every bad one that is
+    newer than all good ones. The only good checkpoint is therefore never deleted. Raises ValueError
+    if ``keep_last`` is below 1, which would delete everything.
     """
     if keep_last < 1:
         raise ValueError(

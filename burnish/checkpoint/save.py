@@ -1,16 +1,16 @@
-"""The checkpoints of one run: ``step_000010`` folders, each complete or not there at all.
+"""The checkpoint store of one run: atomic ``step_000010`` folders.
 
-A checkpoint is written into a hidden temporary folder, flushed, given its manifest, and renamed
-into place; what is deleted is renamed out of sight first. So whenever the process dies, every
-``step_*`` folder is whole:
+A checkpoint is written to a hidden temporary folder, given its manifest, fsynced, and renamed into
+place. Before deletion it is renamed to a hidden name. Every ``step_*`` folder is therefore
+complete, even if the process is killed at any point:
 
-    .tmp-step_000010-<pid>    being written; removed at the next save once that process is dead
-    .replaced-step_000010     the earlier checkpoint of a step that is saved again, for the moment
-                              between two renames; it is step 10 while ``step_000010`` is not there
-    .trash-step_000010-<hex>  being deleted; removed at the next save
+    .tmp-step_000010-<pid>    being written; removed by the next save if that process is dead
+    .replaced-step_000010     the earlier checkpoint of a step that is saved again, between two
+                              renames; it counts as step 10 while ``step_000010`` does not exist
+    .trash-step_000010-<hex>  being deleted; removed by the next save
 
-What "best" means is in the manifests (``extra.metric``); no other file has to agree with them. One
-process saves into a folder at a time; any number may read.
+The metric that selects the best checkpoint is stored only in the manifests (``extra.metric``). Only
+one process may save into a folder at a time; any number may read.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ _TRASH = re.compile(r"\.trash-.*")
 
 
 class PendingCheckpoint:
-    """A checkpoint that is not there yet."""
+    """A checkpoint that is still being written."""
 
     def __init__(self, pending: Sequence[PendingSave], finish: Callable[[], Path]) -> None:
         self._pending = pending
         self.finish = finish
-        """Waits for all parts and makes the checkpoint: its folder. Raises CheckpointError."""
+        """() -> folder: wait for all parts and publish the checkpoint. Raises CheckpointError."""
 
     @property
     def done(self) -> bool:
-        """Return whether :attr:`finish` need not wait."""
+        """Return whether all parts are written, so that :attr:`finish` does not wait for them."""
         return all(part.done for part in self._pending)
 
 
 class CheckpointStore:
-    """Saves, finds and retires the checkpoints below ``folder`` (made at the first save)."""
+    """Saves, finds and deletes the checkpoints in ``folder``, which the first save creates."""
 
     def __init__(self, folder: Path, *, keep_last: int, best_mode: BestMode) -> None:
-        """Keep the ``keep_last`` newest and the best by metric, more or less being better."""
+        """Keep the ``keep_last`` newest checkpoints and the one with the largest (``max``) or
+        smallest (``min``) metric."""
         if keep_last < 1:
             raise ValueError(f"checkpoint.keep_last={keep_last}: at least 1 must be kept")
         self.folder = folder
@@ -71,8 +72,10 @@ class CheckpointStore:
         metric: float | None = None,
         num_bytes: int | None = None,
     ) -> Path:
-        """Have ``write`` fill a folder and make it the checkpoint of ``step``; see :meth:`begin`.
-        Returns the checkpoint's folder."""
+        """Save the checkpoint of ``step``, whose files ``write`` creates, and return its folder.
+
+        See :meth:`begin`.
+        """
         return self.begin(step, write, metric=metric, num_bytes=num_bytes).finish()
 
     def begin(
@@ -83,14 +86,18 @@ class CheckpointStore:
         metric: float | None = None,
         num_bytes: int | None = None,
     ) -> PendingCheckpoint:
-        """Have ``write`` fill a folder; what it returns may go on writing there. The checkpoint of
-        ``step`` is there after :meth:`PendingCheckpoint.finish`; begin no other one before.
+        """Start saving the checkpoint of ``step``: call ``write`` with a temporary folder.
 
-        An earlier checkpoint of the same step is replaced; it stays until the new one is whole.
-        ``metric``: what "best" goes by; None, NaN or infinite: never best. ``num_bytes``: expected
-        size, checked against the free space first; None: 1.1 times the newest checkpoint. Both
-        raise CheckpointError, from the original, for anything that goes wrong: nothing half-written
-        stays and the checkpoints that were there are as they were.
+        The saves that ``write`` returns may continue writing there in the background. The
+        checkpoint exists after :meth:`PendingCheckpoint.finish`; do not begin another one before.
+        An earlier checkpoint of the same step is replaced once the new one is complete.
+
+        ``metric`` selects the best checkpoint; with None, NaN or infinity this one is never the
+        best. ``num_bytes`` is the expected size, which is compared with the free space first. None:
+        1.1 times the newest checkpoint.
+
+        Both methods raise CheckpointError, chained to the cause, on any failure. The temporary
+        folder is then removed, and existing checkpoints are unchanged.
         """
         if step < 0:
             raise ValueError(f"step={step}: steps count from 0")
@@ -125,28 +132,27 @@ class CheckpointStore:
                 raise
             raise CheckpointError(
                 f"checkpoint {final} could not be written: {error} "
-                f"({_free_space_text(self.folder)} free "
-                "now). What was written of it is removed, older checkpoints are as they were. If "
-                "the disk is full, free some space, lower checkpoint.keep_last or move run_dir to "
-                "a larger disk."
+                f"({_free_space_text(self.folder)} free now). Its partial files are removed, older "
+                "checkpoints are unchanged. If the disk is full, free some space, lower "
+                "checkpoint.keep_last or move run_dir to a larger disk."
             ) from error
 
     def all(self) -> list[Path]:
-        """Every checkpoint folder, oldest step first, whether or not it is good."""
+        """Return every checkpoint folder, good or bad, oldest step first."""
         return list(self._by_step().values())
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is good, every byte checked. None: there is none.
+        """Return the newest good checkpoint, after verifying all checksums; None if there is none.
 
-        Each newer one that is not good is warned about by name, with what is wrong and which one is
-        used.
+        Logs a warning for each newer bad checkpoint, with its problem and the one used instead.
         """
         return self._first_good(list(reversed(self.all())))
 
     def best(self) -> Path | None:
-        """The good checkpoint with the best metric, every byte checked. None: none has a metric.
+        """Return the good checkpoint with the best metric, after verifying all checksums; None if
+        none has a metric.
 
-        A better one that is not good is warned about by name.
+        Logs a warning for each better but bad checkpoint.
         """
         paths = self._by_step()
         entries = [_entry(step, path) for step, path in paths.items()]
@@ -158,7 +164,7 @@ class CheckpointStore:
 
     def _by_step(self) -> dict[int, Path]:
         found: dict[int, Path] = {}
-        for pattern in (_REPLACED, _STEP):  # a published step stands before the one it replaced
+        for pattern in (_REPLACED, _STEP):  # a published step overrides the one it replaces
             found |= {int(match[1]): path for match, path in self._matching(pattern)}
         return dict(sorted(found.items()))
 
@@ -187,13 +193,13 @@ class CheckpointStore:
         return used
 
     def _prepare(self, final: Path, num_bytes: int | None) -> None:
-        """Make the folder, clear away what dead processes left and check the free space."""
+        """Create the folder, remove leftovers of dead processes and check the free space."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._tidy()
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint {final} could not be written: {self.folder} cannot be changed "
+                f"checkpoint {final} could not be written: {self.folder} is not writable "
                 f"({error}). Move run_dir to a folder that this user may write to."
             ) from error
         existing = self.all()
@@ -203,13 +209,13 @@ class CheckpointStore:
         if num_bytes is not None and num_bytes > free:
             raise CheckpointError(
                 f"no space for checkpoint {final}: it needs {_size_text(num_bytes)} and "
-                f"{_size_text(free)} are free. Nothing was written, older checkpoints are as they "
-                f"were. Free {_size_text(num_bytes - free)}, lower checkpoint.keep_last (now "
+                f"{_size_text(free)} are free. Nothing was written, older checkpoints are "
+                f"unchanged. Free {_size_text(num_bytes - free)}, lower checkpoint.keep_last (now "
                 f"{self.keep_last}) or move run_dir to a larger disk."
             )
 
     def _tidy(self) -> None:
-        """Finish what a killed process began: settle replaced folders, remove its leftovers."""
+        """Clean up after killed processes: restore or delete replaced folders, remove leftovers."""
         for match, path in self._matching(_REPLACED):
             published = self.folder / f"step_{match[1]}"
             if published.exists():
@@ -223,7 +229,10 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        """Rename into place. No rename can replace a full folder, so an earlier one steps aside."""
+        """Rename ``temporary`` to ``final``.
+
+        A rename cannot replace a non-empty folder, so an earlier checkpoint is renamed first.
+        """
         replaced = self.folder / f".replaced-{final.name}"
         if final.exists():
             os.rename(final, replaced)
@@ -238,7 +247,8 @@ class CheckpointStore:
             self._discard(replaced)
 
     def _retire(self) -> None:
-        """Delete what retention does not keep. The new checkpoint is safe: failures only warn."""
+        """Delete the checkpoints that retention does not keep. Failures are only logged, because
+        the new checkpoint is already complete."""
         paths = self._by_step()
         entries = [_entry(step, path) for step, path in paths.items()]
         for step in to_delete(entries, keep_last=self.keep_last, best_mode=self.best_mode):
@@ -248,16 +258,17 @@ class CheckpointStore:
                 logger.warning("old checkpoint %s could not be deleted: %s", paths[step], error)
 
     def _discard(self, path: Path) -> None:
-        """Rename out of sight, then delete: a half-deleted folder is never seen as a checkpoint."""
+        """Rename to a hidden name, then delete, so that a partially deleted folder is never taken
+        for a checkpoint."""
         trash = self.folder / f".trash-{path.name.removeprefix('.')}-{uuid.uuid4().hex[:8]}"
         os.rename(path, trash)
-        shutil.rmtree(trash, ignore_errors=True)  # what stays is removed at the next save
+        shutil.rmtree(trash, ignore_errors=True)  # the next save removes leftovers
 
 
 def _entry(step: int, path: Path) -> Entry:
     """Return the retention entry of a checkpoint.
 
-    Names and sizes only are checked: hashing old checkpoints at every save would read them all.
+    Only names and sizes are checked; verifying checksums on every save would read all checkpoints.
     """
     if verify(path, checksums=False):
         return Entry(step, None, good=False)
@@ -269,8 +280,8 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _other_process_lives(pid: int) -> bool:
-    """Return whether ``pid`` runs and is not this process, which writes one checkpoint at a
-    time."""
+    """Return whether ``pid`` is a running process other than this one, which writes only one
+    checkpoint at a time."""
     if pid == os.getpid():
         return False
     try:
@@ -290,7 +301,7 @@ def _free_space_text(folder: Path) -> str:
 
 
 def _size_text(num_bytes: int) -> str:
-    """Bytes for people, in powers of 1000. ``_size_text(1_500_000)`` is ``1.50 MB``."""
+    """Format a size in powers of 1000. ``_size_text(1_500_000)`` is ``1.50 MB``."""
     if num_bytes < 1000:
         return f"{num_bytes} bytes"
     power = min(int(math.log10(num_bytes)) // 3, 5)

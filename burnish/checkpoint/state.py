@@ -1,7 +1,7 @@
-"""Nested state as JSON + safetensors, without pickle; and the state of the random generators.
+"""Store nested state as JSON and safetensors, without pickle. Capture and restore random states.
 
-``<name>.json`` holds the structure; every tensor and array in it is a reference into
-``<name>.safetensors``. What JSON has no word for is an object with one key that begins with ``$``:
+``<name>.json`` contains the structure; every tensor and array in it is a reference into
+``<name>.safetensors``. Types that JSON lacks are objects with one key that begins with ``$``:
 
     {"$tensor": key}                   a torch tensor under that key of the safetensors file
     {"$ndarray": [key, dtype, shape]}  a numpy array, its bytes under that key
@@ -32,7 +32,7 @@ from burnish.checkpoint.errors import CheckpointError
 
 FORMAT_VERSION = 1
 EXPORT_METADATA = "facts"
-"""Name of a checkpoint's state that exports copy into the model's config."""
+"""Name of the state in a checkpoint that exports copy into the model's config."""
 _NUMPY_KINDS = "biufcmMSU"
 logger = logging.getLogger("burnish")
 
@@ -40,11 +40,10 @@ logger = logging.getLogger("burnish")
 def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     """Write ``state`` as ``<name>.json`` and ``<name>.safetensors`` into ``folder``.
 
-    Values: None, bool, int, float, str, list, tuple, mapping (str or int keys), numpy array or
-    scalar, torch tensor. Subclasses of mapping come back as dict, named tuples as tuple, parameters
-    and tensors of any device as plain CPU tensors. Tensors that share memory are stored once each.
-    Raises CheckpointError naming the entry that cannot be stored or the file that cannot be
-    written.
+    Supported values: None, bool, int, float, str, list, tuple, mapping (str or int keys), numpy
+    array or scalar, torch tensor. Mappings load as dict, named tuples as tuple, and parameters and
+    tensors of any device as plain CPU tensors. Tensors that share memory are stored separately.
+    Raises CheckpointError with the entry that cannot be stored or the file that cannot be written.
     """
     writer = _Writer()
     try:
@@ -53,7 +52,7 @@ def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
         )
     except RecursionError as error:
         raise CheckpointError(
-            f"state {name!r} cannot be stored: it is nested too deeply or holds itself"
+            f"state {name!r} cannot be stored: it is nested too deeply or contains itself"
         ) from error
     path = folder / f"{name}.safetensors"
     try:
@@ -66,15 +65,15 @@ def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
 
 
 def load_state(folder: Path, name: str) -> dict[str, Any]:
-    """Load the state that :func:`save_state` wrote, types included; tensors are on the CPU, each
-    with its own memory.
+    """Load a state written by :func:`save_state`, with its types. Tensors are on the CPU, each with
+    its own memory.
 
-    Reads JSON and safetensors only: a pickle in their place is refused, never run. Raises
-    CheckpointError naming the file that is missing or corrupted.
+    Only JSON and safetensors are read; a pickle in their place raises and is never run. Raises
+    CheckpointError with the file that is missing or corrupted.
     """
     path = folder / f"{name}.safetensors"
     try:
-        # copied out of the mapped file, which retention may delete while the tensors are in use
+        # copied from the memory-mapped file, which retention may delete while tensors are in use
         tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
         path = folder / f"{name}.json"
         document = json.loads(path.read_bytes())
@@ -85,39 +84,40 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
     version = document.get("format") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version!r} and this burnish reads {FORMAT_VERSION}: "
-            "read it with the burnish that wrote it"
+            f"{path} has format version {version!r}, but this burnish reads {FORMAT_VERSION}: "
+            "read it with the burnish version that wrote it"
         )
     try:
         state = _decode(document["state"], tensors)
     except (KeyError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path} is corrupted ({error!r}): use another checkpoint") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__} where a dict is expected")
+        raise CheckpointError(
+            f"{path} contains a {type(state).__name__} instead of a dict: use another checkpoint"
+        )
     return state
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the state of every global generator: Python's, numpy's legacy one, torch's on the CPU
-    and, if this process uses a GPU, on that one.
+    """Return the state of every global random generator: Python's, numpy's legacy one, torch's on
+    the CPU and, if this process uses a GPU, torch's on its current GPU.
 
-    The result goes through :func:`save_state`. Generators that a caller made itself are the
-    caller's.
+    :func:`save_state` can store the result. Generators that a caller created are not included.
     """
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        # Asking for a state would start CUDA in a process that uses none.
+        # Reading a GPU's state would initialize CUDA in a process that does not use it.
         "torch_cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
     }
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`capture_rng` took, so that the next random numbers are the same.
+    """Restore the state of :func:`capture_rng`, so that the next random numbers are the same.
 
-    A warning says what will differ if only one of the two processes uses a GPU. (Checkpoints
-    written by older versions have a state of each GPU of the machine.)
+    Logs a warning if only one of the two processes uses a GPU. (Checkpoints of older versions
+    contain a state for each GPU of the machine.)
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -136,14 +136,15 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 class _Writer:
-    """Turns a state into JSON values; the arrays it meets are collected in ``tensors``."""
+    """Encodes a state as JSON values and collects its tensors and arrays in ``tensors``."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._storages: set[int] = set()
 
     def encode(self, value: Any, path: str) -> Any:
-        """``value`` in JSON's words; ``path`` is its place in the state, like ``/optimizer/lr``."""
+        """Encode ``value`` as JSON. ``path`` is its location in the state, like
+        ``/optimizer/lr``."""
         if isinstance(value, Mapping):
             return self._encode_mapping(value, path)
         if isinstance(value, list | tuple):
@@ -179,7 +180,10 @@ class _Writer:
         return {"$ndarray": [self._store(data, path), value.dtype.str, list(value.shape)]}
 
     def _store(self, tensor: Tensor, path: str) -> str:
-        """Keep ``tensor`` under a key like its path. Safetensors wants each to own its memory."""
+        """Store ``tensor`` under a key derived from ``path`` and return the key.
+
+        Safetensors requires that tensors do not share memory, so shared ones are cloned.
+        """
         storage = tensor.untyped_storage()
         shared = storage.data_ptr() in self._storages or storage.nbytes() != tensor.nbytes
         if shared and tensor.numel():
@@ -195,7 +199,7 @@ class _Writer:
 
 
 def _plain(value: Tensor, path: str) -> Tensor:
-    """``value`` as a dense contiguous CPU tensor. Raises CheckpointError if that cannot be."""
+    """Return ``value`` as a dense contiguous CPU tensor. Raises CheckpointError if impossible."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.is_meta or value.is_quantized:
         kind = "a meta tensor" if value.is_meta else f"a {type(value).__name__}"
         raise CheckpointError(
@@ -204,7 +208,7 @@ def _plain(value: Tensor, path: str) -> Tensor:
     if value.layout != torch.strided or value.dtype not in _DTYPES:
         raise CheckpointError(
             f"state entry {path} is a {value.layout} tensor of {value.dtype}, which safetensors "
-            "cannot hold: convert it first"
+            "cannot store: convert it first"
         )
     return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
@@ -228,12 +232,15 @@ def _encode_scalar(value: Any, path: str) -> Any:
         return value if finite else {"$float": struct.pack(">d", value).hex()}
     raise CheckpointError(
         f"state entry {path} is a {type(value).__module__}.{type(value).__qualname__}, which "
-        "cannot be stored: make it numbers, text, lists, tuples, dicts, arrays or tensors first"
+        "cannot be stored: convert it to numbers, text, lists, tuples, dicts, arrays or tensors"
     )
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of ``_Writer.encode``. Raises KeyError, TypeError, ValueError or struct.error."""
+    """Decode the output of ``_Writer.encode``.
+
+    Raises KeyError, TypeError, ValueError or struct.error.
+    """
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -32,7 +32,7 @@ def check_refused(store, write, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as caught:
         store.save(2, write, num_bytes=1000)
     assert "step_000002" in str(caught.value)
-    assert "older checkpoints are as they were" in str(caught.value)
+    assert "older checkpoints are unchanged" in str(caught.value)
     assert caught.value.__cause__ is not None
     assert [path.name for path in store.folder.iterdir()] == ["step_000001"]
     assert verify(store.folder / "step_000001") == []

@@ -260,9 +260,12 @@ def test_one_of_several_models_is_chosen_by_name(make_engine: MakeEngine, tmp_pa
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"model": "critic"}, r"holds no 'critic'; models there: policy"),
+        ({"model": "critic"}, r"contains no 'critic'; it contains: policy"),
         ({"model": "policy-ema"}, r"has no ema weights of policy; was train\.ema_decay set\?"),
-        ({"model": "policy-best"}, r"model='policy-best': policy and policy-ema"),
+        (
+            {"model": "policy-best"},
+            r"model='policy-best' cannot be exported; use policy or policy-ema",
+        ),
         ({"lora": "adapter"}, "was fully fine-tuned"),
     ],
 )
@@ -282,7 +285,7 @@ def test_an_adapter_without_the_head_of_its_critic_is_refused(
 ) -> None:
     config = ModelConfig(scratch=TIED, lora=LoraConfig(lora_rank=2))
     source = checkpoint(tmp_path / "c", critic=make_engine(role="critic", config=config))
-    with pytest.raises(CheckpointError, match="the head of a critic is no part of an adapter"):
+    with pytest.raises(CheckpointError, match="an adapter does not contain the head of a critic"):
         export(source, tmp_path / "out", model="critic", lora="adapter")
     assert not (tmp_path / "out").exists()
 

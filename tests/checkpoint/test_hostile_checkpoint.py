@@ -129,7 +129,7 @@ def test_another_base_can_be_named(hostile: Path, marker: Path, tmp_path: Path) 
 
 def test_a_base_for_whole_weights_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     folder = written(tmp_path, make_engine())
-    with pytest.raises(CheckpointError, match="holds whole weights"):
+    with pytest.raises(CheckpointError, match="contains full weights"):
         export(folder, tmp_path / "out", base="x")
 
 
@@ -173,7 +173,7 @@ def test_a_manifest_cannot_name_files_outside_its_folder(name: str, tmp_path: Pa
     body = changed_manifest.model_dump() | {"sha256": changed_manifest.own_sha256()}
     (folder / "manifest.json").write_text(json.dumps(body))
     assert verify(folder) == [
-        f"{folder / 'manifest.json'} names {name!r}, which is outside the folder"
+        f"{folder / 'manifest.json'} lists {name!r}, which is outside the folder"
     ]
 
 

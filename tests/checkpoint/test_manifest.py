@@ -75,13 +75,13 @@ def test_size_and_absence_are_told_apart(folder):
     (folder / "empty").unlink()
     assert verify(folder, checksums=False) == [
         f"{folder / 'empty'} is missing",
-        f"{folder / 'state.json'} has 1 bytes and the manifest says 2",
+        f"{folder / 'state.json'} has 1 bytes, but 2 in the manifest",
     ]
 
 
 def test_no_manifest_means_never_finished(folder):
     (folder / MANIFEST).unlink()
-    assert verify(folder) == [f"{folder / MANIFEST} is missing: the folder was never finished"]
+    assert verify(folder) == [f"{folder / MANIFEST} is missing: the folder is incomplete"]
 
 
 def test_another_format_version_is_refused_by_number(folder):

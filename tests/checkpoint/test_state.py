@@ -229,7 +229,7 @@ def test_keys_other_than_text_and_ints_are_refused(tmp_path, key):
 def test_a_state_that_holds_itself_is_refused(tmp_path):
     state = {}
     state["self"] = state
-    with pytest.raises(CheckpointError, match="holds itself"):
+    with pytest.raises(CheckpointError, match="contains itself"):
         save_state(tmp_path, "state", state)
 
 

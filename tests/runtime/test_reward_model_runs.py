@@ -106,7 +106,7 @@ def test_a_model_without_the_two_numbers_cannot_normalise(
 ) -> None:
     run_dir = burnish.run(rm("eval_data=null")).run_dir
     out = burnish.export(run_dir, tmp_path / "out", model="reward")
-    assert "measured no held-out rows by then" in caplog.text
+    assert "had not evaluated any held-out rows by then" in caplog.text
     assert "train it with eval_data" in caplog.text
     model = ModelConfig(path=str(out))
     with pytest.raises(ModelError, match="has no reward_mean and reward_std"):

@@ -1,14 +1,14 @@
-"""Records of a run, and their display. Nothing here changes the run.
+"""Record and display a run, without influencing it.
 
-Reading order: metrics (numbers per step), timeline (where the time went), memory, progress (the
-terminal and ``run.log``), samples (what the model wrote), report (one HTML page made of all of it).
-A run folder holds::
+Reading order: metrics (numbers per step), timeline (time per phase), memory, progress (the terminal
+and ``run.log``), samples (prompts and responses), report (one HTML page with all of these). A run
+folder contains::
 
     config.yaml          the resolved recipe
     metrics.jsonl        one JSON object per log call (trackers receive the same)
     samples/*.parquet    prompts and responses
     timeline.json        Chrome trace; ui.perfetto.dev opens it
     checkpoints/         see burnish.checkpoint
-    report.html          one page that needs no network
-    run.log              what was printed, with times
+    report.html          one page that works without a network
+    run.log              the printed lines, with times
 """

@@ -1,4 +1,4 @@
-"""Errors of this package. Imports nothing heavy."""
+"""Errors of this package, importable without heavy dependencies."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from burnish.errors import BurnishError
 
 
 class TrackerError(BurnishError, RuntimeError):
-    """A tracker that the recipe asks for and that cannot be used. Says what to do."""
+    """A tracker of the recipe cannot be used. The message contains a fix."""

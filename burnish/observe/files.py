@@ -1,4 +1,4 @@
-"""Files that are either complete or absent: a kill in the middle of a write leaves the old one."""
+"""Atomic file writes: a process killed during a write leaves the previous file in place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a scratch path beside ``path``; after the block the finished file takes the place of
-    ``path``.
+    """Yield a scratch path in the folder of ``path``; after the block, rename it to ``path``.
 
-    The folder is made. If the block raises, ``path`` is untouched and the scratch file is removed.
+    The folder is created if needed. If the block raises, ``path`` is unchanged and the scratch file
+    is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -28,16 +28,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def create_new(path: Path) -> None:
-    """Make an empty file at ``path``. What has this name is removed and never written through: in
-    a folder that others can write to, it may be a link to any file of this user."""
+    """Create an empty file at ``path``, after removing any existing file.
+
+    An existing file is never opened: in a folder that others can write to, it may be a link to any
+    file of this user.
+    """
     path.unlink(missing_ok=True)
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY
     os.close(os.open(path, flags, 0o666))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in UTF-8; half a surrogate pair (never valid text) becomes
-    ``?``.
-    """
+    """Replace ``path`` by ``text`` in UTF-8, atomically. Unpaired surrogates become ``?``."""
     with replacing(path) as scratch:
         scratch.write_bytes(text.encode("utf-8", errors="replace"))

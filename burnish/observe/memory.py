@@ -1,4 +1,4 @@
-"""How much memory this process holds. All numbers are bytes. Linux and macOS."""
+"""Memory use of this process, in bytes. Linux and macOS."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 _PROC = Path("/proc/self")
 _RESET_HOST = b"5"
-"""Written to clear_refs it resets ``VmHWM`` (proc(5), Linux 4.0); a process may do that
-to itself without any right."""
+"""Value that resets ``VmHWM`` when written to clear_refs (proc(5), Linux 4.0). A process needs no
+privileges to do this for itself."""
 
 
 class _Before:
-    """Peaks that were there before the last :func:`reset_peaks`."""
+    """Peaks from the start of the process to the last :func:`reset_peaks`."""
 
     host = 0
     can_reset = True
@@ -25,11 +25,11 @@ class _Before:
 
 
 def peak_rss_bytes() -> int:
-    """Most resident memory this process ever held, in bytes; child processes are not counted.
+    """Return the peak resident memory of this process in bytes, without child processes.
 
-    Linux: ``VmHWM`` of /proc/self/status, because ``ru_maxrss`` there also counts the program that
-    started this one (it survives exec). Elsewhere ``ru_maxrss``: kibibytes on Linux, bytes on macOS
-    (getrusage(2)).
+    On Linux this is ``VmHWM`` of /proc/self/status. ``ru_maxrss`` survives exec, so it would
+    include the program that started this process. It is the fallback: in kibibytes on Linux, in
+    bytes on macOS (getrusage(2)).
     """
     high_water = _status_bytes("VmHWM")
     if high_water is not None:
@@ -39,21 +39,21 @@ def peak_rss_bytes() -> int:
 
 
 def current_rss_bytes() -> int:
-    """Resident memory this process holds now, in bytes."""
+    """Return the current resident memory of this process in bytes."""
     now = _status_bytes("VmRSS")
     if now is not None:
         return now
     shown = subprocess.run(
         ["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True, check=True
     )
-    return int(shown.stdout) * 1024  # ps(1) counts kibibytes
+    return int(shown.stdout) * 1024  # ps(1) reports kibibytes
 
 
 def cuda_memory() -> dict[str, float]:
-    """Bytes of torch's allocator summed over this process's GPUs, as metrics; empty without CUDA.
+    """Return bytes of torch's allocator, summed over this process's GPUs, as metrics.
 
-    ``allocated``: held by tensors; ``reserved``: taken from the device, free blocks included;
-    ``peak``: since the start of the process.
+    ``allocated`` is the memory of tensors, ``reserved`` that taken from the device including free
+    blocks, ``peak`` the maximum since the start of the process. Empty without CUDA.
     """
     if not _on_gpu():
         return {}
@@ -67,8 +67,10 @@ def cuda_memory() -> dict[str, float]:
 
 
 def reset_peaks() -> bool:
-    """Reset the peaks of :func:`since_reset`; those since the start of the process are
-    kept. False where the system cannot do that for host memory."""
+    """Reset the peaks of :func:`since_reset`; the peaks since the start of the process are kept.
+
+    Returns False if the system does not support this for host memory.
+    """
     host, device = since_reset()
     if device is not None:
         _Before.allocated = max(_Before.allocated, device[0])
@@ -86,8 +88,11 @@ def reset_peaks() -> bool:
 
 
 def since_reset() -> tuple[float | None, tuple[float, float] | None]:
-    """(most resident bytes, (most bytes of tensors, most bytes reserved) on this process's GPUs)
-    since the last :func:`reset_peaks`; None where it cannot be known, or there is no GPU."""
+    """Return the peaks since the last :func:`reset_peaks`, in bytes: (resident, (tensors, reserved)
+    on this process's GPUs).
+
+    The first is None if the system does not report it, the second without a GPU.
+    """
     high_water = _status_bytes("VmHWM")
     known = high_water is not None and _Before.can_reset
     return float(high_water or 0) if known else None, _device_peaks() if _on_gpu() else None
@@ -104,7 +109,7 @@ def _device_peaks() -> tuple[float, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Everything above under metric names, ready for the log."""
+    """Return current and peak memory of this process under metric names, for the log."""
     return {
         "memory/rss_bytes": float(current_rss_bytes()),
         "memory/peak_rss_bytes": float(peak_rss_bytes()),
@@ -113,9 +118,7 @@ def memory_metrics() -> dict[str, float]:
 
 
 def _status_bytes(field: str) -> int | None:
-    """A ``kB`` field (kibibytes, proc(5)) of /proc/self/status in bytes; None where there is
-    none.
-    """
+    """Return a ``kB`` field (kibibytes, proc(5)) of /proc/self/status in bytes; None if absent."""
     try:
         lines = (_PROC / "status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""``metrics.jsonl``: one line of strictly valid JSON per log call, always on. Trackers receive the
-same numbers.
+"""``metrics.jsonl``: one line of strictly valid JSON per log call. Always written; trackers receive
+the same numbers.
 
-Names are grouped by a slash: ``train/loss``, ``reward/mean``, ``rollout/tokens_per_s``,
-``time/rollout_s``, ``eval/pass@1``, ``memory/peak_rss_bytes``. A line is on disk (flushed) before
-the next step begins, so a killed run loses at most the step it was in; :meth:`MetricsLog.rewind`
-takes the log back to a checkpoint on resume.
+Names have a group before the slash: ``train/loss``, ``reward/mean``, ``rollout/tokens_per_s``,
+``time/rollout_s``, ``eval/pass@1``, ``memory/peak_rss_bytes``. Each line is flushed before the next
+step starts, so a killed run loses at most the current step. :meth:`MetricsLog.rewind` truncates the
+log to a checkpoint on resume.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _log = logging.getLogger("burnish.metrics")
 
 
 class MetricsLog:
-    """Appends to ``run_dir/metrics.jsonl``. One writer per run folder."""
+    """Appends to ``run_dir/metrics.jsonl``. Only one writer per run folder is allowed."""
 
     def __init__(self, run_dir: Path, trackers: Trackers | None = None) -> None:
-        """Open the log, making the folder; an existing log is continued.
+        """Open or create the log and its folder; an existing log is continued.
 
         ``trackers`` receive every step once :meth:`start_trackers` has been called.
         """
@@ -40,16 +40,17 @@ class MetricsLog:
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append ``{"step": step, "time": <unix seconds>, **metrics}``; NaN and infinity are
-        written as null. Then queue the numbers for the trackers.
+        """Append ``{"step": step, "time": <unix seconds>, **metrics}`` and queue the numbers for
+        the trackers.
 
-        Raises ValueError for a metric called ``step`` or ``time``, which the line itself uses.
+        NaN and infinity are written as null. Raises ValueError if a metric is named ``step`` or
+        ``time``.
         """
         taken = {"step", "time"} & set(metrics)
         if taken:
             raise ValueError(
-                f"metric name {sorted(taken)[0]!r} is used by the log line itself; put a group in "
-                "front, such as 'train/step'"
+                f"metric name {sorted(taken)[0]!r} is reserved for the log line itself; add a "
+                "group, such as 'train/step'"
             )
         numbers = {name: float(value) for name, value in metrics.items()}
         numbers |= self._trackers.metrics()
@@ -60,10 +61,9 @@ class MetricsLog:
         self._trackers.log(int(step), numbers)
 
     def rewind(self, step: int) -> None:
-        """Forget everything after ``step``, in one atomic replacement (for resuming from its
-        checkpoint).
+        """Remove all lines after ``step``, atomically, to resume from its checkpoint.
 
-        Lines that cannot be read, such as one that a kill cut off, are dropped too.
+        Unreadable lines, such as a last line truncated by a kill, are dropped too.
         """
         self._file.close()
         kept = [line for line in _lines(self._path) if _step_of(line) <= step]
@@ -72,7 +72,7 @@ class MetricsLog:
         self._trackers.rewind(step, lambda: map(_numbers, kept))
 
     def start_trackers(self) -> None:
-        """Start the trackers. Called once it is certain that the run can begin or go on."""
+        """Start the trackers. Call this once the run is certain to start or resume."""
         self._trackers.start()
 
     def close(self, *, ended_by: type[BaseException] | None = None) -> None:
@@ -82,10 +82,10 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of ``run_dir/metrics.jsonl`` in order; null reads as NaN, a torn last line is left
-    out.
+    """Return the lines of ``run_dir/metrics.jsonl`` in order, with null as NaN.
 
-    A folder without the file gives an empty list. Raises ValueError naming a broken line elsewhere.
+    A truncated last line is skipped; without the file, the list is empty. Raises ValueError with
+    the line number if another line is invalid.
     """
     path = Path(run_dir) / METRICS_FILE
     lines = list(_lines(path))
@@ -97,15 +97,15 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise ValueError(
-                f"{path}, line {number} is not a metrics line ({error}); delete that line to go "
-                "on without it"
+                f"{path}, line {number} is not a metrics line ({error}); delete that line to "
+                "continue without it"
             ) from None
         read.append({k: math.nan if v is None else v for k, v in entry.items()})
     return read
 
 
 def _numbers(line: str) -> tuple[int, dict[str, float]]:
-    """Step and metrics of a line; null reads as NaN."""
+    """Return step and metrics of a line, with null as NaN."""
     entry = _parse(line)
     step = entry.pop("step")
     del entry["time"]
@@ -118,15 +118,15 @@ def _parse(line: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(entry, dict) or not _is_step(entry.get("step")):
-        raise ValueError("no JSON object with a whole number 'step' and a number 'time'")
+        raise ValueError("not a JSON object with an integer 'step' and a number 'time'")
     clock = entry.get("time")
     if not isinstance(clock, int | float) or not 0 <= clock < _END_OF_TIME:
-        raise ValueError("its 'time' is no number of seconds since 1970")
+        raise ValueError("its 'time' is not a number of seconds since 1970")
     return entry
 
 
 _END_OF_TIME = 2.0**36
-"""Seconds; datetime ends before."""
+"""Upper bound of ``time``, in seconds. datetime cannot represent times beyond it."""
 
 
 def _is_step(value: Any) -> bool:
@@ -134,7 +134,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinity (after every step) where the line cannot be read."""
+    """Return the step of a line; infinity (after every step) if the line is unreadable."""
     try:
         return int(_parse(line)["step"])
     except ValueError as error:
@@ -145,17 +145,17 @@ def _step_of(line: str) -> float:
 def _lines(path: Path) -> Iterator[str]:
     if not path.is_file():
         return
-    # Not splitlines(): only "\n" ends a line. A killed write can leave half a UTF-8 character.
+    # Not splitlines(): only "\n" ends a line. A killed write can leave a partial UTF-8 character.
     for line in path.read_bytes().decode("utf-8", errors="replace").split("\n"):
         if line.strip():
             yield line
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove a last line without a line end, so that the next one is not glued to it."""
+    """Remove a last line without a newline, so that the next line is not appended to it."""
     if not path.is_file():
         return
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
-        _log.warning("%s: dropped a last line that an earlier run did not finish", path)
+        _log.warning("%s: dropped an incomplete last line of an earlier run", path)
         write_text(path, data[: data.rfind(b"\n") + 1].decode("utf-8", errors="replace"))

@@ -1,9 +1,9 @@
-"""The most memory that this process held in each phase. No loop needs to know.
+"""Peak memory of this process in each phase, measured without changes to the training loops.
 
-Phases are the outermost spans of a :class:`~burnish.observe.timeline.Timeline` that was given a
-:class:`PhasePeaks`. A phase lasts from its first span until a span of another name begins, so that
-nothing between two spans is missed; between :meth:`PhasePeaks.collect` and the next span nothing is
-counted.
+Phases are the outermost spans of a :class:`~burnish.observe.timeline.Timeline` with a
+:class:`PhasePeaks`. A phase lasts from its first span until a span of another name starts, so that
+memory use between two spans is included. Between :meth:`PhasePeaks.collect` and the next span
+nothing is measured.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from burnish.observe.memory import current_rss_bytes, reset_peaks, since_reset
 
 UNWATCHED = frozenset({"data"})
-"""Spans that are short and many, and hold nothing of their own."""
+"""Names of frequent, short spans without significant memory; they do not start a phase."""
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Most bytes held at once."""
+    """Peak memory in bytes."""
 
     host: float
     """Resident memory of the process."""
     allocated: float | None = None
-    """On its GPU, by tensors. None: it uses none."""
+    """Memory of tensors on its GPUs. None: it uses no GPU."""
     reserved: float | None = None
-    """On its GPU, taken by torch's allocator."""
+    """Memory reserved by torch's allocator on its GPUs. None: it uses no GPU."""
 
     def __or__(self, other: MemoryPeak) -> MemoryPeak:
-        """The larger of each."""
+        """Return the elementwise maximum."""
         return MemoryPeak(
             max(self.host, other.host),
             _larger(self.allocated, other.allocated),
@@ -39,7 +39,7 @@ class MemoryPeak:
 
     @property
     def first(self) -> float:
-        """On the GPU, where there is one."""
+        """Return the peak of GPU tensors, or of host memory if the process uses no GPU."""
         return self.host if self.allocated is None else self.allocated
 
 
@@ -48,25 +48,25 @@ class ProcessPeaks:
     """Memory peaks of one process in each phase."""
 
     role: str
-    """Whose process; ``all``: of all roles."""
+    """Role of the process; ``all`` if it runs all roles."""
     rank: int
     phases: Mapping[str, MemoryPeak]
 
 
 class PhasePeaks:
-    """Measures one process, of which one thread says what phase it is in."""
+    """Measures the peaks of one process. The thread that creates it sets the phase."""
 
     def __init__(self, first: str = "load") -> None:
-        """Everything until the first span is ``first``."""
+        """Start in phase ``first``, which lasts until the first span."""
         self.phase: str | None = first
-        """Where the process is; the last phase, once that is over."""
+        """Current phase, or the last one if no phase is active."""
         self._open = True
         self._held: dict[str, MemoryPeak] = {}
         self._thread = threading.get_ident()
         self._begun_at = 0.0
 
     def begin(self, phase: str) -> None:
-        """From here on it is ``phase``. Calls of other threads than the maker's are ignored."""
+        """Start ``phase``. Calls from threads other than the creating one are ignored."""
         if phase in UNWATCHED or threading.get_ident() != self._thread:
             return
         if self._open and phase == self.phase:
@@ -75,7 +75,7 @@ class PhasePeaks:
         self.phase, self._open = phase, True
 
     def collect(self) -> dict[str, MemoryPeak]:
-        """Peaks by phase since the last call, in bytes."""
+        """Return the peaks by phase since the last call, and end the current phase."""
         self._close()
         self._open = False
         held, self._held = self._held, {}
@@ -85,7 +85,7 @@ class PhasePeaks:
         """Record the peak of the current phase, and reset it."""
         if self._open and self.phase is not None:
             host, device = since_reset()
-            if host is None:  # no system call for it: what is held at its two ends
+            if host is None:  # not supported by the system: use start and end of the phase
                 host = max(self._begun_at, float(current_rss_bytes()))
             found = MemoryPeak(host, *(device or (None, None)))
             have = self._held.get(self.phase)
@@ -95,9 +95,12 @@ class PhasePeaks:
 
 
 def peak_metrics(processes: Iterable[ProcessPeaks]) -> dict[str, float]:
-    """``memory/<phase>/host_peak_bytes``, and with a GPU ``peak_bytes`` and
-    ``reserved_peak_bytes``: the most of all processes. Where several were in a phase,
-    ``peak_rank`` is the rank of the one that held most."""
+    """Return ``memory/<phase>/host_peak_bytes`` and, with a GPU, ``peak_bytes`` and
+    ``reserved_peak_bytes``: the maximum over all processes.
+
+    If several processes were in a phase, ``peak_rank`` is the rank of the one with the largest
+    peak.
+    """
     phases: dict[str, list[tuple[int, MemoryPeak]]] = {}
     for process in processes:
         for phase, held in process.phases.items():

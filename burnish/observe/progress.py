@@ -1,4 +1,4 @@
-"""Progress display of a run: a live bar on a terminal, one plain line per step elsewhere.
+"""Progress display of a run: a live bar on a terminal, otherwise one plain line per step.
 
 Every line also goes to the logger ``burnish``, and :func:`setup_logging` writes that logger to
 ``run.log``. Warnings of any ``burnish.*`` logger reach the terminal as well.
@@ -38,11 +38,12 @@ _NOT_PHASES = frozenset({"time/step_s", "time/total_s"})
 
 
 class Progress:
-    """The progress of one run; open from construction to :meth:`close`."""
+    """Progress display of one run, active from construction to :meth:`close`."""
 
     def __init__(self, total_steps: int, *, every: int = 1, console: Console | None = None) -> None:
-        """``every``: print every this many steps, and the last. ``console``: None prints to
-        stdout.
+        """Start the display. It is updated every ``every`` steps and after the last one.
+
+        With ``console`` None it prints to stdout.
         """
         self._total = total_steps
         self._every = every
@@ -82,7 +83,7 @@ class Progress:
         tell(text, self._console)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table. Cells are plain text; square brackets in them stay as they are."""
+        """Print a table. Cells are plain text; square brackets are not interpreted as markup."""
         table = Table(title=Text(title, style="bold"), box=box.SIMPLE_HEAD, title_justify="left")
         for column in columns:
             table.add_column(Text(column))
@@ -97,7 +98,7 @@ class Progress:
         )
 
     def close(self) -> None:
-        """Take the bar off the terminal, leaving its last state. May be called twice."""
+        """Stop the bar and leave its last state on the terminal. Idempotent."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -114,7 +115,7 @@ def _print(text: str, console: Console) -> None:
 
 
 def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[str]:
-    """The few numbers worth a glance, as words; what is not in ``metrics`` is left out.
+    """Return the most important numbers of a step as short texts; missing metrics are omitted.
 
     >>> describe_step({"reward/mean": 0.3124, "time/rollout_s": 4.1, "time/train_s": 5.9}, eta_s=80)
     ['reward 0.312', 'rollout 41% train 59%', 'ETA 1m20s']
@@ -142,7 +143,7 @@ def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the two largest units that matter.
+    """Format seconds in the two largest units.
 
     >>> [format_duration(s) for s in (0.42, 7, 80, 3725, 200_000)]
     ['0.4s', '7s', '1m20s', '1h02m', '2d07h']
@@ -161,7 +162,8 @@ def format_duration(seconds: float) -> str:
 
 
 def time_phases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Phase name -> seconds: the ``time/<phase>_s`` metrics but the whole step's."""
+    """Return phase name -> seconds from the ``time/<phase>_s`` metrics, without ``step`` and
+    ``total``."""
     return {
         name.removeprefix("time/").removesuffix("_s"): seconds
         for name, seconds in metrics.items()
@@ -170,10 +172,9 @@ def time_phases(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def setup_logging(run_dir: Path) -> None:
-    """Write the logger ``burnish`` to ``run_dir/run.log`` (appended) and its warnings to stderr as
-    well.
+    """Append the logger ``burnish`` to ``run_dir/run.log``, and print its warnings to stderr.
 
-    Called again, it moves to the new run folder. :func:`close_logging` undoes it.
+    Another call switches to its run folder. :func:`close_logging` undoes it.
     """
     close_logging()
     run_dir = Path(run_dir)
@@ -188,7 +189,8 @@ def setup_logging(run_dir: Path) -> None:
 
 
 def close_logging() -> None:
-    """Close ``run.log`` and give the logger back as it was. Nothing happens where none is open."""
+    """Close ``run.log`` and restore the logger. No effect if :func:`setup_logging` was not
+    called."""
     for handler in list(_log.handlers):
         if isinstance(handler, _RunLogHandler | _StderrHandler):
             _log.removeHandler(handler)
@@ -197,22 +199,22 @@ def close_logging() -> None:
 
 
 FILE_ONLY = {"file_only": True}
-"""``extra`` of log records that the terminal has had already."""
+"""``extra`` of log records that are already printed on the terminal."""
 
 
 class _RunLogHandler(logging.FileHandler):
-    """The handler of run.log, told apart from handlers that a user adds."""
+    """The handler of run.log, with its own class to distinguish it from a user's handlers."""
 
 
 class _StderrHandler(logging.Handler):
-    """Prints to whatever sys.stderr is now: a live bar replaces it to keep lines above itself."""
+    """Prints to the current sys.stderr, which a live bar replaces to keep lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if "file_only" in vars(record):
             return
         try:
             print(self.format(record), file=sys.stderr)
-        except Exception:  # what logging asks of every handler: a log line never stops the program
+        except Exception:  # as logging requires of handlers: a log line never stops the program
             self.handleError(record)
 
 
@@ -225,12 +227,12 @@ def _time_split(metrics: Mapping[str, float]) -> str:
 
 
 def _power_of_two(value: float) -> str:
-    """``2^16`` for 65536.0; what is no power of two as a plain number."""
+    """Format a power of two, such as ``2^16`` for 65536.0. Other values are plain numbers."""
     mantissa, exponent = math.frexp(value)
     return f"2^{exponent - 1}" if mantissa == 0.5 else _short(value)
 
 
 def _short(value: float) -> str:
-    """Three significant digits: 0.312, 12.3, 1e-05, 1e+38; whole numbers from a thousand to a
-    billion."""
+    """Format with three significant digits: 0.312, 12.3, 1e-05, 1e+38. From a thousand to a
+    billion, round to an integer."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"

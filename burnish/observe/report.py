@@ -1,11 +1,11 @@
-"""``report.html``: one page about one run, made from its run folder. It opens from disk and asks no
-network.
+"""``report.html``: one page about a run, generated from its run folder. It works from disk, without
+network access.
 
-Reading order: :func:`build_report`, then report_catalog.py (which metrics stand where),
+Reading order: :func:`build_report`, then report_catalog.py (which metrics are in which figure),
 report_figures.py (curves and the time split), report_memory.py, report_samples.py (the table's
-data), report.html.j2 with report.css and report.js. Everything a model or a data row wrote reaches
-the page as JSON and is shown through ``textContent``. Two more defenses: the page's content
-security policy refuses any request, and runs only scripts with a nonce that no data can know.
+data), report.html.j2 with report.css and report.js. All text from models and data rows is embedded
+as JSON and displayed through ``textContent``. In addition, the page's content security policy
+blocks all requests and only runs scripts with a nonce, which data cannot predict.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _JOBS = {
     "generate": "Generation",
 }
 
-# metric, words, whether it is a fraction, and the metrics in whose presence it is left out
+# (metric, label, is a fraction, metrics whose presence hides it)
 _HEADLINES: tuple[tuple[str, str, bool, tuple[str, ...]], ...] = (
     ("eval/pass@1", "Held-out pass@1", True, ()),
     ("reward/mean", "Mean reward", False, ()),
@@ -66,23 +66,23 @@ _HEADLINES: tuple[tuple[str, str, bool, tuple[str, ...]], ...] = (
 
 
 class ReportError(BurnishError, ValueError):
-    """A folder that no report can be made of. The message says what is missing."""
+    """No report can be generated from a folder. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One headline number."""
+    """A headline number of the page."""
 
     label: str
     value: str
     note: str = ""
     spark: str = ""
-    """Points of a small curve, "x,y x,y ..." in a box of 100 x 28; "" for none."""
+    """Points of a sparkline, "x,y x,y ..." in a box of 100 x 28; "" for none."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """Figures under one heading."""
+    """A heading of the page and the figures below it."""
 
     title: str
     anchor: str
@@ -91,10 +91,11 @@ class Section:
 
 
 def build_report(run_dir: Path) -> Path:
-    """Write ``run_dir/report.html`` from what the run has written so far, and return its path.
+    """Write ``run_dir/report.html`` from the current content of the run folder, and return its
+    path.
 
-    Works while the run goes on and for every job; what was not measured is left out. Raises
-    ReportError if ``run_dir`` is not a run folder (no config.yaml and no metrics.jsonl) or one
+    Works for every job, also while it is running; missing measurements are omitted. Raises
+    ReportError if ``run_dir`` is not a run folder (no config.yaml and no metrics.jsonl) or if one
     of the two cannot be read.
     """
     run_dir = Path(run_dir)
@@ -146,11 +147,11 @@ def _read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ReportError(
-            f"{path} is not YAML ({why}); correct it, or move it away to report without it"
+            f"{path} is not valid YAML ({why}); correct it, or move it away to report without it"
         ) from error
     if not isinstance(config, dict):
         raise ReportError(
-            f"{path} must hold a mapping of keys to values, not {type(config).__name__}"
+            f"{path} must contain a mapping of keys to values, not {type(config).__name__}"
         )
     return text, config
 
@@ -171,7 +172,7 @@ def _title(config: Mapping[str, Any], run_dir: Path) -> str:
 def _facts(
     config: Mapping[str, Any], run_dir: Path, metrics: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
-    """The line of (name, value) under the title."""
+    """Return the (name, value) pairs below the title."""
     facts = [("Run", run_dir.resolve().name)]
     if metrics:
         began = datetime.fromtimestamp(float(metrics[0]["time"])).astimezone()
@@ -242,7 +243,7 @@ def _tiles(
 
 
 def _skipped_tile(curves: Mapping[str, Curve]) -> list[Tile]:
-    """How many optimizer steps moved nothing in the whole run, by role; no tile for none."""
+    """Return a tile with the run's number of skipped optimizer steps, by role; none if it is 0."""
     totals = {
         n.partition("/")[0]: c.last for n, c in curves.items() if n.endswith("/skipped_total")
     }
@@ -259,7 +260,7 @@ def _skipped_tile(curves: Mapping[str, Curve]) -> list[Tile]:
 
 
 def _change(label: str, curve: Curve, percent: bool) -> Tile:
-    """The last value, and where it came from."""
+    """Return a tile with the last value of a curve and its change since the first."""
 
     def show(value: float) -> str:
         if percent:
@@ -315,7 +316,7 @@ def _template() -> jinja2.Template:
 
 
 def _with_nonce(fragment: str, nonce: str) -> str:
-    """The plotly fragment, whose one script may run."""
+    """Add the nonce to the script of a plotly fragment, so that it may run."""
     return fragment.replace("<script", f'<script nonce="{nonce}"', 1)
 
 

@@ -1,8 +1,8 @@
-"""Which metrics stand in which figure of the report, under which words and units.
+"""The figures of the report: their metrics, titles and units.
 
-A figure names its metrics exactly or by a pattern; exact names are taken first, and a metric is
-drawn once. Metrics that no figure names get one each under "More metrics", with the unit that their
-name ends in.
+A figure selects its metrics by exact names or by patterns. Exact names have priority, and every
+metric is drawn once. Other metrics each get a figure in the section "More metrics", with the unit
+given by the suffix of their name.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-NOT_DRAWN = ("time/*", "generate/prompts_total")  # the time split shows the first; a constant
+NOT_DRAWN = ("time/*", "generate/prompts_total")  # in the time split; a constant
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: ``names`` are metric names, or patterns before they are matched."""
+    """A figure. ``names`` are metric names or, in the catalog, also patterns."""
 
     section: str
     title: str
     unit: str
-    """In words, "" for a pure number. "fraction" is drawn in percent, "bytes" in GiB or MiB."""
+    """Unit as text, "" for a pure number. "fraction" is drawn in percent, "bytes" in GiB or MiB."""
     names: tuple[str, ...]
     log: bool = False
-    """Powers of two that hold until the next one: a base-2 logarithmic axis, drawn in steps, and
-    never averaged."""
+    """Whether values are powers of two that change in steps. They are drawn as steps on a base-2
+    logarithmic axis and never averaged."""
 
 
 LEARNING, UPDATE, ROLLOUT, MACHINE = "Learning", "Update", "Rollout", "Machine"
@@ -105,7 +105,7 @@ _UNITS = (
 
 
 def arrange(names: Sequence[str], charts: Iterable[Chart] = CHARTS) -> list[Chart]:
-    """Charts of exactly the metrics in ``names``, in the catalogue's order, the unknown ones last.
+    """Return charts for exactly the metrics in ``names``, in catalog order, unknown ones last.
 
     >>> [(c.title, c.names) for c in arrange(["train/loss", "train/odd_frac", "time/train_s"])]
     [('Loss', ('train/loss',)), ('Train: odd', ('train/odd_frac',))]
@@ -130,13 +130,15 @@ def arrange(names: Sequence[str], charts: Iterable[Chart] = CHARTS) -> list[Char
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a name fits a pattern whose ``*`` stays within one group."""
+    """Return whether a name matches a pattern, in which ``*`` does not match a slash."""
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
 def words(name: str) -> str:
-    """A metric's name for people, without group and unit: ``memory/peak_rss_bytes`` -> ``peak
-    rss``; of memory in a phase, the phase: ``memory/train/peak_bytes`` -> ``train``.
+    """Return a readable name of a metric, without group and unit.
+
+    ``memory/peak_rss_bytes`` -> ``peak rss``. For memory by phase, it is the phase:
+    ``memory/train/peak_bytes`` -> ``train``.
     """
     parts = name.split("/")
     last = parts[1] if parts[0] == "memory" and len(parts) > 2 else parts[-1]

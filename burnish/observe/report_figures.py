@@ -1,7 +1,7 @@
 """The figures of the report: metric curves and the time split, as plotly HTML fragments.
 
-Colours of lines are set here and read well on light and dark; everything else (text, grid, hover)
-is coloured by the page's CSS, so one figure serves both.
+Line colors are set here and are readable on light and dark backgrounds. All other colors (text,
+grid, hover) come from the page's CSS, so the same figure works in both themes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PALETTE = ("#c8652b", "#2b8a8f", "#5677d8", "#a65a9c", "#8c8b2f", "#c24a5a", "#6
 FONT = "Inter, ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 MAX_POINTS = 1000  # per curve; a laptop screen has fewer pixels across
 MAX_BARS = 80
-_SMOOTH_FROM = 40  # points; below this the eye needs no help
+_SMOOTH_FROM = 40  # points; shorter curves are not smoothed
 _CONFIG = {"displayModeBar": False, "responsive": True, "showTips": False, "plotlyServerURL": ""}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over the run, without the steps where it is missing or not a number."""
+    """One metric over the run, without steps at which it is missing or not finite."""
 
     steps: list[int]
     values: list[float]
@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plotly fragment and the words around it."""
+    """A plotly fragment with its title, unit and note."""
 
     title: str
     unit: str
@@ -54,7 +54,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Phase:
-    """One row of the time table."""
+    """A row of the time table."""
 
     name: str
     total: str
@@ -64,7 +64,7 @@ class Phase:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether ``value`` is a number that a float holds."""
+    """Return whether ``value`` is a number that a float can represent as finite."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:  # an integer beyond the largest float
@@ -72,7 +72,7 @@ def is_finite(value: Any) -> bool:
 
 
 def curves_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Metric name -> its curve; a metric that is never a finite number has none."""
+    """Return metric name -> curve, for metrics with at least one finite value."""
     found: dict[str, Curve] = {}
     for line in metrics:
         for name, value in line.items():
@@ -85,7 +85,8 @@ def curves_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def thin(curve: Curve, limit: int = MAX_POINTS) -> tuple[Curve, int]:
-    """The curve in at most ``limit`` points and how many steps each one averages (1: unchanged).
+    """Return the curve with at most ``limit`` points, and the number of steps that each point
+    averages (1: unchanged).
 
     >>> thin(Curve([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, 7.0, 10.0]), limit=3)
     (Curve(steps=[2, 4, 5], values=[2.0, 6.0, 10.0]), 2)
@@ -100,9 +101,10 @@ def thin(curve: Curve, limit: int = MAX_POINTS) -> tuple[Curve, int]:
 
 
 def step_points(curve: Curve, limit: int = MAX_POINTS) -> Curve:
-    """A curve that stands still between changes, without points that its steps show anyway.
+    """Thin a piecewise constant curve without changing its shape.
 
-    Beyond ``limit`` points, every change and about ``limit`` of the others are kept as they are.
+    Beyond ``limit`` points, all changes and about ``limit`` of the other points are kept, without
+    averaging.
 
     >>> step_points(Curve([1, 2, 3, 4, 5, 6], [8.0, 8.0, 8.0, 8.0, 4.0, 4.0]), limit=2)
     Curve(steps=[1, 4, 5, 6], values=[8.0, 8.0, 4.0, 4.0])
@@ -118,8 +120,8 @@ def step_points(curve: Curve, limit: int = MAX_POINTS) -> Curve:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the values within ``window // 2`` places of each (fewer at the ends), so peaks stay
-    in place.
+    """Return the centered running mean: of each value and its neighbors up to ``window // 2`` away
+    (fewer at the ends). Peaks are not shifted.
 
     >>> smooth([2.0, 4.0, 9.0, 5.0], 3)
     [3.0, 5.0, 6.0, 7.0]
@@ -131,14 +133,17 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def is_noisy(values: Sequence[float]) -> bool:
-    """Return whether neighbours differ by more than 2% of the range on average, so that a mean
-    helps the eye."""
+    """Return whether neighboring values differ by more than 2% of the range on average, so that a
+    running mean is useful."""
     jumps = [abs(b - a) for a, b in pairwise(values)]
     return len(jumps) > 0 and sum(jumps) / len(jumps) > 0.02 * (max(values) - min(values))
 
 
 def curve_figure(chart: Chart, curves: Mapping[str, Curve]) -> Figure:
-    """One chart with its metrics as lines. A single long curve is drawn with its running mean."""
+    """Return the figure of a chart, with its metrics as lines.
+
+    If there are at most two and a curve is long and noisy, its running mean is drawn too.
+    """
     scale, unit = _scale(chart, curves)
     figure = go.Figure(layout=_layout(220))
     notes: list[str] = []
@@ -166,8 +171,9 @@ def curve_figure(chart: Chart, curves: Mapping[str, Curve]) -> Figure:
 
 
 def time_figure(metrics: Sequence[Mapping[str, Any]]) -> tuple[Figure, list[Phase], float] | None:
-    """Seconds per step stacked by phase, the table beside it, and total seconds; None without
-    ``time/*_s``.
+    """Return (seconds per step stacked by phase, rows of its table, total seconds).
+
+    None if there are no ``time/*_s`` metrics.
     """
     lines = [(int(line["step"]), _phases(line)) for line in metrics]
     lines = [(step, phases) for step, phases in lines if phases]
@@ -195,7 +201,7 @@ def time_figure(metrics: Sequence[Mapping[str, Any]]) -> tuple[Figure, list[Phas
 
 
 def _phases(line: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each phase, with what the whole step took beside them as ``other``."""
+    """Return the seconds of each phase, and the rest of the step's time as ``other``."""
     phases = {name: s for name, s in time_phases(line).items() if s > 0}  # NaN is not above 0
     whole = line.get("time/step_s", 0.0)
     rest = whole - sum(phases.values())
@@ -225,9 +231,7 @@ def _stacked_bars(
                 hovertemplate="%{y:.3~g} s",
             )
         )
-    figure.update_layout(
-        barmode="stack", bargap=0.18, showlegend=False
-    )  # the table beside it is the legend
+    figure.update_layout(barmode="stack", bargap=0.18, showlegend=False)  # the table is the legend
     if size > 1:
         figure.update_xaxes(unifiedhovertitle={"text": f"{size} steps around %{{x:.0f}}"})
     figure.update_yaxes(rangemode="tozero")
@@ -237,7 +241,7 @@ def _stacked_bars(
 def _line(
     steps: Sequence[int], values: Sequence[float], name: str, color: str, *, held: bool = False
 ) -> go.Scatter:
-    """``held``: a value stands until the next one, with no slope between them."""
+    """Return a line of a figure. ``held``: draw steps, each value held until the next one."""
     return go.Scatter(
         x=list(steps),
         y=list(values),
@@ -251,7 +255,7 @@ def _line(
 def _faint_line(
     steps: Sequence[int], values: Sequence[float], color: str, *, hover: bool
 ) -> go.Scatter:
-    """The values themselves, behind their running mean."""
+    """Return a faint line with the raw values, drawn behind their running mean."""
     return go.Scatter(
         x=list(steps),
         y=list(values),
@@ -313,9 +317,9 @@ def _scale(chart: Chart, curves: Mapping[str, Curve]) -> tuple[float, str]:
 def _y_axis(chart: Chart, curves: Mapping[str, Curve], scale: float) -> dict[str, Any]:
     values = [value * scale for name in chart.names for value in curves[name].values]
     top = max(values)
-    if chart.log and min(values) > 0:  # 0 has no place on a logarithmic axis
+    if chart.log and min(values) > 0:  # a logarithmic axis cannot show 0
         return _log2_axis(min(values), top)
-    if top == min(values) == 0:  # by itself the axis would go from -1 to 1
+    if top == min(values) == 0:  # the default axis would be from -1 to 1
         return {"range": [-0.02, 1], "tickformat": "~g"}
     if chart.unit == "fraction":
         return {
@@ -331,7 +335,7 @@ def _y_axis(chart: Chart, curves: Mapping[str, Curve], scale: float) -> dict[str
 
 
 def _log2_axis(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis from ``low`` to ``high`` (above 0) with ticks at powers of two."""
+    """Return a logarithmic axis from ``low`` to ``high`` (above 0) with ticks at powers of two."""
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
     if first == last:
         first, last = first - 1, last + 1
@@ -347,9 +351,8 @@ def _log2_axis(low: float, high: float) -> dict[str, Any]:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """The shortest words that tell the lines of one figure apart: last part, else group, else the
-    whole name.
-    """
+    """Return the shortest distinct labels for the lines of one figure: last part, else group, else
+    full name."""
     for label in (words, lambda name: name.partition("/")[0]):
         if len({label(name) for name in names}) == len(names):
             return [label(name) for name in names]

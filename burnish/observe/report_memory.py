@@ -1,5 +1,4 @@
-"""The report's table of memory: what the plan said beside what was measured, by process and
-phase."""
+"""The memory table of the report: planned and measured memory by process and phase."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MEMORY_JSON = "memory.json"
-"""Written by the run, with the bytes of every process and phase."""
+"""File of the run with the bytes of every process and phase."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +17,14 @@ class MemoryTable:
     """The memory table of the page."""
 
     heads: tuple[str, ...]
-    """Of the columns of numbers."""
+    """Headings of the number columns."""
     rows: tuple[tuple[str, str, tuple[str, ...]], ...]
     """(process, phase, numbers)."""
     note: str
 
 
 def memory_table(run_dir: Path) -> MemoryTable | None:
-    """The table of a run; None where it measured nothing, or what it wrote cannot be read."""
+    """Return the table of a run; None if nothing was measured or the file cannot be read."""
     try:
         tree = json.loads((run_dir / MEMORY_JSON).read_text(encoding="utf-8"))
         lines = list(tree["lines"])
@@ -37,9 +36,9 @@ def memory_table(run_dir: Path) -> MemoryTable | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    note = "The most of all ranks."
+    note = "Maximum over all ranks."
     if on_gpu:
-        note += " Planned are tensors; allocated and reserved is what torch's allocator held."
+        note += " Planned: tensors. Allocated and reserved: peaks of torch's allocator."
     return MemoryTable(tuple(columns), rows, note) if rows else None
 
 

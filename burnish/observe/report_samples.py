@@ -1,4 +1,4 @@
-"""The samples that stand in the report, as JSON that is safe inside a script element."""
+"""The samples of the report, as JSON that is safe inside a script element."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from burnish.observe.samples import read_sample_file, sample_files
 
 MAX_ROWS = 3000
 MAX_CHARS = 6000  # of one prompt or response
-MAX_TOTAL_CHARS = 24_000_000  # of all texts, so that the page opens
+MAX_TOTAL_CHARS = 24_000_000  # of all texts, to limit the size of the page
 
 
 @dataclass(frozen=True)
 class EmbeddedSamples:
-    """Data for the page's script (report.js) and the sentence above the table."""
+    """Data for the page's script (report.js) and the note above the table."""
 
     json: str
-    """``{"prompts": [text], "rows": [{...}]}`` with every ``<`` escaped; rows name their prompt by
-    number.
-    """
+    """``{"prompts": [text], "rows": [{...}]}`` with every ``<`` escaped. Rows contain the index of
+    their prompt."""
     num_rows: int
     note: str
-    """Which samples are left out and where they are; "" where all are shown whole."""
+    """Which samples are omitted or truncated, and where to find them; "" if all are complete."""
 
 
 def embed_samples(run_dir: Path, *, max_rows: int = MAX_ROWS) -> EmbeddedSamples | None:
-    """The run's samples for the page; None if there are none.
+    """Return the run's samples for the page; None if there are none.
 
-    Past ``max_rows`` the newest and the oldest steps are kept, alternately, as whole files; long
-    texts are cut in the middle. Files that cannot be read are left out; both are noted.
+    Beyond ``max_rows``, complete files of the newest and the oldest steps are kept, alternately.
+    Long texts are truncated in the middle, and unreadable files are omitted; the note mentions
+    both.
     """
     files = _Files(sample_files(run_dir))
     prompts: dict[str, int] = {}
@@ -58,17 +58,17 @@ def embed_samples(run_dir: Path, *, max_rows: int = MAX_ROWS) -> EmbeddedSamples
     data = json.dumps(
         {"prompts": list(prompts), "rows": kept}, allow_nan=False, separators=(",", ":")
     )
-    # "<" occurs only inside strings, where \u003c is the same: no text can end the script element.
+    # "<" only occurs in strings, where \u003c is equivalent: no text can end the script element.
     return EmbeddedSamples(data.replace("<", "\\u003c"), len(kept), files.note(len(kept)))
 
 
 class _Files:
-    """The sample files of a run, and what is wrong with them."""
+    """The sample files of a run and the problems found in them."""
 
     def __init__(self, files: Sequence[tuple[int, Path]]) -> None:
         self.counts: Counter[str] = Counter()
         self.bad: dict[str, str] = {}
-        """Why a file cannot be read, by its name."""
+        """File name -> why it cannot be read."""
         self.readable: list[tuple[int, Path]] = []
         self._total = 0
         for step, path in files:
@@ -79,7 +79,7 @@ class _Files:
                 self._leave_out(path, error)
 
     def rows(self, path: Path) -> list[dict[str, Any]]:
-        """The rows of a file; none of one that cannot be read."""
+        """Return the rows of a file; empty if it cannot be read."""
         try:
             return read_sample_file(path)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -87,14 +87,15 @@ class _Files:
             return []
 
     def note(self, kept: int) -> str:
-        """Which samples are left out, and where they are; "" if all are shown whole."""
+        """Return which samples are omitted or truncated, and where to find them; "" if all are
+        complete."""
         notes = []
         if kept < self._total:
             notes.append(
                 f"{kept:,} of {self._total:,} samples, from the newest and the oldest steps"
             )
         if self.counts["cut"]:
-            notes.append(f"{self.counts['cut']:,} long texts are cut in the middle")
+            notes.append(f"{self.counts['cut']:,} long texts are truncated in the middle")
         if notes:
             notes.append("everything is in samples/*.parquet")
         if self.counts["numbers"]:
@@ -104,7 +105,7 @@ class _Files:
         told = [f"{name} ({why})" for name, why in list(self.bad.items())[:3]]
         if told:
             more = f" and {len(self.bad) - 3:,} more" if len(self.bad) > 3 else ""
-            notes.append(f"left out, since they cannot be read: {', '.join(told)}{more}")
+            notes.append(f"omitted because they cannot be read: {', '.join(told)}{more}")
         return "; ".join(notes)
 
     def _leave_out(self, path: Path, error: Exception) -> None:
@@ -141,7 +142,7 @@ def _entry(
 
 
 def _parts(text: str | None) -> dict[str, Any] | None:
-    """The numbers of a JSON object; None if the text is something else."""
+    """Parse a JSON object with number or null values; None if the text is anything else."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -164,7 +165,7 @@ def _cut(text: str) -> str:
 
 
 def _outside_in(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Newest, oldest, second newest, second oldest, ..."""
+    """Reorder files: newest, oldest, second newest, second oldest, ..."""
     newest, oldest = list(reversed(files)), files
     both = [file for pair in zip(newest, oldest, strict=True) for file in pair]
     return both[: len(files)]

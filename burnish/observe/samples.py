@@ -1,7 +1,7 @@
-"""``samples/``: what the model wrote, one parquet file per step, whole groups, for people and for
-the report.
+"""``samples/``: prompts and responses of complete groups, one parquet file per step, for inspection
+and the report.
 
-Any parquet reader opens them: ``pandas.read_parquet("runs/rl/samples")``.
+Any parquet reader can read them: ``pandas.read_parquet("runs/rl/samples")``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEMA = pa.schema(
         ("response", pa.string()),
         ("reward", pa.float64()),
         ("reward_parts", pa.string()),  # JSON object: part -> number or null
-        ("advantage", pa.float64()),  # null where none was computed
+        ("advantage", pa.float64()),  # null if none was computed
         ("finish_reason", pa.string()),
         ("response_tokens", pa.int64()),
         ("label", pa.string()),
@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
 )
 
 _TRAIN_STEM = "step"
-"""First part of the file names of the split ``train``; others have their own name."""
+"""Prefix of the file names of the split ``train``. Other splits use their own name."""
 _FILE_NAME = re.compile(r"(?P<split>.+)_(?P<step>\d+)\.parquet")
 
 
@@ -55,11 +55,11 @@ def write_samples(
     split: str = "train",
 ) -> Path | None:
     """Write the first groups of a step to ``samples/step_000012.parquet`` (``eval_000012`` for
-    split eval).
+    split eval), atomically.
 
-    ``advantages`` maps sample_id -> advantage. At most ``limit`` samples are written, always whole
-    groups, and the first group even where it alone is larger; 0 writes nothing and returns None.
-    NaN and infinite numbers become null. The file appears complete or not at all.
+    ``advantages`` maps sample_id -> advantage. At most ``limit`` samples are written, in complete
+    groups; the first group is written even if it exceeds ``limit``. With ``limit`` 0 nothing is
+    written and None is returned. NaN and infinity become null.
     """
     kept: list[Group] = []
     for group in groups if limit > 0 else ():
@@ -81,14 +81,14 @@ def write_samples(
 
 
 def sample_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, file) of every sample file, oldest step first."""
+    """Return (step, file) of every sample file, oldest step first."""
     folder = Path(run_dir) / SAMPLES_DIR
     found = ((_FILE_NAME.fullmatch(path.name), path) for path in folder.glob("*.parquet"))
     return sorted((int(match["step"]), path) for match, path in found if match)
 
 
 def samples_of_step(run_dir: Path, step: int) -> dict[str, Path]:
-    """Split -> file of a step's samples."""
+    """Return split -> file of a step's samples."""
     paths = (Path(run_dir) / SAMPLES_DIR).glob(f"*_{step:06d}.parquet")
     stems = {path.stem.rpartition("_")[0]: path for path in paths}
     train_first = sorted(stems, key=lambda stem: (stem != _TRAIN_STEM, stem))
@@ -96,15 +96,15 @@ def samples_of_step(run_dir: Path, step: int) -> dict[str, Path]:
 
 
 def read_samples(run_dir: Path) -> list[dict[str, Any]]:
-    """Every kept sample as a dict with the columns of :data:`SCHEMA`, oldest step first.
+    """Return every stored sample as a dict with the columns of :data:`SCHEMA`, oldest step first.
 
-    ``reward_parts`` stays JSON text. A run without samples gives an empty list.
+    ``reward_parts`` remains JSON text. The list is empty if the run has no samples.
     """
     return [row for _, path in sample_files(run_dir) for row in read_sample_file(path)]
 
 
 def read_sample_file(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
-    """The rows of one sample file, or the first ``limit`` of them."""
+    """Return the rows of one sample file, or only the first ``limit``."""
     table = pq.read_table(path, schema=SCHEMA)
     rows: list[dict[str, Any]] = table.slice(0, limit).to_pylist()
     return rows
@@ -147,5 +147,5 @@ def _finite(value: float) -> float | None:
 
 
 def _text(value: str) -> str:
-    """Half a surrogate pair is not text and no file format takes it; it becomes ``?``."""
+    """Replace unpaired surrogates, which UTF-8 cannot encode, by ``?``."""
     return value.encode("utf-8", errors="replace").decode("utf-8")

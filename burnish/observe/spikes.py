@@ -1,4 +1,5 @@
-"""An alarm for a loss that jumps. It is a metric and nothing more: no run stops or skips for it."""
+"""An alarm for sudden jumps of the loss. It is only a metric: no run stops or skips a step for
+it."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ _FLOOR_FRAC, _FLOOR_ABS = 1e-3, 1e-6
 
 
 class SpikeAlarm:
-    """Says of every new value whether it stands far above the ones before it.
+    """Detects values far above the preceding ones.
 
     A spike is ``value - median > threshold x spread``, with the median of the last ``window``
-    finite values and ``spread = 1.4826 x`` their median absolute deviation. A few odd values move
-    neither of the two much, so one spike does not hide the next; a lasting step up stops alarming
-    once half of the window is on the new level. The spread counts as at least a thousandth of the
-    median and at least 1e-6: a curve that stands still does not alarm on rounding. There is no
-    alarm downwards, and none before ``min_values`` values. A value that is not finite always alarms
-    and is not remembered.
+    finite values and ``spread = 1.4826 x`` their median absolute deviation. Both are robust against
+    a few outliers, so one spike does not hide the next. After a permanent increase the alarm stops
+    once half of the window is at the new level. The spread is at least a thousandth of the median
+    and at least 1e-6, so that rounding in a constant curve is no spike. There is no alarm for drops
+    and none before ``min_values`` values. A value that is not finite always raises the alarm and is
+    not stored.
 
-    An answer depends on the last ``window`` finite values and on nothing else. So a resumed run
-    rebuilds the alarm by :meth:`replay` over the values in its log, where infinity reads as NaN.
+    The result depends only on the last ``window`` finite values. A resumed run therefore rebuilds
+    the alarm with :meth:`replay` over the values in its log, where infinity reads as NaN.
 
     >>> alarm = SpikeAlarm(min_values=4)
     >>> [alarm.check(loss) for loss in (2.0, 2.1, 1.9, 2.0, 2.1, 9.0, 2.0)]
@@ -36,18 +37,19 @@ class SpikeAlarm:
     def __init__(
         self, *, window: int = WINDOW, min_values: int = MIN_VALUES, threshold: float = THRESHOLD
     ) -> None:
-        """Raises ValueError unless ``2 <= min_values <= window`` and ``threshold > 0``."""
+        """Create an alarm. Raises ValueError unless ``2 <= min_values <= window`` and
+        ``threshold > 0``."""
         if not (2 <= min_values <= window and threshold > 0):
             raise ValueError(
                 f"a spike alarm with window={window}, min_values={min_values}, "
-                f"threshold={threshold} never works; choose 2 <= min_values <= window and "
+                f"threshold={threshold} cannot work; choose 2 <= min_values <= window and "
                 "threshold > 0"
             )
         self._min_values, self._threshold = min_values, threshold
         self._values: deque[float] = deque(maxlen=window)
 
     def check(self, value: float) -> float:
-        """1.0 where ``value`` is a spike, else 0.0; then remember it."""
+        """Return 1.0 if ``value`` is a spike, else 0.0, and store the value."""
         if not math.isfinite(value):
             return 1.0
         spike = self._is_spike(value)
@@ -55,7 +57,7 @@ class SpikeAlarm:
         return float(spike)
 
     def replay(self, values: Iterable[float]) -> None:
-        """Remember earlier values, oldest first, as if each had been checked."""
+        """Store earlier values, oldest first, as if each had been checked."""
         self._values.extend(value for value in values if math.isfinite(value))
 
     def _is_spike(self, value: float) -> bool:

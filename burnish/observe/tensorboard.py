@@ -17,12 +17,12 @@ TENSORBOARD_DIR = "tensorboard"
 
 
 class TensorBoardTracker:
-    """Writes scalars. Samples are not shown."""
+    """Writes metrics as scalars. Samples are ignored."""
 
     name = "tensorboard"
 
     def __init__(self, run_dir: Path) -> None:
-        """Raise TrackerError if the package cannot be imported."""
+        """Import the package; no file is written yet. Raises TrackerError if the import fails."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -47,7 +47,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def rewind(self, step: int) -> int:
-        """Start an event file that hides the later steps of those before it."""
+        """Start a new event file that hides steps after ``step`` in earlier files."""
         assert self._writer is not None
         self._writer.close()
         self._writer = self._open(self._folder, purge_step=step + 1)

@@ -1,9 +1,8 @@
-"""Where the time goes: named spans, their sums, and a Chrome trace. No loop needs to know.
+"""Time measurement: named spans, their sums, and a Chrome trace.
 
-The instruments stand outside the loops: :func:`timed` wraps an engine where it is built, and the
-loop calls the wrapped engine as it would the bare one. Only the outermost span of a thread counts
-in the sums, so the sums of one thread never add up to more than the clock; inner spans are in the
-trace.
+Instrumentation is outside of the training loops: :func:`timed` wraps an engine where it is built,
+and the loop uses the wrapped engine like the original. Only the outermost spans of a thread are
+summed, so the sums of one thread never exceed wall-clock time. Nested spans are in the trace.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from burnish.observe.peaks import PhasePeaks
 
 T = TypeVar("T")
 
-_JOIN_GAP_S = 1e-3  # pauses between two items of an iterator that the trace does not show
+_JOIN_GAP_S = 1e-3  # gaps between items of an iterator up to this length are not in the trace
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
     name: str
     start: float
-    """perf_counter seconds"""
+    """Start time by ``time.perf_counter``"""
     seconds: float
     thread: int
 
@@ -41,12 +40,11 @@ class _ThreadState(threading.local):
 
 
 class Timeline:
-    """Collects spans from any thread. Sums are exact; the trace keeps the newest ``max_events``
-    spans.
-    """
+    """Collects spans from any thread. Sums cover all spans; the trace keeps the newest
+    ``max_events``."""
 
     def __init__(self, *, max_events: int = 50_000, peaks: PhasePeaks | None = None) -> None:
-        """``peaks``: is told of the outermost spans, to measure memory in them."""
+        """Create an empty timeline. ``peaks`` measures memory in the outermost spans."""
         self.peaks = peaks
         self._events: deque[_Event] = deque(maxlen=max_events)
         self._num_events = 0
@@ -60,7 +58,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the block under ``name``, also when it raises. Spans nest."""
+        """Time the ``with`` block under ``name``, even if it raises. Spans may be nested."""
         start = self._enter(name)
         try:
             yield
@@ -69,22 +67,22 @@ class Timeline:
             self._add_event(name, start, end)
 
     def collect(self) -> dict[str, float]:
-        """Seconds per outermost span name since the last call (finished spans only)."""
+        """Return seconds by name of outermost, finished spans since the last call."""
         with self._lock:
             collected, self._since_collect = self._since_collect, {}
         return collected
 
     @property
     def totals(self) -> dict[str, float]:
-        """Seconds per outermost span name since the timeline was made."""
+        """Return seconds by name of outermost spans since the timeline was created."""
         with self._lock:
             return dict(self._totals)
 
     def save(self, path: Path) -> None:
-        """Write the trace as Chrome trace JSON (open in chrome://tracing or ui.perfetto.dev),
-        atomically.
+        """Write the trace as Chrome trace JSON, atomically.
 
-        ``otherData`` says how many spans were recorded and how many old ones are left out.
+        chrome://tracing and ui.perfetto.dev can open it. ``otherData`` contains the number of
+        recorded spans and of omitted old ones.
         """
         with self._lock:
             events, recorded = list(self._events), self._num_events
@@ -108,9 +106,9 @@ class Timeline:
         ]
         left_out = recorded - len(events)
         note = (
-            f"the oldest {left_out} spans are left out to bound memory"
+            f"the oldest {left_out} spans are omitted to bound memory"
             if left_out
-            else "every span is here"
+            else "all spans are included"
         )
         other = {
             "recorded_spans": recorded,
@@ -129,7 +127,7 @@ class Timeline:
         return time.perf_counter()
 
     def _leave(self, name: str, start: float) -> float:
-        """Close the span in the sums; returns its end."""
+        """End the span, add it to the sums if it is outermost, and return its end time."""
         end = time.perf_counter()
         self._thread.depth -= 1
         if self._thread.depth == 0:
@@ -149,10 +147,9 @@ class Timeline:
     def _consume(  # house: ok one generator that must time each next and clean up after itself
         self, name: str, items: Iterator[T]
     ) -> Generator[T, None, None]:
-        """Pass ``items`` on, counting the time inside each ``next`` and none of the consumer's.
+        """Yield ``items`` and time each ``next``, without the consumer's time.
 
-        The sums count every item; the trace joins items that follow each other within a
-        millisecond.
+        The sums include every item. The trace merges items less than a millisecond apart.
         """
         first = last = None
         try:
@@ -178,31 +175,30 @@ class Timeline:
 
 
 def timed(obj: T, timeline: Timeline, names: Mapping[str, str]) -> T:
-    """``obj`` behind a proxy that times some of its methods: ``names`` maps method name -> span
+    """Return a proxy of ``obj`` that times some of its methods. ``names`` maps method name -> span
     name.
 
-    ``timed(engine, timeline, {"generate": "rollout", "load_weights": "sync"})``. Everything else
-    (attributes read and set, isinstance) reaches ``obj`` itself. A method that returns an iterator
-    is timed while the iterator is consumed: time inside ``next`` counts, time between two ``next``
-    does not.
+    Example: ``timed(engine, timeline, {"generate": "rollout", "load_weights": "sync"})``.
+    Everything else (reading and setting attributes, isinstance) is forwarded to ``obj``. If a
+    method returns an iterator, the time inside each ``next`` counts, and the time between them does
+    not.
 
     Python looks up special methods (``len()``, ``with``, calls) on the type, so those are not
-    forwarded. Raises ValueError if ``obj`` has no such method.
+    forwarded. Raises ValueError if ``obj`` lacks a method in ``names``.
     """
     found = {m: getattr(obj, m, None) for m in names}  # house: ok proxy of any object
     missing = [m for m, method in found.items() if not callable(method)]
     if missing:
         raise ValueError(
             f"cannot time {type(obj).__name__}.{missing[0]}: there is no such method; names maps "
-            f"method names to span names, and it has {dict(names)}"
+            f"method names to span names, and is {dict(names)}"
         )
     return _Timed(obj, timeline, names)  # type: ignore[return-value]
 
 
 class _Timed:
-    """See :func:`timed`. Its own two slots have mangled names, so none of the object's are
-    hidden.
-    """
+    """The proxy of :func:`timed`. Its two slots have mangled names, so they hide no attribute of
+    the object."""
 
     __slots__ = ("__methods", "__obj")
 
@@ -234,7 +230,7 @@ class _Timed:
 def _timed_method(obj: Any, method: str, timeline: Timeline, span: str) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         with timeline.span(span):
-            # Looked up at each call, so a method replaced on the object is the one that runs.
+            # Looked up on each call, so that a method replaced on the object later is used.
             result = getattr(obj, method)(*args, **kwargs)  # house: ok proxy of any object
         return timeline._consume(span, result) if isinstance(result, Iterator) else result
 

@@ -1,8 +1,8 @@
-"""The tracker protocol, and the queue that keeps slow or broken trackers away from training.
+"""The tracker protocol, and a queue that isolates training from slow or failing trackers.
 
-A :class:`Tracker` shows the metrics of a run somewhere else: TensorBoard, Weights & Biases.
-Training never calls one directly. Each tracker has a :class:`TrackerQueue`: a bounded queue and one
-thread.
+A :class:`Tracker` sends the metrics of a run to an external tool, such as TensorBoard or Weights &
+Biases. Training never calls it directly. Each tracker has a :class:`TrackerQueue`: a bounded queue
+and one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from burnish.secret import without_secrets
 
 MAX_QUEUED_STEPS = 1024
 _QUIET_S = 2.0
-"""Seconds of waiting at the end of a run after which the terminal says so."""
+"""Seconds of waiting at the end of a run after which a message is printed."""
 
 _log = logging.getLogger("burnish.tracker")
 
@@ -37,15 +37,15 @@ Logged = Callable[[], Iterable[tuple[int, Mapping[str, float]]]]
 
 
 class Tracker(Protocol):
-    """A place that shows the metrics of a run.
+    """An external tool that records the metrics of a run.
 
-    A queue calls every method from one thread, in the order of the run. Each call may block, and
-    may raise.
+    A queue calls all methods from one thread, in the order of the run. Each call may block or
+    raise.
     """
 
     @property
     def name(self) -> str:
-        """The key of the tracker in ``observe``."""
+        """Return the key of the tracker in ``observe``."""
         ...
 
     def start(self) -> None:
@@ -53,33 +53,37 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
-        """Record everything of a step. ``metrics`` may contain NaN and infinity."""
+        """Record a step. ``metrics`` may contain NaN and infinity."""
         ...
 
     def rewind(self, step: int) -> int:
-        """Expect the steps after ``step`` once more: the run goes back to a checkpoint. Return the
-        last step that is recorded; those between it and ``step`` are logged again."""
+        """Handle a run that resumes from the checkpoint of ``step``: later steps will be logged
+        again.
+
+        Returns the last recorded step; if it is before ``step``, the steps between are logged
+        next.
+        """
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Deliver the rest and end the tracker's run. ``failed``: the training run ended with an
-        error."""
+        """Deliver pending data and end the tracker's run. ``failed``: the training run ended with
+        an error."""
         ...
 
 
 @dataclass(frozen=True)
 class SampleRate:
-    """The number of samples that a tracker receives, and the interval."""
+    """How many samples a tracker receives, and how often."""
 
     rows: int
     """Rows per split and table. 0: none."""
     every_n_steps: int
-    """Least number of steps between two tables of one split."""
+    """Minimum number of steps between two tables of a split."""
 
 
 @dataclass(frozen=True)
 class TrackerLimits:
-    """Bounds on what a tracker may cost."""
+    """Limits on the resources of a tracker."""
 
     close_timeout_s: float
     samples: SampleRate = SampleRate(0, 1)
@@ -99,13 +103,12 @@ class _Rewind:
 
 
 class TrackerQueue:
-    """One tracker behind a bounded queue and a daemon thread.
+    """A tracker behind a bounded queue and a daemon thread.
 
-    Contract: :meth:`start`, :meth:`log` and :meth:`rewind` return at once, whatever the tracker
-    does. A step that finds the queue full, or whose delivery raises, is dropped and counted. The
-    first problem is logged when it occurs, and the number of dropped steps once, by :meth:`close`,
-    which waits for at most ``limits.close_timeout_s``. Samples are read from the run folder, in the
-    thread.
+    Contract: :meth:`start`, :meth:`log` and :meth:`rewind` never block on the tracker. A step is
+    dropped and counted if the queue is full or its delivery raises. The first problem is logged
+    when it occurs. :meth:`join` waits for at most ``limits.close_timeout_s`` after :meth:`finish`
+    and logs the number of dropped steps. Samples are read from the run folder, in the thread.
     """
 
     def __init__(self, tracker: Tracker, run_dir: Path, limits: TrackerLimits) -> None:
@@ -113,26 +116,26 @@ class TrackerQueue:
         self._tracker, self._run_dir, self._limits = tracker, Path(run_dir), limits
         self._items: deque[_Step | _Rewind] = deque()
         self._changed = threading.Condition()
-        """Guards every field below, and the queue."""
+        """Guards the queue and the fields below, except for ``_thread`` and ``_shown``."""
         self._dropped = 0
         self._delivering = 0
-        """Steps taken from the queue and neither delivered nor dropped: 0 or 1."""
+        """Number of steps taken from the queue and not yet delivered or dropped: 0 or 1."""
         self._problem_told = False
         self._closing = self._abandoned = self._failed = False
         self._deadline = 0.0
-        """End of the wait for the thread, by the monotonic clock."""
+        """End of the wait for the thread, by ``time.monotonic``."""
         self._thread: threading.Thread | None = None
         self._shown: dict[str, int] = {}
-        """Split -> step of its last table. Used by the thread alone."""
+        """Split -> step of its last table. Only used by the thread."""
 
     @property
     def dropped(self) -> int:
-        """Steps that the tracker will never receive, so far."""
+        """Return the number of dropped steps so far."""
         with self._changed:
             return self._dropped
 
     def start(self) -> None:
-        """Start the tracker, and deliver what was queued before."""
+        """Start the thread, which starts the tracker and then delivers the queued steps."""
         self._thread = threading.Thread(
             target=self._work, name=f"burnish-tracker-{self.name}", daemon=True
         )
@@ -150,16 +153,19 @@ class TrackerQueue:
         self._tell_problem(f"{waiting} steps are waiting for it, so new ones are dropped")
 
     def rewind(self, step: int, logged: Logged) -> None:
-        """Queue a rewind. Queued steps after ``step`` come again and are removed. The thread fills
-        in steps up to ``step`` that the tracker lacks from ``logged``: those that an earlier
-        process had queued when it was killed, or that were dropped."""
+        """Queue a rewind to ``step``.
+
+        Queued steps after ``step`` are removed; they will be logged again. From ``logged``, the
+        thread delivers the steps up to ``step`` that the tracker has not recorded, because they
+        were dropped or an earlier process was killed.
+        """
         with self._changed:
             kept = [x for x in self._items if not isinstance(x, _Step) or x.number <= step]
             self._items = deque([*kept, _Rewind(step, logged)])
             self._changed.notify()
 
     def finish(self, *, failed: bool, wait: bool) -> None:
-        """Ask the thread to close the tracker after the queued steps, and return at once."""
+        """Request that the thread closes the tracker after the queued steps. Does not wait."""
         with self._changed:
             self._closing, self._failed = True, failed
             self._deadline = time.monotonic() + (self._limits.close_timeout_s if wait else 0.0)
@@ -206,7 +212,7 @@ class TrackerQueue:
             self._tries(lambda: self._tracker.close(failed=self._failed), "closing failed")
 
     def _next(self) -> _Step | _Rewind | None:
-        """The next item; None at the end."""
+        """Wait for the next item; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._closing or self._abandoned)
             if self._abandoned or not self._items:
@@ -223,7 +229,7 @@ class TrackerQueue:
                 self._deliver(_Step(step, metrics), started=True)
 
     def _deliver(self, item: _Step, *, started: bool) -> None:
-        """Log a step, or count it as dropped."""
+        """Send a step to the tracker, or count it as dropped."""
 
         def log() -> None:
             self._tracker.log(item.number, item.metrics, self._samples(item.number))
@@ -252,13 +258,13 @@ class TrackerQueue:
         return True
 
     def _tell_problem(self, what: str) -> None:
-        """Log the first problem. More of them are in the count at the end."""
+        """Log the first problem only. Later ones are included in the count at the end."""
         with self._changed:
             told, self._problem_told = self._problem_told, True
         if not told:
             _log.warning(
-                "observe.%s: %s. Training goes on; metrics.jsonl has every step, and the metric "
-                "observe/%s_dropped counts the steps that are lost there",
+                "observe.%s: %s. Training continues; metrics.jsonl has every step, and the metric "
+                "observe/%s_dropped counts the steps lost by the tracker",
                 self.name,
                 without_secrets(what),
                 self.name,
@@ -266,13 +272,13 @@ class TrackerQueue:
 
 
 class Trackers:
-    """All trackers of a run; none by default."""
+    """The trackers of a run; none by default."""
 
     def __init__(self, queues: Sequence[TrackerQueue] = ()) -> None:
         self._queues = list(queues)
 
     def start(self) -> None:
-        """Start every tracker. Steps that were logged before are delivered first."""
+        """Start every tracker. Steps logged earlier are delivered first."""
         for queue in self._queues:
             queue.start()
 
@@ -282,19 +288,19 @@ class Trackers:
             queue.log(step, metrics)
 
     def rewind(self, step: int, logged: Logged) -> None:
-        """Tell every tracker that the run goes back to ``step``, with ``logged`` up to there."""
+        """Queue a rewind to ``step`` for every tracker. ``logged`` provides the steps up to it."""
         for queue in self._queues:
             queue.rewind(step, logged)
 
     def metrics(self) -> dict[str, float]:
-        """``observe/<name>_dropped``: steps that the tracker will never receive, so far."""
+        """Return ``observe/<name>_dropped``: the number of steps that each tracker lost so far."""
         return {f"observe/{queue.name}_dropped": float(queue.dropped) for queue in self._queues}
 
     def close(self, *, ended_by: type[BaseException] | None = None) -> None:
-        """Close all trackers at the same time, each within its time limit. May be called twice.
+        """Close all trackers in parallel, each within its time limit. Idempotent.
 
-        ``ended_by``: class of the exception that ended the run. If it is not an Exception, such as
-        the KeyboardInterrupt of a second Ctrl-C, steps that are not delivered are abandoned.
+        ``ended_by`` is the class of the exception that ended the run. If it is not an Exception,
+        such as the KeyboardInterrupt of a second Ctrl-C, undelivered steps are dropped.
         """
         queues, self._queues = self._queues, []
         wait = ended_by is None or issubclass(ended_by, Exception)

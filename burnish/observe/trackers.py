@@ -1,4 +1,4 @@
-"""From a recipe's ``observe`` to the trackers of a run. Heavy imports are inside the functions."""
+"""Create the trackers of a run from the recipe's ``observe``. Heavy imports are in functions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from burnish.observe.tracker import TrackerQueue, Trackers
 
 _GRACE_S = 5.0
-"""A tracker that keeps its own time limit has this much longer, so that it can report its end."""
+"""Extra time for a tracker that enforces its own time limit, so that it can report the timeout."""
 _TENSORBOARD_TIMEOUT_S = 30.0
 
 
 def check_trackers(config: JobConfig) -> None:
-    """Raise TrackerError for a tracker that the recipe asks for and that cannot be used here.
+    """Raise TrackerError if a tracker of the recipe cannot be used on this machine.
 
-    Imports nothing for a recipe without trackers, and never torch.
+    Imports nothing if the recipe has no trackers, and never torch.
     """
     for observe in config.nodes_of(TrackersConfig):
         if observe.tensorboard and not _installed("tensorboard"):
@@ -41,7 +41,10 @@ def check_trackers(config: JobConfig) -> None:
 
 
 def open_trackers(config: JobConfig, run_dir: Path) -> Trackers:
-    """The trackers of a run, not started yet. Raise TrackerError as :func:`check_trackers`."""
+    """Create the trackers of a run without starting them.
+
+    Raises TrackerError like :func:`check_trackers`.
+    """
     from burnish.observe.tracker import Trackers
 
     nodes = config.nodes_of(TrackersConfig)

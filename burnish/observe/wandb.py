@@ -1,9 +1,9 @@
 """Weights & Biases as a tracker. The only file that imports wandb.
 
-Steps on the server are those of the run, and each exists once: Weights & Biases keeps the first
-values of a step and has no supported way to replace them. A run that goes back to a checkpoint
-therefore sends only the steps that are not recorded yet. ``wandb.json`` in the run folder holds the
-id of the tracker's run and its last step, so that a resumed run continues it, online or offline.
+Steps on the server are those of the run. Weights & Biases keeps the first values of a step and does
+not support replacing them. After resuming from a checkpoint, only steps that are not yet recorded
+are therefore sent. ``wandb.json`` in the run folder contains the id of the tracker's run and its
+last step, so that a resumed run continues it, online or offline.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from burnish.observe.tracker import Samples
 
 WANDB_DIR = "wandb"
-"""The folder that wandb makes in ``dir``."""
+"""Name of the folder that wandb creates in ``dir``."""
 STATE_FILE = "wandb.json"
 MIN_VERSION = (0, 31)
-"""The first that resumes offline runs: ``wandb sync`` appends their parts instead of replacing."""
+"""First version that can resume offline runs: ``wandb sync`` appends their parts instead of
+replacing the run."""
 MAX_TEXT_CHARS = 10_000
-"""Longer texts are cut in tables. wandb warns of cells above 100,000 bytes."""
+"""Longer texts are truncated in tables. wandb warns about cells above 100,000 bytes."""
 
 _INSTALL = "pip install 'burnish[wandb]'"
 _MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline"}
@@ -45,8 +46,10 @@ _log = logging.getLogger("burnish.tracker")
 
 
 def wandb_mode(config: WandbConfig) -> Literal["online", "offline", "disabled"]:
-    """The mode of the recipe, else of WANDB_MODE, else online. Raise TrackerError for another
-    value of the variable."""
+    """Return the mode of the recipe, else of WANDB_MODE, else online.
+
+    Raises TrackerError if the variable has an unknown value.
+    """
     if config.mode is not None:
         return config.mode
     given = os.environ.get("WANDB_MODE") or "online"
@@ -54,22 +57,22 @@ def wandb_mode(config: WandbConfig) -> Literal["online", "offline", "disabled"]:
         return "disabled"
     if given not in _MODES:
         raise TrackerError(
-            f"WANDB_MODE={given}: observe.wandb knows online, offline and disabled; change the "
+            f"WANDB_MODE={given}: observe.wandb supports online, offline and disabled; change the "
             "environment variable, or set observe.wandb.mode"
         )
     return "offline" if _MODES[given] == "offline" else "online"
 
 
 def check_wandb(config: WandbConfig) -> None:
-    """Raise TrackerError if the package is missing, too old or broken, or if an online run would
-    have no credentials."""
+    """Raise TrackerError if the package is missing, too old or cannot be imported, or if an online
+    run has no credentials."""
     mode = wandb_mode(config)
     if mode == "disabled":
         return
     wandb = _import()
-    if mode == "offline" or wandb.run is not None:  # else the caller has logged in
+    if mode == "offline" or wandb.run is not None:  # with an active run, the caller is logged in
         return
-    wandb.setup(settings=wandb.Settings(silent=True, mode="online"))  # whatever WANDB_MODE says
+    wandb.setup(settings=wandb.Settings(silent=True, mode="online"))  # overrides WANDB_MODE
     try:
         found = wandb.login(prompt=False, verify=False)
     except wandb.Error as error:
@@ -112,16 +115,17 @@ class _State:
     project: str
     entity: str | None
     step: int = -1
-    """Last step that was handed to wandb."""
+    """Last step that was passed to wandb."""
 
 
 class WandbTracker:
-    """A run of Weights & Biases, new or continued."""
+    """A new or resumed run of Weights & Biases."""
 
     name = "wandb"
 
     def __init__(self, config: WandbConfig, run_dir: Path, recipe: Mapping[str, Any]) -> None:
-        """``recipe`` is shown as the run's config. Raise TrackerError as :func:`check_wandb`."""
+        """Prepare the run; ``recipe`` becomes its config. Raises TrackerError like
+        :func:`check_wandb`."""
         check_wandb(config)
         self._wandb = _import()
         self._config, self._run_dir, self._recipe = config, run_dir.absolute(), recipe
@@ -130,7 +134,7 @@ class WandbTracker:
         self._num_skipped = 0
 
     def start(self) -> None:
-        """Open the run, offline if the server cannot be reached."""
+        """Open the run; offline if the server is not reachable."""
         mode = wandb_mode(self._config)
         try:
             self._run = self._init(mode)
@@ -156,7 +160,7 @@ class WandbTracker:
             tell(f"Weights & Biases: {self._run.url}")
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
-        """Record a step, unless an earlier part of this run has recorded it."""
+        """Record a step, unless it is already recorded."""
         if step <= self._state.step:
             if not self._num_skipped:
                 _log.info(
@@ -171,11 +175,11 @@ class WandbTracker:
         self._save_state(step)
 
     def rewind(self, step: int) -> int:
-        """Return the last recorded step. :meth:`log` leaves out those up to there."""
+        """Return the last recorded step. :meth:`log` skips steps up to it."""
         return self._state.step
 
     def close(self, *, failed: bool) -> None:
-        """Upload the rest. Raise TrackerError if that takes longer than ``timeout_s``."""
+        """Finish the upload. Raises TrackerError if it takes longer than ``timeout_s``."""
         assert self._run is not None
         part = Path(self._run.dir).parent
         try:
@@ -200,7 +204,7 @@ class WandbTracker:
             dir=str(self._run_dir),
             mode=mode,
             resume="allow",
-            reinit="create_new",  # a run of the calling program stays as it is
+            reinit="create_new",  # does not affect a run of the calling program
             settings=self._wandb.Settings(
                 console="off",  # the terminal belongs to the progress bar
                 silent=True,
@@ -220,8 +224,8 @@ class WandbTracker:
     # ---- wandb.json --------------------------------------------------------------------------
 
     def _saved_state(self) -> _State:
-        """The state of the run folder; a new one if there is none, or the recipe names another
-        project or entity."""
+        """Return the state in the run folder; a new one if there is none, or if the recipe has
+        another project or entity."""
         project = self._config.project or os.environ.get("WANDB_PROJECT") or "burnish"
         new = _State(secrets.token_hex(8), project, self._config.entity)
         path = self._run_dir / STATE_FILE
@@ -247,7 +251,7 @@ def _cut(cell: Any) -> Any:
 
 
 def _clean(value: Any) -> Any:
-    """``value`` without secrets in its texts."""
+    """Return ``value`` with secrets removed from its strings."""
     if isinstance(value, Mapping):
         return {key: _clean(one) for key, one in value.items()}
     if isinstance(value, list):

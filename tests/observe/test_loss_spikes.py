@@ -166,7 +166,7 @@ def test_what_left_the_window_does_not_matter(
     "options", [{"window": 8}, {"min_values": 1}, {"threshold": 0.0}, {"threshold": math.nan}]
 )
 def test_an_alarm_that_can_never_work_is_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"never works; choose 2 <= min_values <= window"):
+    with pytest.raises(ValueError, match=r"cannot work; choose 2 <= min_values <= window"):
         SpikeAlarm(**options)  # type: ignore[arg-type]
 
 

@@ -95,7 +95,7 @@ def test_a_broken_line_in_the_middle_is_named_when_read_and_dropped_by_rewind(
 
 def test_a_metric_that_would_overwrite_the_step_is_refused(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
-    with pytest.raises(ValueError, match="'step' is used by the log line itself"):
+    with pytest.raises(ValueError, match="'step' is reserved for the log line itself"):
         log.log(1, {"step": 2.0})
     log.close()
     assert read_metrics(tmp_path) == []

@@ -254,7 +254,7 @@ def test_a_folder_that_is_no_run_is_refused_with_what_is_missing(tmp_path: Path)
     with pytest.raises(ReportError, match="does not exist"):
         build_report(tmp_path / "nowhere")
     (tmp_path / "config.yaml").write_text("a: [", encoding="utf-8")
-    with pytest.raises(ReportError, match="is not YAML"):
+    with pytest.raises(ReportError, match="is not valid YAML"):
         build_report(tmp_path)
 
 
@@ -295,7 +295,7 @@ def test_a_very_long_text_is_cut_in_the_middle_and_the_page_says_so(tmp_path: Pa
     assert embedded is not None
     response = json.loads(embedded.json)["rows"][0]["response"]
     assert response == "a" * 3000 + "\n[... 10,000 characters left out ...]\n" + "c" * 3000
-    assert "1 long texts are cut" in embedded.note
+    assert "1 long texts are truncated" in embedded.note
 
 
 def test_exact_names_win_over_patterns_and_unknown_metrics_come_last() -> None:
@@ -389,7 +389,7 @@ def test_sample_files_that_cannot_be_read_are_left_out_and_named(tmp_path: Path)
     pq.write_table(pa.table({"step": ["x"]}), tmp_path / "samples" / "step_000002.parquet")
     page = Page(build_report(tmp_path))
     assert [row["step"] for row in page.samples()["rows"]] == [3]
-    assert "left out, since they cannot be read" in page.text
+    assert "omitted because they cannot be read" in page.text
     assert "step_000001.parquet" in page.text and "step_000002.parquet" in page.text
 
 
@@ -428,7 +428,7 @@ def test_deeply_nested_files_are_refused_or_left_out(name: str, tmp_path: Path) 
     _rl_metrics(tmp_path)
     (tmp_path / name).write_text("[" * 5000, encoding="utf-8")
     if name == "config.yaml":
-        with pytest.raises(ReportError, match="is not YAML"):
+        with pytest.raises(ReportError, match="is not valid YAML"):
             build_report(tmp_path)
     else:
         build_report(tmp_path)

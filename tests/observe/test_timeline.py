@@ -157,7 +157,7 @@ def test_the_trace_is_bounded_says_so_and_the_sums_stay_exact(clock: Clock, tmp_
     spans = _spans(tmp_path / "timeline.json")
     assert [s["ts"] for s in spans] == [i * 1e6 for i in range(15, 25)]
     assert trace["otherData"]["recorded_spans"] == 25
-    assert "oldest 15 spans are left out" in trace["otherData"]["note"]
+    assert "oldest 15 spans are omitted" in trace["otherData"]["note"]
     assert line.totals == pytest.approx({"train": 25.0})
 
 

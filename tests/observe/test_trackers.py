@@ -146,7 +146,7 @@ def test_a_tracker_that_hangs_costs_its_steps_and_nothing_else(
     assert [line["step"] for line in lines] == list(range(1, 10))
     assert lines[-1]["observe/recorder_dropped"] == (3 if method == "log" else 4)
     first, last = warnings(caplog)
-    assert "4 steps are waiting for it, so new ones are dropped. Training goes on" in first
+    assert "4 steps are waiting for it, so new ones are dropped. Training continues" in first
     assert "number of steps that did not reach it: 9" in last
     (thread,) = [t for t in threading.enumerate() if t.name == "burnish-tracker-recorder"]
     tracker.let_go.set()
@@ -192,7 +192,7 @@ def test_steps_that_a_tracker_fails_on_are_counted_and_the_others_arrive(
     trackers.close()
     assert tracker.steps == [2, 4, 6] and queue.dropped == 3
     first, last = warnings(caplog)
-    assert "a step failed: SystemExit: step 1. Training goes on" in first
+    assert "a step failed: SystemExit: step 1. Training continues" in first
     assert "did not reach it: 3 (metrics.jsonl has them)" in last
 
 

@@ -350,7 +350,7 @@ def test_calibrate_as_json_is_json(monkeypatch, tmp_path):
         "file": str(tmp_path / "gpus.yaml"),
         "measured": {"efficiency": {"matmul": 0.5}},
     }
-    assert "measured, and written to" in call("doctor", "--calibrate").stdout
+    assert "measurements written to" in call("doctor", "--calibrate").stdout
 
 
 def test_an_unknown_option_value_is_refused():

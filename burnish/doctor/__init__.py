@@ -1,3 +1,2 @@
-"""``burnish doctor``: what is installed, what this machine has, what is known not to work together,
-and whether every engine that is here really computes. Reading order: facts, known, selftest,
-command."""
+"""``burnish doctor``: report installed packages, hardware and known incompatibilities, and test
+every installed engine. Reading order: facts, known, selftest, command."""

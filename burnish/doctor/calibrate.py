@@ -1,9 +1,9 @@
-"""``burnish doctor --calibrate``: what this machine reaches of what ``burnish plan`` assumes.
+"""``burnish doctor --calibrate``: measure the throughput of this machine for ``burnish plan``.
 
-A few matrix products, reads, copies and optimizer steps, each long enough to be timed; the results
-go into the user's own table (``burnish/plan/hardware.py`` reads it), so that the times of later
-plans are this machine's. Of the links it is the one between the first two GPUs; the network between
-nodes is not measured.
+Times a few matmuls, memory reads, copies and optimizer steps. The results are written to the user's
+own table, which ``burnish/plan/hardware.py`` reads, so that later plans predict the times of this
+machine. Of the links, only the one between the first two GPUs is measured; the network between
+nodes is not.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from burnish.plan.hardware import Gpu, Tables
 
 REPEATS = 5
 ADAM_BYTES = 28
-"""Bytes that a fused AdamW moves for a parameter: weight, gradient, two moments read, three of them
-written."""
+"""Bytes per parameter that a fused AdamW transfers: reads weight, gradient and two moments, writes
+all but the gradient."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed. The defaults take some seconds."""
+    """Sizes of the measurements. :data:`ON_GPU` and :data:`ON_CPU` take a few seconds."""
 
     tokens: int
     width: int
     read_bytes: int
-    """Larger than the last cache."""
+    """Bytes read; must exceed the last-level cache."""
     adam_parameters: int = 20_000_000
 
 
@@ -42,8 +42,8 @@ ON_CPU = Sizes(tokens=512, width=1024, read_bytes=256 << 20)
 
 
 def calibrate(tables: Tables, sizes: Sizes | None = None) -> dict[str, dict[str, float]]:
-    """Measure this machine; return the result in the form of the user's table: ``efficiency`` and
-    ``machines``."""
+    """Measure this machine. Returns the sections ``efficiency`` and ``machines`` of the user's
+    table."""
     if torch.cuda.is_available():
         return _on_gpu(tables, sizes or ON_GPU)
     sizes = sizes or ON_CPU
@@ -74,14 +74,17 @@ def _on_gpu(tables: Tables, sizes: Sizes) -> dict[str, dict[str, float]]:
 
 
 def gpu_of(tables: Tables, name: str, memory_bytes: int) -> Gpu | None:
-    """The entry of the table for a device: its model's name inside the device's, and the nearest
-    memory. None where there is none."""
+    """Return the table's entry for a device; None if there is none.
+
+    The entry's model name must be part of the device name; of several, the one with the closest
+    memory size is used.
+    """
     fits = [g for g in tables.gpus.values() if g.name.split("-")[0] in name.replace(" ", "")]
     return min(fits, key=lambda g: abs(g.bytes - memory_bytes), default=None)
 
 
 def matmul_flops(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second, forward and backward of the two halves of an MLP."""
+    """Return FLOP/s of forward and backward through the two projections of an MLP."""
     width, inner = sizes.width, 4 * sizes.width
     first, second = (
         torch.randn(a, b, device=device, dtype=dtype, requires_grad=True)
@@ -96,7 +99,7 @@ def matmul_flops(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> floa
 
 
 def read_rate(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes a second of weights that are read once for a few tokens."""
+    """Return bytes per second of a matmul that reads its weights once for a few tokens."""
     rows = sizes.read_bytes // (sizes.width * dtype.itemsize)
     weight = torch.randn(rows, sizes.width, device=device, dtype=dtype)
     tokens = torch.randn(sizes.width, 4, device=device, dtype=dtype)
@@ -105,21 +108,21 @@ def read_rate(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def copy_rate(sizes: Sizes, device: torch.device) -> float:
-    """Bytes a second from pinned host memory."""
+    """Return bytes per second of a copy from pinned host memory to the GPU."""
     host = torch.empty(sizes.read_bytes // 8, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device=device)
     return host.nbytes / _seconds(lambda: target.copy_(host, non_blocking=True), device)
 
 
 def link_rate(sizes: Sizes) -> float:
-    """Bytes a second from the first GPU to the second."""
+    """Return bytes per second of a copy from the first GPU to the second."""
     source = torch.empty(sizes.read_bytes // 8, dtype=torch.uint8, device="cuda:0")
     target = torch.empty_like(source, device="cuda:1")
     return source.nbytes / _seconds(lambda: target.copy_(source), target.device)
 
 
 def adam_rate(sizes: Sizes) -> float:
-    """Bytes a second of an AdamW step on the host."""
+    """Return bytes per second of an AdamW step on the host."""
     parameter = torch.nn.Parameter(torch.zeros(sizes.adam_parameters))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -128,7 +131,7 @@ def adam_rate(sizes: Sizes) -> float:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The median of several calls, after one that is not counted."""
+    """Return the median seconds of several calls, after one warm-up call."""
     taken = []
     for _ in range(1 + REPEATS):
         started = time.perf_counter()
@@ -140,7 +143,7 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def remember(found: dict[str, dict[str, float]], path: Path) -> str:
-    """Write what was measured into the user's table, which keeps what else is in it; its text."""
+    """Merge the measurements into the user's table at ``path``, and return the table's text."""
     tree = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
     tree = tree if isinstance(tree, dict) else {}
     for part, values in found.items():

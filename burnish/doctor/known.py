@@ -1,5 +1,5 @@
-"""Combinations that are known not to work, each with where it was told: rules over
-:class:`burnish.doctor.facts.Facts`, nothing else."""
+"""Combinations that are known not to work, with their sources: rules over
+:class:`burnish.doctor.facts.Facts`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ Level = Literal["bad", "warning", "note"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know about this machine."""
+    """A known problem that applies to this machine."""
 
     level: Level
-    """bad: what needs it will fail or be wrong. warning: it will under some settings. note: it
-    costs something."""
+    """``bad``: affected features fail or give wrong results. ``warning``: they do so under some
+    settings. ``note``: they are slower or only possibly affected."""
     text: str
-    """What, why, and what to do."""
+    """Problem, reason and fix."""
     source: str = ""
-    """Where it was told or measured."""
+    """Where the problem is reported or was measured."""
 
 
 Rule = Callable[[Facts], Iterator[Finding]]
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Everything that is known about these facts, the worst first."""
+    """Return all known problems that apply, the most severe first."""
     found = [finding for rule in RULES for finding in rule(facts)]
     order: tuple[Level, ...] = ("bad", "warning", "note")
     return sorted(found, key=lambda finding: order.index(finding.level))
 
 
 def own_requirements(facts: Facts) -> Iterator[Finding]:
-    """Packages that Burnish needs, missing or too old; extras that are half there."""
+    """Find required packages that are missing or have an unsupported version, also of installed
+    extras."""
     for extra, wanted in requirements().items():
         for requirement in wanted:
             version = facts.version(_normal(requirement.name))
@@ -53,7 +54,7 @@ def own_requirements(facts: Facts) -> Iterator[Finding]:
                 name = f"burnish[{extra}]" if extra else "Burnish"
                 yield Finding(
                     "bad",
-                    f"{requirement.name} {version} is installed and {name} needs "
+                    f"{requirement.name} {version} is installed, but {name} needs "
                     f"{requirement.specifier}; pip install "
                     f"'{requirement.name}{requirement.specifier}'",
                     "pyproject.toml",
@@ -61,33 +62,32 @@ def own_requirements(facts: Facts) -> Iterator[Finding]:
 
 
 def deepspeed_that_keeps_what_it_gathered(facts: Facts) -> Iterator[Finding]:
-    """Out of memory under ZeRO-3 with gradient checkpointing."""
+    """Find DeepSpeed versions that run out of memory with ZeRO-3 and gradient checkpointing."""
     version = facts.version("deepspeed")
     if version is not None and Version("0.16.0") <= version < Version("0.16.8"):
         yield Finding(
             "bad",
             f"DeepSpeed {version} does not release gathered weights under ZeRO-3 with gradient "
             "checkpointing, so memory grows with the depth of the model; install 0.19.8 or newer",
-            "deepspeedai/DeepSpeed pull requests 6726 (the change) and 7258 (taken back in "
-            "0.16.8); "
+            "deepspeedai/DeepSpeed pull requests 6726 (the change) and 7258 (reverted in 0.16.8); "
             "OpenRLHF/OpenRLHF issue 776",
         )
 
 
 def deepspeed_that_checks_no_gradients(facts: Facts) -> Iterator[Finding]:
-    """Steps over gradients that are not finite."""
+    """Find DeepSpeed versions that apply gradients that are not finite."""
     version = facts.version("deepspeed")
     if version is not None and Version("0.16.8") <= version < Version("0.19.8"):
         yield Finding(
             "bad",
             f"DeepSpeed {version} does not check gradients in fp32 and bf16 at stage 3: one step "
-            "over an infinite one ruins the weights; install 0.19.8 or newer",
-            "its source (runtime/zero/stage3.py of 0.19.7 beside 0.19.8)",
+            "with an infinite gradient destroys the weights; install 0.19.8 or newer",
+            "its source (runtime/zero/stage3.py of 0.19.7, compared with 0.19.8)",
         )
 
 
 def pins_of_vllm(facts: Facts) -> Iterator[Finding]:
-    """vLLM is compiled against one torch."""
+    """Find a torch or transformers that vLLM does not support; it is compiled for one torch."""
     name = next((n for n in ("vllm", *OTHER_NAMES["vllm"]) if n in facts.versions), None)
     if name is None:
         return
@@ -103,20 +103,19 @@ def pins_of_vllm(facts: Facts) -> Iterator[Finding]:
         compiled = requirement.name == "torch" and name == "vllm"
         yield Finding(
             "bad" if compiled else "note",
-            f"{name} {facts.versions[name]} asks for {requirement}, and {requirement.name} "
-            f"{version} "
-            "is installed"
+            f"{name} {facts.versions[name]} requires {requirement}, but {requirement.name} "
+            f"{version} is installed"
             + (
-                ": its kernels are built for that torch; give vLLM an environment of its own"
+                ": its kernels are built for that torch; install vLLM in a separate environment"
                 if compiled
-                else " (the self-test shows whether it works nevertheless)"
+                else " (the self-test shows whether it works anyway)"
             ),
             f"{name}'s own requirements",
         )
 
 
 def expandable_segments_and_sleep(facts: Facts) -> Iterator[Finding]:
-    """vLLM cannot give memory back then."""
+    """Find allocator settings with which a sleeping vLLM cannot release memory."""
     if facts.version("vllm") is None:
         return
     old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
@@ -124,42 +123,39 @@ def expandable_segments_and_sleep(facts: Facts) -> Iterator[Finding]:
     if asked:
         yield Finding(
             "warning",
-            f"{asked[0]} asks for expandable segments, which a sleeping vLLM "
-            "(rollout.engine.sleep_between_rollouts) does not go with: older versions refuse, "
-            "newer "
-            f"ones look at {old} only, and otherwise the memory is not given back; leave it out, "
-            "or "
-            f"set both variables alike",
+            f"{asked[0]} enables expandable segments, which are incompatible with a sleeping vLLM "
+            "(rollout.engine.sleep_between_rollouts): older versions refuse, newer ones only check "
+            f"{old}, and otherwise the memory is not released; unset it, or set both variables to "
+            f"the same value",
             "pytorch/pytorch issue 147851; vllm-project/vllm pull requests 14189 and 40812",
         )
 
 
 def cumem_of_old_nccl(facts: Facts) -> Iterator[Finding]:
-    """Two processes with different settings cannot form a group."""
+    """Find NCCL versions whose cuMem allocator fails in groups with vLLM."""
     if facts.nccl is None or Version(facts.nccl) >= Version("2.22.3"):
         return
     if facts.environment.get("NCCL_CUMEM_ENABLE") != "0":
         yield Finding(
             "warning",
             f"NCCL {facts.nccl} hangs or runs out of memory with its cuMem allocator in groups "
-            "with "
-            "vLLM; set NCCL_CUMEM_ENABLE=0 for all processes, or use NCCL 2.22.3 or newer",
+            "with vLLM; set NCCL_CUMEM_ENABLE=0 for all processes, or use NCCL 2.22.3 or newer",
             "NVIDIA/nccl issue 1234; vllm-project/vllm pull request 24141",
         )
 
 
 OLDEST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
-"""CUDA major version -> the oldest driver for Linux that runs programs built for it."""
+"""CUDA major version -> oldest Linux driver that supports it."""
 
 
 def torch_without_the_gpu(facts: Facts) -> Iterator[Finding]:
-    """A GPU that torch does not see."""
+    """Find why torch sees no GPU although a driver is installed."""
     if facts.gpus or not facts.driver_present:
         return
     if facts.cuda_build is None:
         yield Finding(
             "warning",
-            "this machine has an NVIDIA driver and torch is a CPU build; make install-cuda "
+            "this machine has an NVIDIA driver, but torch is a CPU build; make install-cuda "
             "VENV=.venv-cuda installs the CUDA builds",
             "docs/install.md",
         )
@@ -168,7 +164,7 @@ def torch_without_the_gpu(facts: Facts) -> Iterator[Finding]:
     if facts.driver and oldest and Version(facts.driver) < Version(oldest):
         yield Finding(
             "bad",
-            f"the NVIDIA driver is {facts.driver}, and torch is built for CUDA "
+            f"the NVIDIA driver is {facts.driver}, but torch is built for CUDA "
             f"{facts.cuda_build}, which needs {oldest} or newer, so it sees no GPU; update the "
             "driver, or install NVIDIA's package cuda-compat if these are data center GPUs",
             "https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/",
@@ -176,44 +172,43 @@ def torch_without_the_gpu(facts: Facts) -> Iterator[Finding]:
         return
     yield Finding(
         "warning",
-        f"torch is built for CUDA {facts.cuda_build} and sees no GPU: none is free to this "
-        "process (CUDA_VISIBLE_DEVICES?), or the driver is too old; nvidia-smi tells its "
-        "version",
+        f"torch is built for CUDA {facts.cuda_build} but sees no GPU: none is visible to this "
+        "process (CUDA_VISIBLE_DEVICES?), or the driver is too old; nvidia-smi shows its version",
     )
 
 
 def gpus_without_peer_access(facts: Facts) -> Iterator[Finding]:
-    """GPUs that reach each other through host memory only."""
+    """Find GPUs that can only communicate through host memory."""
     pairs, direct = facts.links.gpu_pairs, facts.links.direct_pairs
     if direct < pairs:
         yield Finding(
             "note",
-            f"{pairs - direct} of {pairs} pairs of GPUs have no peer access: what they send each "
-            "other goes through host memory. burnish plan's times assume the direct link; measure "
-            "this one by burnish doctor --calibrate",
+            f"{pairs - direct} of {pairs} pairs of GPUs have no peer access: transfers between "
+            "them go through host memory. burnish plan's times assume the direct link; measure "
+            "the actual one with burnish doctor --calibrate",
             "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
         )
 
 
 def small_shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Containers have 64 MB."""
+    """Find a /dev/shm below 1 GiB. The default of containers is 64 MB."""
     wants = [n for n in ("ray", "vllm") if facts.version(n) is not None]
     if wants and facts.shm_bytes is not None and facts.shm_bytes < 1 << 30:
         yield Finding(
             "warning",
-            f"/dev/shm has {facts.shm_bytes / 2**20:.0f} MB free: Ray's object store, weights "
-            "between processes and vLLM's workers live there; start the container with "
+            f"/dev/shm has {facts.shm_bytes / 2**20:.0f} MB free: Ray's object store, weight "
+            "transfers between processes and vLLM's workers use it; start the container with "
             "--shm-size=16g or more",
             "docs/engines.md",
         )
 
 
 def few_open_files(facts: Facts) -> Iterator[Finding]:
-    """Ray opens several per worker."""
+    """Find a limit on open files that is too low for Ray."""
     if facts.version("ray") is not None and facts.open_files < 4096:
         yield Finding(
             "warning",
-            f"a process may open {facts.open_files} files, and Ray opens several per worker; "
+            f"the limit on open files is {facts.open_files}, but Ray opens several per worker; run "
             "ulimit -n 65536",
         )
 

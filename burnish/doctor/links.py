@@ -1,6 +1,6 @@
-"""Between GPUs and between machines: which links there are, and how fast they say they are.
+"""Links between GPUs and between machines, with their nominal rates.
 
-Nothing is sent here; ``burnish doctor --calibrate`` measures the link between the first two GPUs.
+Nothing is measured; ``burnish doctor --calibrate`` measures the link between the first two GPUs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ SYSTEM = Path("/sys/class")
 
 @dataclass(frozen=True)
 class Links:
-    """Links that carry weights, gradients and rollouts."""
+    """Links available for weights, gradients and rollouts."""
 
     network: tuple[str, ...] = ()
-    """Adapters that are up, each with its rate in words."""
+    """Descriptions of the active network adapters, with their rates."""
     gpu_pairs: int = 0
     direct_pairs: int = 0
-    """Of them, those that read each other's memory (NVLink, or PCIe with peer access)."""
+    """Number of GPU pairs that can read each other's memory (NVLink, or PCIe with peer access)."""
 
     @property
     def between_gpus(self) -> str:
-        """In words."""
+        """Return a description of the links between GPUs; "" with fewer than two GPUs."""
         if not self.gpu_pairs:
             return ""
         return f"{self.direct_pairs} of {self.gpu_pairs} pairs of GPUs have peer access"
@@ -48,21 +48,21 @@ def _infiniband(system: Path) -> Iterator[str]:
             continue
         rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
         name = f"{port.parts[-3]} port {port.name} (RDMA, {_read(port / 'link_layer')})"
-        yield f"{name}: {_gbs(float(rate[1]) * 1000) if rate else 'rate not told'}"
+        yield f"{name}: {_gbs(float(rate[1]) * 1000) if rate else 'rate unknown'}"
 
 
 def _ethernet(system: Path) -> Iterator[str]:
-    """Adapters with hardware (or a hypervisor's) behind them: bridges and loopback have none."""
+    """Yield active adapters with a physical or virtual device; bridges and loopback have none."""
     for adapter in sorted(system.glob("net/*")):
         if not (adapter / "device").exists() or _read(adapter / "operstate") != "up":
             continue
         speed = _read(adapter / "speed")
         known = speed.isdecimal() and int(speed) > 0
-        yield f"{adapter.name}: {_gbs(float(speed)) if known else 'rate not told'}"
+        yield f"{adapter.name}: {_gbs(float(speed)) if known else 'rate unknown'}"
 
 
 def _read(path: Path) -> str:
-    """A line of the kernel's; "" where it does not answer (a virtual adapter has no speed)."""
+    """Read a file of /sys; "" if it is not readable (a virtual adapter has no speed)."""
     with suppress(OSError):
         return path.read_text(encoding="utf-8").strip()
     return ""

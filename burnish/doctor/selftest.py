@@ -1,8 +1,8 @@
-"""Every engine that is installed, on a tiny model, in a process of its own: does it really compute?
+"""Self-tests: run every installed engine on a tiny model, each in a separate process.
 
-``python -m burnish.doctor.selftest NAME`` runs one. A train engine takes five steps and must lower
-its loss; a rollout engine samples greedily and must give the tokens that the plain model gives,
-also after new weights.
+``python -m burnish.doctor.selftest NAME`` runs one. A train engine takes five steps and must reduce
+its loss. A rollout engine samples greedily and must return the tokens of a plain forward pass,
+before and after a weight update.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Outcome:
     passed: bool
     seconds: float
     text: str
-    """What it found, or the end of what it said."""
+    """Result of the test, or the error message."""
 
 
 def names(facts: Facts) -> list[str]:
-    """The self-tests for what is installed."""
+    """Return the names of the self-tests of installed engines."""
     found = []
     for name in (*TRAIN, *(f"rollout {kind}" for kind in ROLLOUT)):
         needs = next((d for word, d in NEEDS.items() if word in name), None)
@@ -62,7 +62,7 @@ def names(facts: Facts) -> list[str]:
 
 
 def run(name: str) -> Outcome:
-    """One self-test in a fresh process, ended after :data:`TIMEOUT_S`."""
+    """Run one self-test in a new process, with a timeout of :data:`TIMEOUT_S`."""
     started = time.monotonic()
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory(prefix="burnish-doctor-") as folder:
@@ -73,14 +73,14 @@ def run(name: str) -> Outcome:
                 timeout=TIMEOUT_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Outcome(name, False, TIMEOUT_S, f"not done after {TIMEOUT_S:g} s")
+            return Outcome(name, False, TIMEOUT_S, f"timed out after {TIMEOUT_S:g} s")
     passed = done.returncode == 0
     text = done.stdout.strip().rpartition("\n")[2] if passed else _what_was_raised(done.stderr)
-    return Outcome(name, passed, time.monotonic() - started, text or "it said nothing")
+    return Outcome(name, passed, time.monotonic() - started, text or "no output")
 
 
 def _what_was_raised(stderr: str) -> str:
-    """The text of the exception at the end of a traceback: the lines after the last indented
+    """Return the exception message at the end of a traceback: the lines after the last indented
     one."""
     lines = stderr.rstrip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith(" ")]
@@ -88,7 +88,7 @@ def _what_was_raised(stderr: str) -> str:
 
 
 def _train(name: str) -> str:
-    """Five steps of supervised fine-tuning."""
+    """Run five steps of supervised fine-tuning and check that the loss falls."""
     from burnish.jobs.run import run as run_job
     from burnish.observe.metrics import read_metrics
 
@@ -108,13 +108,13 @@ def _train(name: str) -> str:
     }
     result = run_job(load_config(tree))
     losses = [line["train/loss"] for line in read_metrics(result.run_dir) if "train/loss" in line]
-    if not losses[-1] < losses[0] - 0.1:  # (rounding alone moves it too)
+    if not losses[-1] < losses[0] - 0.1:  # rounding alone changes it by less
         raise AssertionError(f"the loss did not fall in 5 steps: {losses}")
     return f"loss {losses[0]:.2f} -> {losses[-1]:.2f}"
 
 
 def _rollout(kind: str) -> str:
-    """Greedy tokens before and after new weights, against a plain forward pass."""
+    """Compare greedy tokens with a plain forward pass, before and after a weight update."""
     import torch
 
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
@@ -143,7 +143,7 @@ def _rollout(kind: str) -> str:
             expected = network(row).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
         if list(done.token_ids) != expected:
             raise AssertionError(
-                f"with weights {version} it sampled {list(done.token_ids)}, and the model's most "
+                f"with weights {version} it sampled {list(done.token_ids)}, but the model's most "
                 f"probable tokens are {expected}"
             )
     engine.close()
@@ -151,7 +151,7 @@ def _rollout(kind: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the self-test that is named; its last line is what it found."""
+    """Run the self-test with the given name. The last line of the output is its result."""
     (name,) = arguments
     kind = name.removeprefix("rollout ")
     test: Callable[[], str] = partial(_rollout, kind) if kind in ROLLOUT else partial(_train, name)

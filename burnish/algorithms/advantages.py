@@ -1,25 +1,24 @@
 """From rewards to advantages: how much better a sample, or a token, was than expected.
 
-*Outcome advantages* see one reward per sample and the groups, nothing else, and all have the
-signature ``f(rewards [N], group_ids [N], *, eps, lengths [N]) -> [N]``. What each name needs around
-it:
+*Outcome advantages* only use one reward per sample and the groups. All have the signature
+``f(rewards [N], group_ids [N], *, eps, lengths [N]) -> [N]``. Each name is combined with:
 
 ====================== ============================================================================
 grpo, dr_grpo, opo     give every action token the sample's value
 rloo                   ``token_rewards`` (KL in the reward), ``return_to_go`` at gamma = 1: without
                        KL in the reward the sample's value on every action token
 reinforce_pp           ``token_rewards`` (KL in the reward), ``return_to_go``, ``tensors.whiten``
-reinforce_pp_baseline  the same; only the shaped reward has the group's mean taken off
+reinforce_pp_baseline  the same, but the group's mean is subtracted from the shaped reward
 gae                    ``token_rewards``, values of a critic, :func:`gae`, ``tensors.whiten``
 on_policy_distill      log-probs of policy and teacher, no rewards
 ====================== ============================================================================
 
-Groups are by id, of any size and in any order. A group of one, and a group of equal rewards, give
-exactly 0.
+Groups are defined by id, of any size and in any order. The advantage is exactly 0 for a group of
+one and for equal rewards.
 
 *Token advantages* (:func:`gae`, :func:`return_to_go`, :func:`on_policy_distill`) work on rectangles
-[N, T] with a mask of action tokens. Tokens outside it (padding, or what a tool wrote between two
-turns) are skipped, as if they had been cut out.
+[N, T] with a mask of action tokens. Tokens outside of it (padding, or tool output between two
+turns) are skipped, as if they were not in the row.
 """
 
 from __future__ import annotations
@@ -64,10 +63,10 @@ def rloo(
 ) -> Tensor:
     """Leave-one-out [N]: A_i = R_i - mean of the others = (R_i - mean) n / (n - 1).
 
-    ``rewards`` [N], ``group_ids`` [N] int; ``eps`` and ``lengths`` are not used. Where KL is taken
-    in the reward the baseline is of the rewards alone, and each token pays for the KL from there on
-    (the paper's one action per response pays for all of it, and so does its baseline; both are
-    unbiased). Source: arXiv 2402.14740.
+    ``rewards`` [N], ``group_ids`` [N] int; ``eps`` and ``lengths`` are not used. With KL in the
+    reward, the baseline only contains the rewards, and each token is charged for the KL from there
+    on. In the paper, the single action of a response, and the baseline, are charged for all of the
+    KL. Both are unbiased. Source: arXiv 2402.14740.
     """
     deviation, groups = _deviation(rewards, group_ids)
     count = groups.total(torch.ones_like(deviation))
@@ -93,10 +92,10 @@ def opo(
 def reinforce_pp(
     rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, lengths: Tensor | None = None
 ) -> Tensor:
-    """The shaped reward of REINFORCE++ [N]: the reward itself, in fp32 at least.
+    """The shaped reward of REINFORCE++ [N]: the reward itself, at least in fp32.
 
-    ``rewards`` [N]; nothing else is used. The baseline is the whitening over the whole batch that
-    follows ``return_to_go``. Source: arXiv 2501.03262.
+    ``rewards`` [N]; the other arguments are not used. The baseline is the whitening over the whole
+    batch that follows ``return_to_go``. Source: arXiv 2501.03262.
     """
     return at_least_fp32(rewards)
 
@@ -119,7 +118,7 @@ def token_rewards(
     """Rewards per token [N, T]: the scalar on the last action token, minus kl_coef kl_t on each.
 
     ``rewards`` [N], ``mask`` [N, T] bool, ``kl`` [N, T] (k1, so that the sum is an unbiased
-    penalty). A row without action tokens gets nothing. Source: arXiv 1909.08593, equation 2.
+    penalty). Rows without action tokens are 0. Source: arXiv 1909.08593, equation 2.
     """
     actions_so_far = mask.cumsum(1)
     last = mask & (actions_so_far == actions_so_far[:, -1:])
@@ -128,9 +127,9 @@ def token_rewards(
 
 
 def return_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Rewards from here on [N, T]: G_t = r_t + gamma G_(t+1) over action tokens, 0 elsewhere.
+    """Discounted returns [N, T]: G_t = r_t + gamma G_(t+1) over action tokens, 0 elsewhere.
 
-    ``rewards`` [N, T], ``mask`` [N, T] bool. Rewards outside the mask are not counted.
+    ``rewards`` [N, T], ``mask`` [N, T] bool. Rewards outside the mask are ignored.
     """
     without_gaps = _closed(mask)
     actions = _move(at_least_fp32(rewards), mask, without_gaps)
@@ -140,11 +139,11 @@ def return_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation: (advantages, returns) [N, T], both 0 outside the mask.
+    """Generalized advantage estimation: (advantages, returns) [N, T], both 0 outside the mask.
 
     delta_t = r_t + gamma V_(t+1) - V_t;  A_t = delta_t + gamma lam A_(t+1);  return_t = A_t + V_t,
-    where t + 1 is the row's next *action* token: a gap in the mask carries value and advantage
-    across, and costs no discount. After the last action token the value is 0. ``rewards``,
+    where t + 1 is the row's next *action* token: value and advantage are carried across a gap in
+    the mask without a discount. After the last action token the value is 0. ``rewards``,
     ``values`` [N, T], ``mask`` [N, T] bool. Source: arXiv 1506.02438, equation 16.
     """
     without_gaps = _closed(mask)
@@ -158,9 +157,9 @@ def on_policy_distill(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tens
     """A_t = -(log p(token) - log q(token)), p the policy at the start of the update and q the
     teacher; 0 outside the mask.
 
-    Over tokens that the policy sampled itself the mean of -A is KL(policy || teacher), and the
-    policy gradient with A its gradient, token by token (no token answers for the divergence of
-    later ones: a discount of 0). ``old_logprobs``, ``teacher_logprobs``, ``mask`` of one shape.
+    Over tokens sampled by the policy, the mean of -A is KL(policy || teacher), and the policy
+    gradient with A is its gradient, token by token. With a discount of 0, no token is charged for
+    the divergence of later ones. ``old_logprobs``, ``teacher_logprobs``, ``mask`` of one shape.
     Sources: arXiv 2306.13649 (students on their own samples);
     https://thinkingmachines.ai/blog/on-policy-distillation/.
     """
@@ -178,8 +177,8 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "reinforce_pp_baseline": group_mean_baseline,
     "on_policy_distill": on_policy_distill,
 }
-"""By the name in ``algorithm.advantage``. All but ``gae`` and ``on_policy_distill``, which work on
-tokens and have signatures of their own, have the outcome signature."""
+"""Advantage functions by the name in ``algorithm.advantage``. All have the outcome signature,
+except for ``gae`` and ``on_policy_distill``, which work on tokens and have their own signatures."""
 
 
 class _Groups:
@@ -201,10 +200,10 @@ class _Groups:
 def _deviation(
     rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, _Groups]:
-    """R - (weighted) mean of the group [N], and the groups.
+    """Return R - (weighted) mean of the group [N], and the groups.
 
-    Rewards are measured from the group's lowest first, because the mean of equal numbers need not
-    be that number (seven times 0.1 in fp32), but the mean of zeros is 0. In fp64: squares of a
+    The group's minimum is subtracted first. The mean of equal numbers may differ from the number
+    (seven times 0.1 in fp32), but the mean of zeros is exactly 0. Computed in fp64: squares of a
     spread of 1.8e19 overflow fp32, a difference of two fp32 numbers may too, and a standard
     deviation of inf would make every advantage 0.
     """
@@ -217,13 +216,16 @@ def _deviation(
 
 
 def _narrow(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """Advantages in the format of the rewards, fp32 at least."""
+    """Return advantages in the dtype of the rewards, at least fp32."""
     return advantages.to(at_least_fp32(rewards).dtype)
 
 
 def _closed(mask: Tensor) -> Tensor:
-    """Where the action tokens stand, [N, T] bool, once no row has a gap: where they are if none has
-    one (the usual case, and the quick one), else moved to the left."""
+    """Return the mask [N, T] of action tokens after removing gaps.
+
+    If no row has a gap (the common and fast case), it is ``mask`` itself; otherwise the tokens of
+    each row are moved to the left.
+    """
     starts = mask & ~pad(mask[:, :-1], (1, 0))
     if not (starts.sum(1) > 1).any():
         return mask
@@ -231,18 +233,18 @@ def _closed(mask: Tensor) -> Tensor:
 
 
 def _move(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """``x`` [N, T] with what stands at the true places of ``source`` at those of ``target``, in
-    order, and 0 elsewhere. Both have as many in each row."""
+    """Move the entries of ``x`` [N, T] selected by ``source`` to the positions in ``target``, in
+    order; zero elsewhere. Both masks have the same count in each row."""
     if source is target:
         return torch.where(target, x, 0.0)
     return torch.zeros_like(x).masked_scatter(target, x[source])
 
 
 def _discounted_sum(x: Tensor, discount: float) -> Tensor:
-    """y_t = x_t + discount y_(t+1) along the last dimension [..., T].
+    """Return y_t = x_t + discount y_(t+1) along the last dimension [..., T].
 
-    If x_t is not finite, y is NaN at t and before (for a discount of 0: only at t), and is
-    what it would be after it.
+    If x_t is not finite, y is NaN at t and before (with a discount of 0: only at t). Later entries
+    are not affected.
     """
     bad = ~x.isfinite()
     if not bool(bad.any()):
@@ -252,10 +254,11 @@ def _discounted_sum(x: Tensor, discount: float) -> Tensor:
 
 
 def _sum_ahead(x: Tensor, discount: float) -> Tensor:
-    """:func:`_discounted_sum` of finite numbers.
+    """Compute :func:`_discounted_sum` of finite numbers.
 
-    Within a block of 32 it is a product with the triangle of discount^(j - i); then every block
-    adds what follows it, which the blocks' first entries find in the same way: log32(T) rounds.
+    Within a block of 32 it is a matmul with the triangle of discount^(j - i). The contribution of
+    the following blocks is then added; it is computed recursively from the blocks' first entries.
+    This takes log32(T) rounds.
     """
     length = x.shape[-1]
     num_blocks = -(-length // _BLOCK)

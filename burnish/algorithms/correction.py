@@ -1,6 +1,6 @@
-"""Sampler and trainer disagree about the same weights and tokens: by how much, and what to do.
+"""Mismatch of the sampler's and the trainer's log-probs for the same weights and tokens.
 
-``mismatch_stats`` measures, ``correction_weights`` says what each token's loss is multiplied by.
+``mismatch_stats`` measures it, ``correction_weights`` returns the factors of each token's loss.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def correction_weights(  # house: ok the terms of the equation
 
     g = old_logprobs - sampler_logprobs;  w = exp(g) (token), exp(sum of g over the row) (sequence)
     or exp(mean of g over the row) (geometric). Then truncate: min(w, high); clip: w into
-    [low, high]; mask: w inside [low, high] and 0 outside (the token, or the whole row, is left
-    out; denominators stay).
+    [low, high]; mask: w inside [low, high] and 0 outside (the token, or the entire row, is
+    excluded; denominators do not change).
 
     Tensors are padded [N, T], or packed [M] with ``row_ids`` [M]; returns weights of that shape, 1
     outside the mask. Stats: means ``correction_weight``, ``correction_frac`` (tokens whose weight
-    was changed); maxima ``correction_max`` (before the bounds). A sampler's log-prob that is NaN
-    says nothing: its token (or row) has weight 0, and counts as changed. Token and truncate is
+    was changed); maxima ``correction_max`` (before the bounds). If a sampler's log-prob is NaN,
+    its token (or row) has weight 0 and counts as changed. Token and truncate is
     truncated importance sampling (TIS), token and mask IcePop (arXiv 2510.18855), geometric and
     mask masked importance sampling. Raises ValueError for another level or mode.
     """
@@ -77,7 +77,7 @@ def mismatch_stats(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
 
     Means ``mismatch_abs`` = |g| and ``mismatch_k3`` = exp(g) - 1 - g (KL of the trainer from the
     sampler, which drew the tokens); maxima ``mismatch_max`` = max |g|; all in nats. Tensors of one
-    shape, [N, T] or [M]; no gradient. What stands outside the mask may be NaN or infinite.
+    shape, [N, T] or [M]; no gradient. Entries outside the mask may be NaN or infinite.
     """
     trainer, sampler = (at_least_fp32(x.detach()) for x in (trainer_logprobs, sampler_logprobs))
     gap, count = (trainer - sampler).abs(), mask.sum()

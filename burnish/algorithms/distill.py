@@ -1,16 +1,17 @@
-"""How far a student's distribution is from a teacher's: [K, V] in, [K] out, no denominators.
+"""Divergences of a student's distribution from a teacher's: [K, V] in, [K] out, no denominators.
 
 ``log_p``, ``log_q`` [K, V]: log-probs of student and teacher at the same temperature, over the same
 tokens. The teacher is a constant. Every divergence is 0 where the two are equal, positive
 elsewhere, and has a *slope*: its gradient in the student's logits z, log p = log softmax(z). As
-p sums to 1, the slope of D is p (g - sum_j p_j g_j) with g = dD/dp. It is written out, because a
-vocabulary is too large to keep what autograd would keep of it; ``models/distill.py`` uses both,
-some tokens at a time. A token that a distribution excludes (log-prob -inf, as of entries that only
-pad a vocabulary) has no share in a sum over that distribution, whatever the other one says of it.
+p sums to 1, the slope of D is p (g - sum_j p_j g_j) with g = dD/dp. It is implemented explicitly,
+because the tensors that autograd saves are too large for a vocabulary; ``models/distill.py`` uses
+both in chunks of tokens. A token that a distribution excludes (log-prob -inf, such as entries that
+only pad a vocabulary) contributes 0 to a sum over that distribution, whatever its probability in
+the other one.
 
-Which one: forward KL wants the student to cover all that the teacher might say, reverse KL to say
-nothing that the teacher would not; the Jensen-Shannon divergence lies between, and is bounded
-(arXiv 2306.13649).
+Which one to choose: with forward KL the student covers all likely outputs of the teacher, with
+reverse KL it avoids outputs that are unlikely for the teacher. The Jensen-Shannon divergence is
+between the two, and is bounded (arXiv 2306.13649).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def reverse_kl_slope(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
-    """Generalised Jensen-Shannon divergence [K] = beta KL(q || m) + (1 - beta) KL(p || m), with
+    """Generalized Jensen-Shannon divergence [K] = beta KL(q || m) + (1 - beta) KL(p || m), with
     m = beta q + (1 - beta) p.
 
     Symmetric for ``beta`` 1/2, where it is at most ln 2. Near the ends it goes to 0, and its
@@ -72,7 +73,7 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "reverse_kl": reverse_kl,
     "jsd": jsd,
 }
-"""By the name in ``loss`` of the job ``distill``. ``jsd`` has the option ``beta``."""
+"""Divergences by the name in ``loss`` of the job ``distill``. ``jsd`` has the option ``beta``."""
 
 SLOPES: dict[str, Callable[..., Tensor]] = {
     "forward_kl": forward_kl_slope,

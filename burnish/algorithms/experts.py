@@ -1,4 +1,4 @@
-"""Mixtures of experts: how evenly tokens are spread over experts, and a loss that evens them.
+"""Mixtures of experts: the load balance of experts, and a loss that improves it.
 
 Source: Switch Transformers (arXiv 2101.03961, equations 4 to 6), for top-k routing and with the
 tokens of all layers taken together, as in transformers' ``load_balancing_loss_func``.
@@ -15,10 +15,10 @@ from burnish.tensors import at_least_fp32
 def load_balancing_loss(router_logits: Tensor, *, top_k: int) -> Tensor:
     """E x sum over experts of f_e P_e, a scalar.
 
-    ``router_logits`` [L, M, E]: what the routers of L layers say of M tokens, padding left out.
+    ``router_logits`` [L, M, E]: router outputs of L layers for M tokens, without padding.
     f_e: tokens that chose expert e among their ``top_k``, over the L x M tokens (no gradient, sums
-    to top_k). P_e: mean probability of e (gradient, sums to 1). Routers that spread evenly give
-    top_k, the least for evenly spread choices; all tokens on the same experts give up to E.
+    to top_k). P_e: mean probability of e (gradient, sums to 1). A uniform distribution gives top_k,
+    the minimum for evenly distributed choices; all tokens on the same experts give up to E.
     """
     probs = at_least_fp32(router_logits).softmax(-1)
     share = expert_loads(router_logits, top_k=top_k).mean(0) * top_k / router_logits.shape[-1]

@@ -51,12 +51,12 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 class KlController(Protocol):
-    """Owns the weight of the KL term over a run. Its state belongs in the checkpoint."""
+    """Controls the weight of the KL term over a run. Its state is part of the checkpoint."""
 
     coef: float
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Take note of a rollout: its mean KL, and how many samples it had."""
+        """Update the weight after a rollout with mean KL ``kl`` over ``num_samples`` samples."""
         ...
 
     def state_dict(self) -> dict[str, float]:
@@ -64,12 +64,12 @@ class KlController(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore the state from :meth:`state_dict`."""
         ...
 
 
 class FixedKl:
-    """A weight that stays as it is: the recipe's, also where a run is resumed."""
+    """A constant weight: that of the recipe, even if a run is resumed."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -86,7 +86,8 @@ class FixedKl:
 
 
 class AdaptiveKl:
-    """A weight that steers the mean KL to ``target``: up where it is above, down where below.
+    """A weight that steers the mean KL to ``target``: increased if the KL is above, decreased if
+    below.
 
     coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon).
     Source: Ziegler 2019, arXiv 1909.08593, section 2.2.
@@ -100,11 +101,11 @@ class AdaptiveKl:
         self.horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Move the weight by a rollout of ``num_samples`` samples with mean KL ``kl``.
+        """Update the weight after a rollout of ``num_samples`` samples with mean KL ``kl``.
 
-        A KL that is not finite (every step of a rollout was skipped) says nothing and moves
-        nothing. Raises ValueError if a rollout is so large beside the horizon that the weight
-        could drop to 0 or below.
+        A KL that is not finite (every step of the rollout was skipped) has no effect. Raises
+        ValueError if the rollout is so large relative to the horizon that the weight could drop to
+        0 or below.
         """
         if self.MAX_ERROR * num_samples >= self.horizon:
             raise ValueError(
@@ -118,11 +119,14 @@ class AdaptiveKl:
         self.coef *= 1.0 + error * num_samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The weight now, and the one it began with."""
+        """Return the current and the initial weight."""
         return {"coef": self.coef, "init_coef": self.init_coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a weight that began where this one does. Any other state (of a fixed weight,
-        or of one that began elsewhere) is of another recipe: the weight starts again."""
+        """Restore the weight if it has the same initial weight.
+
+        Any other state (of a fixed weight, or with another initial weight) comes from another
+        recipe and is ignored.
+        """
         same = state.get("init_coef") == self.init_coef
         self.coef = state["coef"] if same else self.init_coef

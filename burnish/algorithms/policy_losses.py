@@ -1,8 +1,7 @@
 """Per-token policy losses: [N, T] or packed [M] in, the same shape out, 0 outside the mask.
 
-No denominators. Everything is element by element, in fp32 at least. What stands outside the mask
-may be NaN or infinite. ``old_logprobs`` and ``advantages`` are constants: no gradient flows into
-them.
+No denominators. All operations are elementwise, at least in fp32. Entries outside the mask may be
+NaN or infinite. ``old_logprobs`` and ``advantages`` are constants without gradient.
 
 Inside the mask a log-prob of -inf has the limit of the loss, if there is one: a ratio of 0, or of
 exp(MAX_LOG_RATIO) if the old one is -inf. NaN gives NaN at that token (``gspo``: in that row).
@@ -36,7 +35,7 @@ def ppo(  # house: ok the terms of the equation
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """The clipped surrogate, with bounds of its own on either side and an optional dual clip.
+    """The clipped surrogate, with separate lower and upper bounds and an optional dual clip.
 
     r = exp(logprobs - old_logprobs);  L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A);
     with dual clip c > 1, where A < 0:  L = min(L, -c A).
@@ -130,7 +129,7 @@ def reinforce(
     """The score function, L = -A logprobs, no ratio: right only while the policy is the sampler.
 
     All tensors have one shape, [N, T] or [M]; ``mask`` is bool. ``old_logprobs`` only serves the
-    stats (means ``ratio``, ``approx_kl``; maxima ``ratio_max``), which say how far that still
+    stats (means ``ratio``, ``approx_kl``; maxima ``ratio_max``), which show whether that still
     holds. Source: Williams 1992, doi 10.1007/BF00992696.
     """
     adv = torch.where(mask, at_least_fp32(advantages.detach()), 0.0)
@@ -144,13 +143,13 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
     "cispo": cispo,
     "reinforce": reinforce,
 }
-"""By the name in ``algorithm.policy_loss``, all f(logprobs, old_logprobs, advantages, mask, *, ...)
--> (per_token_loss, Stats). The keywords are the fields of that config node: ``clip_low`` and
-``clip_high`` for all but ``reinforce``, which takes none, and besides ``dual_clip`` (ppo, gspo),
-``max_ratio`` (cispo) and ``row_ids`` (those in :data:`BY_ROW`, for packed rows)."""
+"""Losses by the name in ``algorithm.policy_loss``, all f(logprobs, old_logprobs, advantages, mask,
+*, ...) -> (per_token_loss, Stats). The keywords are the fields of that config node: ``clip_low``
+and ``clip_high`` for all except ``reinforce``, which takes none, and also ``dual_clip`` (ppo,
+gspo), ``max_ratio`` (cispo) and ``row_ids`` (those in :data:`BY_ROW`, for packed rows)."""
 
 BY_ROW = frozenset({"gspo"})
-"""Losses that have to know which tokens belong to one sequence."""
+"""Losses that need to know which tokens belong to the same sequence."""
 
 
 def _pessimistic(ratio: Tensor, adv: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -162,7 +161,7 @@ def _pessimistic(ratio: Tensor, adv: Tensor, *, low: float, high: float) -> tupl
 def _dual_clip(
     loss: Tensor, adv: Tensor, mask: Tensor, bound: float | None
 ) -> tuple[Tensor, Stats]:
-    """min(L, -c A) if A < 0, and how often the bound applies. ``bound`` None: the loss as it is."""
+    """Return min(L, -c A) if A < 0, and where the bound applies. ``bound`` None: L unchanged."""
     if bound is None:
         return loss, Stats()
     highest = -bound * adv

@@ -1,8 +1,8 @@
 """Losses on preferences: [N] in, [N] out, no denominators.
 
-Between two responses to one prompt (``bradley_terry`` takes a reward model's scores, the others
-log-probs of whole responses, summed over their tokens), or on single responses that somebody liked
-or did not (``kto``). What comes from the reference model is a constant.
+They compare two responses to a prompt: ``bradley_terry`` takes a reward model's scores, the others
+take log-probs of responses, summed over their tokens. ``kto`` takes single responses labeled as
+desirable or not. Outputs of the reference model are constants.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def dpo(
     *,
     beta: float,
 ) -> Tensor:
-    """Direct preference optimisation [N]: L = -log sigmoid(beta h).
+    """Direct preference optimization [N]: L = -log sigmoid(beta h).
 
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected), of log-probs summed over
     the response [N]. ln 2 while the policy is the reference. Source: arXiv 2305.18290 (equation 7).
@@ -82,17 +82,17 @@ def ipo(
     *,
     beta: float,
 ) -> Tensor:
-    """Identity preference optimisation [N]: L = (h - 1 / (2 beta))^2, h as in :func:`dpo`.
+    """Identity preference optimization [N]: L = (h - 1 / (2 beta))^2, h as in :func:`dpo`.
 
-    A pull towards a gap of 1 / (2 beta), where DPO pushes without end. Some give it log-probs that
-    are means over the response instead of sums. Source: arXiv 2310.12036 (equation 17).
+    Pulls h towards a gap of 1 / (2 beta), while DPO increases it without bound. Some use log-probs
+    that are means over the response instead of sums. Source: arXiv 2310.12036 (equation 17).
     """
     gap = _gap(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
     return (gap - 1 / (2 * beta)).square()
 
 
 def simpo(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float, gamma: float) -> Tensor:
-    """Simple preference optimisation [N], without a reference: L = -log sigmoid(beta d - gamma).
+    """Simple preference optimization [N], without a reference: L = -log sigmoid(beta d - gamma).
 
     d = mean_chosen - mean_rejected, of log-probs that are MEANS over the response [N]; ``gamma`` is
     the margin to win by. Source: arXiv 2405.14734 (equation 6).
@@ -102,7 +102,7 @@ def simpo(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float, gamma: flo
 
 
 def orpo(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float) -> Tensor:
-    """Odds-ratio preference optimisation [N], without a reference:
+    """Odds-ratio preference optimization [N], without a reference:
     L = -m_c - beta log sigmoid(log odds(m_c) - log odds(m_r)), odds(m) = e^m / (1 - e^m).
 
     m: log-probs that are MEANS over the response [N], below 0. The first term is the language-model
@@ -122,7 +122,7 @@ def kto(  # house: ok the terms of the equation
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Kahneman-Tversky optimisation [N], of single responses with a verdict.
+    """Kahneman-Tversky optimization [N], of single responses labeled as desirable or not.
 
     r = policy - ref (sums over the response); desirable: w_d (1 - sigmoid(beta (r - z)));
     undesirable: w_u (1 - sigmoid(beta (z - r))), z = max(``kl``, 0), a constant.
@@ -139,9 +139,9 @@ def kto(  # house: ok the terms of the equation
 
 
 def mismatched_kl(policy: Tensor, ref: Tensor) -> Tensor:
-    """KTO's reference point, a scalar: max(0, mean of policy - ref) over responses [N] put behind
-    prompts they do not belong to (log-probs summed over the response). No gradient. 0 over
-    nothing. Source: arXiv 2402.01306 (section 4.1)."""
+    """KTO's reference point, a scalar: max(0, mean of policy - ref) over responses [N] to
+    mismatched prompts (log-probs summed over the response). No gradient. 0 if N is 0. Source: arXiv
+    2402.01306 (section 4.1)."""
     difference = at_least_fp32(policy.detach()) - at_least_fp32(ref.detach())
     return difference.sum().div(max(difference.numel(), 1)).clamp(min=0)
 
@@ -156,8 +156,8 @@ PREFERENCE_LOSSES: dict[str, Callable[..., Tensor]] = {
     "orpo": orpo,
     "kto": kto,
 }
-"""By name; the keywords are the fields of the config node but ``kind`` and ``mean_logprobs``. What
-stands before them, all [N] over pairs, is
+"""Losses by name. The keywords are the fields of the config node except for ``kind`` and
+``mean_logprobs``. The positional arguments, all [N] over pairs, are
 
 ============== ===================================================================================
 dpo, cdpo, ipo ``policy_chosen, policy_rejected, ref_chosen, ref_rejected``: log-probs summed
@@ -173,7 +173,7 @@ kto            ``policy, ref, desirable``, [N] over single responses; keyword ``
 def _gap(
     policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
 ) -> Tensor:
-    """By how much the policy's preference is stronger than the reference's, in nats."""
+    """Return the policy's log-ratio of the pair minus that of the reference, in nats."""
     chosen = at_least_fp32(policy_chosen) - at_least_fp32(ref_chosen.detach())
     return chosen - (at_least_fp32(policy_rejected) - at_least_fp32(ref_rejected.detach()))
 

@@ -1,7 +1,7 @@
-"""Process reward models: a loss on every step of a solution, and one score from many.
+"""Process reward models: a loss on every step of a solution, and aggregation of step scores.
 
-Sources: Let's Verify Step by Step (arXiv 2305.20050); Math-Shepherd (arXiv 2312.08935), whose
-labels come hard or soft.
+Sources: Let's Verify Step by Step (arXiv 2305.20050); Math-Shepherd (arXiv 2312.08935), with hard
+or soft labels.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def aggregate_steps(probs: Tensor, rows: Tensor, *, num_rows: int, how: str) -> 
     """One score per response [num_rows] from the probabilities of its steps ``probs`` [S].
 
     ``rows`` [S]: the response of each step, in order. ``how``: ``min`` (a chain is as strong as its
-    weakest step), ``product`` (all steps are right), ``last`` (what is said of the whole at its
-    end), ``mean``. Every response needs a step. Raises KeyError for another ``how``.
+    weakest step), ``product`` (all steps are right), ``last`` (the last step judges the entire
+    response), ``mean``. Every response needs a step. Raises KeyError for another ``how``.
     """
     return AGGREGATIONS[how](probs, rows, num_rows)
 

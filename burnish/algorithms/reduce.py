@@ -1,7 +1,7 @@
 """From per-token losses to one scalar. This file owns every denominator.
 
-Counts are GLOBAL, over all micro-batches and ranks of the optimizer step, so the scalars of the
-parts add up to the scalar of the whole, however the rows were split. A row is never split.
+Counts are GLOBAL, over all micro-batches and ranks of the optimizer step. The scalars of the parts
+therefore add up to the same total, however the rows are split. A row is never split.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _tokens_in_row(mask: Tensor, row_ids: Tensor | None) -> Tensor:
 
 
 def _numbered(row_ids: Tensor) -> Tensor:
-    """[M]: ``row_ids`` as numbers from 0, in their order. What ``torch.unique`` calls the inverse,
-    without its wait for the number of rows."""
+    """Return ``row_ids`` [M] renumbered from 0, in their order: the inverse of ``torch.unique``,
+    without its device synchronization for the number of rows."""
     ordered, order = row_ids.sort(stable=True)
     number = torch.diff(ordered, prepend=ordered[:1]).ne(0).cumsum(0)
     return torch.empty_like(number).scatter(0, order, number)

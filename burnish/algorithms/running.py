@@ -1,4 +1,5 @@
-"""Mean and spread of a stream of numbers, batch by batch, without keeping the numbers."""
+"""Running mean and standard deviation of a stream of numbers, batch by batch, without storing
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ MAX_VALUE = 1e150
 class RunningMoments:
     """Count, mean and sum of squared deviations of all numbers so far.
 
-    Two sets are joined by Chan, Golub and LeVeque's parallel update (Stanford STAN-CS-79-773,
+    Two sets are merged by Chan, Golub and LeVeque's parallel update (Stanford STAN-CS-79-773,
     equations 2.1), of which Welford's is the case of one new number: with delta = mean_b - mean_a::
 
         mean = mean_a + delta n_b / (n_a + n_b)
@@ -26,7 +27,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Spread of all numbers so far (their squared deviations over their count); 0 of none."""
+        """Return the population standard deviation of all numbers so far; 0 if there are none."""
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, values: Sequence[float]) -> None:
@@ -49,16 +50,18 @@ class RunningMoments:
         self.count = total
 
     def normalized(self, value: float, *, center: bool, eps: float = 1e-8) -> float:
-        """(value - mean) / std, or value / std without ``center``. Where all numbers so far were
-        equal (a spread below ``eps``) nothing is divided."""
+        """Return (value - mean) / std, or value / std without ``center``.
+
+        If all numbers so far are equal (a standard deviation below ``eps``), it does not divide.
+        """
         spread = self.std if self.std > eps else 1.0
         return (value - (self.mean if center else 0.0)) / spread
 
     def state_dict(self) -> dict[str, float]:
-        """JSON-able."""
+        """Return the state as JSON values."""
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from ``state``, bit by bit."""
+        """Restore ``state`` exactly."""
         self.count = int(state["count"])
         self.mean, self.m2 = float(state["mean"]), float(state["m2"])

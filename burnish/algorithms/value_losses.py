@@ -19,7 +19,7 @@ def clipped_value_loss(
     *,
     value_clip: float | None,
 ) -> tuple[Tensor, Stats]:
-    """Squared error that gives no credit for moving further than ``value_clip`` from the old value.
+    """Squared error without benefit from moving further than ``value_clip`` from the old value.
 
     V_c = V_old + clip(V - V_old, -value_clip, value_clip);  L = max((V - R)^2, (V_c - R)^2) / 2;
     ``value_clip`` None: (V - R)^2 / 2.

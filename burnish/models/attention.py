@@ -178,10 +178,8 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class SequenceParallelPlan:
-    """Attention plan of a packed row of M tokens sharded over n ranks.
-
-    Each rank holds C = ceil(M / n) tokens; the last ones are padding.
-    """
+    """Attention plan of a packed row of M tokens sharded over n ranks. Each rank holds
+    C = ceil(M / n) tokens; the last ones are padding."""
 
     whole: PackedPlan
     """Plan over all M tokens."""
@@ -245,10 +243,8 @@ def _bucket(segments: Sequence[Segment], device: torch.device) -> _Bucket:
 
 
 def decode_plan(cache: KVCache, positions: Tensor, length: int) -> DecodePlan:
-    """Return the plan for one new token per active sequence, at ``positions`` [B].
-
-    ``length`` is the largest position + 1.
-    """
+    """Return the plan for one new token per active sequence, at ``positions`` [B]. ``length`` is
+    the largest position + 1."""
     slots = torch.arange(positions.numel(), device=positions.device)
     reach = torch.arange(length, device=positions.device)
     mask = (reach[None, :] <= positions[:, None])[:, None, None, :]

@@ -1,7 +1,8 @@
-"""Contract of rewards, and :class:`RewardSet`: groups in, scored and checked groups out.
+"""The reward interface, and :class:`RewardSet`, which turns groups into scored, checked groups.
 
-A reward answers with one number per response. It may also be slow, raise, or answer nonsense; what
-then happens is the failure policy's choice (``config.rewards.FailurePolicy``) and never a silent 0.
+A reward returns one number per response. It may be slow, raise, or return invalid values. The
+failure policy (``config.rewards.FailurePolicy``) decides how failures are handled. A failure never
+becomes a silent 0.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ RESERVED_NAMES = (
     *("mean", "std", "trained_mean", "shaping", "truncated_frac", "groups_dropped"),
     *("equal_groups_frac",),
 )
-"""Names that metrics and samples use beside those of the rewards."""
+"""Names used by metrics and samples, which no reward may have."""
 
-_LARGEST = torch.finfo(torch.float32).max  # what losses and advantages are computed in
+_LARGEST = torch.finfo(torch.float32).max  # losses and advantages are computed in fp32
 _RETURN_A_NUMBER = "return one finite number for each response (0.0 for a wrong answer)"
 
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One response with its prompt: what a reward sees."""
+    """Input of a reward: one response with its prompt."""
 
     prompt: Prompt
     sample: Sample
 
 
 class SampleError(RewardError):
-    """Raised by a reward that knows which sample it failed on."""
+    """Raised by a reward when it fails on one identified sample."""
 
     def __init__(
         self, reward: Reward, item: RewardInput, what: str, *, advice: str = _RETURN_A_NUMBER
@@ -51,7 +52,7 @@ class SampleError(RewardError):
 
 
 class NoGroupLeftError(RewardError):
-    """Every group of a call was dropped. Whoever can draw fresh prompts may try again."""
+    """Every group of a call was dropped. The caller may retry with new prompts."""
 
     def __init__(self, message: str, num_dropped: int) -> None:
         super().__init__(message)
@@ -64,18 +65,21 @@ class Reward(Protocol):
     name: str
 
     def score(self, items: Sequence[RewardInput]) -> Sequence[float | SampleError]:
-        """One finite number per item, in order; in its place, a SampleError where that item alone
-        has none. May raise; :class:`RewardSet` checks the answer."""
+        """Return one finite number per item, in order.
+
+        If only some items fail, return a SampleError in place of each of their numbers. May raise
+        if the whole call fails. :class:`RewardSet` checks the result.
+        """
         ...
 
     def close(self) -> None:
-        """Give back processes, threads and memory. Called once."""
+        """Release processes, threads and memory. Called once."""
         ...
 
 
 @runtime_checkable
 class HasLocation(Protocol):
-    """A reward that knows where its code stands, for error messages."""
+    """A reward with a source location, which error messages include."""
 
     location: str
     """Such as ``function f at rewards.py:12``."""
@@ -83,26 +87,29 @@ class HasLocation(Protocol):
 
 @runtime_checkable
 class HasLabelUse(Protocol):
-    """A reward that knows whether it reads the label."""
+    """A reward that declares whether it reads the label."""
 
     takes_label: bool
 
 
 @runtime_checkable
 class HasCounts(Protocol):
-    """A reward that counts events of its own (timeouts); they become sums in the stats."""
+    """A reward that counts events, such as timeouts. The counts become sums in the stats."""
 
     def take_counts(self) -> Mapping[str, int]:
-        """Counts since the last call."""
+        """Return the counts since the last call and reset them."""
         ...
 
 
 @runtime_checkable
 class HasMeans(Protocol):
-    """A reward that measures more than its score; what it measures become means in the stats."""
+    """A reward with measurements besides its score. They become means in the stats."""
 
     def take_means(self) -> Mapping[str, tuple[float, float]]:
-        """(sum, count) of each measurement since the last call. Names differ from the counts'."""
+        """Return (sum, count) of each measurement since the last call and reset them.
+
+        No name may equal a name returned by ``take_counts``.
+        """
         ...
 
 
@@ -111,21 +118,22 @@ class Scored:
     """Result of :meth:`RewardSet.score`."""
 
     groups: tuple[Group, ...]
-    """Every sample with ``reward`` and ``reward_parts``."""
+    """The kept groups. Every sample has ``reward`` and ``reward_parts``."""
     dropped: tuple[str, ...]
-    """Prompt ids of the groups left out, in order."""
+    """Prompt ids of the dropped groups, in order."""
     stats: Stats
-    """Over all samples that were scored: means ``reward/<name>`` (before weights), ``reward/mean``
-    (after shaping), ``reward/truncated_frac``, with shaping ``reward/shaping``, what a reward
-    measures besides as ``reward/<name>/<measurement>``, and of a reward with running_norm
-    ``reward/<name>/running_mean`` and ``running_std``; sums ``reward/groups_dropped`` and
-    ``reward/<name>/<event>``.
+    """Statistics of the samples in ``groups``.
+
+    Means: ``reward/<name>`` (before weights), ``reward/mean`` (after shaping),
+    ``reward/truncated_frac``, ``reward/shaping`` (if shaping is configured),
+    ``reward/<name>/<measurement>``, and ``reward/<name>/running_mean`` and ``running_std`` for
+    rewards with running_norm. Sums: ``reward/groups_dropped`` and ``reward/<name>/<event>``.
     """
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a sample has no reward."""
+    """Reason why a sample has no reward."""
 
     message: str
     cause: BaseException | None = None
@@ -139,13 +147,14 @@ class _Failure:
 
 
 _Column = list[float | _Failure]
-"""One reward's answer for every item."""
+"""The score or failure of one reward for every item."""
 
 
 class RewardSet:
-    """Several weighted rewards, their failure policy and the shaping of their sum.
+    """Weighted rewards with a failure policy and the shaping of their sum.
 
-    Raises RewardError: no reward, two of one name, or a name that metrics use (RESERVED_NAMES).
+    Raises RewardError if there is no reward, if two rewards have the same name, or if a name is in
+    RESERVED_NAMES.
     """
 
     def __init__(
@@ -157,13 +166,13 @@ class RewardSet:
         generate_max_len: int,
         running: Mapping[str, Literal["mean_std", "std"]] | None = None,
     ) -> None:
-        """``running``: which rewards, by name, are measured in their own mean and spread."""
+        """``running``: reward name -> normalization by its running mean and standard deviation."""
         if not rewards:
-            raise RewardError("there is no reward; a recipe needs at least one entry in 'rewards'")
+            raise RewardError("no reward is given; add at least one entry to 'rewards'")
         names = [reward.name for reward, _ in rewards]
         for i, name in enumerate(names):
             if name in RESERVED_NAMES or name in names[:i]:
-                why = "is used by the metrics" if name in RESERVED_NAMES else "is there twice"
+                why = "is reserved for metrics" if name in RESERVED_NAMES else "is used twice"
                 raise RewardError(f"reward name {name!r} {why}; give the reward another name")
         self._rewards = tuple(rewards)
         self._on_failure = on_failure
@@ -172,15 +181,15 @@ class RewardSet:
         self._running = {name: (RunningMoments(), how) for name, how in (running or {}).items()}
 
     def score(self, groups: Sequence[Group]) -> Scored:
-        """Score every sample of ``groups``; each reward is called once with all of them.
+        """Score every sample of ``groups``. Each reward is called once with all samples.
 
-        Raises RewardError if a reward fails and the policy is ``fail``, NoGroupLeftError if
-        it is ``drop_group`` and drops them all.
+        With the policy ``fail``, raises RewardError if a reward fails. With ``drop_group``, raises
+        NoGroupLeftError if every group is dropped.
         """
         items = [RewardInput(group.prompt, sample) for group in groups for sample in group.samples]
         if not items:
             raise RewardError(
-                "there is no sample to score: no groups, or only groups without samples"
+                "there are no samples to score: no groups, or only groups without samples"
             )
         ends = list(accumulate(len(group.samples) for group in groups))
         spans = [slice(end - len(g.samples), end) for g, end in zip(groups, ends, strict=True)]
@@ -214,34 +223,39 @@ class RewardSet:
 
     @property
     def label_takers(self) -> tuple[str, ...]:
-        """Names of the rewards that read the label, as far as they know."""
+        """Names of the rewards that declare that they read the label."""
         rewards = [r for r, _ in self._rewards if isinstance(r, HasLabelUse) and r.takes_label]
         return tuple(reward.name for reward in rewards)
 
     def total(self, parts: Mapping[str, float]) -> float:
-        """The weighted sum of a sample's ``reward_parts``, before shaping."""
+        """Return the weighted sum of a sample's ``reward_parts``, before shaping."""
         return sum(weight * parts[reward.name] for reward, weight in self._rewards)
 
     def to_pass(self, sample: Sample) -> float:
-        """The number that a sample passes by: the plain score of a single reward, whose positive
-        weight has no bearing on it; of several, their weighted sum."""
+        """Return the number that decides whether a sample passes.
+
+        With a single reward of positive weight, this is its unweighted score. With several rewards
+        it is their weighted sum.
+        """
         counted = [(reward.name, weight) for reward, weight in self._rewards if weight]
         if len(counted) == 1 and counted[0][1] > 0:
             return sample.reward_parts[counted[0][0]]
         return sample.reward
 
     def before_penalties(self, sample: Sample) -> float:
-        """Return the reward of a scored sample before the penalties: the weighted sum (of scores
-        normalized by their running mean and spread, if the recipe has that), clipped."""
+        """Return the clipped weighted sum of a scored sample, before the penalties.
+
+        Scores of rewards with running_norm are normalized before they are summed.
+        """
         total = sample.reward - sample.reward_parts.get("shaping", 0.0)
         return clip(total, self._shaping.reward_clip)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """The running statistics, by reward. JSON-able."""
+        """Return the running statistics by reward name. JSON-serializable."""
         return {name: moments.state_dict() for name, (moments, _) in self._running.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Continue from ``state``; a reward that it does not have starts without statistics."""
+        """Load the running statistics. Rewards missing from ``state`` start without statistics."""
         for name, (moments, _) in self._running.items():
             if name in state:
                 moments.load_state_dict(state[name])
@@ -261,7 +275,7 @@ class RewardSet:
             column = answer
         elif self._on_failure.then == "fail" or len(spans) == 1:
             column = [answer] * len(items)
-        else:  # some group made the whole call fail: find out which, so that only that one is lost
+        else:  # call group by group, so that only the groups that fail are lost
             column = []
             for part in (items[span] for span in spans):
                 found = self._ask(reward, part) if part else []
@@ -273,7 +287,7 @@ class RewardSet:
         return column
 
     def _ask(self, reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
-        """One checked call, made again up to ``retries`` times while anything in it fails."""
+        """Call ``reward`` and check its result. Retry up to ``retries`` times on any failure."""
         answer = _call(reward, items)
         for _ in range(self._on_failure.retries):
             if isinstance(answer, list) and not any(isinstance(v, _Failure) for v in answer):
@@ -296,7 +310,7 @@ class RewardSet:
         return replace(group, samples=tuple(samples))
 
     def _normalized(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """``parts`` of one sample, those with running_norm in their mean and spread."""
+        """Return ``parts`` of one sample, with running_norm applied to the rewards that use it."""
         return dict(parts) | {
             name: moments.normalized(parts[name], center=how == "mean_std")
             for name, (moments, how) in self._running.items()
@@ -324,31 +338,35 @@ class RewardSet:
 
 
 class NoRewards(RewardSet):
-    """Where nothing is learned from rewards (distillation, batch inference): groups come back as
-    they are, every sample with NaN for a reward."""
+    """The RewardSet of jobs without rewards (distillation, batch inference).
+
+    Groups are returned unchanged: every sample keeps NaN as its reward.
+    """
 
     def __init__(self) -> None:
         self._rewards, self._running = (), {}
 
     def score(self, groups: Sequence[Group]) -> Scored:
-        """The groups as they are; which share of their samples was cut off."""
-        cut = [s.finish_reason == "length" for group in groups for s in group.samples]
-        means: dict[str, tuple[Number, Number]] = {"rollout/truncated_frac": (sum(cut), len(cut))}
+        """Return the groups unchanged. The only metric is ``rollout/truncated_frac``."""
+        ended = [s.finish_reason == "length" for group in groups for s in group.samples]
+        means: dict[str, tuple[Number, Number]] = {
+            "rollout/truncated_frac": (sum(ended), len(ended))
+        }
         return Scored(tuple(groups), (), Stats(means=means))
 
 
 def _check_total(reward: float, parts: Mapping[str, float], item: RewardInput) -> None:
-    """Raise RewardError if a total is beyond fp32, in which advantages are computed."""
+    """Raise RewardError if a total exceeds the fp32 range; advantages are computed in fp32."""
     if not abs(reward) <= _LARGEST:
         raise RewardError(
-            f"the total reward {reward:g} is beyond fp32's range, +-{_LARGEST:.1e}: the weighted "
-            f"sum of the scores {dict(parts)}\n{describe(item)}\n  What to do: lower the weights "
-            "of the rewards, or scale the scores down"
+            f"the total reward {reward:g} is beyond fp32's range, +-{_LARGEST:.1e}; it is the "
+            f"weighted sum of the scores {dict(parts)}\n{describe(item)}\n  What to do: lower the "
+            "weights of the rewards, or scale the scores down"
         )
 
 
 def describe(item: RewardInput) -> str:
-    """Which sample, with excerpts of its prompt, response and label, for an error message."""
+    """Return the sample's id and excerpts of its prompt, response and label, for error messages."""
     return (
         f"  at sample {item.sample.sample_id!r} of prompt {item.prompt.id!r}\n"
         f"  prompt: {_excerpt(item.prompt.text)}\n"
@@ -358,12 +376,12 @@ def describe(item: RewardInput) -> str:
 
 
 def sum_of_part(samples: Sequence[Sample], name: str) -> float:
-    """The sum of one reward's values over samples, where they have one."""
+    """Return the sum of one entry of ``reward_parts`` over samples. A missing entry counts as 0."""
     return sum(sample.reward_parts.get(name, 0.0) for sample in samples)
 
 
 def _call(reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
-    """Call ``reward`` and check what comes back: a failure for the call, or for each bad entry."""
+    """Call ``reward`` and check its result. Return a failure for the call or for each bad entry."""
     try:
         answer = _as_list(reward.score(items), len(items))
     except EngineLostError:
@@ -373,24 +391,24 @@ def _call(reward: Reward, items: Sequence[RewardInput]) -> _Column | _Failure:
             return _Failure(str(error), error)
         bad = isinstance(error, _BadAnswer)
         what = str(error) if bad else f"raised {type(error).__name__}: {error}"
-        many = f" in a call with {len(items)} responses, of which the first is" if items[1:] else ""
+        many = f" in a call with {len(items)} responses; the first one is" if items[1:] else ""
         message = f"{_named(reward)} {what}{many}\n{describe(items[0])}\n  {_what_to_do()}"
         return _Failure(message, None if bad else error)
     return [_number(reward, item, value) for item, value in zip(items, answer, strict=True)]
 
 
 class _BadAnswer(Exception):
-    """The whole answer is of the wrong kind or length."""
+    """The result has the wrong type, shape or length."""
 
 
 def _as_list(answer: Any, count: int) -> list[Any]:
     if isinstance(answer, (torch.Tensor, np.ndarray)):
         if answer.ndim != 1:
             shape = f"{type(answer).__name__} of shape {tuple(answer.shape)}"
-            raise _BadAnswer(f"returned a {shape} where shape ({count},) is needed")
+            raise _BadAnswer(f"returned a {shape} instead of shape ({count},)")
         answer = answer.tolist()
     if isinstance(answer, (str, bytes)) or not isinstance(answer, Sequence):
-        raise _BadAnswer(f"returned {_excerpt(answer)} where a list of {count} numbers is needed")
+        raise _BadAnswer(f"returned {_excerpt(answer)} instead of a list of {count} numbers")
     if len(answer) != count:
         raise _BadAnswer(f"returned {len(answer)} values for {count} responses")
     return list(answer)
@@ -410,14 +428,14 @@ def _number(reward: Reward, item: RewardInput, value: Any) -> float | _Failure:
         if abs(number) <= _LARGEST:
             return number
         if math.isfinite(number):
-            needed = f"a number within fp32's range, +-{_LARGEST:.1e},"
-    what = f"returned {_excerpt(value)} where {needed} is needed"
+            needed = f"a number within fp32's range, +-{_LARGEST:.1e}"
+    what = f"returned {_excerpt(value)} instead of {needed}"
     return _Failure(f"{_named(reward)} {what}\n{describe(item)}\n  {_what_to_do()}")
 
 
 _OR_DROP = (
-    "; or set on_reward_failure.then=drop_group to leave such groups out, or "
-    "on_reward_failure.retries to ask again"
+    "; or set on_reward_failure.then=drop_group to drop such groups, or on_reward_failure.retries "
+    "to retry"
 )
 
 
@@ -426,8 +444,8 @@ def _what_to_do(advice: str = _RETURN_A_NUMBER) -> str:
 
 
 def _without_drop(message: str) -> str:
-    """``message`` of a run that drops such groups already."""
-    return message.replace(_OR_DROP, "; or raise on_reward_failure.retries to ask again")
+    """Remove the advice to set drop_group, for runs that already do."""
+    return message.replace(_OR_DROP, "; or raise on_reward_failure.retries to retry more often")
 
 
 def _named(reward: Reward) -> str:

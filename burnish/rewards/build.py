@@ -1,4 +1,4 @@
-"""From the recipe's ``rewards`` to reward objects with weights."""
+"""Build the rewards and weights of a recipe's ``rewards``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def build_rewards(
     model_reward: Callable[[config.ModelReward], Reward] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[tuple[Reward, float]]:
-    """(reward, weight) for each entry of a recipe's ``rewards``, in order, names made unique.
+    """Return (reward, weight) for each entry of a recipe's ``rewards``, in order, with unique
+    names.
 
-    ``functions``: callables for the entries without a ``function``, by the entry's name; a single
-    one fits the only such entry whatever its name. ``model_reward`` makes rewards of kind
-    ``model``; it gets the config with the name filled in. ``tokenizer``: the policy's, for the
-    texts that rewards of kind ``remote`` send.
+    ``functions`` maps entry names to callables, for entries without a ``function``. If there is
+    one callable and one such entry, they match regardless of names. ``model_reward`` builds
+    rewards of kind ``model``; it gets the config with the name filled in. ``tokenizer``: the
+    policy's, for the texts that rewards of kind ``remote`` send.
 
-    Raises RewardError: nothing to call, nothing that can be loaded, a callable no entry takes.
+    Raises RewardError if an entry has no callable, a function cannot be loaded, or no entry uses a
+    given callable.
     """
     given = functions or {}
     chosen = _match(configs, given)
@@ -64,8 +66,8 @@ def _build(
         return RemoteReward(entry, name=name, tokenizer=tokenizer)
     if model_reward is None:
         raise RewardError(
-            f"reward {name!r} is of kind model, and this job was started without a way to make "
-            "one (model_reward)"
+            f"reward {name!r} is of kind model, but this job was started without model_reward, "
+            "which builds such rewards"
         )
     return model_reward(entry.model_copy(update={"name": name}))
 
@@ -78,7 +80,7 @@ def _load(spec: str | None, name: str) -> Callable[..., Any]:
 
 
 def _match(configs: Sequence[RewardConfig], given: Functions) -> dict[int, Callable[..., Any]]:
-    """Which given callable belongs to which entry (by its place)."""
+    """Return the given callable of each entry, by the entry's index."""
     open_entries = [
         i
         for i, c in enumerate(configs)
@@ -93,8 +95,8 @@ def _match(configs: Sequence[RewardConfig], given: Functions) -> dict[int, Calla
     unused = [key for key in given if key not in keys.values()]
     if unused:
         raise RewardError(
-            f"no reward of the recipe takes the given function {unused[0]!r}; add "
-            f"{{kind: function, name: {unused[0]}}} to 'rewards', or do not give it"
+            f"no reward of the recipe uses the given function {unused[0]!r}; add "
+            f"{{kind: function, name: {unused[0]}}} to 'rewards', or do not pass it"
         )
     return {i: given[key] for i, key in keys.items()}
 
@@ -103,9 +105,9 @@ def _nothing_to_call(i: int, key: str, given: Functions) -> str:
     what = f"rewards.{i}" + (f" ({key!r})" if key else "")
     have = f"{', '.join(given)} were given{nearest(key, given)}" if given else "none was given"
     return (
-        f"{what} is of kind function and names none, and {have}. "
+        f"{what} is of kind function but names no function, and {have}. "
         f"Set rewards.{i}.function=path/to/file.py:name (or package.module:name), "
-        "or give burnish.run a callable under the entry's name"
+        "or pass a callable to burnish.run under the entry's name"
     )
 
 
@@ -115,7 +117,7 @@ def _unique_names(configs: Sequence[RewardConfig]) -> list[str]:
         wanted = entry.name or entry.kind
         if wanted in RESERVED_NAMES:
             raise RewardError(
-                f"reward name {wanted!r} is used by the metrics; give the reward another name"
+                f"reward name {wanted!r} is reserved for metrics; give the reward another name"
             )
         name, n = wanted, 1
         while name in names:

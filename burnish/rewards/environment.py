@@ -1,4 +1,4 @@
-"""The score that a prompt's own environment gives; the prompt's metadata says which and where."""
+"""Score responses with the environment that created their prompt, found in its metadata."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from burnish.rewards.base import RewardInput, SampleError
 
 
 class EnvironmentReward:
-    """Scores each response with the environment that made its prompt.
+    """A reward that scores each response with the environment that created its prompt.
 
     ``prompt.metadata["environment"]`` is ``{"name", "options", "size", "seed", "index"}``, written
-    by data sources of kind ``environment``. Environments of one turn only.
+    by data sources of kind ``environment``. Only single-turn environments are supported.
     """
 
     def __init__(self, *, name: str = "environment") -> None:
         self.name = name
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """One score per item. SampleError: no environment, or one that wants another turn."""
+        """Return one score per item.
+
+        Raises SampleError if a prompt has no environment, or if the environment raises or requests
+        another turn.
+        """
         return [self._score_one(item) for item in items]
 
     def close(self) -> None:
-        """Do nothing: environments are shared with the data sources."""
+        """Do nothing, because environments are shared with the data sources."""
 
     def _score_one(self, item: RewardInput) -> float:
         origin = item.prompt.metadata.get("environment")
@@ -45,14 +49,14 @@ class EnvironmentReward:
             what = f"raised {type(error).__name__}: {error} (environment {origin})"
             raise SampleError(self, item, what) from error
         if not isinstance(result, StepResult):
-            what = f"got {result!r} from environment {origin['name']}, where a StepResult is needed"
+            what = f"got {result!r} from environment {origin['name']} instead of a StepResult"
             raise SampleError(self, item, what)
         if not result.done:
             raise SampleError(
                 self,
                 item,
-                f"got done=False from environment {origin['name']}: it wants another turn, and "
-                "only environments of one turn can be scored",
-                advice="let step() return done=True",
+                f"got done=False from environment {origin['name']}, which requests another turn; "
+                "only single-turn environments can be scored",
+                advice="return done=True from step()",
             )
         return result.reward

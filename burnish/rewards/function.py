@@ -24,23 +24,25 @@ _BATCH = {
     "metadatas": _SINGLE["metadata"],
 }
 _ACCEPTED = (
-    f"accepted are, for one response, {', '.join(_SINGLE)} (returns a number), or, for a batch, "
-    f"{', '.join(_BATCH)} (returns a list of numbers); take any of either kind, with response(s) "
-    "among them"
+    f"accepted for one response: {', '.join(_SINGLE)} (returns a number); accepted for a batch: "
+    f"{', '.join(_BATCH)} (returns a list of numbers). Take any subset of one kind that includes "
+    "response or responses"
 )
 
 
 class FunctionReward:
-    """``f(prompt, response, label)`` gives one number, ``f(prompts, responses, labels)`` a list;
-    the parameter names decide.
+    """A Python function as a reward.
 
-    Either kind takes any subset of its names that includes ``response`` or ``responses``;
-    ``metadata`` (``metadatas``) gets the data row's other columns. Arguments are passed by name.
-    Coroutine functions run on one event loop in a thread of its own, all responses at once, so they
-    work inside a notebook, and a client object that belongs to a loop can be kept from call to
-    call.
+    ``f(prompt, response, label)`` returns one number, ``f(prompts, responses, labels)`` a list. The
+    parameter names select the kind. Either kind takes any subset of its names that includes
+    ``response`` or ``responses``. ``metadata`` (``metadatas``) is a mapping with the other columns
+    of the data row. Arguments are passed by name.
 
-    Raises RewardError for a parameter that has another name, or for a mix of the two kinds.
+    Coroutine functions run on one event loop in a dedicated thread, all responses concurrently.
+    They therefore work inside a notebook, and a client object bound to an event loop can be reused
+    across calls.
+
+    Raises RewardError if a parameter has another name or if the two kinds are mixed.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str) -> None:
@@ -52,8 +54,10 @@ class FunctionReward:
         self._loop: LoopThread | None = None
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """Return the unchecked results of the function; SampleError if it raised on one
-        response."""
+        """Return the unchecked results of the function.
+
+        Raises SampleError if a function of one response raised.
+        """
         if "responses" in self._parameters:
             columns = {n: [_BATCH[n](item) for item in items] for n in self._parameters}
             (answer,) = self._finish([self._function(**columns)])
@@ -71,7 +75,7 @@ class FunctionReward:
         return answers
 
     def close(self) -> None:
-        """End the event loop's thread, where there is one."""
+        """Stop the event loop's thread, if it was started."""
         if self._loop is not None:
             self._loop.close()
             self._loop = None
@@ -79,14 +83,14 @@ class FunctionReward:
     def _start(self, item: RewardInput) -> Any:
         try:
             return self._function(**{n: _SINGLE[n](item) for n in self._parameters})
-        except (Exception, SystemExit) as error:  # exit() is not to end a run
+        except (Exception, SystemExit) as error:  # exit() must not end a run
             raise self._failed(item, error) from error
 
     def _failed(self, item: RewardInput, error: BaseException) -> SampleError:
         return SampleError(self, item, f"raised {type(error).__name__}: {error}")
 
     def _finish(self, answers: list[Any]) -> list[Any]:
-        """``answers`` with awaitables replaced by what they come to, or by what they raised."""
+        """Return ``answers`` with each awaitable replaced by its result or its exception."""
         waiting = [i for i, answer in enumerate(answers) if inspect.isawaitable(answer)]
         if not waiting:
             return answers
@@ -103,41 +107,41 @@ async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 async def _outcome(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
-    except SystemExit as error:  # would end the loop, for which all others wait
+    except SystemExit as error:  # would stop the loop that runs the other awaitables
         return error
 
 
 def _parameters(function: Callable[..., Any], named: str) -> tuple[str, ...]:
     if not callable(function):
-        raise RewardError(f"{named}: a function is needed, and this is a {type(function).__name__}")
+        raise RewardError(f"{named}: expected a function, got {type(function).__name__}")
     try:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise RewardError(
-            f"{named}: Python cannot tell its parameters ({error}); wrap it in a def"
+            f"{named}: its parameters cannot be inspected ({error}); wrap it in a def"
         ) from error
     bound = function.keywords if isinstance(function, functools.partial) else {}
     free = [p for p in found if p.name not in bound]
     for p in free:
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
-            raise RewardError(f"{named}: parameter {p} cannot be given by name; {_ACCEPTED}")
+            raise RewardError(f"{named}: parameter {p} cannot be passed by name; {_ACCEPTED}")
         if p.name not in _SINGLE and p.name not in _BATCH:
             raise RewardError(
-                f"{named}: parameter {p.name!r} is not known; {_ACCEPTED}. "
-                "Bind settings of your own with functools.partial(f, setting=value)"
+                f"{named}: unknown parameter {p.name!r}; {_ACCEPTED}. "
+                "Bind your own settings with functools.partial(f, setting=value)"
             )
     names = tuple(p.name for p in free)
     if not any(set(names) <= set(kind) for kind in (_SINGLE, _BATCH)):
         raise RewardError(
-            f"{named}: parameters {', '.join(names)} mix one response and a batch; {_ACCEPTED}"
+            f"{named}: the parameters {', '.join(names)} mix the two kinds; {_ACCEPTED}"
         )
     if "response" not in names and "responses" not in names:
-        raise RewardError(f"{named}: it does not take the response; {_ACCEPTED}")
+        raise RewardError(f"{named}: no parameter receives the response; {_ACCEPTED}")
     return names
 
 
 def _location(function: Any) -> str:
-    """``function f at rewards.py:12``, or the name alone where there is no source."""
+    """Return ``function f at rewards.py:12``, or name and module if the source is not available."""
     target = function.func if isinstance(function, functools.partial) else function
     target = inspect.unwrap(target)
     if not (inspect.isroutine(target) or inspect.isclass(target)):

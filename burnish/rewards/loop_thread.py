@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, because the caller's thread may already run one."""
+"""An event loop in a dedicated thread, because the caller's thread may already run one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Run coroutine functions for callers that are not coroutines, all on one loop, so that a
-    client object that belongs to a loop can be kept from call to call."""
+    """An event loop that runs coroutine functions for synchronous callers.
+
+    All calls share one loop, so a client object bound to that loop can be reused across calls.
+    """
 
     def __init__(self, name: str) -> None:
         self._stack = ExitStack()
         self._portal = self._stack.enter_context(start_blocking_portal(name=name))
 
     def run(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
-        """Return or raise what ``function(*args)`` comes to. An interrupted wait cancels it."""
+        """Return the result of ``function(*args)`` or raise its exception.
+
+        Interrupting the wait cancels the call.
+        """
         future = self._portal.start_task_soon(function, *args)
         try:
             return future.result()

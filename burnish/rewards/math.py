@@ -1,8 +1,8 @@
 """Mathematical equality (math-verify) in worker processes.
 
-Why processes: a comparison can hang inside sympy, and one huge integer power can be stopped only by
-ending its process. Why not multiprocessing: its workers import the user's main module, and with it
-torch.
+Why processes: a comparison can hang inside sympy, and a huge integer power can be stopped only by
+killing its process. Why not multiprocessing: its workers import the user's main module, which
+imports torch.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 
 
 class MathReward:
-    """1.0 if the last answer in the response equals the label as mathematics, else 0.0.
+    """A reward that is 1.0 if the last answer of the response equals the label mathematically, else
+    0.0.
 
-    The last answer is in what follows the last ``</think>``: the last box, the line after ``####``,
-    the quantity after "answer is"; if nothing is marked, the last formula or number.
+    The last answer is searched after the last ``</think>``: the last box, the line after ``####``,
+    or the quantity after "answer is". If nothing is marked, it is the last formula or number.
 
     A label is an answer, not a sentence: ``1/2``, ``$\\frac{1}{2}$``, ``6,000``, ``1e5``,
-    ``5 cm``, ``x^2+1``, or what follows ``####``. Words and dates are compared as text, which is
-    said once. A label that is missing, several values or a sentence, or cannot be parsed, is a
-    failure of the data (SampleError). A response on which the comparison takes longer than
-    ``timeout_s`` CPU seconds, or math-verify raises, scores 0: it is the response's doing. Both are
-    counted: ``timeouts`` and ``errors``.
+    ``5 cm``, ``x^2+1``, or the text after ``####``. Words and dates are compared as text; word
+    labels are logged once. A label that is missing, has several values, is a sentence, or cannot
+    be parsed is an error in the data and raises SampleError. A response scores 0 if the comparison
+    takes longer than ``timeout_s`` CPU seconds or math-verify raises. Both cases are counted, as
+    ``timeouts`` and ``errors``.
 
-    Processes start with the first call. ``num_workers`` comparisons run at a time.
+    Worker processes start with the first comparison. ``num_workers`` comparisons run in parallel.
     """
 
     def __init__(self, *, name: str = "math", timeout_s: float = 5.0, num_workers: int = 1) -> None:
@@ -53,7 +54,10 @@ class MathReward:
         self._said_words = False
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """One score per item. SampleError: a label is missing, no answer, or cannot be parsed."""
+        """Return one score per item.
+
+        Raises SampleError if a label is missing, is not an answer, or cannot be parsed.
+        """
         labels = [self._label(item) for item in items]
         found = [judge(label, item.sample.text) for label, item in zip(labels, items, strict=True)]
         asked = {i: verdict for i, verdict in enumerate(found) if isinstance(verdict, Ask)}
@@ -69,8 +73,7 @@ class MathReward:
         ]
 
     def _ask(self, requests: Sequence[Ask]) -> list[dict[str, Any]]:
-        """Return the answer of math-verify to each request; no process is started if there are
-        none."""
+        """Return math-verify's reply to each request. Without requests no process is started."""
         if not requests:
             return []
         if self._idle is None:
@@ -84,12 +87,12 @@ class MathReward:
         return answers
 
     def take_counts(self) -> Mapping[str, int]:
-        """Timeouts and errors since the last call."""
+        """Return the number of timeouts and errors since the last call and reset them."""
         counts, self._counts = self._counts, Counter()
         return {"timeouts": counts["timeouts"], "errors": counts["errors"]}
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         if self._idle is not None:
             while not self._idle.empty():
                 self._idle.get().close()
@@ -98,7 +101,7 @@ class MathReward:
     def _label(self, item: RewardInput) -> Label:
         if item.prompt.label is None:
             advice = "set data.label_key to the column with the answers"
-            raise SampleError(self, item, "found no label to compare with", advice=advice)
+            raise SampleError(self, item, "found no label", advice=advice)
         try:
             return read_label(item.prompt.label)
         except LabelError as error:
@@ -109,8 +112,8 @@ class MathReward:
         if labels and not self._said_words:
             self._said_words = True
             log.warning(
-                "reward %r: %d labels of this call are words and no mathematics, such as %r; they "
-                "are compared as text, without case, articles and punctuation (said once)",
+                "reward %r: %d labels of this call are words, not mathematics, such as %r; they "
+                "are compared as text, ignoring case, articles and punctuation (logged once)",
                 *(self.name, len(labels), labels[0].text),
             )
 
@@ -124,16 +127,16 @@ class MathReward:
 
 
 class _Worker:
-    """One process of ``math_worker.py``, replaced when it ends."""
+    """One process of ``math_worker.py``. It is restarted when it dies."""
 
     def __init__(self, timeout_s: float) -> None:
-        # -P: the script's own folder must not come first on the path, it has a math.py
+        # -P keeps the script's folder off sys.path: it contains a math.py.
         self._command = [sys.executable, "-P", str(_WORKER), str(timeout_s)]
         self._process = self._start()
         self._ready = False
 
     def ask(self, request: Mapping[str, str]) -> dict[str, Any]:
-        """The worker's answer; ``{"timeout": True}`` or ``{"error": ...}`` where it ended."""
+        """Return the worker's reply. If it died: ``{"timeout": True}`` or ``{"error": ...}``."""
         self._wait_until_ready()
         answer = self._exchange(json.dumps(request))
         if answer is not None:
@@ -143,10 +146,10 @@ class _Worker:
         self._ready = False
         if code == -signal.SIGPROF:
             return {"timeout": True}
-        return {"error": f"worker ended with {code}"}
+        return {"error": f"worker exited with {code}"}
 
     def close(self) -> None:
-        """Close its stdin, at which it ends; kill it if it does not."""
+        """Stop the process by closing its stdin. Kill it if it does not exit within 2 seconds."""
         self._process.stdin.close()  # type: ignore[union-attr]
         try:
             self._process.wait(timeout=2.0)
@@ -167,8 +170,8 @@ class _Worker:
     def _wait_until_ready(self) -> None:
         if not self._ready and self._read() is None:
             raise RewardError(
-                f"a math worker ended with code {self._process.wait()} before its first answer; "
-                "its own message stands above. Is math-verify installed? Try: "
+                f"a math worker exited with code {self._process.wait()} before it was ready; "
+                "see its message above. Is math-verify installed? Try: "
                 f"{sys.executable} -c 'import math_verify'"
             )
         self._ready = True

@@ -1,7 +1,8 @@
-"""Single numbers as data sets and models write them: separators, fractions, percent, units.
+"""Parse and compare single numbers as data sets and models write them.
 
-``6,000``, ``6 000``, ``$6{,}000``, ``6\\,000``, ``1e5``, ``1.5 \\times 10^{3}``, ``1 1/2``,
-``\\frac{3}{4}``, ``12%``, ``18 dollars``, ``5 \\text{ cm}``. Values are exact fractions.
+Supported are separators, fractions, percentages and units: ``6,000``, ``6 000``, ``$6{,}000``,
+``6\\,000``, ``1e5``, ``1.5 \\times 10^{3}``, ``1 1/2``, ``\\frac{3}{4}``, ``12%``, ``18 dollars``,
+``5 \\text{ cm}``. Values are exact fractions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 LARGEST_EXPONENT = 400
-"""Numbers with more digits than this are not read."""
+"""Largest absolute power of ten that is parsed, and largest number of digits of an int label."""
 _LONGEST = 300
 _DECIMALS = Fraction(5, 10**7)
 _RELATIVE = Fraction(1, 10**5)
@@ -79,16 +80,16 @@ class Quantity:
     """A number with the text around it."""
 
     value: Fraction
-    """Of ``12%``: 12."""
+    """The number as written: 12 for ``12%``."""
     decimal: bool = False
-    """Written with a decimal point, so perhaps rounded."""
+    """True if it was written with a decimal point, so it may be rounded."""
     percent: bool = False
     unit: str = ""
-    """A canonical name for the units of ``_UNITS``, the words as they are for others."""
+    """The canonical name for units in ``_UNITS``; the words as written for other units."""
 
 
 def bare(text: str) -> str:
-    """``text`` without dollars, emphasis, ``\\text`` and LaTeX spaces."""
+    """Remove dollar delimiters, emphasis, ``\\text`` and LaTeX spaces from ``text``."""
     text = text.strip().replace("−", "-").replace("–", "-")
     text = re.sub(
         r"\\(?:text|mbox|mathrm|textbf|textit|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 ", text
@@ -102,7 +103,7 @@ def bare(text: str) -> str:
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """The number that ``text`` is; None if it is more than a number with a unit.
+    """Parse ``text`` as a number. Return None if it is more than a number with a unit.
 
     >>> read_quantity("6 000"), read_quantity("1 1/2").value, read_quantity("2x + 1")
     (Quantity(value=Fraction(6000, 1), decimal=False, percent=False, unit=''), Fraction(3, 2), None)
@@ -161,14 +162,14 @@ def _plain(number: str | None) -> Fraction | None:
 
 
 def _scale(text: str) -> tuple[int, str]:
-    """(factor, what follows) of ``thousand``, ``million`` and so on behind a number."""
+    """Parse a factor such as ``thousand`` after a number. Return (factor, remaining text)."""
     match = re.match(r"\s*([A-Za-z]+)(?![A-Za-z])", text)
     factor = 1 if match is None else _SCALES.get(match[1].lower(), 1)
     return factor, text if match is None or factor == 1 else text[match.end() :]
 
 
 def _rest(text: str) -> tuple[bool, str] | None:
-    """(percent, unit) of what follows a number; None if it is neither."""
+    """Parse the text after a number. Return (is percent, unit), or None if it is neither."""
     glued = bool(text) and not text[0].isspace()
     text = text.strip().lower()
     if not text:
@@ -194,8 +195,9 @@ def _rest(text: str) -> tuple[bool, str] | None:
 def quantities_equal(one: Quantity, other: Quantity) -> bool:
     """Return whether two numbers are the same answer.
 
-    Units count only if both are known and differ. ``12%`` is 0.12, and also 12. A number with a
-    decimal point may be rounded to six decimals, if that leaves five significant digits.
+    Units matter only if both are known and differ. ``12%`` equals 0.12 and also 12. If either
+    number has a decimal point, they may differ by rounding to six decimals, as long as five
+    significant digits agree.
     """
     known = set(_UNITS.values())
     if one.unit != other.unit and {one.unit, other.unit} <= known:
@@ -213,7 +215,7 @@ def _close(a: Fraction, b: Fraction) -> bool:
 
 
 def spell(quantity: Quantity) -> str:
-    """The number in the form that math-verify reads: a decimal, or a fraction of integers."""
+    """Return the number in a form that math-verify parses: a decimal or a fraction of integers."""
     value, mark = quantity.value, r"\%" if quantity.percent else ""
     under, decimals = value.denominator, 0
     while under % 10 == 0 or under % 2 == 0 or under % 5 == 0:

@@ -1,8 +1,9 @@
-"""Text of mathematics: the last answer of a response, and labels as data sets write them.
+"""Find the last answer of a response, parse labels as data sets write them, and compare the two.
 
-Pure functions of text, for ``math.py``. Whatever they cannot decide (:class:`Ask`) goes to
-math-verify, which reads ``6 000`` as 6 * 0, ``1e5`` as 1, ``1 1/2`` as 1/2, a date as a difference
-and a word as the product of its letters.
+Pure functions of text, for ``math.py``. Comparisons that they cannot decide (:class:`Ask`) go to
+math-verify. Numbers, dates and words are handled here because math-verify parses ``6 000`` as
+6 * 0, ``1e5`` as 1, ``1 1/2`` as 1/2, a date as a difference and a word as the product of its
+letters.
 
 Reading order: :func:`last_answer` -> :func:`read_label` -> :func:`judge`; then ``math_numbers.py``.
 """
@@ -63,32 +64,33 @@ _SHORT_WORDS = frozenset(
 )
 _MOST_WORDS = 8
 _FARTHEST = 40
-"""Characters between two boxes that are one answer."""
+"""Most characters between two boxes that form one answer."""
 _MARKS = 20
-"""Only this many of the last places that say "answer is" are looked at."""
+"""Only this many of the last occurrences of "answer is" are examined."""
 
 
 class LabelError(BurnishError, ValueError):
-    """A label that cannot be compared with an answer: why, and what to do."""
+    """A label that cannot be compared with an answer. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """A reference answer as :func:`read_label` understood it."""
+    """A reference answer parsed by :func:`read_label`."""
 
     kind: Literal["number", "math", "words", "date"]
     text: str
-    """For math-verify (number, math), or in the form that :func:`judge` compares (words, date)."""
+    """Input for math-verify (number, math), or the form that :func:`judge` compares (words, date).
+    """
     quantity: Quantity | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The part of a text that is marked as its answer."""
+    """The part of a text that is marked as the answer."""
 
     text: str
     firm: bool = True
-    """Delimited by its mark; False: a sentence goes on after "answer is"."""
+    """True if the mark delimits the answer; False if it is a sentence after "answer is"."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +102,16 @@ class Ask:
 
 
 def after_thoughts(response: str) -> str:
-    """The response after its last ``</think>``; all of it if there is none."""
+    """Return the response after its last ``</think>``, or all of it if there is none."""
     return response.rpartition("</think>")[2]
 
 
 def last_answer(text: str) -> Answer | None:
-    """The answer that ``text`` marks last: the content of a box or of ``<answer>``, the line after
-    ``####``, or what follows "answer is" (behind another mark only a quantity); None if nothing is
-    marked.
+    """Return the last marked answer in ``text``, or None if nothing is marked.
 
-    Boxes that only a comma, "and" or "or" separates are one answer. A box that is empty or is never
-    closed is none.
+    Marks are a box, ``<answer>``, ``####`` (the rest of the line) and "answer is". After another
+    mark, the text after "answer is" counts only if it is a quantity. Boxes separated only by a
+    comma, "and" or "or" form one answer. Empty and unclosed boxes are ignored.
 
     >>> last_answer(r"\\boxed{41}, then I correct: \\boxed{42}").text
     '42'
@@ -134,8 +135,10 @@ def last_answer(text: str) -> Answer | None:
 
 
 def _last_boxes(text: str) -> tuple[int, str | None]:
-    """(where the last box begins, its content with those that belong to it); (-1, None) if there is
-    none."""
+    """Return (start of the last box, its content joined with the boxes that belong to it).
+
+    Return (-1, None) if there is no box.
+    """
     boxes = _boxes(text)
     if not boxes:
         return -1, None
@@ -155,9 +158,9 @@ class _Box(NamedTuple):
 
 
 def _boxes(text: str) -> list[_Box]:
-    """Boxes that are closed, not empty and in no other, in order; one pass, whatever the text."""
+    """Return the closed, non-empty, outermost boxes in order. Takes one pass over any text."""
     found: list[_Box] = []
-    opened: list[tuple[int, int] | None] = []  # None: a brace that is no box
+    opened: list[tuple[int, int] | None] = []  # None: a brace that is not a box
     for match in _BRACE.finditer(text):
         token = match.group()
         if token.endswith("{") and token != r"\{":
@@ -177,20 +180,22 @@ def _belong_together(between: str) -> bool:
 
 
 def _sentence(text: str) -> str:
-    """The first sentence: to the end of the line, or to a full stop that ends a word."""
+    """Return the first sentence: up to the end of the line or the first match of ``_END``."""
     line = text.lstrip().partition("\n")[0]
     return _END.split(line, maxsplit=1)[0].strip()
 
 
 def read_label(value: Any) -> Label:
-    """A label of the data. Raises LabelError if it is no answer: missing, NaN, a mapping, several
-    values, a sentence."""
+    """Parse a label of the data.
+
+    Raises LabelError if it is not an answer: missing, NaN, a mapping, several values, a sentence.
+    """
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if isinstance(value, (list, tuple, dict, set)):
         raise LabelError(
-            f"is a {type(value).__name__}, which does not say whether one or all of its entries "
-            "are the answer; make it one text, such as '1, 2' for two solutions"
+            f"is a {type(value).__name__}, so it is unclear whether one or all of its entries are "
+            "the answer; make it one text, such as '1, 2' for two solutions"
         )
     if isinstance(value, (datetime.date, datetime.datetime)):
         value = value.isoformat()
@@ -201,7 +206,7 @@ def read_label(value: Any) -> Label:
     if isinstance(value, Decimal):
         value = format(value, "f")
     if isinstance(value, int) and abs(value) >= 10**LARGEST_EXPONENT:
-        raise LabelError(f"is a number of more than {LARGEST_EXPONENT} digits")
+        raise LabelError(f"is a number with more than {LARGEST_EXPONENT} digits")
     text = _answer_of_label(str(value))
     if text in _NO_VALUE:
         raise LabelError(f"is {text!r}, which is a missing value; fill it in, or drop the row")
@@ -209,7 +214,8 @@ def read_label(value: Any) -> Label:
 
 
 def _answer_of_label(text: str) -> str:
-    """A label may be a whole solution: GSM8K's ends with ``####``, MATH's has a box."""
+    """Extract the answer of a label that is a full solution, such as GSM8K's (``####``) or MATH's
+    (a box)."""
     if "####" in text or _BOX.search(text):
         found = last_answer(text)
         return "" if found is None else found.text
@@ -228,16 +234,19 @@ def _understood(text: str) -> Label:
     if _is_words(text, words):
         if len(words.split()) > _MOST_WORDS:
             raise LabelError(
-                f"is a sentence of {len(words.split())} words, and is compared with one answer; "
-                "reduce it to the answer, or use a reward of kind function"
+                f"is a sentence of {len(words.split())} words, but a label is compared with one "
+                "answer; reduce it to the answer, or use a reward of kind function"
             )
         return Label("words", words)
     return Label("math", _symbols(text))
 
 
 def _is_words(text: str, words: str) -> bool:
-    """Return whether a label is language rather than mathematics: a choice (``C``, ``(C)``),
-    ``\\text``, a clock time, or words that name no function."""
+    """Return whether a label is language rather than mathematics.
+
+    Language is a choice (``C``, ``(C)``), ``\\text``, a clock time, or words that are not names of
+    functions.
+    """
     if re.fullmatch(r"[A-J]", words.upper()) and re.search(r"[A-J]", text):
         return True
     if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?(\s*[ap]\.?m\.?)?", words):
@@ -251,8 +260,10 @@ def _is_words(text: str, words: str) -> bool:
 
 
 def read_date(text: str) -> tuple[str, bool] | None:
-    """The last date in ``text`` as (``year-month-day`` without what is not said, whether it is all
-    of the text); None if there is none.
+    """Return (last date in ``text``, whether it is the whole text), or None if there is no date.
+
+    The date is ``year-month-day``, with an empty year if none is given. Dates such as 3/5/2017 are
+    returned as ``2017:3/5``, because the order of day and month is unknown.
 
     >>> read_date("march 5, 2017")
     ('2017-3-5', True)
@@ -271,7 +282,8 @@ def read_date(text: str) -> tuple[str, bool] | None:
 
 
 def judge(label: Label, response: str) -> bool | Ask:
-    """Return whether the last answer of ``response`` is ``label``; an Ask if that takes algebra."""
+    """Return whether the last answer of ``response`` equals ``label``, or an Ask if math-verify
+    has to decide."""
     text = after_thoughts(response)
     answer = last_answer(text)
     if label.kind == "words":
@@ -284,27 +296,27 @@ def judge(label: Label, response: str) -> bool | Ask:
         return quantities_equal(label.quantity, quantity)
     if quantity is not None:
         return Ask(label.text, f"\\boxed{{{spell(quantity)}}}")
-    several = "," in label.text  # of which math-verify would take the last from a sentence
+    several = "," in label.text  # given a sentence, math-verify would take only the last value
     if answer is None or not (answer.firm or several):
         return Ask(label.text, _readable(text))
     if read_date(_words(answer.text)) or not re.search(r"[\w\\]", answer.text):
         return False
-    text = re.sub(r"(?<!\.)\.\s*$", "", answer.text)  # the full stop of a sentence
+    text = re.sub(r"(?<!\.)\.\s*$", "", answer.text)  # the period that ends a sentence
     return Ask(label.text, f"\\boxed{{{_symbols(_readable(text))}}}")
 
 
 def _same_words(label: str, text: str, answer: Answer | None) -> bool:
-    if answer is None:  # nothing is marked: the words at the end count
+    if answer is None:  # nothing is marked: compare the words at the end
         said = _words(text.strip().rpartition("\n")[2])
         return said == label or said.endswith(" " + label)
     said = _words(answer.text)
-    if re.fullmatch(r"[a-j]", label):  # a choice, perhaps with what it stands for
+    if re.fullmatch(r"[a-j]", label):  # a choice, possibly followed by its text
         return re.match(rf"(?:option |choice )?{label}(?:$|[).:,])", said.lstrip("(")) is not None
     return said == label or (said.endswith(" " + label) and not answer.firm)
 
 
 def _words(text: str) -> str:
-    """Lower case, without markup, articles, quotes and the punctuation around."""
+    """Lowercase ``text`` and remove markup, articles, quotes and surrounding punctuation."""
     text = bare(text).lower().replace("\\", " ")
     text = re.sub(r"[\"'`*{}]", "", text)
     text = re.sub(r"^\(([^()]*)\)$", r"\1", re.sub(r"\s+", " ", text).strip(" .!?,;:"))
@@ -312,7 +324,7 @@ def _words(text: str) -> str:
 
 
 def _symbols(text: str) -> str:
-    """Names of constants in LaTeX: ``pi`` alone would be p times i."""
+    """Replace symbols and names of constants with LaTeX: plain ``pi`` would be p times i."""
     for sign, latex in (("π", r"\pi "), ("∞", r"\infty "), ("−", "-"), ("×", r"\times ")):
         text = text.replace(sign, latex)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
@@ -321,7 +333,7 @@ def _symbols(text: str) -> str:
 
 
 def _readable(text: str) -> str:
-    """``text`` with the numbers that math-verify misreads spelled out."""
+    """Rewrite the numbers in ``text`` that math-verify would misread."""
     text = text.replace("−", "-")
     text = re.sub(r"(?<=\d)(?:\\[,!; ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", "", text)
     for pattern in _MISREAD:

@@ -1,16 +1,18 @@
-"""The worker process of ``math.py``: one JSON object a line in, one out. Run by path, not imported.
+"""The worker process of ``math.py``. Run by path, not imported.
 
-Keep it light: it imports math_verify and nothing of this package, so a worker costs neither torch
-nor the user's main module (which multiprocessing would import again).
-
-In: ``{"label": str, "response": str}``. Out, first: ``{"ready": true}``; then for each line
-``{"score": 0 or 1}``, ``{"error": str}`` where math-verify raised, or ``{"bad_label": true}`` where
+It reads one JSON object per line from stdin and writes one per line to stdout. Input:
+``{"label": str, "response": str}``. The first output is ``{"ready": true}``. The reply to each line
+is ``{"score": 0 or 1}``, ``{"error": str}`` if math-verify raised, or ``{"bad_label": true}`` if
 the label cannot be parsed.
 
-A comparison that takes more than the CPU seconds in argv[1] is ended by the
-system (signal SIGPROF, default action), also inside one huge integer power, where no Python handler
-would run. CPU time, so that a busy machine does not turn right answers into wrong ones. The process
-may use :data:`MEMORY_BYTES` of memory; an expression that needs more is a MemoryError, and counted.
+The worker imports math_verify and nothing of this package. It therefore loads neither torch nor the
+user's main module, which multiprocessing would import again.
+
+A comparison that takes more than the CPU seconds in argv[1] is killed by the system (signal
+SIGPROF, default action). This also works inside a huge integer power, where no Python handler would
+run. The limit is CPU time, so a busy machine does not turn right answers into wrong ones. The
+address space is limited to :data:`MEMORY_BYTES`. An expression that needs more raises MemoryError,
+which is counted as an error.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from math_verify import parse, verify
 
 
 def compare(label: str, response: str) -> dict[str, Any]:
-    """1 if the last answer in ``response`` equals ``label``."""
+    """Return ``{"score": 1}`` if the last answer in ``response`` equals ``label``, else 0.
+
+    Return ``{"bad_label": True}`` if the label cannot be parsed.
+    """
     gold = _parse_label(label)
     if not gold:
         return {"bad_label": True}
@@ -36,7 +41,10 @@ def compare(label: str, response: str) -> dict[str, Any]:
 
 
 def _parse_label(label: str) -> list[Any]:
-    """A bare label (``x^2+1``) is LaTeX only between dollars; GSM8K's stands after ``####``."""
+    """Parse a label, or its part after ``####``. Return [] if it cannot be parsed.
+
+    A bare label (``x^2+1``) is put between dollars, because math-verify parses LaTeX only there.
+    """
     answer = label.rpartition("####")[2].strip()
     wrapped = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
     forms = [answer] if wrapped else [f"${answer}$", answer]
@@ -61,15 +69,15 @@ def _timed(label: str, response: str, timeout_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve until stdin ends, which it also does when the parent dies."""
+    """Serve until stdin is closed, which also happens when the parent dies."""
     logging.disable(logging.CRITICAL)  # math-verify warns that its own timeouts are off
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     timeout_s = float(sys.argv[1])
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+    os.dup2(2, 1)  # output printed by libraries must not mix with the replies
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,5 +1,8 @@
-"""Scores of a reward model: one number on the last token of prompt + response; of a process reward
-model one on the last token of every step, made into one."""
+"""Rewards from a reward model in this process.
+
+A reward model scores the last token of prompt + response. A process reward model scores the last
+token of every step, and the step scores are aggregated to one number.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ from burnish.types import rows_to_batch, steps_to_batch
 
 
 class ModelReward:
-    """Scores prompt + response with a reward model in this process. Implements
-    ``rewards.base.Reward``."""
+    """A reward that scores prompt + response with a reward model in this process.
+
+    Implements ``rewards.base.Reward``.
+    """
 
     def __init__(
         self,
@@ -43,11 +48,11 @@ class ModelReward:
         encode: Encode,
         scale: tuple[float, float] = (0.0, 1.0),
     ) -> None:
-        """``scale``: (mean, std) that scores are measured in."""
+        """``scale``: (mean, std) that normalizes scores: ``(score - mean) / std``."""
         self.name, self.engine, self.encode, self.scale = name, engine, encode, scale
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """One score per item."""
+        """Return one score per item."""
         mean, std = self.scale
         pairs = [self.encode(item) for item in items]
         scores = score_rows(self.engine, [[*prompt, *response] for prompt, response in pairs])
@@ -58,8 +63,11 @@ class ModelReward:
 
 
 class ProcessReward:
-    """Scores every step of a response with a process reward model in this process, and makes one
-    number in [0, 1] of them. Implements ``rewards.base.Reward`` and ``HasMeans``."""
+    """A reward that scores every step of a response with a process reward model in this process.
+
+    Step scores in [0, 1] are aggregated to one number, which is then normalized by the scale of
+    ``inner``. Implements ``rewards.base.Reward`` and ``HasMeans``.
+    """
 
     def __init__(
         self,
@@ -69,13 +77,14 @@ class ProcessReward:
         separator: str,
         how: StepAggregation,
     ) -> None:
-        """``inner``: the model with its encoding and scale; ``tokenizer``: of its token ids."""
+        """``inner``: the model with its encoding and scale. ``tokenizer``: the tokenizer of the
+        encoded token ids. ``how``: the aggregation of step scores."""
         self.name, self.inner, self.tokenizer = inner.name, inner, tokenizer
         self.separator, self.how = separator, how
         self._steps, self._responses = 0, 0
 
     def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """One score per item. An empty response is one step that ends with the prompt."""
+        """Return one score per item. An empty response is one step that ends with the prompt."""
         pairs = [self.inner.encode(item) for item in items]
         rows = [[*prompt, *response] for prompt, response in pairs]
         ends = [
@@ -93,7 +102,7 @@ class ProcessReward:
         return [(score - mean) / std for score in scores.to(torch.float64).tolist()]
 
     def take_means(self) -> dict[str, tuple[float, float]]:
-        """``steps``: mean number of steps of a response."""
+        """Return ``steps``: (number of steps, number of responses) since the last call."""
         found = {"steps": (float(self._steps), float(self._responses))}
         self._steps = self._responses = 0
         return found
@@ -103,7 +112,7 @@ class ProcessReward:
 
 
 def score_rows(engine: TrainEngine, rows: Sequence[Sequence[int]]) -> list[float]:
-    """The score of each row of token ids. No row may be empty."""
+    """Return the score of each row of token ids. No row may be empty."""
     masks = [[False] * (len(row) - 1) + [True] for row in rows]
     batch = rows_to_batch(rows, masks, prompt_lens=[0] * len(rows))
     scores: list[float] = engine.values(batch)[batch.offsets[1:] - 1].tolist()
@@ -115,12 +124,11 @@ def load_model_reward(
     policy_tokenizer: PreTrainedTokenizerBase,
     make_engine: Callable[[EngineSpec], TrainEngine],
 ) -> ModelReward | ProcessReward:
-    """The reward model of a recipe entry, in an engine that ``make_engine`` makes.
+    """Load the reward model of a recipe entry, in an engine built by ``make_engine``.
 
-    If it has the policy's vocabulary, the sampled token ids are scored as they are; otherwise
-    prompt and response are encoded as its training rows were (``rows.py``). A model that says that
-    it is a process reward model is asked for every step. Raises ModelError if it has no trained
-    head.
+    If its vocabulary equals the policy's, the sampled token ids are scored directly. Otherwise
+    prompt and response are encoded like its training rows (``rows.py``). If ``process_reward`` is
+    set in its config, every step is scored. Raises ModelError if the model has no trained head.
     """
     told = metadata_of(config.model)
     _check_steps(config, told)
@@ -145,7 +153,7 @@ def metadata_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_steps(config: ModelRewardConfig, told: Mapping[str, Any]) -> None:
-    """Raise ModelError where the recipe and the model disagree on whether it scores steps."""
+    """Raise ModelError if the step settings of the recipe do not fit the model."""
     process = bool(told.get("process_reward"))
     if process and not (config.step_separator or told.get("step_separator")):
         raise ModelError(
@@ -156,16 +164,19 @@ def _check_steps(config: ModelRewardConfig, told: Mapping[str, Any]) -> None:
         value = config.model_dump()[name]
         if value is not None and not process:
             raise ModelError(
-                f"{name}={value!r} is for process reward models, and {describe(config.model)} does "
-                "not say that it is one (process_reward in its config.json); train one by burnish "
-                f"rm with data.kind=steps, or remove {name}"
+                f"{name}={value!r} is for process reward models, but {describe(config.model)} is "
+                "not marked as one (process_reward in its config.json); train one with burnish "
+                f"rm and data.kind=steps, or remove {name}"
             )
 
 
 def _scale(
     model: ModelConfig, told: Mapping[str, Any], how: StepAggregation | None
 ) -> tuple[float, float]:
-    """Mean and spread of its scores, of the model's config. Raises ModelError if it has none."""
+    """Return (mean, std) of the model's scores from its config.
+
+    Raises ModelError if the config has none.
+    """
     names = "reward_mean and reward_std"
     mean, std = told.get("reward_mean"), told.get("reward_std")
     if how is not None:
@@ -173,9 +184,9 @@ def _scale(
         mean, std = (told.get("process_reward_stats") or {}).get(how, (None, None))
     if mean is None or not std:
         raise ModelError(
-            f"{describe(model)} has no {names} in its config (found {mean} and "
-            f"{std}), which normalize=true needs; train it by burnish rm with eval_data and export "
-            "it, write the two numbers into its config.json, or leave normalize out"
+            f"{describe(model)} has no {names} in its config (found {mean} and {std}), which "
+            "normalize=true needs; train it with burnish rm and eval_data and export it, write the "
+            "two numbers into its config.json, or remove normalize"
         )
     return float(mean), float(std)
 
@@ -188,8 +199,11 @@ def load_reward_engine(
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
 ) -> TorchTrainEngine:
-    """A frozen engine in the role ``reward`` whose passes take ``micro_batch_size`` rows, or rows
-    of ``max_tokens`` together. Raises ModelError if the model has no trained head."""
+    """Load a reward model into a frozen engine with the role ``reward``.
+
+    A micro-batch has ``micro_batch_size`` rows, or rows with ``max_tokens`` tokens in total. Raises
+    ModelError if the model has no trained head.
+    """
     scalar = load_scalar_model(model, dtype=dtype, device=resolve_device(device))
     spec = _spec(model, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
     return TorchTrainEngine(scalar, replace(spec, precision=PrecisionConfig(dtype=dtype)))

@@ -1,9 +1,8 @@
-"""Check that the servers of remote rewards are reachable before a job loads its models: the first
-request is only made after the first responses are sampled.
+"""Check that the servers of remote rewards are reachable before a job loads its models.
 
-A connection is opened and closed, and nothing is sent. More is not known of all such servers: they
-have no path in common that says how they are, and a made-up request could cost one of them a pass,
-or be an error in its log.
+Without this check an unreachable server is noticed only after the first responses are sampled. The
+check opens and closes a connection and sends nothing. Reward servers have no common health
+endpoint, and a dummy request could cost a forward pass or an error in the server's log.
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ log = logging.getLogger("burnish")
 
 
 def check_servers(rewards: Sequence[RewardConfig]) -> None:
-    """Connect to the servers of every reward of kind ``remote``, as patiently as its requests
-    would. (Behind a proxy, ``use_proxy``, that says nothing, and is left out.)
+    """Connect to the servers of every reward of kind ``remote``.
 
-    Raises RewardError if none of a reward's servers takes connections; where some do, the
-    others are warned of.
+    Timeouts and retries are those of the reward's requests. Rewards with ``use_proxy`` are skipped,
+    because a direct connection proves nothing for them.
+
+    Raises RewardError if no server of a reward accepts connections. If only some do, logs a warning
+    for each of the others.
     """
     for i, entry in enumerate(rewards):
         if isinstance(entry, RemoteReward) and not entry.use_proxy:
@@ -45,29 +46,31 @@ def _check(entry: RemoteReward, key: str) -> None:
     name = entry.name or entry.kind
     if len(silent) < len(entry.urls):
         for url, why in silent.items():
-            log.warning("reward %r: %s takes no connections (%s); others do", name, _told(url), why)
+            log.warning(
+                "reward %r: %s accepts no connections (%s); others do", name, _shown(url), why
+            )
         return
-    found = "\n".join(f"  {_told(url)}: {why}" for url, why in silent.items())
+    found = "\n".join(f"  {_shown(url)}: {why}" for url, why in silent.items())
     tries = f" (tried {entry.retries + 1} times)" if entry.retries else ""
     raise RewardError(
-        f"reward {name!r}: no server takes connections{tries}, and no model was loaded yet\n"
-        f"{found}\n  What to do: start it (burnish serve-reward MODEL, with --host and --token-env "
-        f"where it is on another machine), or say where it is: {key}.urls=[http://host:5000/"
-        "get_reward]; the name is looked up, and the connection made, on the machine of the "
-        "command, so look at names and firewalls there"
+        f"reward {name!r}: no server accepts connections{tries}; no model was loaded\n"
+        f"{found}\n  What to do: start a server (burnish serve-reward MODEL, with --host and "
+        f"--token-env if it runs on another machine), or set {key}.urls=[http://host:5000/"
+        "get_reward]. The check runs on the machine of the command: check name resolution and "
+        "firewalls there"
     )
 
 
 def _silent(entry: RemoteReward) -> dict[str, str]:
-    """Why there is no connection, by URL."""
+    """Return URL -> reason for each server that accepts no connection."""
     with ThreadPoolExecutor(len(entry.urls)) as pool:
         found = pool.map(lambda url: _why_not(url, entry.connect_timeout_s), entry.urls)
         reasons = zip(entry.urls, found, strict=True)
         return {url: why for url, why in reasons if why is not None}
 
 
-def _told(url: str) -> str:
-    """Without its query, which may hold a secret."""
+def _shown(url: str) -> str:
+    """Return ``url`` without its query, which may contain a secret."""
     return url.partition("?")[0]
 
 
@@ -76,6 +79,6 @@ def _why_not(url: str, timeout_s: float) -> str | None:
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     try:
         socket.create_connection((parts.hostname or "", port), timeout=timeout_s).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be looked up
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         return str(error) or type(error).__name__
     return None

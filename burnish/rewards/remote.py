@@ -1,6 +1,6 @@
-"""Rewards from a server over HTTP: texts out, one number each back.
+"""Rewards from a server over HTTP, which receives texts and returns one number per text.
 
-This file says what is sent and what a failure costs; ``remote_client.py`` is the HTTP.
+This file builds the requests and converts failures; ``remote_client.py`` does the HTTP.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from burnish.rewards.remote_client import COUNTS, RemoteError, Reply, RewardClie
 log = logging.getLogger("burnish")
 
 _ADVICE = (
-    "look at the server's own log; if it is only slow or not always up, raise read_timeout_s or "
+    "check the server's log; if it is only slow or temporarily down, raise read_timeout_s or "
     "retries of this reward"
 )
 
 
 class RemoteReward:
-    """Scores prompt + response by asking a server. Implements ``rewards.base.Reward``.
+    """A reward that sends prompt + response to a server. Implements ``rewards.base.Reward``.
 
-    ``batch_size`` responses go into one request. A request without a usable reply costs its own
-    responses their score (SampleError in their place), and no others. Means of the server's
-    ``extra_logs`` become measurements; requests, retries and unusable ``extra_logs`` are counted.
+    One request contains ``batch_size`` responses. If a request gets no usable reply, only its own
+    responses lose their score (a SampleError in place of each). Means of the server's
+    ``extra_logs`` become measurements. Requests, retries and unusable ``extra_logs`` are counted.
 
-    ``tokenizer``: the policy's. With it, and ``special_tokens``, ``query`` holds the special tokens
-    of the response.
+    ``tokenizer``: the policy's. With ``special_tokens``, it adds the special tokens of the response
+    to ``query``.
 
-    Raises RewardError: ``token_env`` names a variable that is not set or holds no token.
+    Raises RewardError if the variable named by ``token_env`` is not set or is not a bearer token.
     """
 
     def __init__(
@@ -59,7 +59,10 @@ class RemoteReward:
         self._warned = False
 
     def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
-        """One score or SampleError per item. Raises SampleError for a label that JSON lacks."""
+        """Return one score or SampleError per item.
+
+        Raises SampleError if a label is not JSON-serializable.
+        """
         size = self._config.batch_size
         parts = [items[i : i + size] for i in range(0, len(items), size)]
         requests = [(self._body(part), len(part)) for part in parts]
@@ -75,7 +78,7 @@ class RemoteReward:
         return scores
 
     def take_counts(self) -> Mapping[str, int]:
-        """``requests`` (all tries), ``retries`` and ``bad_logs`` since the last call."""
+        """Return the counts since the last call. ``requests`` includes retries."""
         counts, self._counts = self._counts, Counter()
         if self._client is not None:
             counts += self._client.counts
@@ -83,12 +86,12 @@ class RemoteReward:
         return {name: counts[name] for name in COUNTS}
 
     def take_means(self) -> Mapping[str, tuple[float, float]]:
-        """(sum, count) of each entry of ``extra_logs`` since the last call."""
+        """Return (sum, count) of each entry of ``extra_logs`` since the last call."""
         means, self._means = self._means, {}
         return means
 
     def close(self) -> None:
-        """Close the connections and end the event loop's thread, where there is one."""
+        """Close the connections and stop the event loop's thread, if they were opened."""
         loop, client = self._loop, self._client
         self._loop = self._client = None
         if loop is not None and client is not None:
@@ -104,11 +107,11 @@ class RemoteReward:
             "prompts": [item.prompt.text for item in items],
             "labels": labels,
         }
-        # replace: half of a surrogate pair can stand in a Python string, and not in UTF-8
+        # errors="replace": a Python string may contain a lone surrogate, UTF-8 may not
         return json.dumps(request, ensure_ascii=False).encode("utf-8", errors="replace")
 
     def _label(self, item: RewardInput) -> Any:
-        """The label; an empty text for none, which is what such servers expect."""
+        """Return the label, or an empty string if there is none, as such servers expect."""
         label = "" if item.prompt.label is None else item.prompt.label
         try:
             json.dumps(label, allow_nan=False)
@@ -126,7 +129,7 @@ class RemoteReward:
         return [
             value
             if isinstance(value, float)
-            else SampleError(self, item, f"got {value} where a finite number is needed")
+            else SampleError(self, item, f"got {value} instead of a finite number")
             for item, value in zip(items, answer.rewards, strict=True)
         ]
 
@@ -141,10 +144,10 @@ class RemoteReward:
 
 
 def full_text(item: RewardInput, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Prompt + response. It begins with ``item.prompt.text``.
+    """Return prompt + response. It begins with ``item.prompt.text``.
 
-    With a tokenizer the response has its special tokens, and is cut out of the decoded whole: on
-    its own it could lose a space at its beginning.
+    With a tokenizer, the response includes its special tokens. It is decoded together with the
+    prompt, because decoded alone it could lose a leading space.
     """
     if tokenizer is None:
         return item.prompt.text + item.sample.text
@@ -160,19 +163,21 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def read_token(variable: str) -> str:
-    """The bearer token in an environment variable, without surrounding white space.
+    """Return the bearer token in an environment variable, stripped of white space.
 
-    Raises RewardError, without the value, if there is none or it cannot stand in a header.
+    Raises RewardError if the variable is not set or is not a valid bearer token. The message does
+    not contain the value.
     """
     token = os.environ.get(variable, "").strip()
     if not token:
         raise RewardError(
             f"token_env names the environment variable {variable}, which is not set or is empty; "
-            f"export {variable}=..., or leave token_env out"
+            f"export {variable}=..., or remove token_env"
         )
     if not re.fullmatch(r"[A-Za-z0-9._~+/-]+=*", token):  # RFC 6750, 2.1
         raise RewardError(
-            f"the environment variable {variable} (token_env) holds characters that no bearer "
-            "token has; it must be the token alone: letters, digits and -._~+/, = at the end"
+            f"the environment variable {variable} (token_env) contains characters that are not "
+            "valid in a bearer token; set it to the token alone: letters, digits and -._~+/, with "
+            "= at the end"
         )
     return token

@@ -1,4 +1,4 @@
-"""The HTTP side of remote rewards: which server is asked, how often, and what counts as a reply.
+"""HTTP client of remote rewards: server selection, retries and validation of replies.
 
 Reading order: ``RewardClient.ask_all`` -> ``_ask`` (tries) -> ``_try`` (one server) -> ``_send``;
 then ``read_reply``.
@@ -30,23 +30,24 @@ from burnish.errors import BurnishError
 log = logging.getLogger("burnish")
 
 COUNTS = ("requests", "retries", "bad_logs")
-"""What a client counts; names that ``extra_logs`` cannot have."""
+"""Names of the client's counts. Entries of ``extra_logs`` may not have these names."""
 
 _MAX_LOGS = 64
 _EXCERPT = 200
 _ERROR_BODY_BYTES = 64 << 10
 _TRANSIENT_STATUSES = (408, 425, 429)
-"""Statuses below 500 after which the same server may well answer later: it was too slow to read the
-request, too early, too busy."""
+"""Transient statuses below 500: Request Timeout, Too Early, Too Many Requests."""
 
 
 class RemoteError(BurnishError):
-    """No reply that can be used: which URL, what came, what was expected. The same server would
-    say the same again; others may do well."""
+    """A request got no usable reply. The message contains the URL, the reply and what was expected.
+
+    The same server would fail again, so the request is retried only on other servers.
+    """
 
 
 class _TransientError(RemoteError):
-    """The same request may well succeed later, or elsewhere."""
+    """A transient failure. The request may succeed later, or on another server."""
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -54,7 +55,7 @@ class _TransientError(RemoteError):
 
 
 class _PartialError(RemoteError):
-    """Some entries of an otherwise good reply are no finite numbers: another server may know."""
+    """Some entries of a valid reply are not finite numbers. Another server may have them."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +63,26 @@ class Reply:
     """A checked reply to a request for n rewards."""
 
     rewards: tuple[float | str, ...]
-    """[n]. A text says what stands in the place of a number."""
+    """[n]. A string is the JSON of an entry that is not a finite number."""
     logs: Mapping[str, tuple[float, int]]
-    """(sum, count) of each entry of ``extra_logs``, and of ``scores``."""
+    """(sum, count) of each valid entry of ``extra_logs``, and of ``scores``."""
     bad_logs: tuple[str, ...] = ()
-    """Why other entries of ``extra_logs`` are left out."""
+    """Reasons why entries of ``extra_logs`` were left out."""
 
 
 @dataclass
 class _Server:
     url: str
     busy: int = 0
-    """Requests under way."""
+    """Requests in flight."""
     backoff_until: float = 0.0
-    """time.monotonic seconds"""
+    """End of the backoff after its last failure, in time.monotonic seconds."""
     warned_until: float = 0.0
-    """Its next failure is worth a line in the log from then on."""
+    """Failures before this time (time.monotonic seconds) are not logged."""
     turn: int = 0
-    """Number of the last request it got."""
+    """Sequence number of the last request sent to it."""
     shown: str = field(init=False)
-    """The URL without its query, which may hold a secret."""
+    """The URL without its query, which may contain a secret."""
 
     def __post_init__(self) -> None:
         self.shown = self.url.partition("?")[0]
@@ -89,16 +90,17 @@ class _Server:
 
 @dataclass
 class _Attempts:
-    """State of one request, by the URLs of the servers that received it."""
+    """State of one request over its tries."""
 
     tried: set[str] = field(default_factory=set)
+    """URLs of the servers that received it."""
     refused: dict[str, RemoteError] = field(default_factory=dict)
-    """Those that would say the same again."""
+    """Permanent errors by server URL. These servers are not asked again."""
     partial: Reply | None = None
-    """The first reply with bad entries, those filled in that other servers knew."""
+    """The first reply, with its bad entries filled in from other servers."""
 
     def add(self, reply: Reply) -> Reply:
-        """Fill bad entries of the replies before with those of ``reply``; return the whole."""
+        """Fill bad entries of earlier replies from ``reply``. Return the merged reply."""
         before = self.partial or reply
         pairs = zip(before.rewards, reply.rewards, strict=True)
         rewards = tuple(new if isinstance(old, str) else old for old, new in pairs)
@@ -107,13 +109,13 @@ class _Attempts:
 
 
 class RewardClient:
-    """Sends requests to equal servers. All methods belong to one event loop."""
+    """An HTTP client for interchangeable servers. All methods must run on one event loop."""
 
     def __init__(self, config: RemoteReward, *, name: str, token: str | None) -> None:
         self._config, self._name, self._token = config, name, token
         self._servers = [_Server(url) for url in config.urls]
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._random = random.Random()  # not the global one, whose state checkpoints hold
+        self._random = random.Random()  # not the global one, whose state is checkpointed
         self._turn = 0
         self.counts: Counter[str] = Counter()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -125,7 +127,7 @@ class RewardClient:
             timeout=httpx.Timeout(config.read_timeout_s, connect=config.connect_timeout_s),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
             trust_env=config.use_proxy,
-            verify=httpx.create_ssl_context(trust_env=True),  # SSL_CERT_FILE, proxy or not
+            verify=httpx.create_ssl_context(trust_env=True),  # SSL_CERT_FILE, also without a proxy
         )
         stop = stop_after_attempt(config.retries + len(self._servers))
         self._retrying = AsyncRetrying(
@@ -137,7 +139,7 @@ class RewardClient:
         )
 
     async def ask_all(self, requests: Sequence[tuple[bytes, int]]) -> list[Reply | RemoteError]:
-        """The reply to each (JSON body, number of rewards it asks for), or why there is none."""
+        """Send each (JSON body, number of expected rewards). Return its reply or its error."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._ask(body, count)) for body, count in requests]
         return [task.result() for task in tasks]
@@ -168,7 +170,7 @@ class RewardClient:
                 data, kind = await self._send(server, body)
                 reply = asked.add(self._reply(server, data, kind, count=count))
                 if self._other_server_may_succeed(reply, asked):
-                    raise _PartialError(f"{server.shown} knows no reward of some responses")
+                    raise _PartialError(f"{server.shown} returned no reward for some responses")
                 return reply
             except RemoteError as error:
                 if not isinstance(error, _PartialError):
@@ -182,16 +184,18 @@ class RewardClient:
                 server.busy -= 1
 
     def _other_server_may_succeed(self, reply: Reply, asked: _Attempts) -> bool:
-        """Return whether an entry is bad and there is a server that works and has not had the
-        request."""
+        """Return whether an entry is bad and an available server has not received the request."""
         now = time.monotonic()
         left = any(s.backoff_until <= now and s.url not in asked.tried for s in self._servers)
         return left and any(isinstance(value, str) for value in reply.rewards)
 
     def _pick(self, asked: _Attempts) -> _Server:
-        """Choose among the servers that have not refused the request: the least busy one that does
-        not rest, in turn, preferably one that has not failed it yet; if all rest, the next to
-        wake."""
+        """Choose a server among those without a permanent error for the request.
+
+        Servers not in backoff come first, then those that have not received the request, then
+        the least busy, in round-robin order. If all are in backoff, choose the one whose backoff
+        ends first.
+        """
         now = time.monotonic()
         left = [server for server in self._servers if server.url not in asked.refused]
         awake = [server for server in left if server.backoff_until <= now]
@@ -208,27 +212,27 @@ class RewardClient:
         now, seconds = time.monotonic(), wanted or self._config.rest_s
         if server.warned_until <= now:
             others = len(self._servers) > 1
-            more = f"; it is not asked for {seconds:g} s while others work" if others else ""
+            more = f"; it is not used for {seconds:g} s while others work" if others else ""
             log.warning("reward %r: %s%s", self._name, error, more)
         server.backoff_until = max(server.backoff_until, now + seconds)
         server.warned_until = max(server.warned_until, server.backoff_until)
 
     def _end_backoffs(self) -> None:
-        """After a request that every server refused: it is at fault, and not they."""
+        """End all backoffs. Called if every server refused a request, which is then at fault."""
         for server in self._servers:
             server.backoff_until = 0.0
 
     def _may_retry(self, state: RetryCallState) -> bool:
-        """After a failure that may pass, and while there is a server that has not refused."""
+        """Return whether to retry: after a transient failure, or while a server has not refused."""
         error = state.outcome.exception() if state.outcome is not None else None
         asked: _Attempts = state.args[2]
         left = len(asked.refused) < len(self._servers)
-        if asked.partial is not None:  # a second opinion is asked for once, and not waited for
+        if asked.partial is not None:  # retried at once on another server, never after a wait
             return isinstance(error, _PartialError)
         return isinstance(error, _TransientError) or (isinstance(error, RemoteError) and left)
 
     def _wait_s(self, state: RetryCallState) -> float:
-        """Seconds before the next try. None before another server is tried for the first time."""
+        """Return the seconds before the next try. No wait while there are untried servers."""
         error = state.outcome.exception() if state.outcome is not None else None
         asked: _Attempts = state.args[2]
         now = time.monotonic()
@@ -244,14 +248,14 @@ class RewardClient:
         self.counts["retries"] += 1
 
     async def _send(self, server: _Server, body: bytes) -> tuple[bytes, str]:
-        """(body, content type) of a reply with status 200."""
+        """Send ``body``. Return (body, content type) of a reply with status 200."""
         config = self._config
         try:
             async with asyncio.timeout(config.connect_timeout_s + config.read_timeout_s):
                 async with self._client.stream("POST", server.url, content=body) as response:
                     data = await self._read(server, response)
         except TimeoutError as error:
-            what = f"gave no whole reply within read_timeout_s={config.read_timeout_s:g}"
+            what = f"sent no complete reply within read_timeout_s={config.read_timeout_s:g}"
             raise _TransientError(f"{server.shown} {what}") from error
         except httpx.TransportError as error:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -259,11 +263,11 @@ class RewardClient:
                 what += f"; connect_timeout_s={config.connect_timeout_s:g}"
             elif isinstance(error, httpx.TimeoutException):
                 what += f"; read_timeout_s={config.read_timeout_s:g}"
-            message = f"{server.shown} gave no whole reply ({self._shown(what)})"
+            message = f"{server.shown} sent no complete reply ({self._shown(what)})"
             raise _TransientError(message) from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             what = self._shown(f"{type(error).__name__}: {error}")
-            raise RemoteError(f"{server.shown} cannot be asked ({what})") from error
+            raise RemoteError(f"the request to {server.shown} failed ({what})") from error
         status = response.status_code
         if status == httpx.codes.OK:
             return data, response.headers.get("content-type", "no content type")
@@ -275,14 +279,14 @@ class RewardClient:
         raise RemoteError(message)
 
     async def _read(self, server: _Server, response: httpx.Response) -> bytes:
-        """The body; of a failure, its beginning."""
+        """Return the body, or its beginning if the status is not 200."""
         ok = response.status_code == httpx.codes.OK
         limit = self._config.max_reply_bytes if ok else _ERROR_BODY_BYTES
         encoding = response.headers.get("content-encoding", "identity")
         if ok and encoding != "identity":
             raise RemoteError(
-                f"{server.shown} replied with content-encoding {self._excerpt(encoding)}, and was "
-                "asked for identity"
+                f"{server.shown} replied with content-encoding {self._excerpt(encoding)}, but "
+                "identity was requested"
             )
         data = bytearray()
         async for chunk in response.aiter_raw():
@@ -291,10 +295,10 @@ class RewardClient:
                 raise RemoteError(
                     f"{server.shown} replied with more than max_reply_bytes={limit} bytes"
                 )
-            if len(data) > limit:  # and perhaps in the middle of the token
+            if len(data) > limit:  # drop the last bytes: they may be the beginning of the token
                 token = (self._token or "").encode()
-                whole = bytes(data).replace(token, b"[token]") if token else bytes(data)
-                return whole[: len(whole) - len(token)]
+                safe = bytes(data).replace(token, b"[token]") if token else bytes(data)
+                return safe[: len(safe) - len(token)]
         return bytes(data)
 
     def _reply(self, server: _Server, data: bytes, kind: str, *, count: int) -> Reply:
@@ -302,10 +306,10 @@ class RewardClient:
             reply = read_reply(data, count)
         except (ValueError, RecursionError) as error:
             wrong = isinstance(error, _WrongShapeError)
-            said = str(error) if wrong else f"which is no JSON ({error})"
+            said = str(error) if wrong else f"which is not JSON ({error})"
             raise RemoteError(
                 f"{server.shown} replied with {self._excerpt(data)} ({self._excerpt(kind)}), "
-                f'{said}; expected is {{"rewards": [...]}} with {count} finite '
+                f'{said}; expected {{"rewards": [...]}} with {count} finite '
                 f"number{'s' if count > 1 else ''}"
             ) from error
         return Reply(
@@ -319,21 +323,22 @@ class RewardClient:
         return self._shown(repr(text))
 
     def _shown(self, text: str) -> str:
-        """Not too long, and without the token: a server may send back what it was sent."""
+        """Shorten ``text`` and redact the token, which a server may echo."""
         text = text.replace(self._token, "[token]") if self._token else text
         half = _EXCERPT // 2
         return text if len(text) <= _EXCERPT else f"{text[:half]} ... {text[-half:]}"
 
 
 class _WrongShapeError(BurnishError, ValueError):
-    """JSON, but not a reply."""
+    """Valid JSON that is not a valid reply."""
 
 
 def read_reply(data: bytes, count: int) -> Reply:
-    """The body of a reply to a request for ``count`` rewards.
+    """Parse the body of a reply to a request for ``count`` rewards.
 
-    One item's reward may be bad (null, NaN, a text) without spoiling the others'; all else raises
-    ValueError. What is wrong with ``extra_logs`` costs no reward: it is left out and listed.
+    Bad rewards (null, NaN, a string) are returned as strings and do not affect other items. Raises
+    ValueError for any other error. Bad entries of ``extra_logs`` are left out and listed in
+    ``bad_logs``.
     """
     reply = json.loads(data.decode("utf-8"))
     if not isinstance(reply, dict) or "rewards" not in reply:
@@ -342,19 +347,19 @@ def read_reply(data: bytes, count: int) -> Reply:
     if count == 1 and _is_number(rewards):
         rewards = [rewards]
     if not isinstance(rewards, list):
-        raise _WrongShapeError("in which 'rewards' is no list")
+        raise _WrongShapeError("in which 'rewards' is not a list")
     if len(rewards) != count:
         raise _WrongShapeError(f"in which 'rewards' has {len(rewards)} entries")
     checked = [float(v) if _is_number(v) else json.dumps(v) for v in rewards]
     given = reply.get("extra_logs")
     found: dict[str, Any] = given if isinstance(given, dict) else {}
     logs: dict[str, tuple[float, int]] = {}
-    bad = [] if given is None or isinstance(given, dict) else ["extra_logs is no mapping"]
+    bad = [] if given is None or isinstance(given, dict) else ["extra_logs is not a mapping"]
     scores = {} if reply.get("scores") is None else {"scores": reply["scores"]}
     for key, value in (scores | found).items():
         mean = _mean(value, count)
         if not key or len(key) > _MAX_LOGS or key in COUNTS:
-            bad.append(f"extra_logs has the name {key[: _MAX_LOGS + 1]!r}")
+            bad.append(f"extra_logs has the invalid name {key[: _MAX_LOGS + 1]!r}")
         elif mean is None or len(logs) == _MAX_LOGS:
             what = f"neither a number nor a list of {count}, within fp32's range"
             bad.append(f"extra_logs[{key!r}] is {what}")
@@ -364,7 +369,7 @@ def read_reply(data: bytes, count: int) -> Reply:
 
 
 def _is_number(value: Any) -> bool:
-    """A finite JSON number. (Python's True is an int.)"""
+    """Return whether ``value`` is a finite JSON number. Booleans are not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -374,8 +379,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _mean(value: Any, count: int) -> tuple[float, int] | None:
-    """(sum, count) of one entry of ``extra_logs``; a single number counts for every item. None
-    where it is something else, or so large that sums of it may be infinite."""
+    """Return (sum, count) of one entry of ``extra_logs``. A single number counts for every item.
+
+    Return None if the entry is invalid, or so large that sums of it may be infinite.
+    """
     values = value if isinstance(value, list) else [value] * count
     numbers = [float(v) for v in values if isinstance(v, bool) or _is_number(v)]
     numbers = [number for number in numbers if abs(number) <= torch.finfo(torch.float32).max]
@@ -383,10 +390,10 @@ def _mean(value: Any, count: int) -> tuple[float, int] | None:
 
 
 def _retry_after_s(header: str) -> float:
-    """Seconds that Retry-After asks for (a number or a date, RFC 9110 10.2.3); 0 for anything
-    else."""
+    """Return the seconds in a Retry-After header (a number or a date, RFC 9110 10.2.3), or 0 if it
+    is invalid."""
     if re.fullmatch(r"\s*[0-9]+\s*", header):
-        return float(header)  # infinity where it has too many digits
+        return float(header)  # infinity if it has too many digits
     try:
         when = parsedate_to_datetime(header)
     except (ValueError, OverflowError):

@@ -1,5 +1,7 @@
-"""A prompt and a response as the token row that ``burnish rm`` would train on, for reward models
-with another tokenizer than the policy's."""
+"""Encode a prompt and a response as the token row that ``burnish rm`` would train on.
+
+Used for reward models whose tokenizer differs from the policy's.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +16,40 @@ from burnish.rewards.base import RewardInput
 log = logging.getLogger("burnish")
 
 Encode = Callable[[RewardInput], tuple[Sequence[int], Sequence[int]]]
-"""Token ids of the prompt, and of the response."""
+"""Function from an item to (prompt token ids, response token ids)."""
 
 
 def sampled_ids(item: RewardInput) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the ids that the policy read and wrote."""
+    """Return the policy's own token ids: (prompt ids, response ids)."""
     return item.sample.prompt_ids, item.sample.response_ids
 
 
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, prompt: str, response: str = "", *, ended: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Return (prompt ids, response ids) of plain text, as plain training rows have them.
+    """Return (prompt ids, response ids) of plain text, encoded like plain training rows.
 
-    The prompt has the special tokens that the tokenizer puts in front, once, and none behind; no
-    token crosses the border; the response has the end token if it ``ended``.
+    The prompt starts with the tokenizer's leading special tokens, once, and has no trailing ones.
+    No token spans the boundary between prompt and response. The response ends with the EOS token if
+    ``ended``.
     """
     _, head = encode_prompt(tokenizer, prompt)
     if len(head) > 1 and head[0] == head[1] == tokenizer.bos_token_id:
-        head = head[1:]  # a chat template wrote it already
+        head = head[1:]  # the chat template already added the BOS token
     ids, _ = encode_completion(tokenizer, head, response, add_eos=ended)
     return head, ids[len(head) :]
 
 
 class RowEncoder:
-    """Encode prompts and responses with the reward model's own tokenizer.
+    """An encoder of prompts and responses that uses the reward model's own tokenizer.
 
-    Prompts made of messages are rendered by its own chat template: the policy's markup would be
-    plain text to it. Without a template that text is all there is, which is logged once.
+    Prompts made of messages are rendered with the reward model's chat template, because the
+    policy's markup would be plain text to it. Without a template, the policy's rendered text is
+    used, and a warning is logged once.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-        """``name``: of the reward, for the log."""
+        """``name``: the reward's name, for the log."""
         self.tokenizer, self.name = tokenizer, name
         self._said = False
 
@@ -73,8 +77,8 @@ class RowEncoder:
         if not self._said:
             self._said = True
             log.warning(
-                "reward %r: prompts are conversations and its tokenizer has no chat template, so "
+                "reward %r: prompts are conversations but its tokenizer has no chat template, so "
                 "it reads the policy's chat markup as plain text; set its model.chat_template to "
-                "the one that it was trained with",
+                "the template that it was trained with",
                 self.name,
             )

@@ -1,7 +1,7 @@
-"""Changes to the total reward of a response, before any baseline. Pure functions of numbers.
+"""Shaping of a response's total reward, before any baseline. Pure functions of numbers.
 
-Order: clip, then the truncation penalty, the penalty per token and the soft overlong penalty;
-penalties are not clipped away.
+Order: clip, truncation penalty, penalty per token, soft overlong penalty. The penalties are
+subtracted after clipping and are not clipped.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from burnish.types import Sample
 
 
 def clip(reward: float, limit: float | None) -> float:
-    """``reward`` in [-limit, limit]; unchanged where ``limit`` is None."""
+    """Clip ``reward`` to [-limit, limit]. Return it unchanged if ``limit`` is None."""
     return reward if limit is None else max(-limit, min(limit, reward))
 
 
 def overlong_penalty(num_tokens: int, *, max_len: int, buffer_len: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) as a positive number to take off.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), as a positive number to
+    subtract.
 
-    With the free length F = max_len - buffer_len, for n response tokens (end token included)::
+    For n response tokens (end token included) and the free length F = max_len - buffer_len::
 
         0                            n <= F
         penalty * (n - F) / buffer   F < n <= max_len
         penalty                      n > max_len
 
-    ``buffer_len`` 0: always 0.
+    If ``buffer_len`` is 0, the penalty is always 0.
     """
     if not buffer_len:
         return 0.0
@@ -33,7 +34,8 @@ def overlong_penalty(num_tokens: int, *, max_len: int, buffer_len: int, penalty:
 
 
 def shaped(total: float, sample: Sample, *, config: ShapingConfig, generate_max_len: int) -> float:
-    """The reward that is trained on, from the weighted sum ``total`` and how the response ended."""
+    """Return the training reward from the weighted sum ``total`` and the response's length and
+    finish reason."""
     reward = clip(total, config.reward_clip)
     if sample.finish_reason == "length":
         reward -= config.truncation_penalty

@@ -1,4 +1,4 @@
-"""Where the steps of a response end: what a process reward model is asked about."""
+"""Find the tokens at which the steps of a response end. A process reward model scores them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from transformers import PreTrainedTokenizerBase
 
 
 def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator: str) -> list[int]:
-    """The places in response ``ids`` [T] at which a step ends, in order: the token that completes a
-    separator, where there is text in front of it since the last one; and the last token of the
-    response. What follows the last separator belongs to the step before it where it has no text of
-    its own (an end token, spaces). A response of one step or of none has one place, T - 1."""
+    """Return the indices in response ``ids`` [T] at which a step ends, in order.
+
+    A step ends at the token that completes a separator, if there is text since the previous
+    separator. The last step ends at the last token of the response. Tokens without text after the
+    last separator (an end token, spaces) belong to the step before it. A response with at most one
+    step has one index, T - 1.
+    """
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     ends: list[int] = []
     begin, pending = 0, False
@@ -28,11 +31,11 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
 
 
 def _token_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], length: int) -> int:
-    """The first token with which the decoded text is ``length`` characters long."""
+    """Return the index of the first token with which the decoded text has ``length`` characters."""
     low, high = 0, len(ids) - 1
     while low < high:
         middle = (low + high) // 2
-        # Half a character decodes to a mark of its own, which is not yet the character.
+        # An incomplete character decodes to U+FFFD, which does not count yet.
         text = str(tokenizer.decode(list(ids[: middle + 1]), skip_special_tokens=True))
         if len(text.rstrip("\ufffd")) >= length:
             high = middle

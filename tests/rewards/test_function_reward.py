@@ -160,10 +160,10 @@ def _positional(response: str, /) -> float:
     ("function", "message"),
     [
         (_kwargs, "rest"),
-        (_misspelt, "'lable' is not known"),
-        (_mixed, "mix one response and a batch"),
-        (_blind, "does not take the response"),
-        (_positional, "cannot be given by name"),
+        (_misspelt, "unknown parameter 'lable'"),
+        (_mixed, "mix the two kinds"),
+        (_blind, "no parameter receives the response"),
+        (_positional, "cannot be passed by name"),
     ],
 )
 def test_wrong_parameters_are_refused_with_the_accepted_names(
@@ -176,7 +176,7 @@ def test_wrong_parameters_are_refused_with_the_accepted_names(
 
 
 def test_what_is_not_callable_is_refused() -> None:
-    with pytest.raises(RewardError, match="a function is needed"):
+    with pytest.raises(RewardError, match="expected a function"):
         FunctionReward(3, name="f")  # type: ignore[arg-type]
 
 

@@ -111,7 +111,7 @@ def test_words_are_compared_as_text_and_that_is_said_once(
     items = _items(make_group(0, [r"\boxed{Monday}", "on Friday"], label="Monday"))
     assert [reward.score(items), reward.score(items)] == [[1.0, 0.0], [1.0, 0.0]]
     assert [r.getMessage()[:62] for r in caplog.records] == [
-        "reward 'math': 2 labels of this call are words and no mathemat"
+        "reward 'math': 2 labels of this call are words, not mathematic"
     ]
 
 

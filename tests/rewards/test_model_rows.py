@@ -96,7 +96,7 @@ def test_a_conversation_without_a_template_is_the_policys_text_and_that_is_said_
     item = _item(make_group, [{"role": "user", "content": "a?"}], "b")
     assert encode(item) == encode(item) == encode_text(own, "[user]a?", "b", ended=True)
     assert [r.getMessage()[:43] for r in caplog.records] == [
-        "reward 'rm': prompts are conversations and "
+        "reward 'rm': prompts are conversations but "
     ]
 
 

@@ -51,7 +51,7 @@ def test_where_nobody_listens_the_url_the_key_and_what_to_do_are_said(
 
 
 def test_urls_that_differ_in_their_query_alone_are_two(dead_url: str, attempts: list[Any]) -> None:
-    with pytest.raises(RewardError, match="no server takes connections"):
+    with pytest.raises(RewardError, match="no server accepts connections"):
         check_servers([remote(f"{dead_url}?model=a", f"{dead_url}?model=b")])
     assert len(attempts) == 6
 
@@ -79,7 +79,7 @@ def test_one_server_of_several_is_enough_and_the_others_are_warned_of(
 ) -> None:
     check_servers([remote(dead_url, serve().url)])
     assert len(attempts) == 2
-    assert f"{dead_url} takes no connections" in caplog.text
+    assert f"{dead_url} accepts no connections" in caplog.text
 
 
 def test_ports_are_those_of_the_scheme_and_names_may_be_unknown(attempts: list[Any]) -> None:

@@ -32,17 +32,17 @@ def failure(reward: Remote, items: list[RewardInput]) -> str:
 
 DEEP = b"[" * 100_000
 GARBAGE: dict[str, tuple[Any, str]] = {
-    "html": (b"<html>Bad gateway</html>", "which is no JSON"),
-    "nothing": (b"", "which is no JSON"),
-    "truncated": (b'{"rewards": [1.0, 2', "which is no JSON"),
-    "no utf-8": (b'{"rewards": [1.0, 2.0], "\xff": 1}', "which is no JSON"),
-    "deep": (DEEP, "which is no JSON"),
-    "long int": (b'{"rewards": [1, ' + b"9" * 5000 + b"]}", "which is no JSON"),
+    "html": (b"<html>Bad gateway</html>", "which is not JSON"),
+    "nothing": (b"", "which is not JSON"),
+    "truncated": (b'{"rewards": [1.0, 2', "which is not JSON"),
+    "no utf-8": (b'{"rewards": [1.0, 2.0], "\xff": 1}', "which is not JSON"),
+    "deep": (DEEP, "which is not JSON"),
+    "long int": (b'{"rewards": [1, ' + b"9" * 5000 + b"]}", "which is not JSON"),
     "list": ([1.0, 2.0], "which has no 'rewards'"),
     "other key": ({"reward": [1.0, 2.0]}, "which has no 'rewards'"),
-    "null": ({"rewards": None}, "in which 'rewards' is no list"),
-    "number for two": ({"rewards": 1.0}, "in which 'rewards' is no list"),
-    "text": ({"rewards": "1.0, 2.0"}, "in which 'rewards' is no list"),
+    "null": ({"rewards": None}, "in which 'rewards' is not a list"),
+    "number for two": ({"rewards": 1.0}, "in which 'rewards' is not a list"),
+    "text": ({"rewards": "1.0, 2.0"}, "in which 'rewards' is not a list"),
     "too few": ({"rewards": [1.0]}, "'rewards' has 1 entries"),
     "too many": ({"rewards": [1.0] * 3}, "'rewards' has 3 entries"),
 }

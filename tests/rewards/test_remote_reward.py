@@ -174,7 +174,7 @@ def test_a_failed_request_stops_the_run_with_the_url(
     server = serve(spoils)
     with pytest.raises(RewardError) as caught:
         reward_set(remote(server.url), FAIL).score([make_group(0, ["bad"])])
-    for part in (server.url, "status 400", "'q:0/0'", "look at the server's own log", "drop_group"):
+    for part in (server.url, "status 400", "'q:0/0'", "check the server's log", "drop_group"):
         assert part in str(caught.value)
 
 

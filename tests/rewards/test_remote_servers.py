@@ -107,7 +107,7 @@ def test_a_server_that_is_not_there_is_named(
     dead_url: str, remote: MakeRemote, items: Items, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = failure(remote(dead_url, retries=2), items("a"))
-    assert f"{dead_url} gave no whole reply (ConnectError" in said and "tried 3 times" in said
+    assert f"{dead_url} sent no complete reply (ConnectError" in said and "tried 3 times" in said
     # Once, and not once for each try: it had not begun to work in between.
     assert sum(dead_url in r.getMessage() for r in caplog.records) == 1
 
@@ -206,7 +206,7 @@ def test_all_requests_are_served_while_one_of_two_servers_is_dead(
     assert reward.score(items(*"abcdefgh")) == [11.0] * 8
     assert len(server.requests) == 8
     assert reward.take_counts()["requests"] == 9
-    assert f"{dead_url} gave no whole reply" in caplog.text and "for 1000 s" in caplog.text
+    assert f"{dead_url} sent no complete reply" in caplog.text and "for 1000 s" in caplog.text
 
 
 def test_a_server_that_rested_is_asked_again(

@@ -38,22 +38,25 @@ def _raise() -> Any:
 
 BAD_VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (_raise, "raised ZeroDivisionError: no such luck"),
-    "nan": (lambda: float("nan"), "returned nan where a finite number is needed"),
-    "inf": (lambda: float("inf"), "returned inf where a finite number is needed"),
-    "string": (lambda: "1.0", "returned '1.0' where a finite number is needed"),
-    "none": (lambda: None, "returned None where a finite number is needed"),
-    "list": (lambda: [1.0], "returned [1.0] where a finite number is needed"),
-    "huge": (lambda: 10**400, "where a finite number is needed"),
-    "beyond fp32": (lambda: 1e39, "returned 1e+39 where a number within fp32's range, +-3.4e+38,"),
-    "beyond fp32, int": (lambda: -(10**39), "where a number within fp32's range"),
+    "nan": (lambda: float("nan"), "returned nan instead of a finite number"),
+    "inf": (lambda: float("inf"), "returned inf instead of a finite number"),
+    "string": (lambda: "1.0", "returned '1.0' instead of a finite number"),
+    "none": (lambda: None, "returned None instead of a finite number"),
+    "list": (lambda: [1.0], "returned [1.0] instead of a finite number"),
+    "huge": (lambda: 10**400, "instead of a finite number"),
+    "beyond fp32": (
+        lambda: 1e39,
+        "returned 1e+39 instead of a number within fp32's range, +-3.4e+38",
+    ),
+    "beyond fp32, int": (lambda: -(10**39), "instead of a number within fp32's range"),
 }
 BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "too few": (lambda: [1.0], "returned 1 values for 2 responses"),
     "too many": (lambda: [1.0] * 3, "returned 3 values for 2 responses"),
-    "string": (lambda: "ab", "returned 'ab' where a list of 2 numbers is needed"),
-    "none": (lambda: None, "returned None where a list of 2 numbers is needed"),
-    "number": (lambda: 1.0, "returned 1.0 where a list of 2 numbers is needed"),
-    "matrix": (lambda: torch.zeros(2, 1), "Tensor of shape (2, 1) where shape (2,) is needed"),
+    "string": (lambda: "ab", "returned 'ab' instead of a list of 2 numbers"),
+    "none": (lambda: None, "returned None instead of a list of 2 numbers"),
+    "number": (lambda: 1.0, "returned 1.0 instead of a list of 2 numbers"),
+    "matrix": (lambda: torch.zeros(2, 1), "Tensor of shape (2, 1) instead of shape (2,)"),
     "raises": (_raise, "raised ZeroDivisionError: no such luck"),
 }
 
@@ -228,7 +231,7 @@ def test_scoring_nothing_is_an_error() -> None:
     def one(response: str) -> float:
         return 1.0
 
-    with pytest.raises(RewardError, match="no sample to score"):
+    with pytest.raises(RewardError, match="no samples to score"):
         _set((_reward(one), 1.0)).score([])
 
 

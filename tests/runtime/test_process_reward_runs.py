@@ -215,7 +215,7 @@ def test_steps_are_asked_of_process_reward_models_only(
     plain = ModelConfig(path=str(burnish.export(run_dir, tmp_path / "plain", model="reward")))
     for option in ({"step_aggregation": "min"}, {"step_separator": ";"}):
         entry = ModelReward.model_validate({"model": plain, **option})
-        with pytest.raises(ModelError, match="does not say that it is one"):
+        with pytest.raises(ModelError, match="is not marked as one"):
             load_model_reward(entry, load_tokenizer(plain), engine_of)
     with pytest.raises(ServeError, match="is a process reward model"):
         load_text_scorer(ModelConfig(path=str(exported)), ServeOptions())

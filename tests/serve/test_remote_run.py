@@ -93,8 +93,8 @@ def test_a_run_without_its_server_says_which_url_before_any_model_is_loaded(
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/get_reward"
     config = recipe({"kind": "remote", "urls": [url], "retries": 0}, name="alone")
-    with pytest.raises(RewardError, match=f"no server takes connections.*\n  {url}: "):
+    with pytest.raises(RewardError, match=f"no server accepts connections.*\n  {url}: "):
         burnish.run(config)
     runtime: Any = SimpleNamespace(tokenizer=load_tokenizer(config.model))  # and nothing else
-    with pytest.raises(RewardError, match="no server takes connections"):
+    with pytest.raises(RewardError, match="no server accepts connections"):
         build_rl(config, runtime, {}, tmp_path)

@@ -1,6 +1,6 @@
-"""From files, hubs and environments to token ids, in an order that can be resumed exactly.
+"""Load rows from files, hubs and environments and encode them, in an exactly resumable order.
 
-Reading order: sources (rows), chat (rows to token-exact ids and masks), stream (which row comes
-next), encoded (the two together, with the length limit), then prompts, sft and preference (one
-encoder each).
+Reading order: sources (rows), chat (rows to token-exact ids and masks), stream (row order), encoded
+(encoded rows in that order, with the length limit), then prompts, sft and preference (one encoder
+each).
 """

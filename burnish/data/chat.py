@@ -1,9 +1,9 @@
-"""Text and chat messages to token ids and masks, exactly.
+"""Encode text and chat messages to exact token ids and masks.
 
-A row is tokenised once, in pieces cut where the policy begins and stops writing, and the ids are
-the pieces put one after another. The length of a prompt is the length of its piece; it is never
-measured by tokenising prompt and response together, because a tokenizer may merge characters across
-the border, and then what is trained on is not what the model sees when it generates.
+A row is tokenized once, in pieces that are split at the points at which the policy starts and stops
+generating. The ids of the row are the concatenated ids of the pieces. The prompt length is the
+length of its own piece. Prompt and response are never tokenized together, because a tokenizer may
+merge characters across the boundary. Training tokens would then differ from generation tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from burnish.templates import render_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WORD_START = "\u2581"  # what SentencePiece-style tokenizers write in place of a space
+_WORD_START = "\u2581"  # SentencePiece-style tokenizers replace a space with this
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError where the tokenizer cannot be trained with: it has no end-of-sequence token.
+    """Raise DataError if the tokenizer has no end-of-sequence token, which training needs.
 
-    A pad token is not needed: rows are ragged.
+    No pad token is needed, because rows are ragged.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -47,27 +47,29 @@ def encode_prompt(
     apply_chat_template: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[str, list[int]]:
-    """Return the text and the ids that the model reads before it answers.
+    """Return the text and the token ids of a prompt.
 
-    Messages, and strings with ``apply_chat_template``, are rendered by the chat template, which
-    also gets ``tools``, and end where the assistant begins. Other strings are tokenized with the
-    special tokens that the tokenizer puts in front. Raises DataError for anything else, and for a
-    ``system_prompt`` without a conversation.
+    Messages, and strings with ``apply_chat_template``, are rendered by the chat template with
+    ``tools`` and a generation prompt. Other strings are tokenized with the tokenizer's leading
+    special tokens.
+
+    Raises DataError if ``prompt`` is neither a string nor messages, if the last message is the
+    assistant's, or if ``system_prompt`` is set for a plain string.
     """
     if not isinstance(prompt, str) or apply_chat_template:
         messages = as_messages(prompt, system_prompt=system_prompt)
         if messages[-1]["role"] == "assistant":
             raise DataError(
                 "the prompt ends with an assistant message, so there is nothing left to answer; "
-                "leave the last assistant message out of the prompt column"
+                "remove the last assistant message from the prompt column"
             )
         check_rendering(tokenizer, messages, tools, system_prompt=system_prompt)
         text = _render(tokenizer, messages, add_generation_prompt=True, tools=tools)
         return text, _encode_piece(tokenizer, text)
     if system_prompt is not None:
         raise DataError(
-            "system_prompt is set and the prompt is a plain string, which has no place for it; "
-            "set apply_chat_template: true, or write it into prompt_template"
+            "system_prompt is set but the prompt is a plain string, which cannot contain it; "
+            "set apply_chat_template: true, or include it in prompt_template"
         )
     return prompt, _encode_with_prefix(tokenizer, prompt)
 
@@ -79,13 +81,14 @@ def encode_conversation(
     trained_from: int = 0,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[int], list[bool]]:
-    """Return (ids, mask) of a conversation, the mask True where the assistant writes.
+    """Return (ids, mask) of a conversation. The mask is True for tokens written by the assistant.
 
-    An assistant turn is trained on up to and including its end token; what the template writes
-    after that (a newline, as a rule) is not. Turns before message ``trained_from`` count as prompt.
-    Raises DataError if there is no assistant turn to train on, and if the template does not
-    render a conversation as the beginning of its continuation, so that the turns cannot be told
-    apart.
+    The mask includes the end token of an assistant turn, but no template text after it (usually a
+    newline). Turns before message ``trained_from`` count as prompt.
+
+    Raises DataError if there is no assistant turn to train on. Also raises DataError if the
+    rendering of the first messages is not a prefix of the full rendering, because the turns could
+    not be located then.
     """
     messages = as_messages(messages)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= trained_from]
@@ -97,8 +100,8 @@ def encode_conversation(
         )
     if turns[0] == 0:
         raise DataError(
-            "the conversation begins with an assistant message, and there is nothing it answers; "
-            "put a user message before it"
+            "the conversation begins with an assistant message, which answers nothing; add a user "
+            "message before it"
         )
     check_rendering(tokenizer, messages, tools)
     messages = _without_own_end(tokenizer, messages, turns, tools)
@@ -106,7 +109,7 @@ def encode_conversation(
     prefix = partial(_prefix_length, tokenizer, full=full, tools=tools)
     ids: list[int] = []
     mask: list[bool] = []
-    done = 0  # characters of `full` that are tokenised
+    done = 0  # number of characters of `full` tokenized so far
     for turn in turns:
         begin = prefix(messages[:turn], add_generation_prompt=True)
         end = prefix(messages[: turn + 1], add_generation_prompt=False)
@@ -127,7 +130,7 @@ def encode_completion(
     *,
     add_eos: bool = True,
 ) -> tuple[list[int], list[bool]]:
-    """Ids of prompt, response and end token: (ids, mask), the mask True from the response on."""
+    """Return (ids, mask) of prompt, response and end token. The mask is False for the prompt."""
     if add_eos:
         check_tokenizer(tokenizer)
         ended = response.rstrip()
@@ -141,22 +144,23 @@ def encode_completion(
 def response_text(
     tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]
 ) -> str:
-    """Return the text that ``response_ids`` add behind ``prompt_ids``, without special tokens.
+    """Return the text of ``response_ids`` as a continuation of ``prompt_ids``, without special
+    tokens.
 
     Decoded alone, a response can lose its first space (SentencePiece) or gain ``##`` (WordPiece).
     """
-    alone, head, whole = (
+    alone, head, both = (
         str(tokenizer.decode(list(ids), skip_special_tokens=True))
         for ids in (response_ids, prompt_ids, [*prompt_ids, *response_ids])
     )
-    return whole[len(head) :] if whole.startswith(head) else alone
+    return both[len(head) :] if both.startswith(head) else alone
 
 
 _Checked = tuple[str, tuple[str, ...], bool]
 _checked: WeakKeyDictionary[PreTrainedTokenizerBase, dict[_Checked, str | None]] = (
     WeakKeyDictionary()
 )
-_MOST_CHECKED = 4096  # forms of conversations remembered for one tokenizer
+_MOST_CHECKED = 4096  # cached role sequences per tokenizer
 
 
 def check_rendering(
@@ -166,11 +170,10 @@ def check_rendering(
     *,
     system_prompt: str | None = None,
 ) -> None:
-    """Raise DataError if the chat template leaves out a message: one of a role that it does not
-    know, or the system prompt.
+    """Raise DataError if the chat template drops a message, such as one with an unsupported role.
 
-    Renders markers in place of the contents, once for each sequence of roles. A template that
-    ignores ``tools`` is noted.
+    The check renders markers in place of the contents, once for each sequence of roles. If the
+    template ignores ``tools``, a notice is recorded.
     """
     known = _checked.setdefault(tokenizer, {})
     roles = tuple(f"{m['role']}{'!' * _has_prose(m)}" for m in messages)
@@ -185,7 +188,7 @@ def check_rendering(
     if left_out == _TOOLS:
         note(
             "tools_ignored",
-            "the chat template does not render tools, so the model does not see those of the "
+            "the chat template does not render tools, so the model does not see those in the "
             "column tools_key; set model.chat_template to one that does, or tools_key: null",
         )
         return
@@ -193,14 +196,14 @@ def check_rendering(
     if left_out == "system" and system_prompt is not None:
         what = "the system prompt (system_prompt)"
     raise DataError(
-        f"the chat template leaves out {what}: it has no place for that role, and the model would "
-        "never see the text. Set model.chat_template to one that has, or put the text into a user "
-        "message"
+        f"the chat template leaves out {what}: it does not render that role, so the model would "
+        "never see the text. Set model.chat_template to a template that renders it, or put the "
+        "text into a user message"
     )
 
 
 def _special_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The special token that ``text`` ends with, or nothing."""
+    """Return the special token at the end of ``text``, or an empty string."""
     ids = _plain_ids(tokenizer, text[-64:])
     if not ids or tokenizer.decode(ids[-1:], skip_special_tokens=True):
         return ""
@@ -212,8 +215,10 @@ _TOOLS = "(tools)"
 
 
 def _has_prose(message: Message) -> bool:
-    """Return whether the content is text that every template should render. (Some leave out what
-    comes with tool calls.)"""
+    """Return whether the content is text that every template should render.
+
+    Messages with tool calls do not count, because some templates drop their content.
+    """
     content = message.get("content")
     return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")
 
@@ -223,7 +228,10 @@ def _left_out(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> str | None:
-    """The role of the first message that the template does not render, or ``_TOOLS``."""
+    """Return the role of the first message that the template does not render.
+
+    Return ``_TOOLS`` if only the tools are not rendered, and None if everything is.
+    """
     marked = [
         {**m, "content": f"marker{i}end"} if _has_prose(m) else m for i, m in enumerate(messages)
     ]
@@ -231,7 +239,7 @@ def _left_out(
     try:
         text = _render(tokenizer, marked, add_generation_prompt=prompts, tools=tools)
         plain = text if not tools else _render(tokenizer, marked, add_generation_prompt=prompts)
-    except DataError:  # a template that looks into contents; rendering the row says what is wrong
+    except DataError:  # the template inspects contents; rendering the row itself reports errors
         return None
     for i, message in enumerate(messages):
         if _has_prose(message) and f"marker{i}end" not in text:
@@ -245,7 +253,7 @@ def _without_own_end(
     turns: Sequence[int],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> list[dict[str, Any]]:
-    """``messages`` without the end token that an answer brings, if the template writes it too."""
+    """Remove an end token at the end of an answer, if the template appends the same token."""
     kept = list(messages)
     for turn in turns:
         content = messages[turn].get("content")
@@ -260,8 +268,8 @@ def _without_own_end(
         if rendered.rstrip().endswith(end):
             note(
                 "double_eos",
-                f"an answer ends with {end!r}, which the chat template writes as well; it is kept "
-                "once. Leave it out of the data",
+                f"an answer ends with {end!r}, which the chat template appends as well; it is kept "
+                "once. Remove it from the data",
             )
             kept[turn] = bare
     return kept
@@ -276,7 +284,7 @@ def _render(
 ) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
-            "the tokenizer has no chat template, and the row is a conversation; set "
+            "the tokenizer has no chat template, but the row is a conversation; set "
             "model.chat_template to a Jinja template (or a path to one), or use plain string "
             "prompts with apply_chat_template: false"
         )
@@ -290,7 +298,7 @@ def _render(
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(m["role"] for m in messages)
         raise DataError(
-            f"the chat template refuses the conversation (roles: {roles}): {error}"
+            f"the chat template rejects the conversation (roles: {roles}): {error}"
         ) from error
 
 
@@ -310,8 +318,8 @@ def _prefix_length(
     )
     raise DataError(
         f"the chat template renders the first {len(messages)} messages differently when more "
-        f"follow: {prefix[same : same + 40]!r} alone, {full[same : same + 40]!r} in the whole "
-        f"conversation, at character {same}. The assistant's turns cannot be told apart, and "
+        f"follow: {prefix[same : same + 40]!r} alone, {full[same : same + 40]!r} in the full "
+        f"conversation, at character {same}. The assistant's turns cannot be located, and "
         "training would not match generation. Set model.chat_template to one that only appends "
         "(templates that drop earlier reasoning do not), or split the data into one assistant "
         "turn per row"
@@ -321,11 +329,10 @@ def _prefix_length(
 def _encode_piece(
     tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool = False
 ) -> list[int]:
-    """Ids of ``text`` without special tokens added. ``follows``: other tokens stand before it.
+    """Tokenize ``text`` without adding special tokens. ``follows``: other tokens precede it.
 
-    SentencePiece-style tokenizers put a space before whatever they are given, also where the text
-    goes on in the middle of a line. For them the piece is tokenised behind a newline, whose ids are
-    taken off again.
+    SentencePiece-style tokenizers prepend a space to any text, even if it continues a line. For
+    them the piece is tokenized after a newline, and the newline's ids are removed.
     """
     ids = _plain_ids(tokenizer, text)
     if not follows or not text:
@@ -339,22 +346,24 @@ def _encode_piece(
 
 
 def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids with the special tokens that the tokenizer puts in front, without those that it puts
-    behind (its end token need not be ``eos_token``). A text that begins with the special tokens
-    itself has them once."""
+    """Tokenize with the tokenizer's leading special tokens and without its trailing ones.
+
+    Its trailing token need not be ``eos_token``. If the text itself begins with the leading special
+    tokens, they are kept once.
+    """
     own = _plain_ids(tokenizer, text)
-    plain = own or _plain_ids(tokenizer, "a")  # an empty text says nothing about places
+    plain = own or _plain_ids(tokenizer, "a")  # an empty text does not show the positions
     ids = list(tokenizer(text if own else "a", verbose=False)["input_ids"])
     places = range(len(ids) - len(plain) + 1)
     begin = next((i for i in places if ids[i : i + len(plain)] == plain), None)
-    if begin is None:  # special tokens change how the text is cut
+    if begin is None:  # special tokens change the tokenization of the text
         return ids
     prefix = ids[:begin]
     if prefix and own[:begin] == prefix:
         note(
             "double_bos",
-            f"the text begins with {tokenizer.decode(prefix)!r}, which the tokenizer puts in "
-            "front as well; it is kept once. Leave it out of the data",
+            f"the text begins with {tokenizer.decode(prefix)!r}, which the tokenizer prepends as "
+            "well; it is kept once. Remove it from the data",
         )
         return own
     return prefix + own
@@ -365,10 +374,10 @@ def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _trained_length(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> int:
-    """Tokens of an assistant piece up to and including its end token, or all where it has none.
+    """Return the number of tokens of an assistant piece up to and including its end token.
 
-    The end token is the first EOS. Templates that end turns with another special token
-    (``<|eot_id|>``) have it last but for white space.
+    The end token is the first EOS token, or else a special token at the end, before white space
+    (some templates end turns with ``<|eot_id|>``). Without an end token, all tokens count.
     """
     if tokenizer.eos_token_id in answer:
         return answer.index(tokenizer.eos_token_id) + 1
@@ -379,7 +388,7 @@ def _trained_length(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -
         return end
     note(
         "no_end_token",
-        "the chat template writes no end token behind the assistant's turn, so the model does not "
+        "the chat template appends no end token to the assistant's turn, so the model does not "
         "learn to stop; set model.chat_template to one that does",
     )
     return len(answer)

@@ -1,8 +1,7 @@
-"""Encoded rows, as an endless resumable stream or all once: what prompts, SFT and pairs share.
+"""Encoded rows, as an endless resumable stream or all once. Shared by prompts, SFT and pairs.
 
-What a row becomes is the encoder's business (prompts, sft, preference have one each); which row
-comes next is the index stream's; here are the length limit, the counts and the place named in every
-error.
+An encoder (prompts, sft and preference have one each) encodes a row. The index stream decides the
+row order. This module applies the length limit, keeps counts and adds the row's position to errors.
 """
 
 from __future__ import annotations
@@ -20,39 +19,39 @@ from burnish.data.stream import IndexStream, RowRef
 _log = logging.getLogger(__name__)
 
 _SHOWN = 5
-"""Bad rows that a message names."""
+"""Most bad rows listed in one error message."""
 
 T = TypeVar("T")  # a Prompt, a TokenRow or a Pair
 
 
 class Encoder(Protocol[T]):
-    """From a data row to what is trained on. ``T`` is a Prompt, a token row or a pair of them."""
+    """Encodes a data row to a training item. ``T`` is a Prompt, a token row or a pair of them."""
 
     unit: str
-    """What one item is called in counts and messages: prompt, row, pair."""
+    """Name of one item in counts and messages: prompt, row, pair."""
     limit: int
     """Longest item in tokens."""
     limit_name: str
-    """What the config calls the limit."""
+    """The config key of the limit."""
 
     def encode(self, row: Row, ref: RowRef) -> T:
-        """The item. Raises DataError without the place; the stream puts it in front."""
+        """Return the item. Raises DataError without the row's position, which the caller adds."""
         ...
 
     def length(self, item: T) -> int:
-        """Tokens that count against the limit."""
+        """Return the number of tokens that count against the limit."""
         ...
 
-    def cut(self, item: T) -> T | None:
-        """An item over the limit without its left end; None where that leaves nothing of use."""
+    def truncate(self, item: T) -> T | None:
+        """Truncate an item over the limit on the left. Return None if the rest is unusable."""
         ...
 
 
 class EncodedStream(Generic[T]):
-    """Encoded rows without end, in an order that is a function of the seed.
+    """An endless stream of encoded rows, in an order that is a function of the seed.
 
-    The state is the position in the data and the counts, so a resumed stream goes on with the very
-    next row.
+    The state contains the position in the data and the counts. A resumed stream continues with
+    exactly the next row.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class EncodedStream(Generic[T]):
         seed: int,
         sources: Sequence[Source] | None = None,
     ) -> None:
-        """``sources``: those of ``config``, if they are open already."""
+        """``sources``: the opened sources of ``config``, if they are open already."""
         opened = open_sources(config.sources) if sources is None else sources
         self.sources = {source.name: source for source in opened}
         self._encoder = encoder
@@ -80,22 +79,25 @@ class EncodedStream(Generic[T]):
         self._notices = Notices()
 
     def __len__(self) -> int:
-        """Rows in all sources, those over the limit included."""
+        """Number of rows in all sources, including rows over the limit."""
         return len(self._index)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Since the start of the run: ``prompts_seen`` (handed out), ``prompts_dropped``,
-        ``prompts_truncated`` (rows_, pairs_ for the others), ``prompts_<kind>`` for each kind of
-        notice that there was (``rows_no_end_token``), and ``epoch``: whole passes over the source
-        furthest behind."""
+        """Counts since the start of the run.
+
+        ``prompts_seen`` (returned), ``prompts_dropped``, ``prompts_truncated``, and
+        ``prompts_<kind>`` for each kind of notice, such as ``rows_no_end_token``. The prefix is
+        ``rows_`` or ``pairs_`` for other units. ``epoch``: completed epochs of the source that is
+        furthest behind.
+        """
         unit, counts = self._encoder.unit, {**self._counts, **self._notices.counts}
         return {f"{unit}s_{what}": count for what, count in counts.items()} | {
             "epoch": self._index.epoch
         }
 
     def take(self, num: int) -> list[T]:
-        """The next ``num`` items. Raises DataError, with the place, for a row that is of no use."""
+        """Return the next ``num`` items. Raises DataError with the position of an unusable row."""
         items: list[T] = []
         while len(items) < num:
             ref = self._index.next()
@@ -105,13 +107,13 @@ class EncodedStream(Generic[T]):
                 self._count_dropped(ref.source)
                 continue
             self._dropped_in_a_row[ref.source] = 0
-            self._counts["truncated"] += fitted.cut
+            self._counts["truncated"] += fitted.truncated
             self._counts["seen"] += 1
             items.append(fitted.item)
         return items
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the position and the counts. JSON-serializable."""
         return {
             "index": self._index.state_dict(),
             "counts": dict(self._counts),
@@ -119,7 +121,7 @@ class EncodedStream(Generic[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken. Raises DataError if it is of other sources."""
+        """Resume from ``state``. Raises DataError if it belongs to other sources."""
         self._index.load_state_dict(state["index"])
         self._counts = {what: int(state["counts"][what]) for what in self._counts}
         self._notices.counts.clear()  # older states have none
@@ -129,7 +131,7 @@ class EncodedStream(Generic[T]):
     def _count_dropped(self, source: str) -> None:
         self._counts["dropped"] += 1
         self._dropped_in_a_row[source] += 1
-        # Wherever they begin, 2n - 1 draws in a row contain a whole epoch: no row fits.
+        # Any 2n - 1 consecutive draws contain a full epoch, so no row fits.
         if self._dropped_in_a_row[source] >= 2 * len(self.sources[source]) - 1:
             raise _all_dropped(f"source {source!r}", self._encoder, self._overlong)
 
@@ -137,9 +139,9 @@ class EncodedStream(Generic[T]):
 def load_all(
     sources: Sequence[Source], config: DataConfig, encoder: Encoder[T], *, limit: int | None = None
 ) -> list[T]:
-    """Every row once, source after source in file order; at most ``limit`` that are of use.
+    """Return every row once, source after source in file order, at most ``limit`` usable rows.
 
-    How many were left out or cut is reported in the log. Raises DataError if none is left.
+    Logs the numbers of dropped and truncated rows. Raises DataError if no row is left.
     """
     items: list[T] = []
     dropped = truncated = 0
@@ -150,7 +152,7 @@ def load_all(
         if limit is not None and len(items) >= limit:
             break
         fitted: _Fitted[T] = _fit(by_name[ref.source], ref, encoder, config.overlong, notices)
-        truncated += fitted.cut
+        truncated += fitted.truncated
         if fitted.item is None:
             dropped += 1
         else:
@@ -160,31 +162,32 @@ def load_all(
         raise _all_dropped("the data", encoder, config.overlong)
     if dropped or truncated:
         _log.warning(
-            "%d %ss left out and %d cut for being over %s=%d (%d kept)",
+            "%d %ss dropped and %d truncated because they exceed %s=%d (%d kept)",
             *(dropped, encoder.unit, truncated, encoder.limit_name, encoder.limit, len(items)),
         )
     return items
 
 
 class EncodedTable(Generic[T]):
-    """Every row once, source after source in file order, encoded again at every access: the
-    data may be larger than memory.
+    """A table of all rows, source after source in file order, for data larger than memory.
 
-    All rows are encoded once at the start, so that whatever is wrong with them is said before any
-    work is done, and all of it.
+    Rows are encoded again at every access. All rows are also encoded once at construction, so that
+    all errors are reported together before any work is done.
     """
 
     def __init__(
         self, config: DataConfig, encoder: Encoder[T], *, limit: int | None = None
     ) -> None:
-        """At most ``limit`` rows that are of use. Raises DataError for rows that are of none:
-        how many, and the first few."""
+        """``limit``: the most usable rows to keep. Raises DataError if rows are unusable.
+
+        The message contains their number and the first few errors.
+        """
         self.sources = open_sources(config.sources)
         self._encoder = encoder
         self._overlong = config.overlong
         self._of, self._rows = array("H"), array("q")
         self.dropped = 0
-        """Rows over the length limit, left out."""
+        """Number of rows dropped because they exceed the length limit."""
         self._bad: list[str] = []
         self._num_bad = 0
         self._notices = Notices()
@@ -203,7 +206,7 @@ class EncodedTable(Generic[T]):
         return len(self._rows)
 
     def take(self, first: int, count: int) -> list[T]:
-        """Items ``first`` to ``first + count``, fewer at the end."""
+        """Return the items ``first`` to ``first + count``, fewer at the end."""
         numbers = range(first, min(first + count, len(self)))
         return [self._encoded(self._of[i], self._rows[i]) for i in numbers]
 
@@ -231,19 +234,19 @@ class EncodedTable(Generic[T]):
         if self._num_bad == 1:
             return self._bad[0]
         more = "" if self._num_bad == len(self._bad) else f"; the first {len(self._bad)}"
-        told = "".join(f"\n  - {problem}" for problem in self._bad)
-        return f"{self._num_bad} {self._encoder.unit}s cannot be used{more}:{told}"
+        shown = "".join(f"\n  - {problem}" for problem in self._bad)
+        return f"{self._num_bad} {self._encoder.unit}s cannot be used{more}:{shown}"
 
 
 class _Fitted(NamedTuple, Generic[T]):
-    item: T | None  # None: left out
-    cut: bool  # tokens were cut off
+    item: T | None  # None: dropped
+    truncated: bool
 
 
 def _fit(
     source: Source, ref: RowRef, encoder: Encoder[T], overlong: Overlong, notices: Notices
 ) -> _Fitted[T]:
-    """Row ``ref`` encoded and held to the limit."""
+    """Encode row ``ref`` and apply the length limit."""
     row = source[ref.row]
     try:
         with collecting() as found:
@@ -256,16 +259,16 @@ def _fit(
         return _Fitted(item, False)
     if overlong == "error":
         raise DataError(
-            f"{row.where}: the {encoder.unit} has {length} tokens and {encoder.limit_name} is "
+            f"{row.where}: the {encoder.unit} has {length} tokens, but {encoder.limit_name} is "
             f"{encoder.limit}. Raise {encoder.limit_name}, or set overlong: truncate_left or drop"
         )
-    shorter = encoder.cut(item) if overlong == "truncate_left" else None
+    shorter = encoder.truncate(item) if overlong == "truncate_left" else None
     return _Fitted(shorter, shorter is not None)
 
 
 def _all_dropped(what: str, encoder: Encoder[Any], overlong: Overlong) -> DataError:
     other = ", or set overlong: truncate_left" if overlong == "drop" else ""
     return DataError(
-        f"every {encoder.unit} of {what} is over {encoder.limit_name}={encoder.limit} tokens and "
-        f"left out, so there is nothing to draw. Raise {encoder.limit_name}{other}"
+        f"every {encoder.unit} of {what} exceeds {encoder.limit_name}={encoder.limit} tokens and "
+        f"is dropped, so no data is left. Raise {encoder.limit_name}{other}"
     )

@@ -1,5 +1,4 @@
-"""Prompts as batch inference (job generate) needs them: what the model reads, and what a row of the
-output says about it."""
+"""Prompts of batch inference (job generate), with the data that is copied to the output rows."""
 
 from __future__ import annotations
 
@@ -33,36 +32,40 @@ OWN_COLUMNS = frozenset(
         "messages",
     }
 )
-"""What rows of the output call their own, in any mode. ``messages`` is none of them: where a row
-has it, SFT learns from it and not from ``prompt`` and ``response``."""
+"""Column names that the data may not pass through to output rows, in any mode.
+
+The output writes all of them except ``messages``. ``messages`` is excluded because SFT would prefer
+it to ``prompt`` and ``response``.
+"""
 
 
 @dataclass(frozen=True)
 class GenerationPrompt:
-    """One prompt.
+    """A prompt with its content as data and its other columns.
 
     Example: a row ``{"q": "1+1", "label": "2", "level": 3}`` with ``prompt_key: q`` and
     ``apply_chat_template``::
 
-        Question(Prompt("data:0@0", ...), content=[{"role": "user", "content": "1+1"}],
-                 unconditioned=<the same>, label="2", columns={"level": 3})
+        GenerationPrompt(Prompt("data:0@0", ...), content=[{"role": "user", "content": "1+1"}],
+                         unconditioned=<the same>, label="2", has_label=True,
+                         columns={"level": 3})
     """
 
     prompt: Prompt
-    """What the engine and the rewards get."""
+    """Input of the engine and of the rewards."""
     content: Content
-    """The same as data: a job that reads it needs no template and no system prompt to get the same
-    tokens."""
+    """The same prompt as data. A job that reads it gets the same tokens without prompt_template or
+    system_prompt."""
     unconditioned: Content
-    """``content`` without a reward stated in it."""
+    """``content`` without a stated reward."""
     label: Any
     has_label: bool
     columns: Mapping[str, Any]
-    """The row's other columns, but those in OWN_COLUMNS."""
+    """The row's other columns, except for those in OWN_COLUMNS."""
 
 
 class GenerationPrompts:
-    """All prompts of a recipe, in file order, read again whenever they are asked for."""
+    """All prompts of a recipe, in file order. They are read again at every access."""
 
     def __init__(
         self,
@@ -73,24 +76,25 @@ class GenerationPrompts:
         condition: ConditionConfig | None = None,
         one_form: bool = False,
     ) -> None:
-        """``one_form``: texts or messages, not both (a column of a Parquet file has one type).
+        """``one_form``: require all prompts to be texts or all to be messages, because a column of
+        a Parquet file has one type.
 
-        Raises DataError for every prompt that cannot be used, in one message.
+        Raises one DataError for all unusable prompts.
         """
         encoder = _GenerationPromptEncoder(config, tokenizer, condition)
         self._table = EncodedTable(config, encoder, limit=limit)
         check_label_key(config, self._table.sources)
         if one_form and len(encoder.forms) > 1:
             raise DataError(
-                "some prompts are texts and others messages, and a column of a Parquet file holds "
-                "one of the two; set apply_chat_template: true to make messages of all, or an "
+                "some prompts are texts and others messages, but a column of a Parquet file has "
+                "one type; set apply_chat_template: true to make all of them messages, or an "
                 "output that ends in .jsonl"
             )
         self.digest = encoder.digest.hexdigest()
-        """Of all prompts, their tokens, labels and other columns: a resumed run must have the
-        same."""
+        """Digest of all prompt ids, tokens, labels and other columns. A resumed run must have the
+        same digest."""
         self.left_out = sorted(encoder.left_out)
-        """Columns of the data that rows of the output have no place for."""
+        """Columns of the data that are not copied to the output (see OWN_COLUMNS)."""
         encoder.scanned = True
 
     def __len__(self) -> int:
@@ -98,27 +102,28 @@ class GenerationPrompts:
 
     @property
     def dropped(self) -> int:
-        """Prompts over the length limit, left out."""
+        """Number of prompts dropped because they exceed the length limit."""
         return self._table.dropped
 
     def take(self, first: int, count: int) -> list[GenerationPrompt]:
-        """Prompts ``first`` to ``first + count``, fewer at the end."""
+        """Return the prompts ``first`` to ``first + count``, fewer at the end."""
         return self._table.take(first, count)
 
 
 def with_reward(content: Content, template: str, reward: float) -> Content:
-    """A prompt that states a reward: ``template`` filled with the reward and the text, or the
-    content of the last user message.
+    """Return a prompt that states a reward.
 
-    Raises DataError if there is no such message, or its content is no text.
+    ``template`` is filled with the reward and the text; for messages, with the text of the last
+    user message, which it replaces. Raises DataError if there is no user message or its content is
+    not text.
     """
     if isinstance(content, str):
         return template.format(prompt=content, reward=reward)
     asked = [i for i, message in enumerate(content) if message["role"] == "user"]
     if not asked or not isinstance(content[asked[-1]].get("content"), str):
         raise DataError(
-            "condition.template goes around the text of the last user message, and the prompt has "
-            f"none (roles: {', '.join(m['role'] for m in content)}); leave such rows out"
+            "condition.template is applied to the text of the last user message, but the prompt "
+            f"has none (roles: {', '.join(m['role'] for m in content)}); remove such rows"
         )
     last = content[asked[-1]]
     stated = template.format(prompt=last["content"], reward=reward)
@@ -142,8 +147,8 @@ class _GenerationPromptEncoder:
         self.scanned = False
         self._config, self._condition = config, condition
         self._of_text = PromptEncoder(config, tokenizer)
-        whole = config.model_copy(update={"system_prompt": None, "apply_chat_template": False})
-        self._of_messages = PromptEncoder(whole, tokenizer)
+        complete = config.model_copy(update={"system_prompt": None, "apply_chat_template": False})
+        self._of_messages = PromptEncoder(complete, tokenizer)
 
     def encode(self, row: Row, ref: RowRef) -> GenerationPrompt:
         config, condition = self._config, self._condition
@@ -151,7 +156,7 @@ class _GenerationPromptEncoder:
         plain = isinstance(given, str) and not config.apply_chat_template
         content = given if plain else as_messages(given, system_prompt=config.system_prompt)
         unconditioned = content
-        if condition is not None:  # also where only the rows will be: said before any is sampled
+        if condition is not None:  # even if only rows state a reward: errors precede sampling
             stated = with_reward(content, condition.template, condition.wanted_reward or 0.0)
             content = stated if condition.wanted_reward is not None else content
         encoder = self._of_text if plain else self._of_messages
@@ -159,8 +164,8 @@ class _GenerationPromptEncoder:
         columns = self._columns(row.values)
         if not self.scanned:
             self.forms.add(plain)
-            told = f"{prompt.id} {prompt.token_ids} {prompt.label!r} {columns!r}\n"
-            self.digest.update(told.encode(errors="replace"))
+            line = f"{prompt.id} {prompt.token_ids} {prompt.label!r} {columns!r}\n"
+            self.digest.update(line.encode(errors="replace"))
         return GenerationPrompt(
             prompt,
             content=content,
@@ -173,8 +178,8 @@ class _GenerationPromptEncoder:
     def length(self, item: GenerationPrompt) -> int:
         return len(item.prompt.token_ids)
 
-    def cut(self, item: GenerationPrompt) -> GenerationPrompt | None:
-        raise NotImplementedError("overlong: truncate_left is refused when the recipe is read")
+    def truncate(self, item: GenerationPrompt) -> GenerationPrompt | None:
+        raise NotImplementedError("overlong: truncate_left is refused when the recipe is loaded")
 
     def _columns(self, values: Mapping[str, Any]) -> dict[str, Any]:
         used = {self._config.prompt_key, self._config.label_key}

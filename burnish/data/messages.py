@@ -1,4 +1,4 @@
-"""Chat messages as data holds them: lists of objects, their JSON text, ShareGPT turns."""
+"""Parse chat messages in the forms found in data: lists of objects, JSON text, ShareGPT turns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from burnish.data.sources import DataError
 
 Message = Mapping[str, Any]
-"""``{"role": "user", "content": "..."}``; other keys are passed to the chat template as they
-are."""
+"""``{"role": "user", "content": "..."}``. Other keys are passed to the chat template unchanged."""
 
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -19,7 +18,7 @@ SHAREGPT_ROLES = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-"""Values of ``from`` in ShareGPT rows, and the role that each one is."""
+"""ShareGPT value of ``from`` -> message role."""
 
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
@@ -27,34 +26,33 @@ _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)
 def as_messages(
     value: str | Sequence[Message], *, system_prompt: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return a checked list of messages, without keys whose value is None; a string is one user
-    message. ShareGPT turns (``from``, ``value``) become messages.
+    """Return a validated list of messages, without keys whose value is None.
 
-    Raises DataError if it is no list of messages, or if there would be two system messages.
+    A string becomes one user message. ShareGPT turns (``from``, ``value``) become messages. Raises
+    DataError if ``value`` is not a list of messages, or if there would be two system messages.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(
-            "expected a string or a list of chat messages with at least one, and got "
-            f"{_short(value)}"
+            f"expected a string or a non-empty list of chat messages, got {_short(value)}"
         )
     messages = [_as_message(message) for message in value]
     if system_prompt is None:
         return messages
     if messages[0]["role"] == "system":
         raise DataError(
-            "system_prompt is set, and the conversation already begins with a system message; "
+            "system_prompt is set, but the conversation already begins with a system message; "
             "unset system_prompt, or remove the message from the data"
         )
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def parsed(value: Any) -> Any:
-    """Return the messages that JSON text holds, and any other value as it is.
+    """Parse JSON text of messages. Return any other value unchanged.
 
-    CSV files and some Parquet files keep conversations as text. Raises DataError for text that
-    begins as messages do and is not JSON.
+    CSV files and some Parquet files store conversations as text. Raises DataError if text begins
+    like a list of messages but is not JSON.
     """
     if not isinstance(value, str) or not _LOOKS_LIKE_MESSAGES.match(value):
         return value
@@ -62,7 +60,7 @@ def parsed(value: Any) -> Any:
         found = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"the text {value[:60]!r} begins as a list of chat messages does, and is not JSON "
+            f"the text {value[:60]!r} begins like a list of chat messages but is not JSON "
             f"({error}); write the messages as a list, or as JSON text (json.dumps, not str)"
         ) from error
     turns = isinstance(found, list) and all(
@@ -73,7 +71,7 @@ def parsed(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return ``value`` without the keys of inner mappings that are None.
+    """Remove keys whose value is None, recursively.
 
     A Parquet column has one type, so each message and each tool call has the keys of all others.
     """
@@ -85,8 +83,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def as_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return tool descriptions (objects with ``name`` or ``function``), given as a list or as JSON
-    text; None if it is none of these."""
+    """Return tool descriptions given as a list or as JSON text; None if ``value`` is neither.
+
+    A tool description is an object with ``name`` or ``function``.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -103,12 +103,12 @@ def _as_message(message: Any) -> dict[str, Any]:
         message = _from_sharegpt(message)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(
-            'a chat message is an object {"role": ..., "content": ...}, and this one is '
+            f'a chat message must be an object {{"role": ..., "content": ...}}, got '
             f"{_short(message)}"
         )
     kept = {key: value for key, value in message.items() if value is not None}
     if "content" not in kept and "tool_calls" not in kept:
-        raise DataError(f"a chat message needs `content`, and this one has none: {_short(message)}")
+        raise DataError(f"a chat message has no `content`: {_short(message)}")
     return kept
 
 
@@ -117,8 +117,8 @@ def _from_sharegpt(turn: Message) -> dict[str, Any]:
     if role is None:
         known = ", ".join(SHAREGPT_ROLES)
         raise DataError(
-            f"a ShareGPT turn is from {turn['from']!r}, and known are {known}; rename it, or "
-            'write the turn as {"role": ..., "content": ...}'
+            f"a ShareGPT turn has the unknown `from` {turn['from']!r}; known are {known}. Rename "
+            'it, or write the turn as {"role": ..., "content": ...}'
         )
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     return {"role": role, "content": turn.get("value"), **rest}

@@ -1,8 +1,8 @@
-"""Notices about rows that encoding changes or finds odd: logged once with the row's position, and
-counted.
+"""Notices about rows that are changed by encoding or look wrong. Each kind is logged once, with the
+row's position, and counted.
 
-``chat`` and ``rows`` call :func:`note`; ``encoded`` collects around the encoding of each row.
-Without a collector a note is dropped."""
+``chat`` and ``rows`` call :func:`note`; ``encoded`` collects the notes of each row. Without a
+collector a note is dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _found: ContextVar[dict[str, str] | None] = ContextVar("found", default=None)
 
 
 def note(kind: str, text: str) -> None:
-    """Record ``text`` for the row that is being encoded. ``kind`` is its name in counts."""
+    """Record a note on the row that is being encoded. ``kind`` is the note's name in counts."""
     found = _found.get()
     if found is not None:
         found.setdefault(kind, text)
@@ -36,20 +36,20 @@ def collecting() -> Iterator[dict[str, str]]:
 
 
 class Notices:
-    """Rows by kind of note; the first of each kind is logged."""
+    """Number of rows by kind of note. The first row of each kind is logged."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def add(self, found: Mapping[str, str], where: str) -> None:
-        """Count the notes of the row at ``where``."""
+        """Count the notes of the row at ``where``, and log each kind that is new."""
         for kind, text in found.items():
             if not self.counts[kind]:
                 _log.warning("%s: %s (logged once; such rows are counted)", where, text)
             self.counts[kind] += 1
 
     def log_totals(self, unit: str) -> None:
-        """Log how many rows each note is about."""
+        """Log the number of rows of each kind that has more than one."""
         for kind, count in self.counts.items():
             if count > 1:
                 _log.warning("%d %ss in all: %s", count, unit, kind.replace("_", " "))

@@ -28,16 +28,16 @@ from burnish.types import Batch, rows_to_batch
 
 @dataclass(frozen=True)
 class Pair:
-    """Two responses to one prompt; both rows begin with the same ``chosen.prompt_len`` tokens."""
+    """Two responses to one prompt. Both rows begin with the same ``chosen.prompt_len`` tokens."""
 
     chosen: TokenRow
     rejected: TokenRow
     margin: float | None = None
-    """By how much the chosen one is better. None: the data does not say."""
+    """How much better the chosen response is. None if the data has no margin."""
 
 
 class PreferenceStream(EncodedStream[Pair]):
-    """Pairs without end, each once per epoch of its source, resumable at the exact pair."""
+    """An endless stream of pairs, each once per epoch of its source. Resumes at the exact pair."""
 
     def __init__(
         self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
@@ -48,7 +48,10 @@ class PreferenceStream(EncodedStream[Pair]):
         super().__init__(config, encoder, seed=seed, sources=sources)
 
     def next(self, num_pairs: int) -> Batch:
-        """The next ``num_pairs`` pairs as 2 * num_pairs rows; each pair is a group of the run."""
+        """Return the next ``num_pairs`` pairs as 2 * num_pairs rows.
+
+        Each pair has its own group id, unique within the run.
+        """
         first = self.counts["pairs_seen"]
         return _batch(self.take(num_pairs), first_group=first)
 
@@ -56,7 +59,10 @@ class PreferenceStream(EncodedStream[Pair]):
 def load_pairs(
     config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
 ) -> Batch:
-    """All pairs once, in file order; at most ``limit``. Raises DataError as the stream does."""
+    """Return all pairs once, in file order, at most ``limit``.
+
+    Raises DataError as the stream does.
+    """
     sources = open_sources(config.sources)
     encoder = _PairEncoder(config, tokenizer, sources)
     return _batch(load_all(sources, config, encoder, limit=limit))
@@ -83,8 +89,7 @@ class _PairEncoder:
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
         if prompt in ("", []):
             raise DataError(
-                "the prompt is empty, and a pair is compared on what both responses follow; give "
-                "a prompt"
+                "the prompt is empty, but a pair compares two responses to a prompt; add a prompt"
             )
         better = exchange(row, prompt, config, key=config.chosen_key, field="chosen_key")
         worse = exchange(row, prompt, config, key=config.rejected_key, field="rejected_key")
@@ -103,11 +108,10 @@ class _PairEncoder:
     def length(self, item: Pair) -> int:
         return max(len(item.chosen.ids), len(item.rejected.ids))
 
-    def cut(self, item: Pair) -> Pair | None:
-        """Both rows lose the same tokens of the prompt, so that it stays shared.
+    def truncate(self, item: Pair) -> Pair | None:
+        """Remove the same leading prompt tokens from both rows, so that the prompt stays shared.
 
-        None where the longer response alone fills the limit: without a prompt there is no
-        comparison.
+        Return None if no prompt would be left, because a comparison needs a prompt.
         """
         excess = self.length(item) - self.limit
         if excess >= item.chosen.prompt_len:
@@ -125,15 +129,20 @@ class _PairEncoder:
         try:
             margin = float(value)
         except (TypeError, ValueError) as error:
-            raise DataError(f"column {key!r} (margin_key) holds {value!r}, not a number") from error
+            raise DataError(
+                f"column {key!r} (margin_key) contains {value!r}, not a number"
+            ) from error
         if not math.isfinite(margin):
-            raise DataError(f"column {key!r} (margin_key) holds {value!r}, not a finite number")
+            raise DataError(f"column {key!r} (margin_key) contains {value!r}, not a finite number")
         return margin
 
 
 def to_last_trained(row: TokenRow) -> TokenRow:
-    """The row up to its end token. What a chat template writes after that (a newline, often) is in
-    no sampled response, and a reward model reads the last token."""
+    """Remove the tokens after the last trained token, which is the end token.
+
+    Chat templates often add a newline after it. No sampled response contains that newline, and a
+    reward model scores the last token.
+    """
     end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else len(row.mask)
     return replace(row, ids=row.ids[:end], mask=row.mask[:end])
 
@@ -144,7 +153,7 @@ def _check_shared_prompt(chosen: TokenRow, rejected: TokenRow) -> None:
     if begins[0] != begins[1]:
         raise DataError(
             f"the two responses follow different prompts ({len(begins[0])} and {len(begins[1])} "
-            "tokens, not the same), and a pair is compared on one; give both as text, or as "
+            "tokens), but a pair must share one prompt; give both responses as text, or as "
             "messages that follow the same conversation"
         )
 

@@ -1,4 +1,4 @@
-"""Prompts for rollouts (an endless stream) and for evaluation (all of them once)."""
+"""Prompts for rollouts (an endless stream) and for evaluation (all prompts once)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from burnish.types import Prompt
 
 
 class PromptStream(EncodedStream[Prompt]):
-    """Prompts without end, each row once per epoch of its source, resumable at the exact prompt."""
+    """An endless stream of prompts, each row once per epoch of its source. Resumes at the exact
+    prompt."""
 
     def __init__(
         self, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
@@ -30,21 +31,24 @@ class PromptStream(EncodedStream[Prompt]):
         check_label_key(config, self.sources.values())
 
     def next(self, num: int) -> list[Prompt]:
-        """The next ``num`` prompts; ids are ``source:row@epoch``."""
+        """Return the next ``num`` prompts. Their ids are ``source:row@epoch``."""
         return self.take(num)
 
 
 def load_prompts(
     config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None
 ) -> list[Prompt]:
-    """All prompts once, in file order; at most ``limit``. Raises DataError as the stream does."""
+    """Return all prompts once, in file order, at most ``limit``.
+
+    Raises DataError as the stream does.
+    """
     sources = open_sources(config.sources)
     check_label_key(config, sources)
     return load_all(sources, config, PromptEncoder(config, tokenizer), limit=limit)
 
 
 class PromptEncoder:
-    """Implements ``data.encoded.Encoder``."""
+    """An encoder of prompts. Implements ``data.encoded.Encoder``."""
 
     unit = "prompt"
     limit_name = "prompt_max_len"
@@ -60,7 +64,7 @@ class PromptEncoder:
         return self.with_content(row, ref, content)
 
     def with_content(self, row: Row, ref: RowRef, content: Any) -> Prompt:
-        """The row's prompt with another text, or other messages, in its place."""
+        """Encode the row with ``content`` (text or messages) in place of its own prompt."""
         config = self._config
         text, ids = encode_prompt(
             self._tokenizer,
@@ -73,7 +77,7 @@ class PromptEncoder:
         if not isinstance(content, str) or config.apply_chat_template:
             messages = tuple(as_messages(content, system_prompt=config.system_prompt))
         if not ids:
-            raise DataError("the prompt has no tokens, so there is nothing to go on from")
+            raise DataError("the prompt has no tokens, so there is nothing to generate from")
         return Prompt(
             id=ref.id,
             token_ids=tuple(ids),
@@ -87,12 +91,12 @@ class PromptEncoder:
     def length(self, item: Prompt) -> int:
         return len(item.token_ids)
 
-    def cut(self, item: Prompt) -> Prompt | None:
+    def truncate(self, item: Prompt) -> Prompt | None:
         ids = item.token_ids[-self.limit :]
         return replace(item, token_ids=ids, text=str(self._tokenizer.decode(list(ids))))
 
     def _metadata(self, row: Row) -> dict[str, Any]:
-        """Columns that are not the label and not, as they stand, the prompt."""
+        """Return the columns other than the label and the prompt, plus the row's environment."""
         used = {self._config.label_key}
         if self._config.prompt_template is None:
             used.add(self._config.prompt_key)
@@ -101,7 +105,7 @@ class PromptEncoder:
 
 
 def check_label_key(config: PromptDataConfig, sources: Iterable[Source]) -> None:
-    """Raise DataError if a label column other than the default is in none of the sources."""
+    """Raise DataError if an explicitly set ``label_key`` is a column of none of the sources."""
     if not config.is_own("label_key"):
         return
     firsts = [source[0] for source in sources]
@@ -109,6 +113,6 @@ def check_label_key(config: PromptDataConfig, sources: Iterable[Source]) -> None
         columns = list(dict.fromkeys(key for row in firsts for key in row.values))
         raise DataError(
             f"{firsts[0].where}: there is no column {config.label_key!r} (label_key); the columns "
-            f"are {', '.join(columns)}{nearest(config.label_key, columns)}. Leave label_key out "
-            "where there are no labels"
+            f"are {', '.join(columns)}{nearest(config.label_key, columns)}. If there are no "
+            "labels, remove label_key"
         )

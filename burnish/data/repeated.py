@@ -1,5 +1,6 @@
-"""Responses that repeat their prompt, as some preference sets keep them (hh-rlhf): text in which
-the prompt would otherwise occur twice."""
+"""Detect and strip prompts that responses repeat, as in some preference data sets (hh-rlhf).
+
+Without stripping, the prompt would occur twice in the encoded text."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from burnish.data.sources import DataError, Row, Source
 _log = logging.getLogger("burnish")
 
 _LOOKED_AT = 100
-"""Rows of a source that decide."""
+"""Number of rows of a source that are examined."""
 
 
 class RepeatedPrompts:
-    """Which sources repeat the prompt at the beginning of every response.
+    """The sources whose responses begin with their prompt.
 
-    A single row does not say: an answer may begin with the words of a short prompt. So the first
-    100 rows of a source decide, all of them or none."""
+    A single row is not enough evidence, because an answer may begin with the words of a short
+    prompt. A source counts only if all of its first 100 rows repeat the prompt."""
 
     def __init__(
         self, config: PreferenceDataConfig, keys: Sequence[str], sources: Sequence[Source]
     ) -> None:
-        """``keys``: columns with responses."""
+        """``keys``: the columns with responses."""
         self._config, self._keys = config, keys
         choice = config.repeated_prompt
         self._sources = {
@@ -36,7 +37,7 @@ class RepeatedPrompts:
         }
 
     def strip(self, source: str, given: Exchange) -> Exchange:
-        """Take the prompt off the beginning of the response, if its source repeats prompts."""
+        """Remove the prompt from the beginning of the response, if its source repeats prompts."""
         prompt, response = given.prompt, given.response
         if source not in self._sources or given.response_ids or not is_text(prompt, response):
             return given
@@ -48,13 +49,13 @@ class RepeatedPrompts:
         if repeats == num:
             _log.warning(
                 "data source %r: every response of the first %d rows begins with its prompt, which "
-                "is taken off them; set repeated_prompt: keep if it belongs to the response",
+                "is stripped; set repeated_prompt: keep if it belongs to the response",
                 *(source.name, num),
             )
         elif 2 * repeats > num:
             _log.warning(
                 "data source %r: the responses of %d of the first %d rows begin with their prompt, "
-                "which stays; set repeated_prompt: strip if it is the data that repeats it",
+                "which is kept; set repeated_prompt: strip if the data repeats the prompt",
                 *(source.name, repeats, num),
             )
         return repeats == num
@@ -64,7 +65,7 @@ class RepeatedPrompts:
         try:
             prompt = prompt_column(row, config.prompt_key, config.prompt_template)
             responses = [content_column(row, key, "") for key in self._keys]
-        except DataError:  # encoding the row says what is wrong
+        except DataError:  # encoding the row reports the error
             return False
         if not prompt or not is_text(prompt, *responses):
             return False

@@ -104,7 +104,7 @@ class _ResponseEncoder:
     def length(self, item: GivenResponse) -> int:
         return len(item.group.prompt.token_ids)
 
-    def cut(self, item: GivenResponse) -> GivenResponse | None:
+    def truncate(self, item: GivenResponse) -> GivenResponse | None:
         raise NotImplementedError("overlong: truncate_left is refused when the recipe is read")
 
     def _finish_reason(self, row: Row) -> FinishReason:

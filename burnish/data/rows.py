@@ -1,4 +1,4 @@
-"""Columns of a data row, and the token row that a prompt and a response make together."""
+"""Read the columns of a data row, and encode a prompt and a response as one token row."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids [T] and which of them are trained on [T]; made by :func:`token_row`."""
+    """Token ids [T] and the training mask [T]. Created by :func:`token_row`."""
 
     ids: Sequence[int]
     mask: Sequence[bool]
     answers: Sequence[bool] | None = None
-    """The tokens [T] that answer what stands before them, for demonstrations. None: plain text, or
-    a single response."""
+    """Mask [T] of the answer tokens in demonstrations. None for plain text and for rows with a
+    single response."""
 
     @property
     def prompt_len(self) -> int:
-        """Tokens before the first that is trained on."""
+        """Number of tokens before the first trained token."""
         return list(self.mask).index(True)
 
     def without_left(self, count: int) -> TokenRow | None:
-        """Return the row without its first ``count`` tokens; None if nothing to train on is left.
+        """Return the row without its first ``count`` tokens, or None if no trained token is left.
 
-        An answer that loses its beginning, or all that it answers, is not trained on: without
-        ``answers`` every row is one text, which may begin anywhere."""
+        With ``answers``, an answer at the beginning of the new row is not trained on, because its
+        start or its prompt was removed. Without ``answers`` a row may begin anywhere."""
         mask = _trainable(self.mask[count:])
         if self.answers is None:
             return TokenRow(self.ids[count:], mask) if any(mask) else None
@@ -58,9 +58,9 @@ class TokenRow:
 
 
 def token_row(ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
-    """A row whose first token is not trained on, since nothing before it could predict it.
+    """Return a TokenRow whose first token is not trained on, because no token predicts it.
 
-    Raises DataError if that leaves nothing to train on.
+    Raises DataError if nothing to train on is left.
     """
     trainable = _trainable(mask)
     if not any(trainable):
@@ -71,9 +71,9 @@ def token_row(ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
 
 
 def column(row: Row, key: str, field: str) -> Any:
-    """The row's value in column ``key``, which the config calls ``field``.
+    """Return the row's value in column ``key``, which is set by the config key ``field``.
 
-    Raises DataError if there is no such column, or no value in it.
+    Raises DataError if there is no such column or its value is None.
     """
     if key not in row.values:
         raise DataError(
@@ -87,8 +87,11 @@ def column(row: Row, key: str, field: str) -> Any:
 
 
 def content_column(row: Row, key: str, field: str) -> Any:
-    """Return the text or the messages in column ``key``; JSON text of messages as messages, and
-    without the nulls that the file format fills in. Raises DataError as :func:`column` does."""
+    """Return the text or the messages in column ``key``.
+
+    JSON text of messages is parsed, and nulls filled in by the file format are removed. Raises
+    DataError as :func:`column` does.
+    """
     value = parsed(column(row, key, field))
     return without_nulls(value) if row.fills_nulls else value
 
@@ -115,26 +118,28 @@ def _check_fills(row: Row, name: str) -> None:
     """Raise DataError unless column ``name`` has a text or a number to fill a template with."""
     if name not in row.values:
         raise DataError(
-            f"prompt_template wants {name!r}, and there is no such column; the columns are "
+            f"prompt_template uses {name!r}, but there is no such column; the columns are "
             f"{', '.join(row.values)}{nearest(name, row.values)}"
         )
     value = row.values[name]
     if value is None or (isinstance(value, float) and math.isnan(value)):
         raise DataError(
-            f"column {name!r} is empty here, and prompt_template would write {value} in its place; "
-            "fill it, or drop the row"
+            f"column {name!r} is empty here, so prompt_template would insert {value}; fill it, or "
+            "drop the row"
         )
     if isinstance(value, (list, tuple, dict, bytes)):
         raise DataError(
-            f"column {name!r} holds a {type(value).__name__}, and prompt_template makes text of "
-            "texts and numbers; name a column of text, or leave prompt_template out for chat "
-            "messages"
+            f"column {name!r} contains a {type(value).__name__}, but prompt_template accepts only "
+            "texts and numbers; use a column of text, or remove prompt_template for chat messages"
         )
 
 
 def demonstration_key(row: Row, config: SFTDataConfig) -> str:
-    """Return the column that says what a row teaches: messages, a response, or text. Raises
-    DataError if there is none, or none that the recipe names itself."""
+    """Return the column with the row's demonstration: messages, a response, or text.
+
+    Raises DataError if no such column has a value, or if the row has none of the columns that the
+    recipe sets explicitly.
+    """
     keys = {
         "messages_key": config.messages_key,
         "response_key": config.response_key,
@@ -157,10 +162,10 @@ def demonstration_key(row: Row, config: SFTDataConfig) -> str:
 
 
 def tools_column(row: Row, config: DataConfig) -> list[dict[str, Any]] | None:
-    """Return the tools that the row's conversation is rendered with; None if there are none.
+    """Return the tools for the row's chat template, or None if there are none.
 
-    Raises DataError if ``tools_key`` names another column than the default and it holds
-    something else. The default column is left alone then.
+    Raises DataError if ``tools_key`` is set explicitly and its column does not contain tools. A
+    default column without tools is ignored.
     """
     key = config.tools_key
     value = None if key is None else row.values.get(key)
@@ -169,28 +174,29 @@ def tools_column(row: Row, config: DataConfig) -> list[dict[str, Any]] | None:
     tools = as_tools(without_nulls(value) if row.fills_nulls else value)
     if tools is None and config.is_own("tools_key"):
         raise DataError(
-            f"column {key!r} (tools_key) holds no list of tool descriptions (objects with a name "
-            f"or a function, or their JSON text), but {repr(value)[:60]}; set tools_key: null to "
-            "leave it alone"
+            f"column {key!r} (tools_key) must contain a list of tool descriptions (objects with a "
+            f"name or a function, or their JSON text), got {repr(value)[:60]}; set tools_key: null "
+            "to ignore it"
         )
     return tools
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A prompt and a response to it as data holds them, each a string or messages."""
+    """A prompt and a response to it, each a string or messages, as read from the data."""
 
     prompt: Any
     response: Any
     tools: list[dict[str, Any]] | None = None
     response_ids: Sequence[int] | None = None
-    """The ids that were sampled for ``response`` (rows of the job generate). None: not known."""
+    """The sampled ids of ``response`` (in rows written by the job generate). None if unknown."""
 
 
 def exchange(
     row: Row, prompt: Any, config: SFTDataConfig | PreferenceDataConfig, *, key: str, field: str
 ) -> Exchange:
-    """Return the exchange of ``prompt`` and column ``key``, which the config calls ``field``."""
+    """Return the exchange of ``prompt`` and column ``key``, which is set by the config key
+    ``field``."""
     ids = row.values.get(f"{key}_tokens") if config.use_tokens else None
     is_list = isinstance(ids, (list, tuple)) and bool(ids)
     usable = is_list and all(isinstance(i, int) and not isinstance(i, bool) for i in ids or ())
@@ -209,12 +215,12 @@ def encode_exchange(
     *,
     as_chat: bool = False,
 ) -> TokenRow:
-    """Encode a prompt and the response to it, with the response trained on.
+    """Encode a prompt and a response, with the response as the trained part.
 
-    Strings are put one after the other, with the end token behind; if one of the two is messages,
-    or by ``config.apply_chat_template`` or ``as_chat``, both are rendered by the chat template. The
-    prompt's tokens are exactly those of :func:`burnish.data.chat.encode_prompt`, and the response's
-    those that were sampled, if the row has them. Raises DataError.
+    Strings are concatenated and followed by the end token. Both are rendered by the chat template
+    if one of them is messages, or with ``config.apply_chat_template`` or ``as_chat``. The prompt's
+    tokens are exactly those of :func:`burnish.data.chat.encode_prompt`. The response's tokens are
+    the sampled ones, if the row has them. Raises DataError if the row cannot be encoded.
     """
     prompt, response = given.prompt, given.response
     as_chat = as_chat or config.apply_chat_template or not is_text(prompt, response)
@@ -236,7 +242,7 @@ def encode_exchange(
 
 
 def is_text(*values: Any) -> bool:
-    """Return whether all are strings."""
+    """Return whether all values are strings."""
     return all(isinstance(value, str) for value in values)
 
 
@@ -247,8 +253,11 @@ def _sampled(
     *,
     as_chat: bool,
 ) -> TokenRow | None:
-    """The prompt's ids with the sampled ids behind; None if there are none, or they do not say
-    ``given.response`` (another tokenizer's, or the text was changed)."""
+    """Return the prompt's ids followed by the sampled ids.
+
+    Return None if there are no sampled ids, or if they do not decode to ``given.response`` (ids of
+    another tokenizer, or an edited text).
+    """
     ids = given.response_ids
     if ids is None or not isinstance(given.response, str):
         return None
@@ -272,7 +281,7 @@ def _sampled(
 
 
 def _answer(response: Any, prompt: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages that follow the prompt, also where the data repeats the prompt before them."""
+    """Return the messages that follow the prompt. A prompt repeated before them is removed."""
     if isinstance(response, str):
         return [{"role": "assistant", "content": response}]
     messages = as_messages(response)

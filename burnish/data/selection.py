@@ -1,8 +1,11 @@
-"""From scored groups to rows of data (job generate): all responses, the best, the best over the
-worst, or each with its reward stated in the prompt. Pure functions; every row left out is counted.
+"""Select data rows from scored groups (job generate).
 
-A row's ``prompt`` is what the model read. So, as they stand, ``prompt`` and ``response`` are SFT
-data, and ``prompt``, ``chosen``, ``rejected`` and ``margin`` data for ``preference`` and ``rm``.
+The modes are all responses, the best response, pairs of best and worst, and all responses with
+their reward stated in the prompt. Pure functions. Every dropped row is counted.
+
+A row's ``prompt`` is the model's input. Rows with ``prompt`` and ``response`` are therefore valid
+SFT data. Rows with ``prompt``, ``chosen``, ``rejected`` and ``margin`` are valid data for
+``preference`` and ``rm``.
 """
 
 from __future__ import annotations
@@ -30,26 +33,26 @@ DataRow = dict[str, Any]
 DROPS: Mapping[str, str] = {
     "prompts_overlong": "prompts longer than data.prompt_max_len (data.overlong=drop)",
     "prompts_reward_failed": "prompts on which a reward failed (on_reward_failure.then=drop_group)",
-    "samples_truncated": "responses that were cut at generate_max_len (mode.keep_truncated)",
-    "prompts_truncated": "prompts with too few responses that were not cut",
+    "samples_truncated": "responses truncated at generate_max_len (mode.keep_truncated)",
+    "prompts_truncated": "prompts with too few complete responses",
     "prompts_below_min_reward": "prompts whose best response is below mode.min_reward",
     "prompts_equal_rewards": "prompts whose responses all have the same reward",
     "prompts_same_text": "prompts whose best and worst response are the same text",
     "prompts_below_min_margin": "prompts whose two rewards differ by less than mode.min_margin",
 }
-"""Everything that is left out, in words. ``prompts_...`` count prompts, each at most once;
+"""Reason of a drop -> description. ``prompts_...`` count prompts, each at most once;
 ``samples_...`` count responses."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows, and what was measured and left out on the way to them."""
+    """Selected rows, with counts of dropped items and sums over the rows."""
 
     rows: tuple[DataRow, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Counts by the names in DROPS; those above 0."""
+    """Counts above 0, by the names in DROPS."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """Over the rows: ``kept_reward`` (best_of_n), ``margin`` (pairs)."""
+    """Sums over the rows: ``kept_reward`` (best_of_n), ``margin`` (pairs)."""
 
 
 def select(
@@ -61,9 +64,11 @@ def select(
     with_tokens: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Selection:
-    """Return the rows of ``groups`` in their order. ``generation_prompts`` by prompt id;
-    ``template`` states the reward (mode conditioned). With ``tokenizer`` the text of a response is
-    what its ids add behind the prompt; decoded alone (``Sample.text``) it can lack its first space.
+    """Return the rows selected from ``groups``, in order.
+
+    ``generation_prompts`` is indexed by prompt id. ``template`` states the reward (mode
+    conditioned). With ``tokenizer``, a response's text is decoded as a continuation of its prompt;
+    decoded alone (``Sample.text``) it can lack its first space.
 
     Example: one prompt, rewards 0, 1, 1, 0.5: ``all`` gives 4 rows, ``best_of_n`` the second
     response, ``pairs`` the second over the first with margin 1.
@@ -96,7 +101,7 @@ def select(
 
 
 def best(samples: Sequence[Sample], *, min_reward: float | None = None) -> Sample | str:
-    """The sample with the highest reward, the first of equals; or why there is none (a name in
+    """Return the first sample with the highest reward, or the reason why there is none (a name in
     DROPS)."""
     if not samples:
         return "prompts_truncated"
@@ -109,8 +114,10 @@ def best(samples: Sequence[Sample], *, min_reward: float | None = None) -> Sampl
 def best_and_worst(
     samples: Sequence[Sample], *, min_margin: float = 0.0
 ) -> tuple[Sample, Sample] | str:
-    """The samples with the highest and the lowest reward, each the first of equals; or why there is
-    no pair (a name in DROPS)."""
+    """Return the first samples with the highest and the lowest reward.
+
+    If there is no pair, return the reason (a name in DROPS).
+    """
     if len(samples) < 2:
         return "prompts_truncated"
     high, low = max(samples, key=lambda s: s.reward), min(samples, key=lambda s: s.reward)
@@ -134,7 +141,7 @@ def _sums(mode: GenerateMode, rows: Sequence[DataRow]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Samples to rows. Columns of the data come last."""
+    """Converts samples to rows. Columns copied from the data come last."""
 
     generation_prompts: Mapping[str, GenerationPrompt]
     template: str
@@ -142,16 +149,16 @@ class _Writer:
     tokenizer: PreTrainedTokenizerBase | None
 
     def response(self, sample: Sample) -> DataRow:
-        """One response to its prompt."""
+        """Return the row of one response."""
         return self._row(sample, self.generation_prompts[sample.prompt_id].content)
 
     def reward_conditioned(self, sample: Sample) -> DataRow:
-        """One response to its prompt, which states the reward that it got."""
+        """Return the row of one response, with its reward stated in the prompt."""
         own = self.generation_prompts[sample.prompt_id].unconditioned
         return self._row(sample, with_reward(own, self.template, sample.reward), tokens=False)
 
     def pair(self, chosen: Sample, rejected: Sample) -> DataRow:
-        """One response over another."""
+        """Return the row of a chosen and a rejected response."""
         generation_prompt = self.generation_prompts[chosen.prompt_id]
         row: DataRow = {
             "prompt_id": chosen.prompt_id,
@@ -176,7 +183,7 @@ class _Writer:
         return response_text(self.tokenizer, sample.prompt_ids, sample.response_ids)
 
     def _row(self, sample: Sample, prompt: Content, *, tokens: bool = True) -> DataRow:
-        """``tokens``: whether the sample's prompt tokens are those of ``prompt``."""
+        """``tokens``: True if the sample's prompt tokens encode ``prompt``."""
         row: DataRow = {
             "prompt_id": sample.prompt_id,
             "sample": int(sample.sample_id.rpartition("/")[2]),

@@ -34,7 +34,8 @@ from burnish.types import Batch, rows_to_batch
 
 
 class SFTStream(EncodedStream[TokenRow]):
-    """Demonstrations without end, each once per epoch of its source, resumable at the exact row."""
+    """An endless stream of demonstrations, each once per epoch of its source. Resumes at the exact
+    row."""
 
     def __init__(
         self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
@@ -43,7 +44,7 @@ class SFTStream(EncodedStream[TokenRow]):
         super().__init__(config, _SFTEncoder(config, tokenizer), seed=seed)
 
     def next(self, num_rows: int) -> Batch:
-        """The next ``num_rows`` rows, each a group of its own, unique within the run."""
+        """Return the next ``num_rows`` rows. Each has its own group id, unique within the run."""
         first = self.counts["rows_seen"]
         return _batch(self.take(num_rows), first_group=first)
 
@@ -51,7 +52,8 @@ class SFTStream(EncodedStream[TokenRow]):
 def load_rows(
     config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
 ) -> Batch:
-    """All rows once, in file order; at most ``limit``. Raises DataError as the stream does."""
+    """Return all rows once, in file order, at most ``limit``. Raises DataError as the stream
+    does."""
     sources = open_sources(config.sources)
     return _batch(load_all(sources, config, _SFTEncoder(config, tokenizer), limit=limit))
 
@@ -76,9 +78,11 @@ class _SFTEncoder:
     def length(self, item: TokenRow) -> int:
         return len(item.ids)
 
-    def cut(self, item: TokenRow) -> TokenRow | None:
-        """Without the left end; None if that takes all of the prompt of every answer left. An
-        answer that loses its own beginning is not trained on."""
+    def truncate(self, item: TokenRow) -> TokenRow | None:
+        """Truncate on the left. Return None if no complete answer with a prompt is left.
+
+        An answer that loses its beginning is not trained on.
+        """
         return item.without_left(len(item.ids) - self.limit)
 
     def _encode(self, row: Row) -> TokenRow:
@@ -110,7 +114,7 @@ class _SFTEncoder:
             )
         _, ids = encode_prompt(self._tokenizer, text, system_prompt=self._config.system_prompt)
         if ids[-1:] == [self._tokenizer.eos_token_id]:
-            note("double_eos", "the text ends with the end token already; it is kept once")
+            note("double_eos", "the text already ends with the end token; it is kept once")
         else:
             ids, _ = encode_completion(self._tokenizer, ids, "")
         return token_row(ids, [True] * len(ids))

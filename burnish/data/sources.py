@@ -1,6 +1,6 @@
-"""Rows of files, HuggingFace datasets and environments, each knowing where it stands.
+"""Read rows of files, Hugging Face datasets and environments. Each row has its position.
 
-Not for: what the columns mean (prompts, sft, preference) or in which order rows come (stream).
+The meaning of columns is defined in prompts, sft and preference, the row order in stream.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from burnish.config.data import EnvironmentSource, FileSource, HubSource, Source
 from burnish.config.explain import nearest
 from burnish.errors import BurnishError
 
-_CSV_FIELD_LIMIT = 2**31 - 1  # csv's own limit of 131072 characters is shorter than a long document
+_CSV_FIELD_LIMIT = 2**31 - 1  # csv's default of 131072 characters is too small for long documents
 
 
 class DataError(BurnishError, ValueError):
-    """Data, or a description of it, that cannot be used: what, where, why, what to do."""
+    """Unusable data or data config. The message says what is wrong, where, why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Row:
 
     values: Mapping[str, Any]
     where: str
-    """For messages: ``path:line`` (1-based) for text files, ``path row i`` (0-based, as in prompt
-    ids) otherwise."""
+    """Position for messages: ``path:line`` (1-based) for text files, otherwise ``path row i``
+    (0-based, as in prompt ids)."""
     environment: Mapping[str, Any] | None = None
-    """What makes the item again: name, options, size, seed, index. None: not from an
-    environment."""
+    """Arguments that recreate the item: name, options, size, seed, index. None if the row is not
+    from an environment."""
     fills_nulls: bool = False
-    """Whether the format gives nested objects the keys of all other rows, with null as their value
-    (Parquet, Arrow)."""
+    """True if the format fills nested objects with the keys of all other rows, with null as their
+    value (Parquet, Arrow)."""
 
 
 class Source(Protocol):
@@ -54,11 +54,11 @@ class Source(Protocol):
     def __getitem__(self, i: int) -> Row: ...
 
 
-_EMPTY = "{place}: the data set is empty; give a source with at least one row"
+_EMPTY = "{place}: the data set is empty; use a source with at least one row"
 
 
 def open_source(config: SourceConfig) -> Source:
-    """The rows that ``config`` describes. Raises DataError if there are none."""
+    """Open the source described by ``config``. Raises DataError if it has no rows."""
     if isinstance(config, FileSource):
         source = _open_file(config)
     elif isinstance(config, HubSource):
@@ -72,14 +72,14 @@ def open_source(config: SourceConfig) -> Source:
 
 
 def open_sources(configs: Sequence[SourceConfig]) -> list[Source]:
-    """All sources. Raises DataError if two share a name: prompt ids would not be unique."""
+    """Open all sources. Raises DataError if two share a name: prompt ids would not be unique."""
     sources = [open_source(config) for config in configs]
     names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:
             raise DataError(
-                f"{names.count(name)} data sources are called {name!r}; their rows could not be "
-                "told apart in ids and metrics. Set a different `name` for each"
+                f"{names.count(name)} data sources are called {name!r}, so their ids and metrics "
+                "would collide. Set a different `name` for each"
             )
     return sources
 
@@ -88,7 +88,7 @@ def open_sources(configs: Sequence[SourceConfig]) -> list[Source]:
 
 
 class _JsonLines:
-    """A .jsonl file of which only the line offsets are held."""
+    """A .jsonl file. Only its line offsets are kept in memory."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.name = name
@@ -116,16 +116,16 @@ class _JsonLines:
 def _json_row(line: bytes, where: str) -> Row:
     try:
         values = json_value(line.decode("utf-8-sig"))
-    except ValueError as error:  # of text that is not UTF-8, too
+    except ValueError as error:  # also raised for text that is not UTF-8
         raise DataError(
-            f"{where}: the line is not JSON that can be read ({error}); it begins "
-            f"{line[:60]!r}. Correct or remove the line"
+            f"{where}: the line is not valid JSON ({error}); it begins {line[:60]!r}. Correct or "
+            "remove the line"
         ) from error
     return Row(_as_object(values, where), where)
 
 
 class _Rows:
-    """Rows held in memory (or memory-mapped), given by a function of their index."""
+    """Rows in memory (or memory-mapped), read by a function of their index."""
 
     def __init__(self, name: str, size: int, read: Callable[[int], Row]) -> None:
         self.name = name
@@ -139,9 +139,10 @@ class _Rows:
 
 
 def first_rows(config: SourceConfig, count: int = 3) -> list[Row]:
-    """Return the first rows of a source, without reading the rest; none of what is no file.
+    """Return the first ``count`` rows of a file without reading the rest of it.
 
-    Raises DataError as :func:`open_source` does.
+    Return [] for other sources and for very large .json files. Raises DataError as
+    :func:`open_source` does.
     """
     if isinstance(config, HubSource):
         _check_folder(config)
@@ -187,7 +188,7 @@ def _open_file(config: FileSource) -> Source:
 
 
 def _reader_of(path: Path) -> Callable[[Path, str], Source]:
-    """The reader of a file. Raises DataError if it does not exist, or is of no known type."""
+    """Return the reader for a file. Raises DataError if the file is missing or of unknown type."""
     reader = _READERS.get(path.suffix.lower())
     if not path.exists():
         raise DataError(_missing_file(path))
@@ -209,19 +210,19 @@ def _missing_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"{here}, and neither does its folder {path.parent}"
     siblings = [p.name for p in path.parent.iterdir()]
-    return f"{here}{nearest(path.name, siblings) or '; its folder has nothing of a similar name'}"
+    return f"{here}{nearest(path.name, siblings) or '; its folder has no file of a similar name'}"
 
 
 def _read_json(path: Path, name: str) -> Source:
     try:
         values = json_value(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # of text that is not UTF-8, too
+    except ValueError as error:  # also raised for text that is not UTF-8
         hint = " (one object per line? Then call it .jsonl)" if "Extra data" in str(error) else ""
-        raise DataError(f"{path}: the file is not JSON that can be read: {error}{hint}") from error
+        raise DataError(f"{path}: the file is not valid JSON: {error}{hint}") from error
     if not isinstance(values, list):
         raise DataError(
-            f"{path} holds one {type(values).__name__}; a .json data set is a list of objects, "
-            "one per row"
+            f"{path} contains one {type(values).__name__}; a .json data set must be a list of "
+            "objects, one per row"
         )
 
     def read(i: int) -> Row:
@@ -264,8 +265,8 @@ def _csv_rows(  # house: ok a loop over rows in a file in a try
 def _csv_row(header: Sequence[str], cells: Sequence[str], where: str) -> Row:
     if len(cells) != len(header):
         raise DataError(
-            f"{where}: {len(cells)} cells, and the header has {len(header)} columns "
-            f"({', '.join(header)}). Put cells that contain a comma in quotes"
+            f"{where}: {len(cells)} cells, but the header has {len(header)} columns "
+            f"({', '.join(header)}). Quote cells that contain a comma"
         )
     return Row(dict(zip(header, cells, strict=True)), where)
 
@@ -292,7 +293,7 @@ def _read_parquet(path: Path, name: str) -> Source:
 def _as_object(values: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise DataError(
-            f"{where}: a row is an object with named columns, and this one is a "
+            f"{where}: a row must be an object with named columns, but this one is a "
             f"{type(values).__name__}"
         )
     return values
@@ -326,8 +327,8 @@ def _open_dataset(config: HubSource) -> Source:
     except (OSError, ValueError) as error:
         raise DataError(
             f"data set {config.path!r} (subset {config.subset!r}, split {config.split!r}) cannot "
-            f"be loaded: {error}. Check the name, or download it where there is a network and use "
-            "its folder"
+            f"be loaded: {error}. Check the name, or download it on a machine with network access "
+            "and use its folder"
         ) from error
 
     def read(i: int) -> Row:
@@ -343,7 +344,7 @@ def _check_folder(config: HubSource) -> None:
 
 
 def _choose_split(saved: Any, config: HubSource) -> Any:
-    """The split of what ``load_from_disk`` gave: a dict of splits, or a single one."""
+    """Return the configured split of a ``load_from_disk`` result (dict of splits or one split)."""
     if isinstance(saved, dict):
         if config.split not in saved:
             splits = [str(split) for split in saved]
@@ -354,12 +355,13 @@ def _choose_split(saved: Any, config: HubSource) -> Any:
         return saved[config.split]
     asked = "split" in config.model_fields_set
     if asked and saved.split is not None and str(saved.split) != config.split:
-        raise DataError(f"{config.path} holds the split {str(saved.split)!r}, not {config.split!r}")
+        raise DataError(f"{config.path} is the split {str(saved.split)!r}, not {config.split!r}")
     return saved
 
 
 class _EnvironmentRows:
-    """Items of an environment; each row says how the reward finds the item again."""
+    """Items of an environment. Each row contains the arguments to recreate its item, for the
+    reward."""
 
     def __init__(self, config: EnvironmentSource) -> None:
         from burnish.environments.make import make_environment

@@ -1,5 +1,6 @@
-"""Step-labelled solutions as batches: one row per solution, a label on the last token of each
-step. What a process reward model learns from."""
+"""Batches of step-labeled solutions, the training data of a process reward model.
+
+A batch has one row per solution, with a label on the last token of each step."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ HARD_LABELS = {
 
 @dataclass(frozen=True)
 class Solution:
-    """Token ids of prompt and steps; ``ends[k]`` is the place of the last token of step k."""
+    """Token ids of prompt and steps. ``ends[k]`` is the index of the last token of step k."""
 
     ids: Sequence[int]
     prompt_len: int
@@ -40,7 +41,8 @@ class Solution:
 
 
 class StepsStream(EncodedStream[Solution]):
-    """Solutions without end, each once per epoch of its source, resumable at the exact row."""
+    """An endless stream of solutions, each once per epoch of its source. Resumes at the exact
+    row."""
 
     def __init__(
         self, config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
@@ -49,13 +51,13 @@ class StepsStream(EncodedStream[Solution]):
         super().__init__(config, _StepsEncoder(config, tokenizer), seed=seed)
 
     def next(self, num_rows: int) -> Batch:
-        """The next ``num_rows`` solutions, each a group of its own."""
+        """Return the next ``num_rows`` solutions. Each has its own group id."""
         first = self.counts["rows_seen"]
         return _batch(self.take(num_rows), first_group=first)
 
 
 def load_solutions(config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """All solutions once, in file order. Raises DataError as the stream does."""
+    """Return all solutions once, in file order. Raises DataError as the stream does."""
     encoder = _StepsEncoder(config, tokenizer)
     return _batch(load_all(open_sources(config.sources), config, encoder))
 
@@ -68,13 +70,13 @@ class _StepsEncoder:
         check_tokenizer(tokenizer)
         self.limit = config.max_len
         self._config, self._tokenizer = config, tokenizer
-        self._told = False
+        self._warned = False
 
     def encode(self, row: Row, ref: RowRef) -> Solution:
         config, tokenizer = self._config, self._tokenizer
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
         if prompt in ("", []):
-            raise DataError("the prompt is empty; give what the steps solve")
+            raise DataError("the prompt is empty; add the problem that the steps solve")
         steps, labels = self._steps(row), self._labels(row)
         if len(steps) != len(labels):
             raise DataError(
@@ -99,8 +101,8 @@ class _StepsEncoder:
     def length(self, item: Solution) -> int:
         return len(item.ids)
 
-    def cut(self, item: Solution) -> Solution | None:
-        """Without the left of the prompt; None where the steps alone fill the limit."""
+    def truncate(self, item: Solution) -> Solution | None:
+        """Truncate the prompt on the left. Return None if no prompt token would be left."""
         excess = len(item.ids) - self.limit
         if excess >= item.prompt_len:
             return None
@@ -121,11 +123,11 @@ class _StepsEncoder:
                 raise DataError(f"step {k} is {step!r}; a step is a text that is not empty")
         separator = self._config.step_separator
         inside = [k for k, s in enumerate(steps) if separator in s.removesuffix(separator)]
-        if inside and not self._told:
-            self._told = True
+        if inside and not self._warned:
+            self._warned = True
             _log.warning(
-                "%s: step %d has the step_separator %r inside of it, and there a reward would see "
-                "two steps; choose a separator that no step has (told once)",
+                "%s: step %d contains the step_separator %r, so a reward would see two steps; "
+                "choose a separator that no step contains (logged once)",
                 *(row.where, inside[0], separator),
             )
         return list(steps)
@@ -144,7 +146,7 @@ class _StepsEncoder:
 
 
 def _label(value: Any, key: str, step: int) -> float:
-    """The probability that a step is right."""
+    """Return the probability that a step is correct."""
     named = HARD_LABELS.get(str(value).strip().lower())
     if named is not None:
         return named

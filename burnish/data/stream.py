@@ -1,10 +1,10 @@
-"""Which row comes next: a seeded, shuffled, endless mix of sources that can be resumed exactly.
+"""Row order: a seeded, shuffled, endless mix of sources that can be resumed exactly.
 
-Nothing is drawn from a generator that lives on: every choice is a function of the seed and of
-counters, so the whole state is a few integers. Row order of epoch e of source s is
-``default_rng([seed, s, e]).permutation(n)``; the source of draw k is a draw by weight from
-``default_rng([seed, _DRAW, k])``. Without weights, the sources are one: the order of epoch e is
-``default_rng([seed, _JOINT, e]).permutation(sum of all n)``.
+Every choice is a function of the seed and of counters, so the state is a few integers and no
+generator state. The row order of epoch e of source s is
+``default_rng([seed, s, e]).permutation(n)``. The source of draw k is drawn by weight from
+``default_rng([seed, _DRAW, k])``. Without weights, all sources are shuffled together. The order of
+epoch e is then ``default_rng([seed, _JOINT, e]).permutation(sum of all n)``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 
 from burnish.data.sources import DataError
 
-_DRAW = 2**32 - 1  # in the place of a source's number, which no source has
-_JOINT = 2**32 - 2  # the same, for the order over all sources
+_DRAW = 2**32 - 1  # used in place of a source's number; no source has this number
+_JOINT = 2**32 - 2  # the same for the order over all sources
 
 
 @dataclass(frozen=True)
 class RowRef:
-    """Row ``row`` of the source called ``source`` in its epoch ``epoch``, both from 0."""
+    """Row ``row`` of the source named ``source`` in its epoch ``epoch``, both counted from 0."""
 
     source: str
     row: int
@@ -31,12 +31,12 @@ class RowRef:
 
     @property
     def id(self) -> str:
-        """Unique within a run and stable over resumes, e.g. ``train:17@0``."""
+        """Id such as ``train:17@0``, unique within a run and stable across resumes."""
         return f"{self.source}:{self.row}@{self.epoch}"
 
 
 class IndexStream:
-    """An endless stream of row references: within a source, each row exactly once per epoch.
+    """An endless stream of row references. It returns each row once per epoch of its source.
 
     Example: ``IndexStream({"a": 10, "b": 3}, weights=[3.0, 1.0], seed=0, shuffle=True).next()``.
     """
@@ -49,8 +49,8 @@ class IndexStream:
         seed: int,
         shuffle: bool,
     ) -> None:
-        """``sizes``: rows by source, above 0; ``weights``: relative, one per source. None: the rows
-        of all sources are shuffled together, and each comes once per epoch."""
+        """``sizes``: number of rows by source, above 0. ``weights``: relative, one per source. If
+        None, the rows of all sources are shuffled together, and each is drawn once per epoch."""
         if weights is not None and len(weights) != len(sizes):
             raise ValueError(f"{len(weights)} weights for {len(sizes)} sources")
         self._names, self._sizes = list(sizes), list(sizes.values())
@@ -70,7 +70,7 @@ class IndexStream:
 
     @property
     def epoch(self) -> int:
-        """Whole passes over the source that is furthest behind."""
+        """Number of completed epochs of the source that is furthest behind."""
         return min(self._epochs)
 
     def next(self) -> RowRef:
@@ -95,7 +95,7 @@ class IndexStream:
         return RowRef(self._names[source], place - int(self._begins[source]), epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; gives the rest of the stream to :meth:`load_state_dict` of one made alike."""
+        """Return the position for :meth:`load_state_dict`. JSON-serializable."""
         per_source = zip(self._sizes, self._epochs, self._positions, strict=True)
         return {
             "seed": self._seed,
@@ -109,9 +109,10 @@ class IndexStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``. Raises DataError if the sources, sizes, seed or shuffle differ.
+        """Resume from ``state``. Raises DataError if the sources, sizes, seed, shuffle or mix
+        differ.
 
-        Weights may change: draws from here on follow the new ones, and epochs stay whole.
+        Weights may change: later draws use the new weights, and every epoch stays complete.
         """
         self._check_same_data(state)
         self._draws = int(state["draws"])
@@ -137,7 +138,7 @@ class IndexStream:
         names, now = list(state["sources"]), self._names
         if names != now:
             raise DataError(
-                f"the saved data position is of the sources {', '.join(names)}, and this run has "
+                f"the saved data position is for the sources {', '.join(names)}, but this run has "
                 f"{', '.join(now)}; resume with the same sources in the same order, or start a "
                 "new run"
             )
@@ -145,7 +146,7 @@ class IndexStream:
             saved = state["sources"][name]["size"]
             if saved != size:
                 raise DataError(
-                    f"data source {name!r} had {saved} rows when the run was saved and has {size} "
+                    f"data source {name!r} had {saved} rows when the run was saved but has {size} "
                     "now; the saved position would point at other rows. Restore the data, or "
                     "start a new run"
                 )
@@ -154,7 +155,7 @@ class IndexStream:
         for key, value in (("seed", self._seed), ("shuffle", self._shuffle), ("mix", mix)):
             if then[key] != value:
                 raise DataError(
-                    f"the data position was saved with {key}={then[key]}, and this run has "
-                    f"{key}={value}; rows would come twice or never. Resume with "
+                    f"the data position was saved with {key}={then[key]}, but this run has "
+                    f"{key}={value}; rows would be repeated or skipped. Resume with "
                     f"{key}={then[key]}"
                 )

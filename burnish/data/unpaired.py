@@ -1,4 +1,4 @@
-"""Single responses with a verdict, for KTO: rows of their own, or the two halves of pairs."""
+"""Single responses with a binary label, for KTO: rows of their own, or the two halves of pairs."""
 
 from __future__ import annotations
 
@@ -25,42 +25,43 @@ DESIRABLE_LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 @dataclass(frozen=True)
 class UnpairedExample:
-    """One response, and whether somebody liked it."""
+    """One response with its label: desirable or not."""
 
     row: TokenRow
     desirable: bool
 
 
 class UnpairedStream(EncodedStream[UnpairedExample]):
-    """Judged responses without end, each once per epoch of its source, resumable exactly."""
+    """An endless, exactly resumable stream of labeled responses, each once per epoch of its
+    source."""
 
     def __init__(
         self, config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
     ) -> None:
-        """``config`` has a ``label_key``. Raises DataError if a source or the tokenizer cannot
-        be used."""
+        """``config`` must have a ``label_key``. Raises DataError if a source or the tokenizer
+        cannot be used."""
         sources = open_sources(config.sources)
         encoder = _UnpairedEncoder(config, tokenizer, sources)
         super().__init__(config, encoder, seed=seed, sources=sources)
 
     def next(self, num_rows: int) -> Batch:
-        """The next ``num_rows`` responses."""
+        """Return the next ``num_rows`` responses."""
         return _batch(self.take(num_rows), first_group=self.counts["rows_seen"] - num_rows)
 
 
 class SplitPairsStream(PreferenceStream):
-    """Pairs, each as a liked and a disliked response."""
+    """A stream of pairs, each split into a desirable and an undesirable response."""
 
     def __len__(self) -> int:
         return 2 * super().__len__()
 
     def next(self, num_rows: int) -> Batch:
-        """The next ``num_rows`` responses, of half as many pairs."""
+        """Return the next ``num_rows`` responses, from half as many pairs."""
         return split_pairs(super().next(num_rows // 2))
 
 
 def load_unpaired(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """All responses once, in file order. Raises DataError as the streams do."""
+    """Return all responses once, in file order. Raises DataError as the streams do."""
     if config.label_key is None:
         return split_pairs(load_pairs(config, tokenizer))
     sources = open_sources(config.sources)
@@ -69,19 +70,20 @@ def load_unpaired(config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def split_pairs(pairs: Batch) -> Batch:
-    """A batch of pairs as one of single responses: even rows were liked."""
+    """Convert a batch of pairs to one of single responses. Even rows are desirable."""
     labels = torch.arange(pairs.num_rows) % 2 == 0
     return replace(pairs, rows_per_unit=1, labels=labels, margins=None)
 
 
 def mismatched_pairs(batch: Batch, *, max_len: int) -> Batch:
-    """Every prompt of the batch with the response of another one: the sample from which KTO
-    estimates how far policy and reference are apart.
+    """Pair every prompt of the batch with the response of another prompt.
 
-    Rows of one prompt that stand together get the responses of the rows of the next prompt, in
-    turn: where each prompt has two, all responses are used. (A row is given its own where there is
-    no other prompt.) A row over ``max_len`` (the limit that the batch's own rows keep to) loses the
-    left of its prompt, all but the last token at most: what predicts the response's first.
+    KTO estimates the KL between policy and reference from these rows. Adjacent rows with the same
+    prompt get the responses of the next prompt's rows, in turn. If each prompt has two rows, all
+    responses are used. If there is only one prompt, every row keeps its own response.
+
+    A row over ``max_len`` (the limit of the batch's own rows) is truncated on the left of its
+    prompt. The last prompt token is always kept, because it predicts the first response token.
     """
     begins, ends = batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()
     tokens, mask = batch.tokens.tolist(), batch.action_mask.tolist()
@@ -98,10 +100,13 @@ def mismatched_pairs(batch: Batch, *, max_len: int) -> Batch:
 
 
 def _of_the_next_prompt(prompts: Sequence[tuple[int, ...]]) -> list[int]:
-    """For every row one with another prompt, from the run of equal prompts behind its own run (the
-    first is behind the last); itself where all are equal."""
+    """Return, for every row, the index of a row with another prompt.
+
+    The row comes from the next run of equal prompts, cyclically. If all prompts are equal, it is
+    the row itself.
+    """
     runs = [list(run) for _, run in groupby(range(len(prompts)), key=lambda row: prompts[row])]
-    if len(runs) > 1 and prompts[0] == prompts[-1]:  # one run, over the end
+    if len(runs) > 1 and prompts[0] == prompts[-1]:  # one run that wraps around the end
         runs[0] = runs.pop() + runs[0]
     if len(runs) == 1:
         return list(range(len(prompts)))
@@ -131,7 +136,7 @@ class _UnpairedEncoder:
         config = self._config
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
         if prompt in ("", []):
-            raise DataError("the prompt is empty; give what the response answers")
+            raise DataError("the prompt is empty; add the prompt that the response answers")
         given = exchange(row, prompt, config, key=config.response_key, field="response_key")
         given = self._repeated.strip(ref.source, given)
         encoded = to_last_trained(encode_exchange(self._tokenizer, given, config))
@@ -143,7 +148,7 @@ class _UnpairedEncoder:
     def length(self, item: UnpairedExample) -> int:
         return len(item.row.ids)
 
-    def cut(self, item: UnpairedExample) -> UnpairedExample | None:
+    def truncate(self, item: UnpairedExample) -> UnpairedExample | None:
         excess = self.length(item) - self.limit
         if excess >= item.row.prompt_len:
             return None
@@ -155,8 +160,8 @@ def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
     found = DESIRABLE_LABELS.get(str(value).strip().lower())
     if found is None:
         raise DataError(
-            f"column {config.label_key!r} (label_key) holds {value!r}; true or 1 says that the "
-            "response was liked, false or 0 that it was not"
+            f"column {config.label_key!r} (label_key) contains {value!r}; use true or 1 for a "
+            "desirable response, false or 0 for an undesirable one"
         )
     return found
 

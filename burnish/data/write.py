@@ -1,4 +1,4 @@
-"""Rows to files that data sources read: JSON lines, and Parquet from them."""
+"""Write rows to files that data sources can read: JSON lines and Parquet."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """A row as one line of strict JSON in UTF-8, with its line end.
+    """Return a row as one line of strict JSON in UTF-8, with a line feed.
 
-    Numbers that are not finite become null; what JSON has no word for (dates, bytes) its text. Half
-    a surrogate pair, which UTF-8 cannot hold, stays an escape.
+    Non-finite numbers become null. Values without a JSON type (dates, bytes) become text. A lone
+    surrogate, which UTF-8 cannot encode, stays an escape.
     """
     plain = _plain(row)
     try:
@@ -34,25 +34,25 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def read_lines(body: bytes) -> Iterator[dict[str, Any]]:
-    """The rows of :func:`json_line`, one after another."""
+    """Yield the rows of lines written by :func:`json_line`."""
     for line in body.split(b"\n"):
         if line:
             yield json.loads(line)
 
 
 class ColumnError(BurnishError, ValueError):
-    """A column that has to stay as it is and whose values do not go together."""
+    """A column with incompatible values that may not be converted to JSON text."""
 
 
 def write_parquet(
     parts: Sequence[Callable[[], Rows]], path: Path, *, as_they_are: frozenset[str] = frozenset()
 ) -> None:
-    """All rows of ``parts``, which are read twice: for the types of their columns, then to be
-    written, a row group each.
+    """Write all rows of ``parts``, one row group per part.
 
-    A column is what its values are: numbers, text, lists, structs. One whose values do not go
-    together (text in one row, a number in another) is written as JSON text, and a warning says so;
-    for one in ``as_they_are`` raises ColumnError.
+    Parts are read twice: first for the column types, then for writing. A column's type is inferred
+    from its values: numbers, text, lists, structs. A column with incompatible values (text in one
+    row, a number in another) is written as JSON text, with a warning. Raises ColumnError if such a
+    column is in ``as_they_are``.
     """
     columns: dict[str, None] = {}
     as_text: set[str] = set()
@@ -70,8 +70,8 @@ def write_parquet(
     types |= {name: pa.string() for name in as_text}
     for name in sorted(as_text & as_they_are):
         raise ColumnError(
-            f"the values of column {name!r} are of several kinds (text and lists, or messages of "
-            "different forms), and a column of a Parquet file has one"
+            f"the values of column {name!r} have several types (text and lists, or messages of "
+            "different forms), but a column of a Parquet file has one type"
         )
     if as_text:
         _log.warning("columns written as JSON text, of mixed types: %s", ", ".join(sorted(as_text)))
@@ -102,7 +102,7 @@ def _cell(value: Any, as_text: bool) -> Any:
 
 
 def _valid_text(value: Any) -> Any:
-    """Parquet is UTF-8: half a surrogate pair becomes ``?``."""
+    """Replace lone surrogates with ``?``, because Parquet text is UTF-8."""
     if isinstance(value, str):
         return value.encode("utf-8", errors="replace").decode("utf-8")
     if isinstance(value, list):
@@ -113,7 +113,7 @@ def _valid_text(value: Any) -> Any:
 
 
 def _type_of(values: Sequence[Any]) -> pa.DataType | None:
-    """The type that holds all values; None where there is none, or Parquet has no room for it."""
+    """Return the common type of all values, or None if there is none or Parquet cannot store it."""
     try:
         found = pa.array([_valid_text(value) for value in values]).type
         pq.write_table(pa.table({"c": pa.array([], type=found)}), io.BytesIO())

@@ -146,7 +146,7 @@ def test_message_keys_without_a_value_are_left_out() -> None:
     """Parquet gives every message every key; ``content: None`` is no content, and messages are
     equal whether or not they list ``tool_calls: None``."""
     assert as_messages([{**user("hi"), "tool_calls": None}]) == [user("hi")]
-    with pytest.raises(DataError, match="needs `content`"):
+    with pytest.raises(DataError, match="has no `content`"):
         as_messages([{"role": "user", "content": None}])
 
 
@@ -182,7 +182,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(chars: Tok) -> None:
 
 def test_a_template_that_refuses_a_conversation_is_quoted(chars: Tok) -> None:
     chars.chat_template = "{{ raise_exception('no system role here') }}"
-    with pytest.raises(DataError, match=r"refuses .*roles: user.*no system role here"):
+    with pytest.raises(DataError, match=r"rejects .*roles: user.*no system role here"):
         encode_prompt(chars, [user("hi")])
 
 
@@ -190,12 +190,12 @@ def test_a_template_that_refuses_a_conversation_is_quoted(chars: Tok) -> None:
     ("messages", "says"),
     [
         ([user("hi")], r"no assistant message to train on \(roles: user\)"),
-        ([assistant("hi")], r"begins with an assistant message.*put a user message before"),
-        ([], r"list of chat messages with at least one, and got list \[\]"),
-        (["hi"], r"a chat message is an object.*this one is str 'hi'"),
-        ([{"content": "hi"}], r"a chat message is an object"),
-        ([{"role": "user"}], r"needs `content`"),
-        (3, r"expected a string or a list of chat messages.*got int 3"),
+        ([assistant("hi")], r"begins with an assistant message.*add a user message before"),
+        ([], r"non-empty list of chat messages, got list \[\]"),
+        (["hi"], r"a chat message must be an object.*got str 'hi'"),
+        ([{"content": "hi"}], r"a chat message must be an object"),
+        ([{"role": "user"}], r"has no `content`"),
+        (3, r"expected a string or a non-empty list of chat messages.*got int 3"),
     ],
 )
 def test_a_conversation_of_no_use_says_why(chars: Tok, messages: Any, says: str) -> None:
@@ -206,7 +206,7 @@ def test_a_conversation_of_no_use_says_why(chars: Tok, messages: Any, says: str)
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        ("hi", r"plain string, which has no place for it; set apply_chat_template: true"),
+        ("hi", r"plain string, which cannot contain it; set apply_chat_template: true"),
         ([{"role": "system", "content": "x"}, user("hi")], r"already begins with a system"),
         ([user("hi"), assistant("ho")], r"ends with an assistant message"),
     ],

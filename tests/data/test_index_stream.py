@@ -89,10 +89,10 @@ def test_the_epoch_is_that_of_the_source_furthest_behind() -> None:
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (make({"a": 7, "b": 4}), r"'b' had 3 rows when the run was saved and has 4 now"),
-        (make({"a": 7}), r"of the sources a, b, and this run has a; resume with the same"),
-        (make(seed=1), r"saved with seed=0, and this run has seed=1"),
-        (make(shuffle=False), r"saved with shuffle=True, and this run has shuffle=False"),
+        (make({"a": 7, "b": 4}), r"'b' had 3 rows when the run was saved but has 4 now"),
+        (make({"a": 7}), r"for the sources a, b, but this run has a; resume with the same"),
+        (make(seed=1), r"saved with seed=0, but this run has seed=1"),
+        (make(shuffle=False), r"saved with shuffle=True, but this run has shuffle=False"),
     ],
 )
 def test_a_state_of_other_data_is_refused(other: IndexStream, says: str) -> None:
@@ -130,7 +130,7 @@ def test_sources_mixed_by_size_give_every_row_once_per_epoch(
 
 def test_a_position_of_another_mix_is_refused_and_an_old_one_is_by_weight() -> None:
     state = make().state_dict()
-    with pytest.raises(DataError, match=r"saved with mix=weight, and this run has mix=size"):
+    with pytest.raises(DataError, match=r"saved with mix=weight, but this run has mix=size"):
         IndexStream(SIZES, weights=None, seed=0, shuffle=True).load_state_dict(state)
     del state["mix"]
     make().load_state_dict(state)

@@ -79,7 +79,7 @@ def test_sharegpt_rows_are_learned_as_messages(chars: Tok, jsonl: Jsonl) -> None
     assert text_of(chars, rows(chars, jsonl([{"chat": turns}]), messages_key="chat")) == expected
     assert prompt_text(chars, jsonl([{"prompt": turns[:1]}])) == RENDERED
     odd = [{"from": "narrator", "value": "x"}, *turns]
-    with pytest.raises(DataError, match=r"from 'narrator', and known are human"):
+    with pytest.raises(DataError, match=r"from` 'narrator'; known are human"):
         rows(chars, jsonl([{"conversations": odd}]))
 
 
@@ -102,7 +102,9 @@ def test_a_default_tools_column_of_something_else_is_left_alone(chars: Tok, json
     chars.chat_template = WITH_TOOLS
     row = {"prompt": [USER], "tools": ["calculator"], "mine": ["calculator"]}
     assert prompt_text(chars, jsonl([row])) == RENDERED
-    with pytest.raises(DataError, match=r"'mine' \(tools_key\) holds no list of tool descriptions"):
+    with pytest.raises(
+        DataError, match=r"'mine' \(tools_key\) must contain a list of tool descriptions"
+    ):
         prompt_text(chars, jsonl([row]), tools_key="mine")
 
 

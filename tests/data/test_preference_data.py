@@ -116,7 +116,7 @@ def test_an_overlong_pair_loses_the_same_prompt_tokens_in_both_rows(
     """The rejected row is ``<s> 1 + 1 = 3 1 <|im_end|>``, 8 tokens; under 6, both lose ``<s>
     1``."""
     path = jsonl(PAIRS[:1])
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the pair has 8 tokens and max_len is 6"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the pair has 8 tokens, but max_len is 6"):
         load_pairs(config(path, max_len=6), chars)
     stream = PreferenceStream(config(path, max_len=6, overlong="truncate_left"), chars, seed=0)
     batch = stream.next(1)
@@ -144,7 +144,10 @@ def test_dropped_pairs_are_counted(chars: Tok, jsonl: Jsonl) -> None:
     ("changed", "says"),
     [
         ({"rejected": None}, r"rows\.jsonl:1: column 'rejected' \(rejected_key\) is empty here"),
-        ({"by": "much"}, r"rows\.jsonl:1: column 'by' \(margin_key\) holds 'much', not a number"),
+        (
+            {"by": "much"},
+            r"rows\.jsonl:1: column 'by' \(margin_key\) contains 'much', not a number",
+        ),
         ({"by": "nan"}, r"rows\.jsonl:1: column 'by' \(margin_key\).*not a finite number"),
         ({"prompt": ""}, r"rows\.jsonl:1: the prompt is empty"),
     ],

@@ -119,7 +119,7 @@ def test_overlong_error_stops_at_the_row_and_says_what_to_set(chars: Tok, jsonl:
     with pytest.raises(DataError) as caught:
         stream.next(1)
     message = str(caught.value)
-    assert "rows.jsonl:2: the prompt has 8 tokens and prompt_max_len is 5" in message
+    assert "rows.jsonl:2: the prompt has 8 tokens, but prompt_max_len is 5" in message
     assert "overlong: truncate_left or drop" in message
 
 
@@ -155,10 +155,10 @@ def test_overlong_drop_goes_on_with_the_next_row_and_counts(chars: Tok, jsonl: J
 
 def test_dropping_every_row_is_an_error_and_not_an_endless_loop(chars: Tok, jsonl: Jsonl) -> None:
     data = config(jsonl(rows_of_lengths()), prompt_max_len=2, overlong="drop")
-    says = r"every prompt of source 'rows' is over prompt_max_len=2 tokens"
+    says = r"every prompt of source 'rows' exceeds prompt_max_len=2 tokens"
     with pytest.raises(DataError, match=says):
         PromptStream(data, chars, seed=0).next(1)
-    with pytest.raises(DataError, match=r"every prompt of the data is over prompt_max_len=2"):
+    with pytest.raises(DataError, match=r"every prompt of the data exceeds prompt_max_len=2"):
         load_prompts(data, chars)
 
 
@@ -184,7 +184,10 @@ def test_load_prompts_gives_all_rows_once_in_file_order(
     with caplog.at_level(logging.WARNING):
         kept = load_prompts(config(*paths, prompt_max_len=5, overlong="drop"), chars)
     assert [p.id for p in kept] == ["a:0@0", "a:1@0", "a:2@0", "b:0@0", "b:2@0"]
-    assert "2 prompts left out and 0 cut for being over prompt_max_len=5 (5 kept)" in caplog.text
+    assert (
+        "2 prompts dropped and 0 truncated because they exceed prompt_max_len=5 (5 kept)"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,12 +204,12 @@ def test_load_prompts_gives_all_rows_once_in_file_order(
         ),
         (
             {"prompt_template": "{promt} ="},
-            r"rows\.jsonl:1: prompt_template wants 'promt'.*the columns are prompt, label, level "
+            r"rows\.jsonl:1: prompt_template uses 'promt'.*the columns are prompt, label, level "
             r"\(nearest: prompt\)",
         ),
         ({"prompt_template": "{prompt"}, r"rows\.jsonl:1: prompt_template '\{prompt' cannot be"),
         ({"prompt_template": "{}"}, r"rows\.jsonl:1: prompt_template '\{\}' cannot be filled"),
-        ({"system_prompt": "x"}, r"rows\.jsonl:1: system_prompt is set and the prompt is a plain"),
+        ({"system_prompt": "x"}, r"rows\.jsonl:1: system_prompt is set but the prompt is a plain"),
     ],
 )
 def test_a_column_that_is_not_there_is_named_with_place_and_nearest_name(
@@ -223,8 +226,11 @@ def test_a_column_that_is_not_there_is_named_with_place_and_nearest_name(
     ("row", "says"),
     [
         ({"prompt": None}, r"rows\.jsonl:2: column 'prompt' \(prompt_key\) is empty here"),
-        ({"prompt": 12}, r"rows\.jsonl:2: expected a string or a list of chat messages.*int 12"),
-        ({"prompt": []}, r"rows\.jsonl:2: expected a string or a list of chat messages"),
+        (
+            {"prompt": 12},
+            r"rows\.jsonl:2: expected a string or a non-empty list of chat messages.*int 12",
+        ),
+        ({"prompt": []}, r"rows\.jsonl:2: expected a string or a non-empty list of chat messages"),
     ],
 )
 def test_a_prompt_of_no_use_is_named_with_its_place(
@@ -249,7 +255,7 @@ def test_a_tokenizer_without_end_token_is_refused_at_the_start(chars: Tok, jsonl
 def test_a_state_is_refused_when_a_source_has_grown(chars: Tok, jsonl: Jsonl) -> None:
     state = PromptStream(config(jsonl(sums(3))), chars, seed=0).state_dict()
     grown = PromptStream(config(jsonl(sums(4))), chars, seed=0)
-    with pytest.raises(DataError, match=r"'rows' had 3 rows when the run was saved and has 4 now"):
+    with pytest.raises(DataError, match=r"'rows' had 3 rows when the run was saved but has 4 now"):
         grown.load_state_dict(state)
 
 
@@ -294,10 +300,10 @@ def test_a_template_of_no_use_is_refused_when_the_recipe_is_read(
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (None, r"'x' is empty here, and prompt_template would write None"),
+        (None, r"'x' is empty here, so prompt_template would insert None"),
         (float("nan"), r"'x' is empty here"),
-        ([{"role": "user", "content": "hi"}], r"'x' holds a list.*texts and numbers"),
-        ({"a": 1}, r"'x' holds a dict"),
+        ([{"role": "user", "content": "hi"}], r"'x' contains a list.*texts and numbers"),
+        ({"a": 1}, r"'x' contains a dict"),
     ],
 )
 def test_a_template_is_not_filled_with_what_is_no_text(

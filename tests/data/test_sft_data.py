@@ -152,7 +152,7 @@ def test_the_three_ways_with_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None:
     the end."""
     path = jsonl([{"prompt": "1+1=", "response": "2"}, {"prompt": "1", "response": "2"}])
     options = {"shuffle": False, "max_len": 5}
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has 7 tokens and max_len is 5"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has 7 tokens, but max_len is 5"):
         stream(chars, path, **options).next(1)
     cut = stream(chars, path, overlong="truncate_left", **options)
     batch = cut.next(2)
@@ -250,7 +250,7 @@ def test_a_template_without_end_token_is_said_once_and_counted(
     rows = stream(chars, jsonl([{"messages": CHAT[:2]}] * 3))
     with caplog.at_level("WARNING", logger="burnish"):
         rows.next(3)
-    assert caplog.text.count("writes no end token behind the assistant's turn") == 1
+    assert caplog.text.count("appends no end token to the assistant's turn") == 1
     assert rows.counts["rows_no_end_token"] == 3
     with caplog.at_level("WARNING", logger="burnish"):
         one_row(chars, jsonl([{"messages": CHAT[:2]}] * 3))
@@ -276,7 +276,10 @@ def test_a_limit_stops_the_loading_of_rows(chars: Tok, jsonl: Jsonl) -> None:
         ({"messages": CHAT[:1]}, r"rows\.jsonl:1: the conversation has no assistant message"),
         ({"messages": "hi"}, r"rows\.jsonl:1: column 'messages' \(messages_key\) holds a string"),
         ({"text": 3}, r"rows\.jsonl:1: column 'text' \(text_key\) holds a int, not a string"),
-        ({"prompt": "1", "response": 2}, r"rows\.jsonl:1: expected a string or a list.*int 2"),
+        (
+            {"prompt": "1", "response": 2},
+            r"rows\.jsonl:1: expected a string or a non-empty list.*int 2",
+        ),
         (
             {"prompt": CHAT[:1], "response": [{"role": "user", "content": "no"}]},
             r"rows\.jsonl:1: the response begins with a 'user' message",

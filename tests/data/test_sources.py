@@ -199,9 +199,11 @@ def test_a_broken_line_is_named_when_it_is_read(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n\n{"a": \n[1]\n')
     source = open_file(path)
     assert source[0].values == {"a": 1}
-    with pytest.raises(DataError, match=r"broken\.jsonl:3: the line is not JSON .*begins.*\{"):
+    with pytest.raises(
+        DataError, match=r"broken\.jsonl:3: the line is not valid JSON .*begins.*\{"
+    ):
         source[1]
-    with pytest.raises(DataError, match=r"broken\.jsonl:4: a row is an object .* is a list"):
+    with pytest.raises(DataError, match=r"broken\.jsonl:4: a row must be an object .* is a list"):
         source[2]
 
 
@@ -226,7 +228,7 @@ def test_deep_and_long_json_is_a_data_error_with_its_place(
     row = f'{{"a": {value}}}'
     path.write_text(f"{row}\n" if name.endswith("l") else f"[{row}]")
     place = "rows.jsonl:1" if name.endswith("l") else "rows.json"
-    with pytest.raises(DataError, match=rf"{place}: the (line|file) is not JSON .*{says}"):
+    with pytest.raises(DataError, match=rf"{place}: the (line|file) is not valid JSON.*{says}"):
         open_file(path)[0]
     assert columns_of(str(path)) is None  # loading a recipe looks at the first row, too
     flat = json.dumps({"a": [{"b": i} for i in range(200)]})
@@ -237,9 +239,9 @@ def test_deep_and_long_json_is_a_data_error_with_its_place(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.json", '{"a": 1}', "holds one dict; a .json data set is a list"),
+        ("a.json", '{"a": 1}', "contains one dict; a .json data set must be a list"),
         ("b.json", '{"a": 1}\n{"a": 2}', "Then call it .jsonl"),
-        ("c.csv", "a,b\n1,2\n1,2,3\n", "c.csv:3: 3 cells, and the header has 2 columns"),
+        ("c.csv", "a,b\n1,2\n1,2,3\n", "c.csv:3: 3 cells, but the header has 2 columns"),
         ("d.csv", "a,a\n1,2\n", "names a column twice"),
         ("e.parquet", "PAR?", "not readable as parquet"),
     ],

@@ -66,7 +66,7 @@ def test_a_stream_gives_every_row_once_per_epoch_and_resumes(chars: Tok, jsonl: 
 @pytest.mark.parametrize("value", ["maybe", 2, 0.5])
 def test_another_label_is_refused_with_its_place(value: Any, chars: Tok, jsonl: Jsonl) -> None:
     rows = [{"prompt": "1", "response": "2", "good": value}]
-    with pytest.raises(DataError, match=r"label_key\) holds .*true or 1 says"):
+    with pytest.raises(DataError, match=r"label_key\) contains .*use true or 1"):
         load_unpaired(config(jsonl(rows), label_key="good"), chars)
 
 

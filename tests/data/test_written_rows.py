@@ -72,7 +72,7 @@ def test_a_column_of_mixed_types_is_written_as_json_text(
 
 
 def test_a_column_that_has_to_stay_as_it_is_is_refused_where_it_cannot(tmp_path: Path) -> None:
-    with pytest.raises(ColumnError, match="'prompt' are of several kinds"):
+    with pytest.raises(ColumnError, match="'prompt' have several types"):
         parquet(
             tmp_path / "rows.parquet",
             [{"prompt": "text"}],

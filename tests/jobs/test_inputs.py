@@ -114,14 +114,18 @@ def test_a_missing_file_of_a_reward_is_said_in_the_words_of_its_loader(tmp_path:
 @pytest.mark.parametrize(
     ("job", "row", "says"),
     [
-        ("sft", {"conversations": [{"from": "me", "value": "x"}]}, r"from 'me', and known are"),
-        ("sft", {"messages": [{"text": "x"}]}, r"a chat message is an object"),
+        ("sft", {"conversations": [{"from": "me", "value": "x"}]}, r"from` 'me'; known are"),
+        ("sft", {"messages": [{"text": "x"}]}, r"a chat message must be an object"),
         ("sft", {"prmpt": "x"}, r"nothing to learn from"),
         ("rl", {"prompt": None}, r"column 'prompt' \(prompt_key\) is empty here"),
         ("rl", {"prompt": '[{"role": "user", "content": 1'}, r"is not JSON"),
-        ("generate", {"prompt": []}, r"list of chat messages with at least one"),
+        ("generate", {"prompt": []}, r"non-empty list of chat messages"),
         ("preference", PAIR | {"chosen": None}, r"'chosen' \(chosen_key\) is empty"),
-        ("rm", PAIR | {"rejected": 3}, r"expected a string or a list of chat messages.*int 3"),
+        (
+            "rm",
+            PAIR | {"rejected": 3},
+            r"expected a string or a non-empty list of chat messages.*int 3",
+        ),
     ],
 )
 def test_a_first_row_of_no_use_is_said_with_its_place(

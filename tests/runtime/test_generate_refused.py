@@ -148,5 +148,5 @@ def test_a_reward_that_always_fails_does_not_go_on_for_ever(generate: MakeConfig
 
 
 def test_functions_that_no_reward_takes_are_refused(generate: MakeConfig, reward: Reward) -> None:
-    with pytest.raises(RewardError, match="no reward of the recipe takes"):
+    with pytest.raises(RewardError, match="no reward of the recipe uses"):
         burnish.run(generate("rewards=[]"), rewards=reward)

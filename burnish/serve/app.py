@@ -1,6 +1,8 @@
-"""The protocol: ``POST /get_reward`` in the form of OpenRLHF's reward servers, ``GET /health``, and
-the limits of what one request may hold. (Those of connections are in ``guard.py``.) A refusal
-says why, as ``{"error": ...}``.
+"""The HTTP application: ``POST /get_reward``, compatible with OpenRLHF's reward servers, and
+``GET /health``.
+
+Limits on the content of a request are checked here, limits on connections in ``guard.py``. Errors
+are returned as ``{"error": reason}``.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ REWARD_PATH = "/get_reward"
 
 
 class RewardApp:
-    """One reward model behind HTTP. ``asgi`` is the application.
+    """An HTTP application that serves one reward model. ``asgi`` is the ASGI application.
 
-    The event loop only moves bytes: requests are read and tokenised in one thread, and the model
-    computes in another (``Batcher``).
+    The event loop only moves bytes. Requests are parsed and tokenized in one thread, and the model
+    runs in another (``Batcher``).
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class RewardApp:
             await asyncio.to_thread(self._reader.shutdown)
 
     async def _health(self, _: Request) -> Response:
-        """Answers without a token, so that whatever watches the server needs none."""
+        """Return the health status. No token is needed, so that monitoring works without one."""
         ready = self.batcher.running
         state = {
             "ready": ready,
@@ -93,7 +95,7 @@ class RewardApp:
             raise come_back_later(str(error)) from error
         except ScoreError as error:
             raise HTTPException(500 if self.batcher.running else 503, str(error)) from error
-        # JSON has no NaN; null costs that text its reward, and no other.
+        # JSON has no NaN. A null leaves only that text without a reward.
         rewards = [score if math.isfinite(score) else None for score in scores]
         logs = {
             "num_tokens": [len(row.ids) for row in rows],
@@ -102,8 +104,11 @@ class RewardApp:
         return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": logs})
 
     async def _rows(self, body: bytearray) -> list[Row]:
-        """The texts of a request, tokenised one at a time: requests take turns, and one whose
-        client has left ends after the text under way."""
+        """Tokenize the texts of a request, one at a time.
+
+        Requests are interleaved, and a request whose client disconnects stops after the current
+        text.
+        """
         read = functools.partial(asyncio.get_running_loop().run_in_executor, self._reader)
         rows: list[Row] = []
         for i, (query, prompt) in enumerate(await read(self._texts, body)):
@@ -114,18 +119,18 @@ class RewardApp:
         return rows
 
     def _texts(self, body: bytearray) -> list[tuple[str, str | None]]:
-        """(query, prompt) of every text of a request."""
+        """Return (query, prompt) of every text of a request."""
         try:
             request = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise HTTPException(400, f"the request is no JSON: {error}") from error
+            raise HTTPException(400, f"the request is not JSON: {error}") from error
         queries = request.get("query") if isinstance(request, dict) else None
         _check_texts("query", queries)
         assert isinstance(queries, list)
         if len(queries) > self._options.max_items:
             raise HTTPException(
                 413,
-                f"{len(queries)} texts in one request, and the limit is {self._options.max_items}; "
+                f"{len(queries)} texts in one request, but the limit is {self._options.max_items}; "
                 "send several requests",
             )
         prompts = request.get("prompts")
@@ -134,7 +139,7 @@ class RewardApp:
         else:
             _check_texts("prompts", prompts)
         if len(prompts) != len(queries):
-            what = f"'prompts' has {len(prompts)} entries and 'query' has {len(queries)}"
+            what = f"'prompts' has {len(prompts)} entries but 'query' has {len(queries)}"
             raise HTTPException(422, what)
         return list(zip(queries, prompts, strict=True))
 

@@ -1,4 +1,4 @@
-"""Settings of a server, and its errors."""
+"""Server settings and errors."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ from burnish.errors import BurnishError
 
 
 class ServeError(BurnishError, RuntimeError):
-    """The server cannot start: what is wrong, and what to do."""
+    """The server cannot start. The message says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a reward model is served. The defaults are those of ``burnish serve-reward``."""
+    """Settings of a reward model server. The defaults are those of ``burnish serve-reward``."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any but this machine's own needs a token."""
+    """Address to listen on. Any address other than a loopback address needs a token."""
     port: int = 5000
-    """0: a free one."""
+    """Port to listen on. 0 chooses a free port."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names, beside this machine's own, under which clients may address the server."""
+    """Additional host names under which clients may address the server."""
     token_env: str | None = None
-    """Environment variable with the token that requests must bring. None: no token."""
+    """Environment variable with the bearer token that requests must contain. None: no token."""
     dtype: Dtype = "fp32"
-    """Number format of the model."""
+    """Data type of the model."""
     device: str = "auto"
-    """``auto`` (CUDA if there is one, else CPU), or a torch device."""
+    """A torch device, or ``auto``: CUDA if available, else CPU."""
     max_batch_tokens: int = 16384
-    """Tokens of one forward pass, and so the longest text as well."""
+    """Most tokens in one forward pass. A text cannot be longer than this."""
     max_wait_ms: float = 5.0
-    """Longest time that a text waits for others to fill its pass."""
+    """Longest time that a text waits for others to fill its forward pass."""
     max_len: int | None = None
     """Longest text in tokens. None: the model's positions, at most ``max_batch_tokens``."""
     max_chars: int | None = None
-    """Longest text in characters, checked before it is tokenised. None: 32 per token of the longest
-    text."""
+    """Longest text in characters, checked before tokenization. None: 32 times the longest text in
+    tokens."""
     overlong: Literal["error", "truncate_left"] = "error"
-    """What happens to a longer text: its request is refused, or tokens are cut off its left end
-    (and counted in ``extra_logs``)."""
+    """Handling of longer texts: refuse the request, or truncate the text on the left. Truncated
+    texts are marked in ``extra_logs``."""
     append_eos: bool = False
-    """End every text with the end token, whether it came with one or not. False: as it comes."""
+    """Append the EOS token to every text that does not end with it. False: leave texts unchanged.
+    """
     max_items: int = 1024
-    """Texts in one request."""
+    """Most texts in one request."""
     max_request_bytes: int = 16 << 20
-    """Size of a request."""
+    """Largest size of a request."""
     max_queue: int = 4096
-    """Texts that may wait; a request that does not fit is told to come back later (429)."""
+    """Most waiting texts. A request that would exceed this is refused with status 429."""
     shutdown_s: float = 30.0
-    """Seconds that requests under way have to finish after SIGTERM."""
+    """Seconds that requests in flight have to finish after SIGTERM."""
 
     def check(self) -> None:
-        """Raise ServeError with every problem."""
+        """Raise one ServeError that lists all problems."""
         problems = list(self._problems())
         if problems:
             raise ServeError("\n".join(problems))
@@ -66,12 +67,12 @@ class ServeOptions:
         if self.max_len is not None and not 1 <= self.max_len <= self.max_batch_tokens:
             yield (
                 f"max_len={self.max_len} must be between 1 and max_batch_tokens="
-                f"{self.max_batch_tokens}: a text goes through the model whole"
+                f"{self.max_batch_tokens}: a text is scored in one forward pass"
             )
         if self.max_items > self.max_queue:
             yield (
-                f"max_items={self.max_items} is more than max_queue={self.max_queue}, so such a "
-                "request would never fit; lower the first or raise the second"
+                f"max_items={self.max_items} is more than max_queue={self.max_queue}, so a full "
+                "request would never fit; lower max_items or raise max_queue"
             )
         if self.max_chars is not None and self.max_chars < 1:
             yield f"max_chars={self.max_chars} must be at least 1"

@@ -1,4 +1,4 @@
-"""Rows of many requests, put together into forward passes."""
+"""Batching of the rows of many requests into forward passes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger("burnish")
 
 
 class QueueFullError(BurnishError, RuntimeError):
-    """More rows wait than may."""
+    """The request would exceed the limit of waiting rows."""
 
 
 class ScoreError(BurnishError, RuntimeError):
-    """The pass that a row was in failed, or the server is stopping."""
+    """The forward pass of a row failed, or the server is stopping."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,13 @@ class _Waiting:
 
 
 class Batcher:
-    """Collects rows until they fill a pass of ``max_tokens``, or the oldest has waited
-    ``max_wait_s``; ``score`` runs in one thread of its own, so the event loop stays free and one
-    pass is computed at a time. Rows that come meanwhile wait for the next.
+    """A queue of rows that are scored in batches.
 
-    All methods belong to one event loop. At most ``max_queue`` rows wait.
+    A forward pass starts when the waiting rows fill ``max_tokens``, or when the oldest has waited
+    ``max_wait_s``. ``score`` runs in a dedicated thread, so the event loop is never blocked and one
+    pass runs at a time. Rows that arrive during a pass wait for the next one.
+
+    All methods must run on one event loop. At most ``max_queue`` rows wait.
     """
 
     def __init__(
@@ -55,24 +57,24 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._task: asyncio.Task[None] | None = None
         self.num_passes = 0
-        """Forward passes so far."""
+        """Number of completed forward passes."""
 
     @property
     def queue_length(self) -> int:
-        """Rows that wait."""
+        """Number of waiting rows."""
         return len(self._queue)
 
     @property
     def running(self) -> bool:
-        """Return whether rows that wait will be scored."""
+        """Return whether waiting rows will be scored."""
         return self._task is not None and not self._task.done()
 
     def start(self) -> None:
-        """Begin to take rows from the queue."""
+        """Start scoring rows from the queue."""
         self._task = asyncio.create_task(self._work())
 
     async def stop(self) -> None:
-        """End the thread after the pass under way. Rows without a score get a ScoreError."""
+        """Stop the thread after the current pass. Rows without a score get a ScoreError."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -82,18 +84,23 @@ class Batcher:
         await asyncio.to_thread(self._thread.shutdown)
 
     async def scores(self, rows: Sequence[Row]) -> list[float]:
-        """One score per row. Raises QueueFullError, and ScoreError if a pass failed."""
+        """Return one score per row.
+
+        Raises QueueFullError if the rows do not fit into the queue, ScoreError if a pass failed.
+        """
         if not self.running:
             raise ScoreError("the server is stopping")
         if len(self._queue) + len(rows) > self._max_queue:
-            raise QueueFullError(f"{len(self._queue)} texts wait, and {self._max_queue} may")
+            raise QueueFullError(
+                f"{len(self._queue)} texts are waiting, and the limit is {self._max_queue}"
+            )
         loop, now = asyncio.get_running_loop(), time.monotonic()
         answers = [loop.create_future() for _ in rows]
         self._queue += [_Waiting(r, a, now) for r, a in zip(rows, answers, strict=True)]
         self._arrived.set()
         try:
             scores = await asyncio.gather(*answers, return_exceptions=True)
-        except asyncio.CancelledError:  # and with it the answers: their rows make room at once
+        except asyncio.CancelledError:  # the answers are cancelled too: remove their rows at once
             self._queue = deque(w for w in self._queue if not w.answer.done())
             raise
         for score in scores:
@@ -127,7 +134,7 @@ class Batcher:
                     waiting.answer.set_result(score)
 
     async def _fill(self) -> None:
-        """Return when there is a pass to make."""
+        """Wait until a pass can start."""
         while not self._queue:
             self._arrived.clear()
             await self._arrived.wait()
@@ -144,7 +151,7 @@ class Batcher:
                 return
 
     def _take(self) -> list[_Waiting]:
-        """The oldest rows, as many as a pass holds, without those that nobody waits for."""
+        """Take the oldest rows that fit into one pass, and discard cancelled ones."""
         batch: list[_Waiting] = []
         room = self._max_tokens
         while self._queue:

@@ -1,8 +1,8 @@
-"""The guard of a server: who may ask, how much may arrive, and how long a client may take.
+"""The guard of a server: authentication, size limits and timeouts.
 
-Every HTTP server of this package stands behind a :class:`Guard`. Reading order: :class:`Limits`,
-:class:`Guard` (what an application asks of it), :func:`listener` and :func:`make_server` (socket
-and server), :class:`GuardedProtocol` (limits of a connection, before there is a request).
+Every HTTP server of this package uses a :class:`Guard`. Reading order: :class:`Limits`,
+:class:`Guard` (checks of requests), :func:`listener` and :func:`make_server` (socket and server),
+:class:`GuardedProtocol` (limits of a connection, before there is a request).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("burnish")
 
 T = TypeVar("T")
 _RETRY_AFTER_S = 1
-_KEEP_ALIVE_S = 30  # longer than clients keep idle connections (httpx: 5), so that they end them
+_KEEP_ALIVE_S = 30  # longer than clients keep idle connections (httpx: 5), so clients close first
 
 
 @dataclass(frozen=True)
@@ -40,43 +40,43 @@ class Limits:
     """Limits of a server, per request, per connection and in total."""
 
     max_request_bytes: int = 16 << 20
-    """Size of a request's body."""
+    """Largest size of a request body."""
     max_held: int = 16
-    """Bodies of the largest size that may be in memory at a time."""
+    """Most bodies of the largest size in memory at once. Smaller bodies count by their size."""
     max_header_bytes: int = 16 << 10
-    """Size of a request line with all headers."""
+    """Largest size of a request line with all headers."""
     header_timeout_s: float = 10.0
-    """From the first byte of a request (of a new connection: from its start) to the end of its
-    headers. Also the time to send the rest of a body that is not read any more."""
+    """Timeout from the first byte of a request to the end of its headers. For a new connection, it
+    starts with the connection. Also the timeout for the rest of a body that is no longer read."""
     body_timeout_s: float = 60.0
-    """From the headers to the end of the body."""
+    """Timeout from the end of the headers to the end of the body."""
     write_timeout_s: float = 60.0
-    """Longest time in which a client reads nothing of a reply that is ready."""
+    """Timeout for a client that does not read its reply."""
     max_connections: int = 1024
-    """Open connections."""
+    """Most open connections."""
     max_per_address: int = 256
-    """Open connections of one client address."""
+    """Most open connections of one client address."""
 
 
 class Guard:
-    """Checks requests and bounds the memory that they take until :meth:`body` is left."""
+    """Checks of requests, and a limit on the memory of their bodies (see :meth:`json_body`)."""
 
     def __init__(self, limits: Limits, *, token: str | None, names: Iterable[str] = ()) -> None:
-        """``token``: secret that requests must bring; None: no token. ``names``: host names of this
-        server beside those of this machine."""
+        """``token``: secret that requests must contain. None: no token. ``names``: host names of
+        this server, in addition to those of this machine."""
         self.limits = limits
         self._token = None if token is None else token.encode()
         own = {"localhost", socket.gethostname(), *names}
         self._names = {name.lower().rstrip(".") for name in own}
         self.held_bytes = 0
-        """Size of the bodies that have arrived, completely or in part, and are still used."""
+        """Bytes of complete and partial bodies that are in use."""
 
     def asgi(self, app: ASGIApp) -> ASGIApp:
-        """``app`` behind the check of the Host header.
+        """Wrap ``app`` with a check of the Host header.
 
-        A web page can have its own name resolve to this machine (DNS rebinding), and then ask this
-        server as if it were the page's own. The name is all that gives it away, so names that are
-        not this server's are refused. Addresses need no name service and pass.
+        A web page can make its own name resolve to this machine (DNS rebinding) and then send
+        same-origin requests to this server. Only the Host header reveals this, so unknown names are
+        refused. IP addresses involve no name resolution and are accepted.
         """
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +98,7 @@ class Guard:
         )
 
     def check_token(self, request: Request) -> None:
-        """Raise HTTPException 401 without the token. Takes the same time for every wrong token."""
+        """Raise HTTPException 401 if the token is missing or wrong. Compares in constant time."""
         if self._token is None:
             return
         given = request.headers.get("authorization", "").encode("latin-1")
@@ -111,13 +111,14 @@ class Guard:
 
     @asynccontextmanager
     async def json_body(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body of a request that may be made: with the token, as JSON, within the limits.
+        """Check and read a request. Yield its body.
 
-        Inside the block its bytes count as held. Raises HTTPException with the reason.
+        The request needs the token and the content type JSON, and must be within the limits. The
+        body counts toward ``held_bytes`` inside the block. Raises HTTPException with the reason.
         """
         self.check_token(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which no web page can send to another server unasked
+        if kind != "application/json":  # a web page cannot send it cross-origin without preflight
             raise HTTPException(415, "the header 'Content-Type: application/json' is needed")
         body = bytearray()
         try:
@@ -136,17 +137,20 @@ class Guard:
             what = f"the request did not arrive within {limits.body_timeout_s:g} s"
             raise HTTPException(408, what, headers={"Connection": "close"}) from error
         except ClientDisconnect as error:
-            raise HTTPException(400, "the connection ended before the request did") from error
+            raise HTTPException(400, "the connection closed before the request ended") from error
         if size > limits.max_request_bytes:
             raise HTTPException(
                 413,
-                f"the request is larger than {limits.max_request_bytes} bytes; send fewer texts at "
-                "a time",
+                f"the request is larger than {limits.max_request_bytes} bytes; send fewer texts "
+                "per request",
             )
 
     async def _collect(self, request: Request, body: bytearray) -> int:
-        """Fill ``body`` up to the limit; returns how much came. A good part of a body that is too
-        large is read and dropped: a client that is cut off while it writes may never see why."""
+        """Fill ``body`` up to the limit. Return the number of bytes received.
+
+        Up to 4 times the limit is read and discarded, because a client that is disconnected while
+        it writes may never see the error.
+        """
         size, limit = 0, self.limits.max_request_bytes
         async for chunk in request.stream():
             size += len(chunk)
@@ -158,20 +162,23 @@ class Guard:
 
     def _hold(self, body: bytearray, chunk: bytes) -> None:
         if self.held_bytes + len(chunk) > self.limits.max_held * self.limits.max_request_bytes:
-            raise come_back_later("too many large requests arrive at once")
+            raise come_back_later("too many large requests arrive at the same time")
         body += chunk
         self.held_bytes += len(chunk)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled once the client has left (uvicorn and Starlette
-    let a handler run on). ``request`` must have been read to its end."""
+    """Return the result of ``work``, and cancel it if the client disconnects.
+
+    uvicorn and Starlette would let the handler continue. ``request`` must have been read to its
+    end.
+    """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_has_left(request))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HTTPException(400, "the connection ended before the reply")
+            raise HTTPException(400, "the connection closed before the reply")
         return await task
     finally:
         task.cancel()
@@ -185,13 +192,13 @@ async def _has_left(request: Request) -> None:
 
 
 def come_back_later(why: str) -> HTTPException:
-    """The refusal of a request that may be repeated."""
+    """Return the HTTPException (429) for a request that may be retried."""
     headers = {"Retry-After": str(_RETRY_AFTER_S)}
-    return HTTPException(429, f"{why}; come back later", headers=headers)
+    return HTTPException(429, f"{why}; retry later", headers=headers)
 
 
 async def refusal(_: Request, error: Exception) -> Response:
-    """Answer to an HTTPException: ``{"error": why}``."""
+    """Convert an HTTPException to the reply ``{"error": reason}``."""
     assert isinstance(error, HTTPException)
     return JSONResponse(
         {"error": error.detail}, status_code=error.status_code, headers=error.headers
@@ -199,7 +206,8 @@ async def refusal(_: Request, error: Exception) -> Response:
 
 
 def _host_name(header: str) -> str:
-    """``[::1]:80`` is ``::1``, ``Localhost.:5000`` is ``localhost``."""
+    """Return the name in a Host header: ``::1`` for ``[::1]:80``, ``localhost`` for
+    ``Localhost.:5000``."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0].lower().rstrip(".")
@@ -216,27 +224,30 @@ def _is_address(text: str) -> bool:
 
 
 def listener(host: str, port: int, *, token: str | None) -> socket.socket:
-    """A socket that listens on the address; what connects waits until the server runs. Raises
-    ServeError: unknown, in use, or open to others without a token."""
+    """Return a socket that listens on the address. Connections wait until the server runs.
+
+    Raises ServeError if the address is unknown, in use, or reachable from other machines without a
+    token.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ServeError(f"host={host!r} is no address of this machine ({error})") from error
+        raise ServeError(f"host={host!r} is not an address of this machine ({error})") from error
     local = all(ipaddress.ip_address(str(a[4][0]).partition("%")[0]).is_loopback for a in found)
     if not local and token is None:
         raise ServeError(
-            f"host={host!r} can be reached from other machines, and there is no token, so anyone "
+            f"host={host!r} can be reached from other machines, but there is no token, so anyone "
             "could use the model; put a secret into an environment variable and name it with "
-            "--token-env, or leave --host out to listen on 127.0.0.1 only"
+            "--token-env, or omit --host to listen on 127.0.0.1 only"
         )
     if not local:
-        log.warning("the token and all texts can be read on the way; use a TLS proxy or a tunnel")
+        log.warning("the token and all texts are sent unencrypted; use a TLS proxy or a tunnel")
     family, kind, protocol, _, address = min(found, key=lambda a: a[0] != socket.AF_INET)
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(address)
-        made.listen()  # until then a second server could bind to the same port
+        made.listen()  # without this a second server could bind to the same port
     except OSError as error:
         made.close()
         raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}") from error
@@ -244,7 +255,7 @@ def listener(host: str, port: int, *, token: str | None) -> socket.socket:
 
 
 def make_server(app: ASGIApp, guard: Guard, *, shutdown_s: float) -> uvicorn.Server:
-    """The HTTP server around ``app``; ``run(sockets=[...])`` serves until ``should_exit``."""
+    """Return the HTTP server of ``app``. ``run(sockets=[...])`` serves until ``should_exit``."""
     limits = guard.limits
     protocol: Any = functools.partial(GuardedProtocol, limits=limits)
     config = uvicorn.Config(
@@ -252,7 +263,7 @@ def make_server(app: ASGIApp, guard: Guard, *, shutdown_s: float) -> uvicorn.Ser
         http=protocol,
         h11_max_incomplete_event_size=limits.max_header_bytes,
         log_config=None,
-        log_level="error",  # a warning for every malformed request would let anyone fill the log
+        log_level="error",  # with warnings, any client could flood the log with bad requests
         access_log=False,
         lifespan="on",
         ws="none",
@@ -268,11 +279,12 @@ def make_server(app: ASGIApp, guard: Guard, *, shutdown_s: float) -> uvicorn.Ser
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 on h11, with an end for every connection on which nothing is asked.
+    """uvicorn's HTTP/1.1 protocol on h11, with timeouts and eviction of idle connections.
 
-    A connection is *idle* unless a request of it is being answered. At the limits of connections,
-    the one that is idle for the longest makes room for a new one: clients that open connections and
-    send nothing, or half a header, displace each other, and a client that asks is answered.
+    A connection is *idle* unless one of its requests is being answered. At the connection limits,
+    the connection that has been idle the longest is closed to make room for a new one. Clients that
+    open connections and send nothing, or only part of a header, therefore evict each other, and
+    clients that send requests are served.
     """
 
     def __init__(self, *arguments: Any, limits: Limits, **named: Any) -> None:
@@ -280,7 +292,7 @@ class GuardedProtocol(H11Protocol):
         self.limits = limits
         self.idle_since = self.loop.time()
         self._new = True
-        """Whether no request has begun yet."""
+        """True until the first request has begun."""
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
 
@@ -290,7 +302,7 @@ class GuardedProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, or end it if there is no room."""
+        """Accept the connection, or close it with status 503 if there is no room."""
         super().connection_made(transport)
         if self._make_room():
             self._watch()
@@ -302,29 +314,29 @@ class GuardedProtocol(H11Protocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Stop the timers of the connection."""
         self._stop_timers()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a request, or of a body whose request was refused."""
+        """Receive bytes of a request, or of the body of a refused request."""
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request."""
+        """Mark the connection as idle and wait for the next request."""
         self.idle_since = self.loop.time()
         super().on_response_complete()
         self._watch()
 
     def pause_writing(self) -> None:
-        """Begin to wait for a client that does not read."""
+        """Start the timeout of a client that does not read."""
         super().pause_writing()
         limit = self.limits.write_timeout_s
         self._write_deadline = self.loop.call_later(limit, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client reads."""
+        """Stop the timeout, because the client reads again."""
         if self._write_deadline is not None:
             self._write_deadline.cancel()
         super().resume_writing()
@@ -335,12 +347,14 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def _has_begun(self) -> bool:
-        """Return whether a request is on its way. A new connection is expected to bring one."""
+        """Return whether a request is incomplete. A new connection counts as such."""
         return self._new or self._body_is_open or bool(self.conn.trailing_data[0])
 
     def _watch(self) -> None:
-        """Set the time limit if a request has begun to arrive and is not complete; else lift it. (A
-        connection between two requests has uvicorn's own limit.)"""
+        """Start the timeout if a request has begun but is incomplete; otherwise stop it.
+
+        Between two requests, uvicorn's own keep-alive timeout applies.
+        """
         self._new = self._new and self.cycle is None
         if self.transport.is_closing() or not (self.is_idle and self._has_begun):
             self._stop_timer()
@@ -359,7 +373,7 @@ class GuardedProtocol(H11Protocol):
             self._write_deadline.cancel()
 
     def _make_room(self) -> bool:
-        """Return whether the connection may stay; ends idle ones for it."""
+        """Return whether the connection may stay, after closing idle ones if necessary."""
         everyone = [c for c in self.connections if isinstance(c, GuardedProtocol)]
         mine = [c for c in everyone if c.client and self.client and c.client[0] == self.client[0]]
         for group, limit in (
@@ -376,5 +390,5 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def may_go(self) -> bool:
-        """Return whether the connection can be ended for another one."""
+        """Return whether the connection can be closed for another one."""
         return self.is_idle and not self.transport.is_closing()

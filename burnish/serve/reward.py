@@ -1,4 +1,4 @@
-"""``burnish serve-reward``: a reward model as a process that listens, from options to exit."""
+"""The command ``burnish serve-reward``: serve a reward model over HTTP."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def serve_reward(model: str, options: ServeOptions, *, version: str) -> None:
-    """Serve the reward model of a folder or hub name until SIGTERM or SIGINT; requests under way
-    are finished first.
+    """Serve the reward model of a folder or hub name until SIGTERM or SIGINT.
 
-    Raises ServeError or ModelError before anything is answered: options that contradict each other,
-    an address in use, an address that others can reach without a token, no reward model.
+    Requests in flight are finished first. Raises ServeError or ModelError before any request is
+    answered: for contradictory options, an address in use, an address that other machines can reach
+    without a token, or a model that is not a reward model.
     """
     options.check()
     _check_extra()
@@ -37,7 +37,7 @@ def serve_reward(model: str, options: ServeOptions, *, version: str) -> None:
     from burnish.serve.guard import listener as listen
     from burnish.serve.guard import make_server
 
-    # before the model, which can take minutes to load
+    # Listen before loading the model, which can take minutes.
     with listen(options.host, options.port, token=token) as listener:
         scorer = load_text_scorer(ModelConfig(path=model), options)
         name = Path(model).name if Path(model).is_dir() else model
@@ -49,11 +49,11 @@ def serve_reward(model: str, options: ServeOptions, *, version: str) -> None:
 
 
 def _run(server: uvicorn.Server, listener: socket.socket, ready: str) -> None:
-    """uvicorn sends itself once more the signal that ended it. For a server that is the ordinary
-    end, so it does no harm here."""
+    """Run the server. uvicorn raises the signal that stopped it again, so it is handled here: for a
+    server it is the normal exit."""
 
     def end(*_: object) -> None:
-        server.should_exit = True  # for a signal that comes before uvicorn listens to them
+        server.should_exit = True  # for a signal before uvicorn installs its handlers
 
     before = {s: signal.signal(s, end) for s in (signal.SIGINT, signal.SIGTERM)}
     print(ready, flush=True)
@@ -70,7 +70,7 @@ def _check_extra() -> None:
             importlib.import_module(package)
         except ImportError as error:
             raise ServeError(
-                f"serving needs the package {package}, and importing it failed ({error}); install "
+                f"serving needs the package {package}, but importing it failed ({error}); install "
                 "it with: pip install 'burnish[serve]'"
             ) from error
 

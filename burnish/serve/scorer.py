@@ -1,4 +1,4 @@
-"""Texts to token ids, and token ids to scores. Knows nothing of HTTP."""
+"""Encode texts to token ids and score them. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from burnish.train.base import TrainEngine
 
 
 class TextError(BurnishError, ValueError):
-    """A text that cannot be scored: why, and what to do."""
+    """A text that cannot be scored. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A text, ready for the model."""
+    """An encoded text."""
 
     ids: tuple[int, ...]
     truncated: bool = False
@@ -30,8 +30,11 @@ class Row:
 
 @dataclass(frozen=True)
 class TextScorer:
-    """A reward model with its tokenizer. Either method may run beside the other, in a thread of its
-    own; neither beside itself."""
+    """A reward model with its tokenizer.
+
+    ``encode`` and ``score`` may run concurrently in different threads, but neither may run
+    concurrently with itself.
+    """
 
     engine: TrainEngine
     tokenizer: PreTrainedTokenizerBase
@@ -41,26 +44,27 @@ class TextScorer:
 
     @property
     def max_chars(self) -> int:
-        """Longest text in characters. Vocabularies have few tokens of more than 32."""
+        """Longest text in characters. Few tokens of a vocabulary have more than 32 characters."""
         return self.options.max_chars or 32 * self.max_len
 
     def encode(self, query: str, prompt: str | None) -> Row:
-        """Token ids of ``query``. Where it begins with ``prompt``, no token reaches across that
-        border, as none does where the policy writes.
+        """Encode ``query``. If it begins with ``prompt``, no token spans that boundary, as in rows
+        of the policy.
 
-        Raises TextError: no token at all, or more than ``max_len`` and ``overlong`` is ``error``.
+        Raises TextError if there are no tokens, or if the text is too long and ``overlong`` is
+        ``error``.
         """
         excess = len(query) - self.max_chars
         if excess > 0 and self.options.overlong == "error":
             raise TextError(
-                f"has {len(query)} characters, and the limit is {self.max_chars}; send shorter "
+                f"has {len(query)} characters, but the limit is {self.max_chars}; send shorter "
                 "texts, or start the server with a larger --max-chars"
             )
-        if excess > 0:  # the tokenizer would need minutes, for tokens that are cut off
+        if excess > 0:  # tokenizing all of it could take minutes, and the tokens would be dropped
             starts = prompt is not None and query.startswith(prompt)
             prompt = prompt[excess:] if prompt is not None and starts else None
             query = query[excess:]
-        query = query.encode("utf-8", errors="replace").decode("utf-8")  # half surrogate pairs
+        query = query.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates
         cut = len(prompt) if prompt and query.startswith(prompt) else len(query)
         head, tail = encode_text(self.tokenizer, query[:cut], query[cut:])
         ids = [*head, *tail]
@@ -73,20 +77,23 @@ class TextScorer:
             return Row(tuple(ids), truncated=excess > 0)
         if self.options.overlong == "error":
             raise TextError(
-                f"has {len(ids)} tokens, and the limit is {self.max_len}; send shorter texts, or "
-                "start the server with --overlong truncate_left to cut tokens off the left end"
+                f"has {len(ids)} tokens, but the limit is {self.max_len}; send shorter texts, or "
+                "start the server with --overlong truncate_left to truncate them on the left"
             )
         return Row(tuple(ids[-self.max_len :]), truncated=True)
 
     def score(self, rows: Sequence[Row]) -> list[float]:
-        """The score of each row, in one forward pass where they have ``max_batch_tokens`` or less
-        together."""
+        """Return the score of each row. One forward pass is used for at most ``max_batch_tokens``
+        tokens in total."""
         return score_rows(self.engine, [row.ids for row in rows])
 
 
 def load_text_scorer(model: ModelConfig, options: ServeOptions) -> TextScorer:
-    """The model of a folder or hub name. Raises ModelError if it is no reward model, ServeError
-    if ``max_len`` is more than it can read."""
+    """Load the reward model of a folder or hub name.
+
+    Raises ModelError if it is not a reward model. Raises ServeError if it is a process reward model
+    or ``max_len`` exceeds its positions.
+    """
     positions = num_positions(model)
     if positions is not None and options.max_len is not None and options.max_len > positions:
         raise ServeError(
@@ -94,9 +101,9 @@ def load_text_scorer(model: ModelConfig, options: ServeOptions) -> TextScorer:
         )
     if metadata_of(model).get("process_reward"):
         raise ServeError(
-            f"{describe(model)} is a process reward model, which scores steps of a response whose "
-            "beginning it knows, and requests are whole texts; use it in the run itself "
-            "(rewards: {kind: model}), or serve a model of whole responses"
+            f"{describe(model)} is a process reward model, which scores the steps of a response, "
+            "but a request does not say where the response begins; use it in the run itself "
+            "(rewards: {kind: model}), or serve a model that scores whole responses"
         )
     limit = options.max_len or positions or options.max_batch_tokens
     engine = load_reward_engine(

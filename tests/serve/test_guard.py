@@ -190,7 +190,7 @@ def test_a_text_is_measured_before_it_is_tokenised(overlong: Any, server: Any) -
     scorer = TextScorer(server.app._scorer.engine, tokenizer, options, max_len=10)
     text = "x" * 14_999_995 + "abcde"
     if overlong == "error":
-        with pytest.raises(TextError, match="has 15000000 characters, and the limit is 320"):
+        with pytest.raises(TextError, match="has 15000000 characters, but the limit is 320"):
             scorer.encode(text, None)
     else:
         row = scorer.encode(text, text[:-3])

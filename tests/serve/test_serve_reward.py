@@ -283,9 +283,9 @@ def test_a_client_that_leaves_while_its_rows_are_computed_does_no_harm(serving: 
 # ---- limits --------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Any, int, str]] = {
-    "no json": (b"query=1", 400, "the request is no JSON"),
-    "no utf-8": (b'{"query": ["\xff"]}', 400, "the request is no JSON"),
-    "deep": (b"[" * 3000, 400, "the request is no JSON"),
+    "no json": (b"query=1", 400, "the request is not JSON"),
+    "no utf-8": (b'{"query": ["\xff"]}', 400, "the request is not JSON"),
+    "deep": (b"[" * 3000, 400, "the request is not JSON"),
     "a list": ([1], 422, "'query' must be a list of one or more texts"),
     "no query": ({"queries": ["1"]}, 422, "'query' must be"),
     "a text": ({"query": "1"}, 422, "'query' must be"),
@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
     "null": ({"query": ["1", None]}, 422, "'query' must be"),
     "prompts": ({"query": ["1"], "prompts": [1]}, 422, "'prompts' must be"),
     "fewer prompts": ({"query": ["1", "2"], "prompts": ["1"]}, 422, "'prompts' has 1 entries"),
-    "items": ({"query": ["1"] * 21}, 413, "21 texts in one request, and the limit is 20"),
+    "items": ({"query": ["1"] * 21}, 413, "21 texts in one request, but the limit is 20"),
     "tokens": ({"query": ["1", "2" * 50]}, 422, "query[1] has 5"),
     "bytes": ({"query": ["1"], "labels": "x" * 4000}, 413, "larger than 4000 bytes"),
     "many bytes": (b"x" * 5_000_000, 413, "larger than 4000 bytes"),
@@ -331,7 +331,7 @@ def test_a_full_queue_says_when_to_come_back(serving: Serving) -> None:
         until(lambda: server.health()["queue_length"] == 3)
         refused = server.post(["4", "5"])
         assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
-        assert "3 texts wait, and 4 may" in refused.json()["error"]
+        assert "3 texts are waiting, and the limit is 4" in refused.json()["error"]
         fits = in_background(server.rewards, ["4"])
         until(lambda: server.health()["queue_length"] == 4)
         server.gate.open.set()
@@ -419,9 +419,9 @@ def test_an_address_that_is_taken_or_unknown_is_said(server: Any) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{port}"):
         listen("127.0.0.1", port, token=None)
-    with pytest.raises(ServeError, match="is no address of this machine"):
+    with pytest.raises(ServeError, match="is not an address of this machine"):
         listen("no such host", 5000, token=None)
-    with pytest.raises(ServeError, match="is no address of this machine"):
+    with pytest.raises(ServeError, match="is not an address of this machine"):
         listen("", 5000, token=None)
 
 

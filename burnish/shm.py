@@ -1,8 +1,8 @@
-"""Names in shared memory that say whose they are, so that what a killed process left is found.
+"""Shared memory names that identify their owner, so that leftovers of killed processes are found.
 
-``burnish-weights-4711-9f02c41b77aa-k3x0``: what it is, its owner's process id, a number of the
-machine since it was started and of the namespace in which that id counts (containers may share
-/dev/shm and number their processes alike, and machines a folder), and a random end.
+A name such as ``burnish-weights-4711-9f02c41b77aa-k3x0`` consists of the kind, the owner's process
+id, a hash of the machine's boot id and the PID namespace, and a random suffix. The hash is needed
+because containers may share /dev/shm and reuse process ids, and machines may share a folder.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _NAME = re.compile(r"burnish-[a-z]+-(\d+)-([0-9a-f]{12})-.*")
 
 
 def prefix(kind: str) -> str:
-    """How the names that this process makes begin. ``kind``: letters alone."""
+    """Return the prefix of this process's names. ``kind`` must consist of lowercase letters."""
     return f"burnish-{kind}-{os.getpid()}-{_whereabouts()}-"
 
 
 def sweep(kind: str, *folders: Path) -> None:
-    """Remove the files and folders of this kind whose owners have ended."""
+    """Remove the files and folders of this kind whose owner process has ended."""
     found = [path for folder in folders for path in folder.glob(f"burnish-{kind}-*")]
     for left in [path for path in found if owner_has_ended(path.name)]:
         if left.is_dir():
@@ -36,8 +36,11 @@ def sweep(kind: str, *folders: Path) -> None:
 
 
 def owner_has_ended(name: str) -> bool:
-    """Return whether the process in a name is gone. False where that cannot be known: a name of
-    another form, an id of another machine or namespace."""
+    """Return whether the owner process of a name has ended.
+
+    Return False if this cannot be determined: the name has another form, or the process id belongs
+    to another machine or namespace.
+    """
     match = _NAME.fullmatch(name)
     if match is None or match[2] != _whereabouts():
         return False
@@ -45,15 +48,18 @@ def owner_has_ended(name: str) -> bool:
         os.kill(int(match[1]), 0)
     except (ProcessLookupError, OverflowError):
         return True
-    except PermissionError:  # it runs, as another user
+    except PermissionError:  # it runs under another user
         return False
     return False
 
 
 @functools.cache
 def _whereabouts() -> str:
-    """Return an identifier of the machine since its start (its name if that cannot be read) and of
-    its namespace of process ids (the same number on all machines, outside of containers)."""
+    """Return a hash of the machine's boot id and the PID namespace.
+
+    The host name is used if the boot id cannot be read. Outside containers the namespace has the
+    same number on all machines.
+    """
     machine, namespace = socket.gethostname(), 0
     with contextlib.suppress(OSError):
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

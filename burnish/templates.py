@@ -1,10 +1,10 @@
-"""Chat templates with limits. A template comes with a model, and its author may be anybody.
+"""Render chat templates with limits. Templates come with models and are untrusted.
 
-Jinja's sandbox keeps a template away from Python's internals, but not from the machine's time and
-memory: nested loops, ``'a' * 10**9`` or a text that doubles forty times. Here every rendering has a
-budget of steps and characters. transformers compiles templates with the class
-``ImmutableSandboxedEnvironment`` of its module; the first :func:`render_chat` puts :class:`Bounded`
-in its place. Renderings outside of :func:`render_chat` have no budget and are as before.
+Jinja's sandbox protects Python's internals, but does not limit time and memory: nested loops,
+``'a' * 10**9`` or a text that is doubled forty times. Here every rendering has a budget of steps
+and characters. transformers compiles templates with the class ``ImmutableSandboxedEnvironment`` of
+its module; the first call of :func:`render_chat` replaces it with :class:`Bounded`. Renderings
+outside :func:`render_chat` have no budget and are unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:  # recipes are checked without transformers
     from transformers import PreTrainedTokenizerBase
 
 MAX_TEMPLATE_CHARS = 1 << 20
-"""Longest template. Those in use have up to about 30,000."""
+"""Longest template. Published templates have up to about 30,000 characters."""
 MAX_WORK = 100_000_000
-"""Budget of one rendering: characters of all texts that it makes, and :data:`STEP` for each step of
-a loop, 5 times that for each call. It takes a few seconds."""
+"""Budget of one rendering. Each character created costs 1, each loop iteration :data:`STEP`, each
+call 5 times :data:`STEP`. Spending all of it takes a few seconds."""
 STEP = 20
 MAX_WIDTH = 100_000
-"""Largest number that is given to a filter or a method of a text (widths, indents, repetitions)."""
+"""Largest number that may be passed to a string method (widths, indents, repetitions)."""
 
 _left: ContextVar[list[int] | None] = ContextVar("work_left", default=None)
 _WIDE = re.compile(r"\*|\d{6,}")
@@ -39,14 +39,17 @@ _UNBOUNDED = frozenset({"translate", "format_map"})
 
 
 class TemplateLimitError(BurnishError, TemplateRuntimeError):
-    """A template that needs more time or memory than any conversation does."""
+    """A template exceeds the limits on size, time or memory."""
 
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any
 ) -> str:
-    """``tokenizer.apply_chat_template`` as text. Raises jinja2.TemplateError as that does, and
-    TemplateLimitError for a template that is too large or does too much."""
+    """Return the text of ``tokenizer.apply_chat_template``.
+
+    Raises jinja2.TemplateError as that method does, and TemplateLimitError if the template is too
+    large or exceeds its budget.
+    """
     templates = tokenizer.chat_template
     for text in templates.values() if isinstance(templates, dict) else [templates]:
         if len(text or "") > MAX_TEMPLATE_CHARS:
@@ -74,7 +77,7 @@ def _spend(amount: int) -> None:
 
 
 def _size(value: Any) -> int:
-    """Characters of a text, entries of a list, digits of a number."""
+    """Return the number of characters of a text, entries of a container or digits of a number."""
     if isinstance(value, int):
         return value.bit_length() // 3
     return len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 1
@@ -87,7 +90,7 @@ def _check_numbers(what: str, values: Any) -> None:
 
 
 def _check_text(name: str, text: str, given: Sequence[Any]) -> None:
-    """Before a method or filter ``name`` of a text: charge for what it will make."""
+    """Check a call of the string method ``name`` and charge for its result in advance."""
     if name in _UNBOUNDED:
         raise TemplateLimitError(f"{name} is not allowed")
     if name == "format" and _WIDE.search(text):
@@ -108,12 +111,12 @@ def _charge_join(separator: Any, parts: Any) -> None:
 
 
 def _counted(iterable: Any, cost: int) -> Any:
-    """Loops: each step costs STEP, and the length of the text in the loop."""
+    """Wrap the iterable of a loop, so that every iteration is charged ``cost``."""
     return iterable if _left.get() is None else _Counted(iterable, cost)
 
 
 class _Counted:
-    """The items of a loop, counted."""
+    """The items of a loop. Each iteration is charged."""
 
     def __init__(self, iterable: Any, cost: int) -> None:
         self._iterable, self._cost = iterable, cost
@@ -128,7 +131,7 @@ class _Counted:
 
 
 def _joined(parts: Sequence[Any]) -> str:
-    """``a ~ b``."""
+    """Evaluate ``a ~ b`` and charge for it."""
     texts = [str(part) for part in parts]
     _spend(sum(map(len, texts)))
     return "".join(texts)
@@ -141,7 +144,7 @@ def _shown(value: Any) -> Any:
 
 
 class _AddCharges(NodeTransformer):
-    """Rewrite loops, ``~`` and output so that they are charged for."""
+    """A transformer that makes loops, ``~`` and output charge the budget."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -168,14 +171,14 @@ def _filtered(node: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Filt
 
 
 class Bounded(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, whose work is charged to the budget of the rendering."""
+    """Jinja's sandbox with its work charged to the budget of the rendering."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.filters |= {"_counted": _counted, "_joined": _joined, "_shown": _shown}
-        self.optimized = False  # constants are computed within the budget, too
+        self.optimized = False  # no constant folding: constants must be charged to the budget too
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -183,7 +186,7 @@ class Bounded(ImmutableSandboxedEnvironment):
         return tree.set_environment(self)  # type: ignore[return-value]
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """``+``, ``*``, ``**`` and ``%``: charged before they are computed."""
+        """Charge ``+``, ``*`` and ``%`` before computing them. Refuse ``**``."""
         if _left.get() is not None:
             if operator == "**":
                 raise TemplateLimitError("powers are not allowed")
@@ -197,7 +200,7 @@ class Bounded(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, obj: Any, /, *arguments: Any, **named: Any) -> Any:
-        """A function, macro or method."""
+        """Call a function, macro or method, and charge for it."""
         if _left.get() is None:
             return super().call(context, obj, *arguments, **named)
         owner = vars(type(obj)).get("__self__") and obj.__self__
@@ -214,7 +217,7 @@ class Bounded(ImmutableSandboxedEnvironment):
 
 @cache
 def _use_bounded() -> None:
-    """Let transformers compile templates with :class:`Bounded`."""
+    """Make transformers compile templates with :class:`Bounded`."""
     from transformers.utils import chat_template_utils
 
     chat_template_utils.ImmutableSandboxedEnvironment = Bounded  # type: ignore[misc, attr-defined]

@@ -1,4 +1,4 @@
-"""Prompts with a given response each (job score), as the groups that rewards take."""
+"""Prompts with one given response each (job score), as groups for the rewards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from burnish.types import FinishReason, Group, Prompt, Sample
 
 @dataclass(frozen=True)
 class GivenResponse:
-    """One row to score: a group of one sample, and the columns of the row."""
+    """One row to score: a group of one sample, with the columns of the row."""
 
     group: Group
     columns: Mapping[str, Any]
 
 
 class GivenResponses:
-    """All rows of a recipe, in file order, read again whenever they are asked for."""
+    """All rows of a recipe, in file order. They are read again at every access."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class GivenResponses:
         *,
         limit: int | None = None,
     ) -> None:
-        """Raises DataError for every row that cannot be used, in one message."""
+        """Raises one DataError for all unusable rows."""
         encoder = _ResponseEncoder(config, tokenizer)
         self._table = EncodedTable(config, encoder, limit=limit)
         check_label_key(config, self._table.sources)
         self.digest = encoder.digest.hexdigest()
-        """Of all rows: a resumed run must have the same."""
+        """Digest of all rows. A resumed run must have the same digest."""
         encoder.scanned = True
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class GivenResponses:
 
     @property
     def dropped(self) -> int:
-        """Rows whose prompt is over the length limit, left out."""
+        """Number of rows dropped because their prompt exceeds the length limit."""
         return self._table.dropped
 
     def take(self, first: int, count: int) -> list[GivenResponse]:

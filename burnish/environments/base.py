@@ -1,9 +1,9 @@
-"""Contract of environments: numbered tasks, each a question in text and a score for the answer.
+"""The environment interface: numbered tasks, each with a text prompt and a score for the response.
 
-Gymnasium's ``reset``/``step`` on text: :meth:`Environment.item` is the reset, and the item's number
-is the whole state, so a prompt can be scored in another process or after a resume. The data source
-and the reward share one environment through ``make.make_environment``. Not here: tokens, engines,
-groups (``rollout/runner.py``).
+This is Gymnasium's ``reset``/``step`` on text. :meth:`Environment.item` is the reset. The item's
+number is the entire state, so a prompt can be scored in another process or after a resume. The data
+source and the reward share one environment through ``make.make_environment``. Tokens, engines and
+groups are handled in ``rollout/runner.py``.
 
 Reading order of this package: base, make, importing, reasoning_gym.
 """
@@ -18,22 +18,23 @@ from burnish.errors import BurnishError
 
 
 class EnvironmentSetupError(BurnishError, ValueError):
-    """An environment that cannot be made: which name or option is wrong, and the nearest."""
+    """An environment cannot be created. The message contains the wrong name or option and the
+    nearest valid one."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a response in an environment. Example: ``StepResult(reward=1.0)``."""
+    """Result of one response in an environment. Example: ``StepResult(reward=1.0)``."""
 
     reward: float
     done: bool = True
-    """False: it goes on and ``observation`` is its next message."""
+    """False if the episode continues with ``observation`` as the next message."""
     observation: str = ""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """``size`` tasks, the same for the same options and seed, whatever was asked before."""
+    """A fixed number of tasks. They depend only on options and seed, not on earlier calls."""
 
     name: str
     """Name in prompt ids and metrics."""
@@ -43,9 +44,10 @@ class Environment(Protocol):
         ...
 
     def item(self, i: int) -> Mapping[str, Any]:
-        """Item ``i`` (0 <= i < len) as a data row: ``prompt``, ``label``, more that fits JSON."""
+        """Return item ``i`` (0 <= i < len) as a data row: ``prompt``, ``label`` and other
+        JSON-serializable columns."""
         ...
 
     def step(self, i: int, response: str) -> StepResult:
-        """The score of ``response`` to item ``i``. Nonsense scores low; it is no error."""
+        """Score ``response`` to item ``i``. An invalid response gets a low score, not an error."""
         ...

@@ -1,6 +1,6 @@
-"""A user's function or class, named in a recipe as ``file.py:name`` or ``package.module:name``.
+"""Load a user's function or class, given as ``file.py:name`` or ``package.module:name``.
 
-Used for environments and for function rewards. Not for our own modules, which are imported by name.
+Used for environments and for function rewards. Modules of this package are imported normally.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from burnish.errors import BurnishError
 
 
 class LoadError(BurnishError, ValueError):
-    """A ``file.py:name`` or ``module:name`` that cannot be loaded, with the nearest that can."""
+    """A ``file.py:name`` or ``module:name`` cannot be loaded. The message contains the nearest
+    valid name."""
 
 
 def load_object(spec: str) -> Any:
-    """The object that ``spec`` names.
+    """Load the object named by ``spec``.
 
-    ``path/to/file.py:name``: the file (relative to the working directory) is run as a module of its
-    own, once for each state of the file. ``package.module:name``: an ordinary import.
+    ``path/to/file.py:name``: the file (relative to the working directory) is executed as a separate
+    module, once per modification time. ``package.module:name``: a regular import.
 
-    Raises LoadError: wrong form, no such file, module or name (each with the nearest that exists),
-    or an error while the module runs (the original is the cause).
+    Raises LoadError if the form is wrong, if the file, module or name does not exist (with the
+    nearest one that does), or if the module raises (the original error is the cause).
     """
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
@@ -42,7 +43,7 @@ def load_object(spec: str) -> Any:
 
 
 def check_file(spec: str) -> None:
-    """Raise LoadError if ``spec`` names a file that does not exist. Runs nothing."""
+    """Raise LoadError if ``spec`` names a file that does not exist. Executes nothing."""
     where, _, _ = spec.rpartition(":")
     if where.endswith(".py"):
         _check_is_file(Path(where), spec)
@@ -67,7 +68,7 @@ def _from_file(path: Path, spec: str) -> ModuleType:
     if found is None or found.loader is None:
         raise LoadError(f"{spec!r}: Python cannot load {path} as a module")
     module = importlib.util.module_from_spec(found)
-    sys.modules[module_name] = module  # dataclasses look their module up while it runs
+    sys.modules[module_name] = module  # dataclasses look up their module while it is executed
     try:
         found.loader.exec_module(module)
     except Exception as error:
@@ -94,7 +95,7 @@ def _from_name(name: str, spec: str) -> ModuleType:
 
 
 def _siblings(missing: str) -> list[str]:
-    """Full names of the modules beside ``missing``: of its package, or of ``sys.path``."""
+    """Return the full names of the modules in the package of ``missing``, or on ``sys.path``."""
     package, _, _ = missing.rpartition(".")
     if not package:
         return [found.name for found in pkgutil.iter_modules()]

@@ -1,4 +1,4 @@
-"""Make environments by their names."""
+"""Create environments by name."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ BUILT_IN = ("reasoning_gym",)
 
 
 def make_environment(name: str, options: Mapping[str, Any], *, size: int, seed: int) -> Environment:
-    """The environment ``name``; the same arguments give the same object.
+    """Create the environment ``name``. The same arguments return the same object.
 
-    ``name`` is ``reasoning_gym``, or ``package.module:Class`` or ``path/to/file.py:Class`` of your
-    own, whose constructor is called with ``(options, size=size, seed=seed)``. ``size``: number of
-    items, from 1. ``options`` must be what JSON can hold: they travel with every prompt to the
-    reward.
+    ``name`` is ``reasoning_gym``, or a user's ``package.module:Class`` or
+    ``path/to/file.py:Class``, which is called with ``(options, size=size, seed=seed)``. ``size``:
+    number of items, at least 1. ``options`` must be JSON-serializable, because they are sent to the
+    reward with every prompt.
 
-    Raises EnvironmentSetupError: unknown name or option, missing package, or an object that is not
-    an :class:`Environment`.
+    Raises EnvironmentSetupError if a name or option is unknown, a package is missing, or the object
+    is not an :class:`Environment`.
     """
     try:
         as_json = json.dumps(options, sort_keys=True)

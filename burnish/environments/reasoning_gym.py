@@ -1,7 +1,7 @@
 """The task families of reasoning-gym (github.com/open-thought/reasoning-gym) as an environment.
 
-More than 100 generators of verifiable tasks; item i of a task depends on its parameters, the seed
-and i only.
+reasoning-gym has more than 100 generators of verifiable tasks. Item i of a task depends only on the
+task's parameters, the seed and i.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class ReasoningGym:
-    """One task of reasoning-gym.
+    """An environment with one task of reasoning-gym.
 
-    ``options``: ``dataset`` (the task's name, e.g. ``chain_sum``), the task's own parameters
-    (``min_terms: 2``), and ``exact`` (default False): only a full score counts, partial credit
-    becomes 0.
+    ``options``: ``dataset`` (the task's name, e.g. ``chain_sum``), the task's parameters
+    (``min_terms: 2``), and ``exact`` (default False), which turns partial credit into 0.
 
-    Scorers give partial credit by their own rules: "The answer is 7" for the label 7 scores 1/15 in
-    most tasks. A scorer that raises on a senseless response counts as 0, because the response is
-    wrong and not the run; ``scorer_failures`` counts these and the first is logged.
+    Each scorer has its own rules for partial credit: "The answer is 7" for the label 7 scores 1/15
+    in most tasks. If a scorer raises on an invalid response, the score is 0, because the response
+    is wrong and the run is not. ``scorer_failures`` counts these cases, and the first is logged.
 
-    Raises EnvironmentSetupError: reasoning-gym missing, unknown task or parameter, refused values.
+    Raises EnvironmentSetupError if reasoning-gym is not installed, a task or parameter is unknown,
+    or the task refuses a value.
     """
 
     def __init__(self, options: Mapping[str, Any], *, size: int, seed: int) -> None:
@@ -51,12 +51,12 @@ class ReasoningGym:
         return self._size
 
     def item(self, i: int) -> Mapping[str, Any]:
-        """Item ``i`` as ``{"prompt": question, "label": answer}``; IndexError if there is none."""
+        """Return item ``i`` as ``{"prompt": question, "label": answer}``. Raises IndexError."""
         entry = self._entry(i)
         return {"prompt": entry["question"], "label": entry["answer"]}
 
     def step(self, i: int, response: str) -> StepResult:
-        """The task's own score of ``response`` without space around it, usually in [0, 1]."""
+        """Return the task's own score of the stripped ``response``, usually in [0, 1]."""
         entry = self._entry(i)
         try:
             score = float(self._dataset.score_answer(response.strip(), entry))
@@ -72,7 +72,7 @@ class ReasoningGym:
             raise IndexError(
                 f"environment {self.name} has items 0 to {self._size - 1}, and {i} was asked for"
             )
-        if i not in self._entries:  # generating may be slow, and every sample of a group asks
+        if i not in self._entries:  # generation may be slow, and every sample of a group needs it
             self._entries[i] = self._dataset[i]
         return self._entries[i]
 

@@ -22,7 +22,7 @@ def benchmark(*args: str) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "precision.py"), *args],
         capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -14,7 +14,7 @@ def draw(run: Path, out: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, ROOT / "benchmarks" / "report_figure.py", run, "--out", out],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 

@@ -64,7 +64,6 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     script(commands / "ray", f'#!/bin/sh\nexec {python} -c {shlex.quote(ray)} "$@"\n')
     return os.environ | {
         "PATH": f"{commands}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_GPUS_ON_NODE": "0",

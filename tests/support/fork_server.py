@@ -278,7 +278,8 @@ def start(folder: str) -> None:
     assert server.stdout is not None and server.stdout.readline() == b"ready\n"
     _running.append(server)
     os.environ[ADDRESS], os.environ[PYTHON] = address, sys.executable
-    paths = [os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH")]
+    here = os.path.dirname(os.path.abspath(__file__))
+    paths = [here, os.path.dirname(os.path.dirname(here)), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.{runtime_env_hook.__name__}"
 

@@ -27,10 +27,10 @@ Keys are set in the recipe (YAML) or on the command line by their dotted name: `
 the key `lr` of the section `train`, and `rewards.0.weight=2` that of the first item of a list. An
 unknown key is an error.
 
-A type with a link is a mapping with the keys of the linked section. The links after
-`mapping with kind` are variants; their section is the value of `kind`. Each section is printed
-once: it names the other places and jobs that have the same keys. A section includes the keys of the
-sections that it names, except those that it lists itself.
+A type with a link is a mapping with the keys of the linked section. The links after `kind:` are
+variants of a mapping, by the value of its key `kind`. The key `job` names the job. Each section is
+printed once: it names the other places and jobs that have the same keys. A section includes the
+keys of the sections that it names, except those that it lists itself.
 """
 
 Uses = dict[type[Node], dict[str, list[str]]]
@@ -142,10 +142,10 @@ def _section(cls: type[Node], found: dict[type[Node], Section]) -> Iterator[str]
     rows = [
         _row(name, field, found)
         for name, field in cls.model_fields.items()
-        if name != "kind" and not _is_elsewhere(name, cls, bases, found)
+        if name not in ("kind", "job") and not _is_elsewhere(name, cls, bases, found)
     ]
     if rows:
-        yield from ("| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, "")
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|", *rows, "")
 
 
 def _is_elsewhere(
@@ -175,7 +175,8 @@ def _linked_type(field: FieldInfo, found: dict[type[Node], Section]) -> str:
     linked: dict[type[Node], str] = {}
     for node in nodes:
         linked.setdefault(node, _link(" \\| ".join(kinds_of(node)), found[node]))
-    return words.replace(before, " \\| ".join(linked.values()))
+    words = words.replace(before, " \\| ".join(linked.values()))
+    return words.replace("mapping with kind:", "kind:")
 
 
 def _link(text: str, section: Section) -> str:

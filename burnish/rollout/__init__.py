@@ -1,1 +1,1 @@
-"""Sampling from the policy: the engine contract, the local engine, and prompts to scored groups."""
+"""Sampling from the policy: the engine contract, the engines, and scoring of groups."""

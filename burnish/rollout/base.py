@@ -1,5 +1,4 @@
-"""Contract of rollout engines: token ids in, token ids and log-probs out. One contract, every
-backend."""
+"""The contract of all rollout engines: token ids in, token ids and log-probs out."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from burnish.types import FinishReason
 
 
 class SamplingError(BurnishError, ArithmeticError):
-    """The policy's logits are not numbers, so nothing can be sampled from them."""
+    """The policy's log-probs are not finite, so no token can be sampled."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled; see ``config.rollout.SamplingConfig`` for the fields' meaning."""
+    """Sampling parameters; ``config.rollout.SamplingConfig`` documents the fields."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -31,10 +30,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """``n`` responses to one prompt.
+    """A request for ``n`` responses to a prompt.
 
-    ``seed`` owns the randomness: the same request with the same weights gives the same tokens,
-    whatever else is in the batch.
+    All randomness comes from ``seed``: the same request with the same weights gives the same
+    tokens, independent of the rest of the batch.
     """
 
     request_id: str
@@ -42,17 +41,20 @@ class Request:
     n: int = 1
     seed: int = 0
     max_tokens: int | None = None
-    """Most new tokens of this request. None: the sampling's."""
+    """Maximum new tokens per response. None: the value in :class:`Sampling`."""
 
     def limit(self, sampling: Sampling) -> int:
-        """Most new tokens of each response."""
+        """Return the maximum number of new tokens per response."""
         return sampling.max_tokens if self.max_tokens is None else self.max_tokens
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response. ``logprobs`` [T] are of the full distribution at the sampling
-    temperature (before top-k and top-p), which is what the trainer computes for the same tokens."""
+    """A finished response.
+
+    ``logprobs`` [T] are those of the full distribution at the sampling temperature, before top-k
+    and top-p. The trainer computes the same for these tokens.
+    """
 
     request_id: str
     index: int
@@ -64,13 +66,13 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Samples from one policy."""
+    """An engine that samples from one policy."""
 
     version: int
-    """Version of the weights it samples from."""
+    """Version of its current weights."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish, in any order; n per request."""
+        """Yield completions as they finish, in any order; ``n`` per request."""
         ...
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -80,15 +82,15 @@ class RolloutEngine(Protocol):
     def sleep(self, *, new_weights_follow: bool = False) -> None:
         """Free caches (and device memory) until :meth:`wake` or the next generate.
 
-        ``new_weights_follow``: the weights may be dropped too, because :meth:`load_weights` is
-        called before the next generate.
+        With ``new_weights_follow`` the weights may be dropped too, because :meth:`load_weights`
+        will be called before the next generate.
         """
         ...
 
     def wake(self) -> None:
-        """Take memory again."""
+        """Allocate the memory freed by :meth:`sleep` again."""
         ...
 
     def close(self) -> None:
-        """End what the engine started (processes, shared memory). Nothing is sampled after it."""
+        """Release the engine's processes and shared memory. It cannot be used afterwards."""
         ...

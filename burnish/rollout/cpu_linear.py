@@ -1,13 +1,14 @@
 """Faster linear layers for sampling on a CPU in fp32 and fp16.
 
-A decode step multiplies a few rows with every weight of the model. PyTorch's default fp32 kernel
-does that at a fraction of its speed on many rows; oneDNN's does it 1.2 to 1.9 times faster up to
-64 rows (docs/lab-notebook.md). PyTorch reaches oneDNN for fp32 through one inference-only
-operator, used here and only while sampling.
+A decode step multiplies a few rows with every weight of the model. PyTorch's default fp32 kernel is
+much slower per row for few rows than for many; oneDNN's kernel is 1.2 to 1.9 times faster up to 64
+rows (docs/lab-notebook.md). In PyTorch, oneDNN is available for fp32 through an inference-only
+operator, which is used only while sampling.
 
-fp16 layers go the same way over fp32 copies of their weights (4 bytes per parameter while
-sampling), and round the result to fp16 where the trainer rounds it (``models/half_linear.py``).
-Without copies every token would convert every weight, which takes as long as the products.
+fp16 layers use the same operator on fp32 copies of their weights (4 bytes per parameter while
+sampling). Results are rounded to fp16 at the same points as in the trainer
+(``models/half_linear.py``). Without copies, every token would convert every weight, which takes as
+long as the matmuls.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from burnish.models.half_linear import WideLinear
 
 @dataclass(frozen=True)
 class Fp32Layer:
-    """A linear layer and its weights in fp32: its own, or copies where it is fp16."""
+    """A linear layer with fp32 weights: its own, or copies if the layer is fp16."""
 
     layer: nn.Linear
     weight: Tensor
@@ -33,8 +34,8 @@ class Fp32Layer:
 
 
 def onednn_layers(model: nn.Module) -> list[nn.Linear]:
-    """The plain linear layers of ``model`` that can be computed by oneDNN: fp32 or fp16, on the
-    CPU, and a PyTorch built with it. Empty elsewhere."""
+    """Return the plain fp32 and fp16 linear layers of ``model`` on the CPU, which oneDNN can
+    compute. Empty if PyTorch is built without oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return []
     return [
@@ -49,8 +50,11 @@ def onednn_layers(model: nn.Module) -> list[nn.Linear]:
 
 @contextmanager
 def fp32_copies(layers: Sequence[nn.Linear]) -> Iterator[list[Fp32Layer]]:
-    """``layers`` with fp32 weights for :func:`onednn_linear`. Copies of fp16 weights are made here
-    and freed at the end; changes of the weights meanwhile are not seen in them."""
+    """Yield ``layers`` with fp32 weights for :func:`onednn_linear`.
+
+    fp16 weights are copied on entry and the copies are freed on exit. They do not reflect later
+    changes of the weights.
+    """
     made = [
         Fp32Layer(
             layer,
@@ -67,8 +71,11 @@ def fp32_copies(layers: Sequence[nn.Linear]) -> Iterator[list[Fp32Layer]]:
 
 @contextmanager
 def onednn_linear(layers: Sequence[Fp32Layer]) -> Iterator[None]:
-    """Inside, ``layers`` compute through oneDNN, without gradients; outside they are as before (an
-    engine may have put a forward of its own into the output projection)."""
+    """Compute ``layers`` with oneDNN, without gradients, inside the ``with`` block.
+
+    Their previous ``forward`` is restored on exit; an engine may have replaced that of the output
+    projection.
+    """
     before = [vars(wide.layer).get("forward") for wide in layers]
     for wide in layers:
         wide.layer.forward = partial(_forward, wide)  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""Decode steps recorded as CUDA graphs: one launch per token instead of hundreds of small kernels.
+"""Decode steps captured as CUDA graphs: one launch per token instead of hundreds of small kernels.
 
-A graph is recorded per (batch bucket, length bucket), both powers of two, over a cache whose
-tensors never move. Rows beyond the active ones decode garbage into free slots that nobody reads.
+One graph is captured per (batch bucket, length bucket), both powers of two, over a cache with fixed
+addresses. Rows beyond the active ones write garbage to free slots, which are never read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Recorded:
 
 
 class DecodeGraphs:
-    """Records and replays ``logits = head(body(tokens))`` for decode plans over one cache."""
+    """Captures and replays ``logits = head(body(tokens))`` for decode plans over one cache."""
 
     def __init__(
         self,
@@ -41,16 +41,16 @@ class DecodeGraphs:
 
     @staticmethod
     def padded(count: int) -> int:
-        """The bucket of a count: the next power of two."""
+        """Return the bucket of a count: the next power of two."""
         return 1 << max(0, count - 1).bit_length()
 
     def step(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
-        """[B, V] fp32 logits for one new token per active sequence; valid until the next step."""
+        """Compute the fp32 logits [B, V] for one new token per active sequence."""
         count = tokens.numel()
         batch = self.padded(count)
         reach = min(self.padded(max(length, 64)), self.cache.capacity)
         if (batch, reach) not in self._recorded:
-            with torch.cuda.device(self.device):  # the current one may be another
+            with torch.cuda.device(self.device):  # may differ from the current device
                 self._recorded[batch, reach] = self._record(batch, reach)
         recorded = self._recorded[batch, reach]
         recorded.tokens[:count].copy_(tokens)
@@ -63,8 +63,7 @@ class DecodeGraphs:
 
     def _record(self, batch: int, reach: int) -> _Recorded:
         tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        # Warm-up and recording write at the last position, which no active sequence has reached
-        # yet.
+        # Warm-up and capture write to the last position, which no active sequence has reached.
         positions = torch.full_like(tokens, self.cache.capacity - 1)
         mask = torch.ones(batch, 1, 1, reach, dtype=torch.bool, device=self.device)
         slots = torch.arange(batch, device=self.device)
@@ -80,7 +79,7 @@ class DecodeGraphs:
                 forward()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # CUDA calls of other threads do not break off a recording of this one.
+        # CUDA calls of other threads do not abort this capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = forward()
         self._pool = graph.pool()

@@ -1,6 +1,8 @@
-"""How the local engine samples from a model family, found by experiment like the layouts of
-``models/support.py``: the fastest way whose greedy tokens and log-probs are those of transformers'
-forward of the whole row.
+"""Determine how the local engine samples from a model family, by an experiment like that of
+``models/support.py``.
+
+The fastest method is used whose greedy tokens and log-probs equal those of transformers' forward of
+the full row.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ _PROMPTS = ((5, 17, 3, 60, 41, 8, 29), (9, 2, 71, 33, 12, 50, 6, 24, 80, 15, 37)
 def decoding_support(
     config: PretrainedConfig, *, trust: bool = False, use_disk: bool = True
 ) -> DecodingSupport:
-    """Return how the local engine samples from models with this config. Costs up to three seconds
-    the first time; the answer is kept like that of ``model_support``, and so are the keywords."""
+    """Return how the local engine samples from models with this config.
+
+    Takes up to three seconds the first time. Caching and keywords are those of ``model_support``.
+    """
     tiny = below_rope_border(shrink(config))
 
     def run() -> DecodingSupport:
@@ -49,10 +53,9 @@ def decoding_support(
 def make_local_engine(
     model: PreTrainedModel, tokenizer: Tokenizer, config: LocalEngine, *, name: str
 ) -> LocalRolloutEngine:
-    """Return a local engine that samples from ``model`` in the fastest exact way. ``name``: of the
-    model, for messages.
+    """Return a local engine that samples from ``model`` with the fastest exact method.
 
-    Raises ModelError if there is none.
+    ``name`` is the model's name in messages. Raises ModelError if no method is exact.
     """
     support = decoding_support(model.config, trust=runs_own_code(model))
     if support.decoding is None:
@@ -79,11 +82,11 @@ def _check(tiny: PretrainedConfig, *, trust: bool, use_disk: bool) -> DecodingSu
     for decoding in ways if support.attention == PACKED else ways[1:]:
         try:
             found = _engine_greedy(model, decoding, prompts)
-        except Exception as error:  # any failure of a model is the answer of the experiment
+        except Exception as error:  # any failure of a model is a result of the experiment
             reason = f"sampling {words(decoding)} failed ({failure_text(error)})"
             continue
         if [tokens for tokens, _ in found] != [tokens for tokens, _ in wanted]:
-            reason = f"greedy tokens sampled {words(decoding)} are not transformers'"
+            reason = f"greedy tokens sampled {words(decoding)} differ from transformers'"
             continue
         difference = largest_difference([b for _, b in found], [b for _, b in wanted])
         if difference <= TOLERANCE:
@@ -93,7 +96,7 @@ def _check(tiny: PretrainedConfig, *, trust: bool, use_disk: bool) -> DecodingSu
 
 
 def _greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens and their log-probs, by a forward of the whole row for each."""
+    """Return greedy tokens and their log-probs, with a forward of the full row for each."""
     row, logprobs = list(prompt), []
     for _ in range(NEW_TOKENS):
         logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1].float()
@@ -105,7 +108,7 @@ def _greedy(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int],
 def _engine_greedy(
     model: PreTrainedModel, decoding: Decoding, prompts: Sequence[tuple[int, ...]]
 ) -> list[tuple[list[int], torch.Tensor]]:
-    """The same by the local engine, both prompts at once."""
+    """Return greedy tokens and their log-probs for each prompt, sampled by the local engine."""
     tokenizer: Any = _NoTokenizer()
     engine = LocalRolloutEngine(model, tokenizer, LocalEngine(), decoding=decoding)
     requests = [Request(str(i), prompt) for i, prompt in enumerate(prompts)]
@@ -117,7 +120,7 @@ def _engine_greedy(
 
 
 class _NoTokenizer:
-    """In the place of a tokenizer, for a vocabulary without texts and end tokens."""
+    """A stand-in for a tokenizer, without texts and end tokens."""
 
     eos_token_id = None
 

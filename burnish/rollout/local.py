@@ -1,9 +1,9 @@
 """The rollout engine in the trainer's process: continuous batching over the policy's own weights.
 
-How a request runs: its prompt is computed once (packed with other prompts) and its keys and values
-go to n cache slots; the n samples then decode together with everyone else's. A finished sample
-leaves the batch at once: the last active one moves into its slot, so active slots are always ``0
-.. B-1`` and nothing is computed for the dead. Freed slots admit waiting requests.
+The prompt of a request is prefilled once, packed with other prompts, and its keys and values are
+written to n cache slots. The n samples then decode in one batch with all others. A finished sample
+is removed immediately: the last active one moves into its slot. Active slots are therefore always
+``0 .. B-1``, and nothing is computed for finished samples. Waiting requests use the freed slots.
 
 Reading order: ``generate`` -> ``_admit`` (prefill) -> ``_decode`` -> ``_retire``.
 """
@@ -37,17 +37,17 @@ from burnish.types import FinishReason
 
 @dataclass
 class _Sequence:
-    """One sample being decoded."""
+    """A sample being decoded."""
 
     request: Request
     index: int
-    uniforms: Tensor  # [most new tokens]
+    uniforms: Tensor  # [maximum new tokens]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     @property
     def length(self) -> int:
-        """Prompt and response so far, in tokens."""
+        """Return the current length of prompt and response in tokens."""
         return len(self.request.prompt_ids) + len(self.tokens)
 
 
@@ -55,7 +55,7 @@ class LocalRolloutEngine:
     """Samples from a HuggingFace causal LM in this process. Implements
     ``rollout.base.RolloutEngine``.
 
-    ``model`` may be the trainer's own module: then new weights are seen without a copy.
+    ``model`` may be the trainer's own module; it then samples from new weights without a copy.
     """
 
     def __init__(
@@ -66,15 +66,18 @@ class LocalRolloutEngine:
         *,
         decoding: Decoding = "batched",
     ) -> None:
-        """``decoding``: how rows are sampled (``decoding.make_local_engine`` finds the fastest
-        exact way)."""
+        """Create an engine for ``model``.
+
+        ``decoding`` is the sampling method; ``decoding.make_local_engine`` determines the fastest
+        exact one.
+        """
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.decoding = decoding
         self.version = 0
         self.device = next(model.parameters()).device
         self._body = model.get_decoder()
         self._scaling = logit_scaling(model.config)
-        self._no_mask = NO_MASK.to(self.device)  # here: a copy inside a recorded graph fails
+        self._no_mask = NO_MASK.to(self.device)  # copied here: a copy in a captured graph fails
         self._end_tokens = end_tokens(model.generation_config, tokenizer)
         self._graphs: DecodeGraphs | None = None
         self._layers = onednn_layers(model)
@@ -82,8 +85,11 @@ class LocalRolloutEngine:
     # ---- the interface ---------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish. Raises ValueError, at the first one, for an empty prompt, one
-        that cannot fit and a ``max_tokens`` below 1."""
+        """Yield completions as they finish.
+
+        Raises ValueError before the first one if a prompt is empty or does not fit, or if a
+        ``max_tokens`` is below 1.
+        """
         check_requests(requests, sampling, limit=row_limit(self.model.config))
         self.model.eval()
         if self.decoding == "batched":
@@ -95,7 +101,7 @@ class LocalRolloutEngine:
         run = _Run(self, sampling, deque(self._split(requests)))
         with fp32_copies(self._layers) as layers:
             while run.waiting or run.active:
-                # (not around the yield: there the caller's own code runs)
+                # not around the yield, during which the caller's code runs
                 with torch.no_grad(), onednn_linear(layers):
                     run.admit() if run.can_admit() else run.decode()
                 yield from run.retire()
@@ -109,11 +115,10 @@ class LocalRolloutEngine:
             raise SamplingError(self.what_is_broken()) from error
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights in by name (a LoRA model takes merged weights into its base only if it has
-        no adapter).
+        """Copy weights by name. Merged weights of a LoRA model require a model without adapters.
 
         Raises ValueError if a name is unknown, a shape differs, or a parameter or persistent
-        buffer was not given.
+        buffer is missing.
         """
         own: dict[str, Tensor] = dict(self.model.named_parameters())
         own |= dict(persistent_buffers(self.model))
@@ -129,27 +134,27 @@ class LocalRolloutEngine:
         self.version = version
 
     def _take_format(self, name: str, tensor: Tensor) -> None:
-        """Replace a buffer by one in the format that the trainer has, which a model that is loaded
-        in half precision may have rounded."""
+        """Replace a buffer by the trainer's, in its dtype. A model loaded in half precision may
+        have a rounded buffer."""
         replace_buffers(self.model, {name: tensor.detach().to(self.device, copy=True)})
-        self._graphs = None  # they read the buffer that was there
+        self._graphs = None  # they read the previous buffer
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
-        """Free recorded graphs and the cache they hold until the next generate. The weights stay:
-        new ones are copied into them."""
+        """Free captured graphs and their cache until the next generate. The weights are kept,
+        because new ones are copied into them."""
         self._graphs = None
 
     def wake(self) -> None:
-        """Do nothing: memory is allocated again when needed."""
+        """Do nothing; memory is allocated again on demand."""
 
     def close(self) -> None:
-        """As :meth:`sleep`: nothing else is held."""
+        """Free captured graphs and their cache, like :meth:`sleep`."""
         self.sleep()
 
     # ---- parts -----------------------------------------------------------------------------
 
     def _split(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
-        """(request, sample index) lists that fit into the slots, each sharing one prefill."""
+        """Yield lists of (request, sample index) that fit into the slots and share one prefill."""
         size = self.config.max_batch_size
         for request in requests:
             indices = range(request.n)
@@ -157,11 +162,11 @@ class LocalRolloutEngine:
                 yield [(request, i) for i in indices[begin : begin + size]]
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """[B, V] fp32 logits of last hidden states [B, H]."""
+        """Return the fp32 logits [B, V] of last hidden states [B, H]."""
         return self._scaling.apply_(self.model.get_output_embeddings()(hidden).float())
 
     def body(self, input_ids: Tensor, position_ids: Tensor, plan: object) -> Tensor:
-        """[R, T, H] last hidden states under a plan."""
+        """Return the last hidden states [R, T, H] under a plan."""
         out = self._body(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -172,7 +177,7 @@ class LocalRolloutEngine:
         return out.last_hidden_state
 
     def what_is_broken(self) -> str:
-        """Why logits are not finite, for people."""
+        """Return the error message for log-probs that are not finite, with the likely cause."""
         for name, weight in self.model.named_parameters():
             if not bool(weight.isfinite().all()):
                 where = f"its weight {name} is not finite"
@@ -181,11 +186,12 @@ class LocalRolloutEngine:
             where = f"its weights are finite, so an activation overflows in {weight.dtype}"
         return (
             f"the policy at version {self.version} gives log-probs that are not finite: {where}. "
-            "An update went wrong (a lower train.lr) or the format is too narrow (precision.dtype)"
+            "Either training diverged (use a lower train.lr), or the dtype has too little range "
+            "(precision.dtype)"
         )
 
     def graphs_for(self, num_slots: int, capacity: int) -> DecodeGraphs:
-        """Decode steps recorded over a cache of at least this size, kept from call to call."""
+        """Return decode graphs over a cache of at least this size, reused between calls."""
         have = self._graphs.cache if self._graphs is not None else None
         if have is None or have.num_slots < num_slots or have.capacity < capacity:
             cache = KVCache(num_slots, capacity)
@@ -195,7 +201,7 @@ class LocalRolloutEngine:
 
 
 class _Run:
-    """One call of generate: the active sequences, in slot order, and those that wait."""
+    """State of one call of generate: active sequences in slot order, and waiting requests."""
 
     def __init__(
         self,
@@ -210,7 +216,7 @@ class _Run:
         longest = max((len(unit[0][0].prompt_ids) for unit in waiting), default=1)
         slots = min(self.max_slots, max(total, 1))
         graphs = engine.device.type == "cuda" and engine.config.cuda_graphs
-        # Recorded graphs need fixed addresses: all positions at once. Else start small and grow.
+        # Captured graphs need fixed addresses, so allocate all positions. Otherwise start small.
         most = max((unit[0][0].limit(sampling) for unit in waiting), default=1)
         room = most if graphs else min(most, 64)
         self.graphs: DecodeGraphs | None = None
@@ -220,18 +226,16 @@ class _Run:
         else:
             self.cache = KVCache(slots, longest + room)
         self.tokens = torch.zeros(0, dtype=torch.int64, device=engine.device)  # [B] last token
-        self.positions = torch.zeros(
-            0, dtype=torch.int64, device=engine.device
-        )  # [B] where it goes
+        self.positions = torch.zeros(0, dtype=torch.int64, device=engine.device)  # [B] its position
         self.stop_rule = StopRule(engine.tokenizer, sampling, engine._end_tokens)
 
     def can_admit(self) -> bool:
-        """Return whether the next waiting prompt and all its samples find free slots."""
+        """Return whether there are free slots for all samples of the next waiting prompt."""
         return bool(self.waiting) and len(self.active) + len(self.waiting[0]) <= self.max_slots
 
     def admit(self) -> None:
-        """Prefill as many waiting prompts as fit, packed, and draw the first token of each
-        sample."""
+        """Prefill as many waiting prompts as fit, in one packed row, and draw the first token of
+        each sample."""
         units: list[list[tuple[Request, int]]] = []
         free, budget = self.max_slots - len(self.active), self.engine.config.max_prefill_tokens
         while self.waiting and len(self.waiting[0]) <= free:
@@ -259,7 +263,8 @@ class _Run:
         self._draw(logits.repeat_interleave(counts, dim=0), first)
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]], counts: Sequence[int]) -> Tensor:
-        """[P, H] hidden state after each prompt; keys and values go to the next free slots."""
+        """Return the last hidden state [P, H] of each prompt; write keys and values to the next
+        free slots."""
         device = self.engine.device
         starts, used = [], 0
         for prompt in prompts:
@@ -289,7 +294,7 @@ class _Run:
         return hidden[ends]
 
     def decode(self) -> None:
-        """One token for every active sequence."""
+        """Decode one token for every active sequence."""
         length = max(sequence.length for sequence in self.active)
         if self.graphs is not None:
             logits = self.graphs.step(self.tokens, self.positions, length)
@@ -302,7 +307,7 @@ class _Run:
         self._draw(logits, 0)
 
     def _draw(self, logits: Tensor, first: int) -> None:
-        """Sample for the sequences from slot ``first`` on; logits [B - first, V]."""
+        """Sample one token for each sequence from slot ``first`` on; logits [B - first, V]."""
         rows = self.active[first:]
         uniforms = torch.stack([s.uniforms[len(s.tokens)] for s in rows]).to(logits.device)
         tokens, logprobs = sample_tokens(logits, uniforms, self.sampling)
@@ -317,7 +322,7 @@ class _Run:
             sequence.logprobs.append(logprob)
 
     def retire(self) -> Iterator[Completion]:
-        """Take finished sequences out and close the gaps they leave."""
+        """Yield finished sequences and move active ones into their slots."""
         reasons = [self._finished(sequence) for sequence in self.active]
         gone = [i for i, reason in enumerate(reasons) if reason is not None]
         if not gone:

@@ -1,5 +1,5 @@
-"""Rules for requests that all rollout engines share: which are refused, which tokens end a
-response, and when a response is finished."""
+"""Rules shared by all rollout engines: valid requests, tokens that end a response, and stop
+conditions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ def check_requests(
     limit: int | None,
     holder: str = "the model has",
 ) -> None:
-    """Raise ValueError for an empty prompt, one that cannot fit into ``limit`` positions with its
-    response, and a ``max_tokens`` below 1. ``holder`` begins the words about the limit."""
+    """Raise ValueError if a prompt is empty, if ``max_tokens`` is below 1, or if prompt plus
+    response exceed ``limit`` positions.
+
+    ``holder`` starts the clause about the limit in the message.
+    """
     for request in requests:
         room = request.limit(sampling)
         if room < 1:
             raise ValueError(
                 f"request {request.request_id}: max_tokens={room}: a response has at least "
-                "one token"
+                "one token; use 1 or more"
             )
         if not request.prompt_ids:
             raise ValueError(
@@ -35,32 +38,34 @@ def check_requests(
         if limit is not None and need > limit:
             raise ValueError(
                 f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + "
-                f"generate_max_len {room} = {need}, and {holder} positions for {limit}; "
+                f"generate_max_len {room} = {need}, but {holder} positions for {limit}; "
                 "shorten one of them"
             )
 
 
 def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Token ids that end a response: the tokenizer's and those of the generation config."""
+    """Return the token ids that end a response: the tokenizer's and the generation config's."""
     ends = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
     more = config.eos_token_id if config is not None else None
     return ends | set([more] if isinstance(more, int) else more or [])
 
 
 class StopRule:
-    """When a response is finished: at an end or stop token, at a stop string (both stay in it), or
-    at its length limit."""
+    """Stop conditions of responses: an end or stop token, a stop string, or the length limit.
+
+    Stop tokens and stop strings remain in the response.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, ends: Iterable[int]
     ) -> None:
         self.tokenizer, self.strings = tokenizer, sampling.stop
         self.tokens = set(ends) | set(sampling.stop_token_ids)
-        # No token is shorter than one byte, so a stop string spans at most this many tokens.
+        # Every token has at least one byte, so a stop string spans at most this many tokens.
         self._window = max((len(s.encode()) for s in sampling.stop), default=0) + 4
 
     def finished(self, tokens: Sequence[int], limit: int) -> FinishReason | None:
-        """Why the response ``tokens`` is finished with its last token; None where it goes on."""
+        """Return why the response ``tokens`` ends with its last token; None if it continues."""
         if tokens[-1] in self.tokens:
             return "stop"
         if self.strings:

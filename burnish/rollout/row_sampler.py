@@ -1,8 +1,8 @@
 """Sampling one row at a time through transformers' own ``generate``.
 
-For models whose layers keep a state that the slots of :class:`~burnish.models.attention.KVCache` do
-not hold, or whose attention is not the shared interface. It is slow but exact: the model builds its
-own cache, or computes every row again for each token (``use_cache=False``).
+For models with layer states that :class:`~burnish.models.attention.KVCache` cannot store, or whose
+attention does not use the shared interface. It is slow but exact: the model builds its own cache,
+or recomputes the row for each token (``use_cache=False``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RowSampler:
 
     model: PreTrainedModel
     use_cache: bool
-    """False: compute the whole row for each token."""
+    """Whether to use the model's own cache. False: recompute the full row for each token."""
 
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, stop: StopRule, *, version: int
@@ -81,10 +81,10 @@ class RowSampler:
 
 @dataclass
 class _Draw:
-    """A logits processor that draws the next token itself and leaves only it possible."""
+    """A logits processor that draws the next token and masks all other tokens."""
 
     sampling: Sampling
-    uniforms: Tensor  # [most new tokens]
+    uniforms: Tensor  # [maximum new tokens]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -101,7 +101,8 @@ class _Draw:
 
 @contextmanager
 def _own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, none of the model's generation settings (temperature, penalties, end tokens) act."""
+    """Disable the model's own generation settings (temperature, penalties, end tokens) inside the
+    ``with`` block."""
     kept = model.generation_config
     model.generation_config = GenerationConfig()
     try:

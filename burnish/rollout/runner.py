@@ -1,4 +1,4 @@
-"""prompt x engine x reward -> scored groups."""
+"""Sample responses to prompts with an engine and score them: prompts -> scored groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_REFILLS = 10
 
 @dataclass(frozen=True)
 class Rollout:
-    """Scored groups and what was measured on the way."""
+    """Scored groups and their statistics."""
 
     groups: tuple[Group, ...]
     stats: Stats
@@ -39,16 +39,19 @@ class Runner:
         seed: int,
         dynamic: DynamicSampling | None = None,
     ) -> None:
-        """``dynamic``: which groups :meth:`fill` leaves out; None: none."""
+        """Configure sampling and scoring. ``dynamic`` selects the groups that :meth:`fill` filters
+        out; None: none."""
         self.engine, self.rewards, self.sampling = engine, rewards, sampling
         self.num_samples, self.seed, self.dynamic = num_samples, seed, dynamic
 
     def fill(self, next_prompts: Callable[[int], Sequence[Prompt]], count: int) -> Rollout:
-        """``count`` scored groups. Groups that a failing reward drops, or dynamic sampling leaves
-        out, are replaced by those of fresh prompts; no more are taken than are missing, so nothing
-        is left over. Stats are of all that was sampled.
+        """Return ``count`` scored groups.
 
-        Raises RewardError if that many fresh prompts in a row do not help.
+        Groups dropped by a failing reward, or filtered out by dynamic sampling, are replaced by
+        groups of new prompts. Each refill only takes as many prompts as groups are missing, so
+        nothing is left over. Stats include all sampled groups.
+
+        Raises RewardError if groups are still missing after the maximum number of refills.
         """
         groups: list[Group] = []
         rejected: list[Group] = []
@@ -73,8 +76,8 @@ class Runner:
             stats += _filter_stats(len(rejected), used)
             if used:
                 log.warning(
-                    "rollout.dynamic_sampling: %d of %d groups after %d refills teach nothing and "
-                    "are trained on all the same, to fill the step",
+                    "rollout.dynamic_sampling: %d of %d groups have no signal after %d refills "
+                    "but are trained on to fill the step",
                     *(used, count, refills),
                 )
                 groups += rejected[len(rejected) - used :]
@@ -87,8 +90,11 @@ class Runner:
         ) from failure
 
     def _has_signal(self, group: Group) -> bool:
-        """Return whether a group is trained on: its scores differ once they are clipped, before the
-        penalties, and the mean of the plain scores lies inside the band."""
+        """Return whether dynamic sampling keeps a group.
+
+        Its scores must differ after clipping and before penalties, and the mean of the plain scores
+        must be between ``above`` and ``below``.
+        """
         if self.dynamic is None:
             return True
         if all_equal([self.rewards.before_penalties(sample) for sample in group.samples]):
@@ -105,7 +111,7 @@ class Runner:
         return Rollout(scored.groups, scored.stats + _sample_stats(scored.groups))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Unscored groups of ``num_samples``, one per prompt, in the order of ``prompts``."""
+        """Return unscored groups of ``num_samples`` responses, one per prompt, in prompt order."""
         requests = [
             Request(p.id, p.token_ids, self.num_samples, _seed(self.seed, p.id)) for p in prompts
         ]
@@ -130,8 +136,8 @@ def _numbered(group: Group, group_id: int) -> Group:
 
 
 def _seed(seed: int, prompt_id: str) -> int:
-    """A stable number for a prompt (its id names its epoch, so no epoch repeats another's
-    samples)."""
+    """Return a stable seed for a prompt. Its id contains the epoch, so samples differ between
+    epochs."""
     return (seed << 32) + zlib.crc32(prompt_id.encode())
 
 

@@ -1,5 +1,5 @@
-"""From logits to tokens. Each sequence brings its own uniform number, so no sequence's draw
-depends on another's."""
+"""Sample tokens from logits. Each sequence has its own uniform random number, so its draw does not
+depend on other sequences."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
     """Draw one token per row by inverting the cumulative distribution at ``uniforms``.
 
     ``logits`` [B, V] fp32 (overwritten), ``uniforms`` [B] in [0, 1). Returns tokens [B] int64 and
-    log-probs [B] fp32 of the FULL distribution at the sampling temperature, whatever top-k and
-    top-p cut off. Temperature 0 is argmax, with the log-probs of temperature 1.
+    log-probs [B] fp32 of the FULL distribution at the sampling temperature, before top-k and
+    top-p. Temperature 0 is argmax, with the log-probs of temperature 1.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
@@ -35,13 +35,16 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """First index whose running sum exceeds uniform x total: by blocks, then inside one block."""
+    """Return the first index whose cumulative sum exceeds uniform x total.
+
+    The search is over blocks first, then inside one block.
+    """
     rows, vocab = weights.shape
     blocks = -(-vocab // _BLOCK)
     if blocks * _BLOCK != vocab:
         weights = torch.nn.functional.pad(weights, (0, blocks * _BLOCK - vocab))
     blocked = weights.view(rows, blocks, _BLOCK)
-    # (a parallel cumulative sum need not be monotone in its last bits; searchsorted needs it)
+    # searchsorted needs sorted input; a parallel cumsum may not be monotone in its last bits
     ends = blocked.sum(-1).cumsum(-1).cummax(-1).values  # [B, blocks]
     goal = uniforms[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, goal, right=True).clamp_(max=blocks - 1)
@@ -49,31 +52,31 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     inside = blocked.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0]
     running = inside.cumsum(-1)
     offset = torch.searchsorted(running, goal - before, right=True)
-    # Rounding may point behind the last token that has any weight: stay on it.
+    # Rounding may select an index after the last token with positive weight: use that token.
     last = (inside > 0).int().mul(torch.arange(_BLOCK, device=inside.device)).amax(-1, keepdim=True)
     return (block * _BLOCK + torch.minimum(offset, last))[:, 0]
 
 
 def _draw_filtered(weights: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
-    """Like :func:`_draw` among the top-k tokens and the smallest set that reaches probability
+    """Draw like :func:`_draw`, from the smallest set of the top-k tokens that reaches probability
     top_p."""
     count = min(sampling.top_k or weights.shape[-1], weights.shape[-1])
     ordered, index = weights.topk(count, dim=-1)
     running = ordered.cumsum(-1)
-    # A token stays if what stands before it has not yet reached top_p.
+    # A token is kept if the tokens before it do not reach top_p.
     keep = running - ordered < sampling.top_p * running[:, -1:]
     running = (ordered * keep).cumsum(-1)
     goal = uniforms[:, None] * running[:, -1:]
     place = torch.searchsorted(running, goal, right=True)
-    # (no token is kept where the weights are not numbers; the caller looks for that)
+    # with NaN weights no token is kept; the caller checks the log-probs
     place = torch.minimum(place, keep.sum(-1, keepdim=True) - 1).clamp_(min=0)
     return index.gather(-1, place)[:, 0]
 
 
 def uniforms_for(seed: int, index: int, count: int) -> Tensor:
-    """[count] numbers in [0, 1) that belong to sample ``index`` of the request with ``seed``.
+    """Return [count] uniform numbers in [0, 1) for sample ``index`` of the request with ``seed``.
 
-    All 64 bits of the seed count (torch's CPU generator reads only the low 32).
+    All 64 bits of the seed are used (torch's CPU generator only uses the low 32).
     """
     source = np.random.SeedSequence(seed % (1 << 64), spawn_key=(index,))
     return torch.from_numpy(np.random.default_rng(source).random(count, dtype=np.float32))

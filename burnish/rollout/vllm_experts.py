@@ -1,8 +1,8 @@
-"""Mixtures of experts in vLLM: where their weights are, and whether they are used.
+"""Mixtures of experts in vLLM: use the layers' own weights, and verify that they are used.
 
-vLLM keeps the experts of a layer in two tensors: ``w13_weight`` [E, 2 I, H] (gate, then up) and
-``w2_weight`` [E, H, I]. Nothing here imports vllm (``vllm.py`` does); its objects arrive as
-arguments.
+vLLM stores the experts of a layer in two tensors: ``w13_weight`` [E, 2 I, H] (gate, then up) and
+``w2_weight`` [E, H, I]. This module does not import vllm (``vllm.py`` does); its objects are passed
+as arguments.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def use_plain_experts(experts: Any) -> None:
-    """Make ``experts``, vLLM's class of experts on CPU, compute with the weights that its layers
-    hold. By itself it packs a copy at start and drops the weights, so new ones cannot be loaded."""
+    """Patch ``experts``, vLLM's class of experts on CPU, to compute with the weights of its layers.
+
+    Without the patch it packs a copy at start and drops the weights, so new ones cannot be loaded.
+    """
 
     def keep(self: Any, layer: Any) -> None:
         self._use_zentorch = False
@@ -67,12 +69,12 @@ def mixture(
 
 @torch.no_grad()
 def experts_not_used(name: str, layer: Any) -> list[str]:
-    """Return what is wrong with how vLLM's layer of experts ``layer`` uses its weights; empty if
-    nothing is.
+    """Return problems in how vLLM's expert layer ``layer`` uses its weights; empty if there are
+    none.
 
-    With changed weights its output must change (a kernel that packed a copy at start does not
-    notice), and it must be the mixture of the weights in the layout in which they are loaded (a
-    kernel may want them shuffled).
+    The output must change if the weights change, which is not the case for a kernel with a packed
+    copy. It must also be the mixture of the weights in the layout in which they are loaded; a
+    kernel may expect another layout.
     """
     w13, w2 = layer.w13_weight, layer.w2_weight
     try:
@@ -85,17 +87,17 @@ def experts_not_used(name: str, layer: Any) -> list[str]:
                 weight.data.neg_()
             if same and bool(weight.any()):
                 return [f"the experts {name} compute with a copy of {leaf}"]
-    except Exception as error:  # vLLM's, for a kernel that cannot be called by itself
+    except Exception as error:  # vLLM's, if a kernel cannot be called separately
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return [f"it cannot be seen whether the experts {name} use their weights: {said}"]
+        return [f"it cannot be verified that the experts {name} use their weights: {said}"]
     activation = layer.activation.value
     if activation not in _ACTIVATIONS or "w13_bias" in layer._parameters:
         return []
     expected = mixture(*_inputs(layer)[:1], (w13, w2), *_inputs(layer)[1:], activation=activation)
     largest = float(expected.abs().max())
-    # bf16: products of a few hundred terms, summed in another order
+    # tolerance: bf16 sums of a few hundred terms in another order
     if not torch.allclose(before, expected, rtol=0.05, atol=0.05 * largest):
-        return [f"the experts {name} do not compute the mixture of the weights that were loaded"]
+        return [f"the experts {name} do not compute the mixture of the loaded weights"]
     return []
 
 
@@ -115,7 +117,7 @@ def _run(layer: Any) -> Tensor:
     """Return the output of the layer's kernel for :func:`_inputs`."""
     x, scores, ids = _inputs(layer)
     method = layer.quant_method
-    if method.is_monolithic:  # routes by itself, from logits
+    if method.is_monolithic:  # does its own routing, from logits
         logits = torch.full((x.shape[0], x.shape[0]), -9.0, device=x.device, dtype=x.dtype)
         found = method.apply_monolithic(layer, x, logits.scatter(1, ids.long(), 1.0))
     else:

@@ -1,9 +1,9 @@
-"""Names of weights on their way into vLLM.
+"""Mapping of weight names from transformers to vLLM.
 
-A trainer hands over a model's state under transformers' names. :class:`HubNames` gives them the
-names and shapes of the model's files on the hub, which is what vLLM's loaders are written for.
-:func:`held_names` finds the tensor in which vLLM keeps each of them: vLLM merges layers (q, k and
-v), fuses experts and renames prefixes. Nothing here imports vllm; its objects arrive as arguments.
+A trainer sends a model's state under transformers' names. :class:`HubNames` converts it to the
+names and shapes of the model's files on the hub, which vLLM's loaders expect. :func:`held_names`
+finds the tensor in which vLLM stores each weight: vLLM merges layers (q, k and v), fuses experts
+and renames prefixes. This module does not import vllm; its objects are passed as arguments.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 class HubNames:
-    """Turns weights of ``model`` into those of its files on the hub: fused experts become one
-    weight per expert and projection, for example. Most models' weights are the same in both."""
+    """Converts weights of ``model`` to those of its files on the hub.
+
+    For example, fused experts become one weight per expert and projection. For most models the two
+    are identical.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         found = get_model_conversion_mapping(model, add_legacy=False)
@@ -41,7 +44,7 @@ class HubNames:
         model._weight_conversions = changes  # type: ignore[assignment]
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the hub's files that ``tensor`` is made of."""
+        """Yield the weights in the hub's files that make up ``tensor``."""
         if self._model is None:
             yield name, tensor
         else:
@@ -49,10 +52,10 @@ class HubNames:
 
 
 def held_names(model: Any, given: Iterable[str]) -> dict[str, str | None]:
-    """Return the name of vLLM's tensor that holds each of ``given``; None for a weight that the
-    model drops. A weight for which no tensor is found is left out.
+    """Return the name of vLLM's tensor that stores each weight in ``given``.
 
-    ``model``: vLLM's, in a worker.
+    None: the model drops the weight. Weights without a matching tensor are omitted. ``model`` is
+    vLLM's model in a worker.
     """
     first = {id(tensor): name for name, tensor in reversed(list(state_of(model)))}
     state = {name: first[id(t)] for name, t in state_of(model, repeated=True)}
@@ -85,7 +88,7 @@ def _candidates(name: str, mappers: Sequence[tuple[str, Any]], parts: dict[str, 
     """Return the names that vLLM's tensor may have, most likely first; none if a mapper drops the
     weight."""
     names = [name]
-    for prefix, mapper in mappers:  # the whole model's comes first, then those of its parts
+    for prefix, mapper in mappers:  # the model's mapper first, then those of its submodules
         start = f"{prefix}." if prefix else ""
         inside = [known.removeprefix(start) for known in names if known.startswith(start)]
         mapped = [mapper.map_name(known) for known in inside]
@@ -103,6 +106,6 @@ def _candidates(name: str, mappers: Sequence[tuple[str, Any]], parts: dict[str, 
 
 
 def layer_of(name: str) -> str:
-    """Return the part of a name that says which layer it belongs to ('' outside of layers)."""
+    """Return the part of a name that identifies its layer ('' outside of layers)."""
     match = _LAYER.match(name)
     return match[1] if match else ""

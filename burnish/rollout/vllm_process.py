@@ -14,16 +14,18 @@ import torch
 
 
 def new_folder() -> Path:
-    """A temporary folder for the config and for sockets, with a short path: a socket's has at most
-    107 characters."""
+    """Create a temporary folder for the config and for sockets.
+
+    Its path is short, because the path of a socket is limited to 107 characters.
+    """
     usual = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="burnish-vllm-", dir=usual if len(usual) < 40 else "/tmp"))
 
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Inside, seeding Python, numpy and torch has no effect on what follows, and the process's
-    right to set its number of threads cannot be taken."""
+    """Restore the random state of Python, numpy and torch, and ``torch.set_num_threads``, after the
+    ``with`` block."""
     python, numbers = random.getstate(), np.random.get_state()
     set_threads = torch.set_num_threads
     try:
@@ -36,9 +38,12 @@ def process_kept() -> Iterator[None]:
 
 
 def remove_traces(name: str | None) -> None:
-    """Remove what vLLM on CPU leaves under ``name``: its workers' shared memory, and the file by
-    which they met. (Not the folder of that file: a store that outlives its engine opens the file
-    once more when it is collected, and where the folder is gone it tries for 300 s.)"""
+    """Remove what vLLM on CPU leaves behind under ``name``: its workers' shared memory and
+    rendezvous file.
+
+    The folder of that file is kept: a store that outlives its engine reopens the file when it is
+    garbage-collected, and retries for 300 s if the folder is missing.
+    """
     if not name:
         return
     for segment in Path("/dev/shm").glob(f"{name}-*"):
@@ -48,8 +53,10 @@ def remove_traces(name: str | None) -> None:
 
 @contextmanager
 def keeping_default_group(*, keep: bool) -> Iterator[None]:
-    """Inside, the process's default group is not ended (vLLM ends it even where a trainer made
-    it)."""
+    """Prevent the destruction of the default process group inside the ``with`` block, if ``keep``.
+
+    vLLM destroys it even if a trainer created it.
+    """
     end = torch.distributed.destroy_process_group
 
     def end_others(group: Any = None) -> None:

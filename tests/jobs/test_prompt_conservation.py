@@ -257,7 +257,7 @@ def test_where_nothing_teaches_the_step_is_filled_all_the_same_and_says_so(
         assert line["rollout/groups_kept_anyway"] == PER_STEP
         assert line["rollout/groups_filtered"] == 2 * PER_STEP
     told = (run_dir / "run.log").read_text(encoding="utf-8")
-    assert "4 of 4 groups after 2 refills teach nothing" in told
+    assert "4 of 4 groups have no signal after 2 refills" in told
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,7 @@ def test_a_load_that_cannot_empty_the_cache_is_refused(
     loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loaded._llm, "reset_prefix_cache", lambda: False)
-    with pytest.raises(StaleWeightsError, match="its prefix cache could not be emptied"):
+    with pytest.raises(StaleWeightsError, match="its prefix cache could not be reset"):
         loaded.load_weights(2, lively(config_of(tied=False)).named_parameters())
 
 
@@ -604,7 +604,7 @@ def test_a_group_that_a_trainer_made_outlives_the_engine(tmp_path: Path) -> None
 
 
 def test_a_process_has_one_engine_at_a_time(loaded: VllmRolloutEngine) -> None:
-    with pytest.raises(ModelError, match="this process has a vLLM engine already"):
+    with pytest.raises(ModelError, match="this process already has a vLLM engine"):
         VllmRolloutEngine(load_causal_lm(config_of(tied=True)), TOKENIZER, VllmEngine(kind="vllm"))
     assert len(list(loaded.generate(requests_for(PROMPTS), Sampling(2)))) == 5
 

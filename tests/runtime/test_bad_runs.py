@@ -221,7 +221,7 @@ def test_a_prompt_the_model_has_no_positions_for_is_over_the_limit(
     """64 positions and 4 new tokens leave 60 for the prompt, whatever prompt_max_len allows."""
     path = write_rows("long", [{"prompt": "1" * 61}, {"prompt": "1+1="}])
     config = rl(f"data.sources=[{path}]", "data.prompt_max_len=1000", "data.shuffle=false")
-    with pytest.raises(DataError, match=r"61 tokens and prompt_max_len is 60"):
+    with pytest.raises(DataError, match=r"61 tokens, but prompt_max_len is 60"):
         burnish.run(config, rewards=reward)
 
 
@@ -285,7 +285,7 @@ def test_held_out_rows_that_the_model_has_no_positions_for_are_over_the_limit(
     metrics = burnish.run(burnish.load_config(tree)).metrics
     assert math.isfinite(metrics["eval/loss"])
     assert f"eval_data.max_len lowered to {32 if job == 'distill' else 64}" in caplog.text
-    assert "1 rows left out" in caplog.text or "1 pairs left out" in caplog.text
+    assert "1 rows dropped" in caplog.text or "1 pairs dropped" in caplog.text
 
 
 def test_a_run_folder_that_cannot_be_made_or_written_is_refused_before_anything_is_loaded(

@@ -86,7 +86,7 @@ def test_all_prompts_that_cannot_be_used_are_counted_before_any_is_sampled(
     path = write_rows("long", rows)
     with pytest.raises(DataError, match=r"7 prompts cannot be used; the first 5") as caught:
         burnish.run(generate(f"data.sources=[{path}]"), rewards=reward)
-    assert "long.jsonl:2: the prompt has 41 tokens and prompt_max_len is 40" in str(caught.value)
+    assert "long.jsonl:2: the prompt has 41 tokens, but prompt_max_len is 40" in str(caught.value)
     burnish.run(generate(f"data.sources=[{path}]", "num_prompts=1"), rewards=reward)
 
 

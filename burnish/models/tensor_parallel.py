@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, autograd, nn
 from torch.distributed import ProcessGroup, all_reduce
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.models.load import ModelError, require_packing
 from burnish.models.support import runs_own_code
@@ -127,7 +127,7 @@ def layer_styles(body: PreTrainedModel) -> dict[str, str]:
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
-def check_head_counts(config: Any, size: int) -> None:
+def check_head_counts(config: PretrainedConfig, size: int) -> None:
     """Raise ModelError if ``size`` does not divide the numbers of heads in this HuggingFace
     ``config``."""
     text = config.get_text_config()

@@ -22,7 +22,7 @@ import torch
 from peft import inject_adapter_in_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import AutoModelForCausalLM, PretrainedConfig, masking_utils
 
 from burnish.config.model import Dtype, LoraConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
@@ -181,7 +181,7 @@ def _mended() -> Iterator[None]:
 class _Trace:
     """A model on fake tensors. Made and run inside of a FakeTensorMode."""
 
-    def __init__(self, config: Any, shape: ModelShape, work: Pass) -> None:
+    def __init__(self, config: PretrainedConfig, shape: ModelShape, work: Pass) -> None:
         self.work, self.scalar = work, shape.scalar
         self.dtype: Dtype = work.dtype
         if work.kernels is not None and work.dtype == "fp16":
@@ -358,7 +358,7 @@ class _Passed(torch.autograd.Function):
         return grads[0], None, None
 
 
-def _bare(config: Any, lora: LoraConfig | None, *, scalar: bool) -> Any:
+def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) -> Any:
     """The model on the meta device."""
     with unset_fake_temporarily(), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

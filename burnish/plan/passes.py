@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from burnish.config.model import Dtype, LoraConfig
-from burnish.models.attention import PackedPlan, Segment, plan_segments
+from burnish.models.attention import PackedPlan, plan_segments
 from burnish.models.logprobs import CHUNK_TOKENS
 from burnish.models.sdpa import Kernels
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a micro-batch."""
-
-    length: int
-    prompt: int
-    group: int
+from burnish.train.row_layout import Layout, RowSize, count_tokens, place_rows, segments_of
 
 
 @dataclass(frozen=True)
 class Pass:
     """One micro-batch through one model, and how it is computed."""
 
-    rows: tuple[Row, ...]
-    layout: str = "packed"
+    rows: tuple[RowSize, ...]
+    layout: Layout = "packed"
     dtype: Dtype = "fp32"
     train: bool = True
     """False: without gradient (log-probs, values)."""
@@ -46,9 +37,7 @@ class Pass:
     @property
     def tokens(self) -> int:
         """Tokens that are computed, padding included."""
-        if self.layout == "padded":
-            return max(r.length for r in self.rows) * len(self.rows)
-        return sum(s.q_len for s in segments_of(self.rows, self.layout))
+        return count_tokens(self.rows, self.layout)
 
     @property
     def actions(self) -> int:
@@ -56,26 +45,10 @@ class Pass:
         return sum(r.length - max(r.prompt, 1) for r in self.rows)
 
 
-def segments_of(rows: Sequence[Row], layout: str) -> list[Segment]:
-    """As ``train/batching.py`` lays rows out: whole rows, or a group's prompt once."""
-    segments: list[Segment] = []
-    used = 0
-    prefix = (0, 0)
-    for i, row in enumerate(rows):
-        shares = layout == "shared_prefix" and i > 0 and rows[i - 1].group == row.group
-        if not shares:
-            prefix = (used, row.prompt)
-        count = row.length - (prefix[1] if shares else 0)
-        if count:
-            segments.append(Segment(used, count, *(prefix if shares else (0, 0))))
-        used += count
-    return segments
-
-
 def fake_plan(work: Pass) -> PackedPlan | None:
     """The attention plan of a pass; None for padded rows. Inside of a FakeTensorMode."""
     if work.layout == "padded":
         return None
     positions = torch.zeros(work.tokens, dtype=torch.int64)
-    plan = plan_segments(segments_of(work.rows, work.layout), positions)
+    plan = plan_segments(segments_of(place_rows(work.rows, work.layout)), positions)
     return replace(plan, kernels=work.kernels)

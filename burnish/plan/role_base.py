@@ -13,8 +13,9 @@ from burnish.plan import model_state
 from burnish.plan.activations import Peaks, TraceError, key_of, measure
 from burnish.plan.hardware import Hardware
 from burnish.plan.model_state import SIZES, EngineSetup, Item
-from burnish.plan.passes import Pass, Row
+from burnish.plan.passes import Pass
 from burnish.plan.shapes import ModelShape, PlanError, shape_of
+from burnish.train.row_layout import RowSize
 
 Items = tuple[Item, ...]
 
@@ -89,12 +90,12 @@ def with_layout(train: TrainConfig, shape: ModelShape) -> TrainConfig:
     return train if packs else train.model_copy(update={"layout": "padded"})
 
 
-def uniform_rows(count: int, length: int, prompt: int, *, group: int) -> tuple[Row, ...]:
+def uniform_rows(count: int, length: int, prompt: int, *, group: int) -> tuple[RowSize, ...]:
     """Rows of one length, every second one a token shorter."""
     shorter = [
         max(length - i % 2, prompt + 1 if length > prompt + 1 else prompt) for i in range(count)
     ]
-    return tuple(Row(n, prompt, i // group) for i, n in enumerate(shorter))
+    return tuple(RowSize(n, prompt, i // group) for i, n in enumerate(shorter))
 
 
 def peaks_of(setup: EngineSetup, work: Pass, margin: float) -> tuple[Peaks, float, str | None]:

@@ -67,7 +67,7 @@ class ModelShape:
     name: str
     source: str
     """Where the config came from, in words."""
-    config: Any
+    config: PretrainedConfig
     units: tuple[FsdpUnit, ...]
     scalar: bool
     tied: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from burnish.config.arithmetic import BatchPlan
@@ -14,7 +15,7 @@ from burnish.plan.activations import Peaks
 from burnish.plan.distill import teacher_head, with_teacher
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.model_state import EngineSetup, Item, Where
-from burnish.plan.passes import Pass, Row
+from burnish.plan.passes import Pass
 from burnish.plan.role_base import (
     Context,
     Items,
@@ -29,6 +30,7 @@ from burnish.plan.role_base import (
 )
 from burnish.plan.shapes import shape_of
 from burnish.plan.tensor_parallel import rank_shape
+from burnish.train.row_layout import Layout, RowSize, by_tokens, count_tokens
 
 
 def train_role(context: Context, role: TrainRole) -> RoleMemory:
@@ -78,7 +80,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
 
 def setup_of(
     job: JobSpec, role: TrainRole, assume: frozenset[str] = frozenset()
-) -> tuple[EngineSetup, tuple[Row, ...]]:
+) -> tuple[EngineSetup, tuple[RowSize, ...]]:
     """The engine of a role, and the rows of its largest micro-batch."""
     model = planned_model(job, role)
     shape = shape_of(model, scalar=role.head == "scalar")
@@ -105,7 +107,7 @@ def planned_model(job: JobSpec, role: TrainRole) -> ModelConfig:
     return resolve_model(role.model, job.model)
 
 
-def _local_rows(rows: tuple[Row, ...], parts: int) -> tuple[Row, ...]:
+def _local_rows(rows: tuple[RowSize, ...], parts: int) -> tuple[RowSize, ...]:
     """What one of ``sequence_parallel_size`` ranks computes of the rows."""
     if parts == 1:
         return rows
@@ -126,8 +128,8 @@ def _unsharded(setup: EngineSetup, held: float) -> tuple[float, str | None]:
 
 
 def largest_rows(
-    job: JobSpec, role: TrainRole, limit: int, *, layout: str = "shared_prefix"
-) -> tuple[Row, ...]:
+    job: JobSpec, role: TrainRole, limit: int, *, layout: Layout = "shared_prefix"
+) -> tuple[RowSize, ...]:
     """The rows of the largest micro-batch that the recipe allows: all of full length, every second
     one token shorter (rows of one length would be computed without a mask)."""
     length, prompt = role.lengths.within(limit)
@@ -145,8 +147,8 @@ def largest_rows(
 
 
 def _update_rows(
-    plan: BatchPlan, role: TrainRole, lengths: tuple[int, int], layout: str
-) -> tuple[Row, ...]:
+    plan: BatchPlan, role: TrainRole, lengths: tuple[int, int], layout: Layout
+) -> tuple[RowSize, ...]:
     """The largest micro-batch of the job's own rows of ``lengths`` (row, prompt)."""
     length, prompt = lengths
     unit, group = role.rows_per_unit, plan.n_samples_per_prompt
@@ -155,20 +157,18 @@ def _update_rows(
         return uniform_rows(plan.micro_train_batch_size * unit, length, prompt, group=group)
     budget = role.train.max_tokens_per_micro_batch
     assert budget is not None
-    rows: list[Row] = []
-    used = 0
-    while len(rows) < share:
-        shares = layout == "shared_prefix" and len(rows) % group > 0
-        cost = length - prompt if shares else length
-        if rows and len(rows) % unit == 0 and used + cost > budget:
-            break
-        used += cost
-        rows.append(Row(length, prompt, len(rows) // group))
-    return uniform_rows(len(rows), length, prompt, group=group)
+    rows = [RowSize(length, prompt, i // group) for i in range(share)]
+    units = [list(range(begin, begin + unit)) for begin in range(0, share, unit)]
+
+    def tokens(chosen: Sequence[int]) -> int:
+        return count_tokens([rows[i] for i in chosen], layout)
+
+    first = next(by_tokens(units, budget, tokens))
+    return uniform_rows(len(first) * unit, length, prompt, group=group)
 
 
 def _passes(
-    context: Context, setup: EngineSetup, role: TrainRole, rows: tuple[Row, ...]
+    context: Context, setup: EngineSetup, role: TrainRole, rows: tuple[RowSize, ...]
 ) -> dict[str, Pass]:
     train, batch = setup.train, context.job.batch
     base = Pass(

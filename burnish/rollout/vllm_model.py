@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from burnish.models.load import ModelError
 from burnish.models.support import row_limit
@@ -33,7 +32,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     return bare
 
 
-def check_parallel_size(config: Any, parallel: int) -> None:
+def check_parallel_size(config: PretrainedConfig, parallel: int) -> None:
     """Raise ModelError where ``parallel`` processes cannot share the heads evenly."""
     for name, heads in (
         ("attention", config.num_attention_heads),
@@ -47,7 +46,7 @@ def check_parallel_size(config: Any, parallel: int) -> None:
             )
 
 
-def check_head_dim(config: Any, known: Sequence[int]) -> None:
+def check_head_dim(config: PretrainedConfig, known: Sequence[int]) -> None:
     """Raise ModelError where vLLM's attention on CPU has no form for the model's heads. (It would
     start, and die at the first token.)
 
@@ -67,7 +66,7 @@ def check_head_dim(config: Any, known: Sequence[int]) -> None:
         )
 
 
-def longest_row(config: Any, wanted: int | None) -> int:
+def longest_row(config: PretrainedConfig, wanted: int | None) -> int:
     """Return the most tokens of a row: ``wanted``, and no more than the model reads. Raises
     ModelError if neither says."""
     limits = [limit for limit in (wanted, row_limit(config)) if limit is not None]
@@ -79,7 +78,7 @@ def longest_row(config: Any, wanted: int | None) -> int:
     return min(limits)
 
 
-def cache_bytes(config: Any, length: int, *, dtype: torch.dtype, block: int) -> int:
+def cache_bytes(config: PretrainedConfig, length: int, *, dtype: torch.dtype, block: int) -> int:
     """Bytes of one sequence of ``length`` tokens in the key/value cache, in whole blocks, and a
     spare block."""
     blocks = -(-length // block) + 1
@@ -87,11 +86,11 @@ def cache_bytes(config: Any, length: int, *, dtype: torch.dtype, block: int) -> 
     return int(blocks * block * per_token * dtype.itemsize)
 
 
-def _kv_heads(config: Any) -> int:
+def _kv_heads(config: PretrainedConfig) -> int:
     """As many as heads where the config has no number of its own (GPT-2, GPT-NeoX, OPT)."""
     return int(config.to_dict().get("num_key_value_heads") or config.num_attention_heads)
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: PretrainedConfig) -> int:
     given = config.to_dict().get("head_dim")
     return int(given or config.hidden_size // config.num_attention_heads)

@@ -8,19 +8,27 @@ its responses.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from burnish.models.attention import PackedPlan, Segment, plan_segments
+from burnish.models.attention import PackedPlan, plan_segments
 from burnish.tensors import upload
+from burnish.train.row_layout import (
+    Layout as Layout,
+)
+from burnish.train.row_layout import (
+    RowGroup,
+    RowSize,
+    by_count,
+    by_tokens,
+    count_tokens,
+    place_rows,
+    segments_of,
+)
 from burnish.types import Batch
-
-Layout = Literal["shared_prefix", "packed", "padded"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +39,6 @@ class Arranged:
     position_ids: Tensor  # [R, T]
     plan: PackedPlan | None  # None: plain causal attention (padding stands on the right)
     place: Tensor  # [M] flat index into [R * T] of each token of the batch; on the CPU
-
-
-RowGroup = list[int]
-"""Rows that stay in one micro-batch."""
 
 
 def split_rows(
@@ -48,9 +52,9 @@ def split_rows(
     """
     units = _row_groups(batch)
     if max_tokens is None:
-        micros = _by_count(units, micro_batch_size)
+        micros = by_count(units, micro_batch_size)
     else:
-        micros = _by_tokens(units, max_tokens, _Work(batch, layout))
+        micros = by_tokens(units, max_tokens, _Work(batch, layout).tokens)
     for micro in micros:
         yield _rows(micro)
 
@@ -88,10 +92,10 @@ def split_over_ranks(
         shares = [
             units[r * len(units) // ranks : (r + 1) * len(units) // ranks] for r in range(ranks)
         ]
-        parts = [list(_by_count(share, micro_batch_size)) for share in shares]
+        parts = [list(by_count(share, micro_batch_size)) for share in shares]
     else:
         shares = _balanced(units, ranks, max_tokens, work)
-        parts = [list(_by_tokens(share, max_tokens, work)) for share in shares]
+        parts = [list(by_tokens(share, max_tokens, work.tokens)) for share in shares]
     passes = max(len(part) for part in parts)
     return [[_rows(micro) for micro in _in_passes(part, passes, work)] for part in parts]
 
@@ -105,26 +109,22 @@ class _Work:
     """How many tokens a forward pass over some rows of a batch computes in a layout."""
 
     def __init__(self, batch: Batch, layout: Layout) -> None:
-        self._padded = layout == "padded"
-        self._lengths: list[int] = batch.lengths.tolist()
-        self._prompts: list[int] = batch.prompt_lens.tolist()
-        shared = layout == "shared_prefix"
-        self._groups = _prompt_keys(batch) if shared else list(range(batch.num_rows))
-        """Neighbouring rows with equal entries share their prompt."""
+        self._sizes, self._layout = row_sizes(batch, layout), layout
 
     def tokens(self, rows: Sequence[int]) -> int:
         """Tokens of one pass over ``rows``, in this order."""
-        if self._padded:
-            return max(self._lengths[row] for row in rows) * len(rows)
-        total = sum(self._lengths[row] for row in rows)
-        for before, row in itertools.pairwise(rows):
-            if self._groups[before] == self._groups[row]:
-                total -= self._prompts[row]
-        return total
+        return count_tokens([self._sizes[row] for row in rows], self._layout)
 
     def joined(self, left: RowGroup, right: RowGroup) -> bool:
         """Whether ``right`` standing behind ``left`` shares its prompt."""
-        return self._groups[left[-1]] == self._groups[right[0]]
+        return self._sizes[left[-1]].group == self._sizes[right[0]].group
+
+
+def row_sizes(batch: Batch, layout: Layout) -> list[RowSize]:
+    """Return the sizes of all rows; only under ``shared_prefix`` do rows have a group in common."""
+    groups = _prompt_keys(batch) if layout == "shared_prefix" else range(batch.num_rows)
+    lengths, prompts = batch.lengths.tolist(), batch.prompt_lens.tolist()
+    return [RowSize(*sizes) for sizes in zip(lengths, prompts, groups, strict=True)]
 
 
 def _prompt_keys(batch: Batch) -> list[int]:
@@ -145,25 +145,6 @@ def _row_groups(batch: Batch) -> list[RowGroup]:
 
 def _rows(units: Iterable[RowGroup]) -> list[int]:
     return [row for unit in units for row in unit]
-
-
-def _by_count(units: Sequence[RowGroup], size: int | None) -> Iterator[list[RowGroup]]:
-    for begin in range(0, len(units), size or len(units) or 1):
-        yield list(units[begin : begin + (size or len(units))])
-
-
-def _by_tokens(
-    units: Sequence[RowGroup], max_tokens: float, work: _Work
-) -> Iterator[list[RowGroup]]:
-    """Neighbours together while they stay within the budget; at least one."""
-    chosen: list[RowGroup] = []
-    for unit in units:
-        if chosen and work.tokens(_rows([*chosen, unit])) > max_tokens:
-            yield chosen
-            chosen = []
-        chosen.append(unit)
-    if chosen:
-        yield chosen
 
 
 def _balanced(
@@ -211,10 +192,7 @@ def arrange(batch: Batch, layout: Layout) -> Arranged:
     host, device = batch.on_host, batch.tokens.device
     if layout == "padded":
         return _padded(host, device)
-    groups = (
-        _prefix_groups(host) if layout == "shared_prefix" else [[i] for i in range(host.num_rows)]
-    )
-    return _packed(host, groups, device)
+    return _packed(host, layout, device)
 
 
 def read_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -253,45 +231,23 @@ def _padded(batch: Batch, device: torch.device) -> Arranged:
     return Arranged(upload(input_ids.view(rows, width), device), positions, None, place)
 
 
-def _prefix_groups(batch: Batch) -> list[list[int]]:
-    """Neighbouring rows of one group that begin with the same prompt."""
-    keys = _prompt_keys(batch)
-    return [list(run) for _, run in itertools.groupby(range(batch.num_rows), keys.__getitem__)]
-
-
-def _packed(batch: Batch, groups: Sequence[Sequence[int]], device: torch.device) -> Arranged:
-    """Each group's prompt once, then its rows' remainders; a group of one is an ordinary row."""
-    offsets, lengths, prompts = (
-        x.tolist() for x in (batch.offsets, batch.lengths, batch.prompt_lens)
-    )
-    source: list[Tensor] = []  # per piece: indices into the batch's tokens
+def _packed(batch: Batch, layout: Layout, device: torch.device) -> Arranged:
+    """Each group's prompt once, then the rest of its rows; a group of one is an ordinary row."""
+    offsets, rows = batch.offsets.tolist(), row_sizes(batch, layout)
+    placed = place_rows(rows, layout)
+    source: list[Tensor] = []  # per row: indices into the batch's tokens
     positions: list[Tensor] = []
-    segments: list[Segment] = []
     place = torch.empty(batch.tokens.numel(), dtype=torch.int64)
-    used = 0
-    for group in groups:
-        shared = prompts[group[0]] if len(group) > 1 else 0
-        prefix_start = used
-        for k, row in enumerate(group):
-            begin = 0 if k == 0 else shared
-            count = lengths[row] - begin
-            source.append(torch.arange(offsets[row] + begin, offsets[row] + lengths[row]))
-            positions.append(torch.arange(begin, lengths[row]))
-            if begin:
-                place[offsets[row] : offsets[row] + shared] = torch.arange(
-                    prefix_start, prefix_start + shared
-                )
-            place[offsets[row] + begin : offsets[row] + lengths[row]] = torch.arange(
-                used, used + count
-            )
-            if count:
-                prefix = (prefix_start, shared) if begin else (0, 0)
-                segments.append(Segment(used, count, *prefix))
-            used += count
+    for begin, row, at in zip(offsets[:-1], rows, placed, strict=True):
+        own, end = begin + at.skipped, begin + row.length
+        source.append(torch.arange(own, end))
+        positions.append(torch.arange(at.skipped, row.length))
+        place[begin:own] = torch.arange(at.prefix_start, at.prefix_start + at.skipped)
+        place[own:end] = torch.arange(at.start, at.start + at.count)
     position = upload(torch.cat(positions), device)
     return Arranged(
         input_ids=upload(batch.tokens[torch.cat(source)][None], device),
         position_ids=position[None],
-        plan=plan_segments(segments, position),
+        plan=plan_segments(segments_of(placed), position),
         place=place,
     )

@@ -9,10 +9,11 @@ gradient is that of its stretch: gradients are summed over all ranks, of all tea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
@@ -139,7 +140,7 @@ class SequenceParallelForward(Forward):
         self._checked = True
 
 
-def check_sequence_parallel(config: Any, size: int) -> None:
+def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
     """Raise ModelError where a team of ``size`` cannot share the attention of a model of this
     HuggingFace ``config``."""
     text = _text(config)
@@ -167,6 +168,6 @@ def check_sequence_parallel(config: Any, size: int) -> None:
         )
 
 
-def _text(config: Any) -> Any:
+def _text(config: PretrainedConfig) -> PretrainedConfig:
     """Of the language model, where there are others beside it."""
     return config.get_text_config()

@@ -11,10 +11,11 @@ from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.sdpa import Kernels
 from burnish.plan.activations import _trace, key_of, measure
-from burnish.plan.passes import Pass, Row, fake_plan
+from burnish.plan.passes import Pass, fake_plan
 from burnish.plan.shapes import shape_from_config, shape_of
 from burnish.plan.tracking import LiveBytes, num_bytes
 from burnish.train.batching import arrange
+from burnish.train.row_layout import RowSize
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import Stats, rows_to_batch
@@ -30,7 +31,7 @@ def model(hidden=64, layers=4, **more):
 
 def rows_of(count, length, prompt, group=2):
     """Rows of which every second is one token shorter, so that none are equal in a bucket."""
-    return tuple(Row(length - i % 2, prompt, i // group) for i in range(count))
+    return tuple(RowSize(length - i % 2, prompt, i // group) for i in range(count))
 
 
 def batch_of(rows):
@@ -139,7 +140,7 @@ def test_buckets_are_those_of_the_attention_plan():
             count = int(torch.randint(1, 9, (1,), generator=generator))
             prompts = torch.randint(1, 30, (count,), generator=generator).tolist()
             rows = tuple(
-                Row(
+                RowSize(
                     prompts[i // 3] + int(torch.randint(1, 40, (1,), generator=generator)),
                     prompts[i // 3],
                     i // 3,

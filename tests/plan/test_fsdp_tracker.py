@@ -20,11 +20,12 @@ from burnish.config.train_engines import TorchEngine
 from burnish.models.load import load_causal_lm
 from burnish.plan.activations import key_of, measure
 from burnish.plan.model_state import EngineSetup, Item, state, total
-from burnish.plan.passes import Pass, Row
+from burnish.plan.passes import Pass
 from burnish.plan.shapes import shape_of
 from burnish.plan.train_role import _in_pass
 from burnish.train.fsdp import ShardedTrainEngine
 from burnish.train.process_group import RankGroup
+from burnish.train.row_layout import RowSize
 from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats, rows_to_batch
 
@@ -49,7 +50,7 @@ def ranks() -> Iterator[RankGroup]:
     dist.destroy_process_group()
 
 
-def batch_of(rows: tuple[Row, ...]) -> Batch:
+def batch_of(rows: tuple[RowSize, ...]) -> Batch:
     tokens = [[10 + r.group % 7] * r.prompt + [9] * (r.length - r.prompt) for r in rows]
     masks = [[False] * r.prompt + [True] * (r.length - r.prompt) for r in rows]
     groups, prompts = [r.group for r in rows], [r.prompt for r in rows]
@@ -90,7 +91,7 @@ def settings(hidden: int, layers: int, **more: Any) -> tuple[EngineSpec, Pass]:
         precision=PrecisionConfig(dtype=dtype),
     )
     work = Pass(
-        rows=tuple(Row(256 - i, 128, 0) for i in range(2)),
+        rows=tuple(RowSize(256 - i, 128, 0) for i in range(2)),
         dtype=dtype,
         checkpointing=checkpointing,
         with_entropy=True,

@@ -15,12 +15,13 @@ from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.models.load import load_causal_lm
 from burnish.plan.activations import key_of, measure
-from burnish.plan.passes import Pass, Row
+from burnish.plan.passes import Pass
 from burnish.plan.shapes import PlanError, shape_of
 from burnish.plan.tensor_parallel import rank_shape
 from burnish.plan.tracking import LiveBytes, num_bytes
 from burnish.train import tensor_parallel
 from burnish.train.process_group import RankGroup
+from burnish.train.row_layout import RowSize
 from burnish.train.spec import EngineSpec
 from burnish.train.torch import TorchTrainEngine
 from burnish.types import Stats, rows_to_batch
@@ -59,7 +60,7 @@ def test_a_part_is_planned_as_the_engine_has_it(
     )
     found = sum(p.numel() for p in engine.model.parameters())
     assert found == part.parameters + part.adapters
-    rows = tuple(Row(128 - i % 2, 64, 0) for i in range(4))
+    rows = tuple(RowSize(128 - i % 2, 64, 0) for i in range(4))
     work = Pass(
         rows=rows, checkpointing=checkpointing, with_entropy=True, lora=lora, layout="packed"
     )

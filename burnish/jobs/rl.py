@@ -102,14 +102,10 @@ def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
 def with_old_policy(batch: Batch, run: RL) -> Batch:
     """The batch with what the models say before the update.
 
-    ``old_logprobs`` are computed only where they differ from the log-probs of the update itself
-    (several updates on one rollout) or are needed before it (KL in the reward, or a teacher to
-    compare them with); ``values`` where there is a critic.
+    ``old_logprobs`` are computed only if ``RLConfig.needs_old_logprobs``; ``values`` if there is a
+    critic.
     """
-    algorithm = run.config.algorithm
-    several = (run.config.batch_plan().optimizer_steps_per_rollout or 1) > 1
-    kl_in_reward = run.reference is not None and algorithm.kl.placement == "reward"
-    if several or kl_in_reward or run.teacher is not None:
+    if run.config.needs_old_logprobs:
         batch = replace(batch, old_logprobs=run.policy.logprobs(batch))
     if run.critic is not None:
         batch = replace(batch, values=run.critic.values(batch))

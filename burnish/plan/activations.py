@@ -32,9 +32,10 @@ from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, choose_attention
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.lora import ADAPTER, peft_config
+from burnish.models.units import layers_of
 from burnish.models.value_head import ScalarModel
 from burnish.plan.passes import Pass, fake_plan
-from burnish.plan.shapes import ModelShape, blocks_of
+from burnish.plan.shapes import ModelShape
 from burnish.plan.tracking import LiveBytes
 from burnish.train.forward import enable_checkpointing
 from burnish.train.optim import Optimizer
@@ -250,7 +251,7 @@ class _Trace:
     def _watch(self) -> list[Any]:
         """Mark the stages of backward: a layer's begins when the gradient of its output is
         there."""
-        blocks = [module for _, module in blocks_of(self.body)]
+        blocks = [module for _, module in layers_of(self.body)]
         names = {len(blocks) - 1: "top", 0: "bottom"} if len(blocks) > 1 else {0: "bottom"}
         handles = []
         for i, block in enumerate(blocks):

@@ -24,7 +24,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
-    PreTrainedModel,
 )
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
@@ -33,6 +32,7 @@ from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.load import describe
 from burnish.models.scratch import scratch_tokenizer
+from burnish.models.units import gathered_modules
 
 _ENDINGS = re.compile(r"-(instruct|it|chat|base|hf|v0\.3|sft|dpo|\d{4})$")
 
@@ -156,8 +156,7 @@ def shape_from_config(
 
 
 def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpUnit]:
-    """As ``train/fsdp.py`` cuts a model: layers, the embedding if nothing else reads it, the
-    rest."""
+    """What is gathered together, the rest (the root's) last."""
     body = network.get_decoder()
     left = {id(p): p for p in (body if scalar else network).parameters()}
     units: list[FsdpUnit] = []
@@ -167,21 +166,13 @@ def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpU
         adapters = _adapter_entries(module, lora) if lora is not None and kind == "layer" else 0
         units.append(FsdpUnit(name, kind, tuple(p.numel() for p in own), adapters))
 
-    for name, block in blocks_of(body):
-        take(block, name, "layer")
-    if scalar or not _is_tied(network):
-        take(body.get_input_embeddings(), "embedding", "embedding")
+    for unit in gathered_modules(body, tied=not scalar and _is_tied(network)):
+        take(unit.module, unit.name, unit.kind)
     rest = [p.numel() for p in left.values()]
     if scalar:
         rest.append(int(body.config.hidden_size))
     units.append(FsdpUnit("rest", "rest", tuple(rest)))
     return units
-
-
-def blocks_of(body: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the decoder layers."""
-    names = set(body._no_split_modules or ())
-    return [(n, m) for n, m in body.named_modules() if type(m).__name__ in names]
 
 
 def _is_tied(network: Any) -> bool:

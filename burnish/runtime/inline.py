@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
+from burnish.config.roles import samples_with_policy
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.models.gpu import set_up_gpu
@@ -106,7 +107,7 @@ class InlineRuntime:
         model: Any = trainer.model
         if isinstance(config, VllmEngine):
             return self._vllm(model, config, max_len)
-        if wanted != self.precision.dtype or not trainer.spec.train.engine.shares_weights:
+        if not samples_with_policy(trainer.spec.train.engine, self.precision):
             base = trainer.spec.model.model_copy(update={"lora": None})
             model = load_causal_lm(base, dtype=wanted, device=self.device)
             model.requires_grad_(False)

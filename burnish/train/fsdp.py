@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from transformers import PreTrainedModel
 
 from burnish.config.train_engines import TorchEngine
 from burnish.models.buffers import persistent_buffers
@@ -34,6 +33,7 @@ from burnish.models.empty import fill_rows
 from burnish.models.load import DTYPES, describe
 from burnish.models.lora import merged_weights
 from burnish.models.tensor_files import Rows
+from burnish.models.units import gathered_modules
 from burnish.train.base import Outputs
 from burnish.train.diagnose import BadTensor, first_bad_tensor
 from burnish.train.engine import Describe
@@ -130,14 +130,19 @@ class ShardedTrainEngine(TorchTrainEngine):
             if engine.cpu_offload
             else OffloadPolicy(),
         )
-        units = [
-            shard(block, reshard_after_forward=engine.reshard_after_forward)
-            for block in _blocks(self.body)
-        ]
-        embedding = self.body.get_input_embeddings()
-        if not _is_tied(self.model, embedding):
-            units.append(shard(embedding, reshard_after_forward=engine.reshard_after_forward))
-            units[-1].set_unshard_in_backward(False)  # its gradient does not depend on it
+        tied = _is_tied(self.model, self.body.get_input_embeddings())
+        gathered = gathered_modules(self.body, tied=tied)
+        if not any(part.kind == "layer" for part in gathered):
+            log.warning(
+                "%s names no layers that can be gathered one by one, so every rank gathers the "
+                "whole model to compute it",
+                type(self.body).__name__,
+            )
+        units = []
+        for part in gathered:
+            units.append(shard(part.module, reshard_after_forward=engine.reshard_after_forward))
+            if part.kind == "embedding":  # its gradient does not depend on it
+                units[-1].set_unshard_in_backward(False)
         units.append(shard(self.root))
         for unit in units:  # losses divide by global counts: gradients are summed, not averaged
             unit.set_gradient_divide_factor(1.0)
@@ -285,19 +290,6 @@ def _saving_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
         timeout=group._get_backend(torch.device(device.type)).options._timeout,
         use_local_synchronization=True,
     )
-
-
-def _blocks(body: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers: what transformers says must stay on one device."""
-    names = set(body._no_split_modules or ())
-    blocks = [module for module in body.modules() if type(module).__name__ in names]
-    if not blocks:
-        log.warning(
-            "%s names no layers that can be gathered one by one, so every rank gathers the whole "
-            "model to compute it",
-            type(body).__name__,
-        )
-    return blocks
 
 
 def _is_tied(model: nn.Module, embedding: nn.Module) -> bool:

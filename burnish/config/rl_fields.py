@@ -89,8 +89,6 @@ class RLFields(TrainingJob):
         return tuple(roles)
 
     def _policy(self) -> TrainRole:
-        kl = self.algorithm.kl
-        own = self.reference.model if self.reference is not None else None
         return TrainRole(
             name="policy",
             kind="policy",
@@ -102,7 +100,7 @@ class RLFields(TrainingJob):
             with_entropy=True,
             dropout=False,
             needs_old_logprobs=self.needs_old_logprobs,
-            holds_reference=bool(kl.init_kl_coef) and self.model.lora is not None and own is None,
+            holds_reference=self.holds_reference,
             ptx=self.ptx,
             sync=self.sync,
             checkpoint=self.checkpoint,
@@ -128,6 +126,12 @@ class RLFields(TrainingJob):
     @property
     def _lengths(self) -> RowLengths:
         return RowLengths(self.data.prompt_max_len, self.rollout.generate_max_len)
+
+    @property
+    def holds_reference(self) -> bool:
+        """Return whether the reference of the KL term is the base of the LoRA policy."""
+        own = self.reference.model if self.reference is not None else None
+        return bool(self.algorithm.kl.init_kl_coef) and self.model.lora is not None and own is None
 
     @property
     def needs_old_logprobs(self) -> bool:

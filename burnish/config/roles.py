@@ -118,6 +118,12 @@ class TrainRole(RoleSpec):
         return self.train.engine.tensor_parallel_size
 
     @property
+    def engine_role(self) -> Literal["policy", "reference", "teacher", "critic", "reward"]:
+        """The kind, without the rollout."""
+        assert self.kind != "rollout"
+        return self.kind
+
+    @property
     def sequence_parallel(self) -> int:
         """Ranks among which the tokens of each row are divided."""
         return self.train.engine.sequence_parallel_size

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 from burnish.config.data import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from burnish.config.job import SupervisedJob
+from burnish.config.job import TrainingJob
 from burnish.config.model import ModelConfig
 from burnish.config.rewards import FailurePolicy, RewardConfig, ShapingConfig
 from burnish.config.rollout import SamplingConfig
@@ -64,17 +64,30 @@ def held_out_data(data: Data | None, *models: ModelConfig) -> Data | None:
     return data
 
 
-def supervised_spec(config: SupervisedJob, role: Role, total_steps: int) -> EngineSpec:
-    """Return the spec of the model that a supervised job trains."""
-    return EngineSpec(
-        role=role,
-        train=config.train,
-        model=config.model,
-        micro_batch_size=config.batch_plan().micro_train_batch_size,
-        total_steps=total_steps,
-        with_entropy=False,
-        seed=config.seed,
-    )
+def engine_specs(
+    config: TrainingJob, *, total_steps: int, temperature: float = 1.0
+) -> dict[str, EngineSpec]:
+    """Return the spec of every train engine of a job, by role name; reward models of ``rl``, which
+    have passes of their own, are left out. ``temperature``: of the sampled rows."""
+    micro = config.batch_plan().micro_train_batch_size
+    return {
+        role.name: EngineSpec(
+            role=role.engine_role,
+            train=role.train,
+            model=role.model,
+            micro_batch_size=micro,
+            total_steps=total_steps,
+            lr=role.lr,
+            temperature=temperature,
+            with_entropy=role.with_entropy,
+            trainable=role.trainable,
+            dtype=None if role.precision == config.precision else role.dtype,
+            seed=config.seed,
+            dropout=role.dropout,
+        )
+        for role in config.resolve().train_roles
+        if role.rows_per_pass is None
+    }
 
 
 def log_disabled_noise(model: ModelConfig, role: Role) -> None:

@@ -23,12 +23,11 @@ from burnish.algorithms.distill import DIVERGENCES, SLOPES, distill_loss, forwar
 from burnish.algorithms.reduce import reduce
 from burnish.config import DistillConfig
 from burnish.config.model import ModelConfig
-from burnish.config.teacher import TeacherConfig
 from burnish.data.sft import SFTStream, load_rows
 from burnish.data.sources import DataError
 from burnish.jobs.build import (
+    engine_specs,
     held_out_data,
-    supervised_spec,
     within_positions,
 )
 from burnish.jobs.objectives import with_expert_balance
@@ -79,24 +78,12 @@ class Teacher:
         return replace(batch, teacher_logprobs=logprobs)
 
 
-def make_teacher(
-    config: TeacherConfig, student: ModelConfig, spec: EngineSpec, runtime: Runtime
-) -> Teacher:
-    """``spec``: the student's, whose batches and engine the teacher takes over. Raises ModelError
-    where the two models have different tokens."""
-    vocabulary = shared_vocabulary(student, config.model, runtime.tokenizer)
-    own = replace(
-        spec,
-        role="teacher",
-        train=spec.train.model_copy(update={"moe_aux_loss_coef": 0.0}),
-        model=config.model,
-        dtype=config.dtype,
-        trainable=False,
-        with_entropy=False,
-        distill_target=None,
-    )
+def make_teacher(spec: EngineSpec, student: ModelConfig, runtime: Runtime) -> Teacher:
+    """Return the teacher of ``student``. Raises ModelError if the two models have different
+    tokens."""
+    vocabulary = shared_vocabulary(student, spec.model, runtime.tokenizer)
     spans = {"logprobs": "teacher", "states": "teacher"}
-    return Teacher(runtime.language_model(own, spans), vocabulary, runtime.tokenizer)
+    return Teacher(runtime.language_model(spec, spans), vocabulary, runtime.tokenizer)
 
 
 def distill_objective(*, temperature: float, nll_weight: float) -> Loss:
@@ -167,15 +154,16 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
     held_out = load_rows(other, runtime.tokenizer) if other is not None else None
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
     total = config.steps_for(len(stream))
-    spec = supervised_spec(config, "policy", total)
-    teacher = make_teacher(config.teacher, config.model, spec, runtime)
+    specs = engine_specs(config, total_steps=total)
+    teacher = make_teacher(specs["teacher"], config.model, runtime)
     distill_target = distill_target_spec(config, teacher.vocabulary)
+    student = replace(specs["policy"], distill_target=distill_target)
     spans = {"forward_backward": "train", "optim_step": "optim", "measure": "eval"}
     loss = distill_objective(temperature=config.temperature, nll_weight=config.nll_weight)
     size = config.batch_plan().train_batch_size
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
-        engine=runtime.language_model(replace(spec, distill_target=distill_target), spans),
+        engine=runtime.language_model(student, spans),
         loss=with_expert_balance(loss, config.train.moe_aux_loss_coef),
         total_steps=total,
         batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),

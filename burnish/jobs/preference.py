@@ -5,7 +5,7 @@ loss, and what a batch needs before it: the reference's log-probs and, for KTO, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from burnish.config.data import PreferenceDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.unpaired import SplitPairsStream, UnpairedStream, load_unpaired, mismatched_pairs
 from burnish.jobs.build import (
+    engine_specs,
     held_out_data,
     log_disabled_noise,
-    supervised_spec,
     within_positions,
 )
 from burnish.jobs.degenerate import NoSignalMonitor, label_signal, pair_signal
@@ -177,12 +177,12 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
     kind = PreferenceStream if not kto else UnpairedStream if data.label_key else SplitPairsStream
     stream = kind(data, runtime.tokenizer, seed=config.seed)
     total = config.steps_for(len(stream))
-    spec = replace(supervised_spec(config, "policy", total), dropout=False)
+    specs = engine_specs(config, total_steps=total)
     log_disabled_noise(config.model, "policy")
     rows: list[Batch] = []
     if config.reference is not None and config.reference.precompute:
         rows = [load_pairs(data, runtime.tokenizer)] + ([] if held_out is None else [held_out])
-    reference, policy = _preference_engines(config, spec, runtime, run_dir, rows=rows)
+    reference, policy = _preference_engines(config, specs, runtime, run_dir, rows=rows)
 
     def prepare_within(rows: PreferenceDataConfig) -> Prepare:
         return preparation(config.loss, policy, reference, max_len=rows.max_len)
@@ -204,7 +204,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
 
 def _preference_engines(
     config: PreferenceConfig,
-    spec: EngineSpec,
+    specs: Mapping[str, EngineSpec],
     runtime: Runtime,
     run_dir: Path,
     *,
@@ -215,29 +215,26 @@ def _preference_engines(
     kto = isinstance(config.loss, KtoLoss)  # estimates its KL in every step; others only evaluate
     spans = {"forward_backward": "train", "optim_step": "optim"}
     spans["logprobs"] = "logprobs" if kto else "eval"
-    model = config.model
-    own = config.reference.model if config.reference is not None else None
-    of, dtype = own or model, config.precision.dtype
+    separate = specs.get("reference")
+    of, dtype = config.model if separate is None else separate.model, config.precision.dtype
     kept_in, begun = run_dir / REFERENCE_FILE, any((run_dir / "checkpoints").glob("step_*"))
     cached = load_cache(kept_in, rows, model=of, dtype=dtype, begun=begun) if rows else None
     reference: HasLogprobs | None = cached
     policy: TrainEngine | None = None
     if cached is not None or not config.needs_reference:
-        return reference, runtime.language_model(spec, spans)
-    if own is None and model.lora is not None:
-        policy = runtime.language_model(spec, spans)
+        return reference, runtime.language_model(specs["policy"], spans)
+    if separate is None:
+        policy = runtime.language_model(specs["policy"], spans)
         reference = runtime.frozen_base(policy)
     else:
-        train = spec.train.model_copy(update={"moe_aux_loss_coef": 0.0})
-        frozen = replace(spec, role="reference", model=of, train=train, trainable=False)
-        reference = runtime.language_model(frozen, {"logprobs": "reference"})
+        reference = runtime.language_model(separate, {"logprobs": "reference"})
     if rows:
         log.info("the reference's log-probs of %d rows", sum(b.num_rows for b in rows))
         cache = compute_cache(reference, rows, 2 * config.batch_plan().train_batch_size)
         save_cache(cache, kept_in, model=of, dtype=dtype)
         runtime.release(reference)
         reference = cache
-    return reference, policy or runtime.language_model(spec, spans)
+    return reference, policy or runtime.language_model(specs["policy"], spans)
 
 
 JOB = SupervisedTraining(PreferenceConfig, build_preference)

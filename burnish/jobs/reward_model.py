@@ -16,7 +16,7 @@ from burnish.config import RewardModelConfig
 from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.data.preference import PreferenceStream, load_pairs
 from burnish.data.steps import StepsStream, load_solutions
-from burnish.jobs.build import held_out_data, supervised_spec, within_positions
+from burnish.jobs.build import engine_specs, held_out_data, within_positions
 from burnish.jobs.degenerate import NoSignalMonitor, pair_signal
 from burnish.jobs.objectives import (
     pair_scores,
@@ -36,7 +36,7 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
     stream, eval_batch = _data(config, runtime.tokenizer)
     total = config.steps_for(len(stream))
     spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
-    spec = supervised_spec(config, "reward", total)
+    spec = engine_specs(config, total_steps=total)["reward"]
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         engine=runtime.scalar_model(spec, seed=config.seed, spans=spans),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
 from burnish.config import RLConfig
-from burnish.config.algorithm import GaeAdvantage, KlConfig
+from burnish.config.algorithm import KlConfig
 from burnish.config.model import CriticConfig, PrecisionConfig
 from burnish.data.prompts import PromptStream
 from burnish.data.sft import SFTStream
 from burnish.jobs.base import Functions, Job, Loop, Metrics
 from burnish.jobs.build import (
     WeightedRewards,
+    engine_specs,
     log_disabled_noise,
     reward_set,
     sampling_of,
@@ -24,7 +24,7 @@ from burnish.jobs.build import (
     within_positions,
 )
 from burnish.jobs.degenerate import NoSignalMonitor, warn_without_labels
-from burnish.jobs.distill import Teacher, make_teacher
+from burnish.jobs.distill import make_teacher
 from burnish.jobs.evaluate import (
     Evaluator,
     eval_sampling,
@@ -43,7 +43,7 @@ from burnish.rewards.base import RewardSet
 from burnish.rollout.base import RolloutEngine
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
-from burnish.train.base import HasLogprobs, Loss, Role, TrainEngine
+from burnish.train.base import HasLogprobs, Loss, TrainEngine
 from burnish.train.spec import EngineSpec
 
 log = logging.getLogger("burnish")
@@ -106,11 +106,12 @@ def build_rl(
     ptx = _ptx(config, runtime)
     scores = weighted_rewards(config.rewards, runtime, functions, engine=config.train.engine)
     log_disabled_noise(config.model, "policy")
-    policy = runtime.language_model(_rl_spec(config, "policy"))
+    specs = _specs(config)
+    policy = runtime.language_model(specs["policy"])
     longest = max(data.prompt_max_len + new_tokens, longest_row(config.eval, new_tokens))
     rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
     kl = _kl_controller(config.algorithm.kl)
-    critic, value_loss = _critic(config, runtime)
+    critic, value_loss = _critic(config, specs.get("critic"), runtime)
     max_len = config.rollout.generate_max_len
     rewards = reward_set(
         scores,
@@ -135,8 +136,10 @@ def build_rl(
         keep_samples=lambda step, groups, advantages: write_samples(
             run_dir, step, groups, advantages, limit=limit, split="train"
         ),
-        reference=_reference(config, runtime, policy),
-        teacher=_teacher(config, runtime),
+        reference=_reference(config, specs.get("reference"), runtime, policy),
+        teacher=make_teacher(specs["teacher"], config.model, runtime)
+        if "teacher" in specs
+        else None,
         critic=critic,
         value_loss=value_loss,
         ptx=ptx,
@@ -164,11 +167,12 @@ def _runner(
     )
 
 
-def _critic(config: RLConfig, runtime: Runtime) -> tuple[TrainEngine | None, Loss | None]:
-    if not isinstance(config.algorithm.advantage, GaeAdvantage):
+def _critic(
+    config: RLConfig, spec: EngineSpec | None, runtime: Runtime
+) -> tuple[TrainEngine | None, Loss | None]:
+    if spec is None:
         return None, None
     own = config.critic or CriticConfig()
-    spec = replace(_rl_spec(config, "critic"), model=own.model or config.model, lr=own.lr)
     if own.model is not None:
         log_disabled_noise(own.model, "critic")
     critic = runtime.scalar_model(spec, seed=config.seed)
@@ -192,42 +196,19 @@ def _ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
     )
 
 
-def _rl_spec(config: RLConfig, role: Role) -> EngineSpec:
-    plan = config.batch_plan()
-    updates = plan.optimizer_steps_per_rollout
+def _specs(config: RLConfig) -> dict[str, EngineSpec]:
+    updates = config.batch_plan().optimizer_steps_per_rollout
     assert updates is not None
-    train = config.train
-    if role != "policy":
-        train = train.model_copy(update={"moe_aux_loss_coef": 0.0})
-    return EngineSpec(
-        role=role,
-        train=train,
-        model=config.model,
-        micro_batch_size=plan.micro_train_batch_size,
-        total_steps=config.max_steps * updates,
-        temperature=config.rollout.temperature,
-        with_entropy=role == "policy",
-        trainable=role != "reference",
-        seed=config.seed,
-        dropout=False,
-    )
+    steps = config.max_steps * updates
+    return engine_specs(config, total_steps=steps, temperature=config.rollout.temperature)
 
 
-def _reference(config: RLConfig, runtime: Runtime, policy: TrainEngine) -> HasLogprobs | None:
-    if not config.algorithm.kl.init_kl_coef:
-        return None
-    own = config.reference.model if config.reference is not None else None
-    if own is None and config.model.lora is not None:
-        return runtime.frozen_base(policy)
-    spec = replace(_rl_spec(config, "reference"), model=own or config.model)
-    return runtime.language_model(spec, {"logprobs": "reference"})
-
-
-def _teacher(config: RLConfig, runtime: Runtime) -> Teacher | None:
-    if config.teacher is None:
-        return None
-    spec = _rl_spec(config, "teacher")
-    return make_teacher(config.teacher, config.model, spec, runtime)
+def _reference(
+    config: RLConfig, spec: EngineSpec | None, runtime: Runtime, policy: TrainEngine
+) -> HasLogprobs | None:
+    if spec is not None:
+        return runtime.language_model(spec, {"logprobs": "reference"})
+    return runtime.frozen_base(policy) if config.holds_reference else None
 
 
 def _kl_controller(config: KlConfig) -> KlController:

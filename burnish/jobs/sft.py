@@ -7,7 +7,7 @@ from pathlib import Path
 
 from burnish.config import SFTConfig
 from burnish.data.sft import SFTStream, load_rows
-from burnish.jobs.build import held_out_data, supervised_spec, within_positions
+from burnish.jobs.build import engine_specs, held_out_data, within_positions
 from burnish.jobs.degenerate import NoSignalMonitor
 from burnish.jobs.objectives import sft_objective, with_expert_balance
 from burnish.jobs.supervised import Supervised, SupervisedTraining
@@ -26,9 +26,10 @@ def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     stream = SFTStream(data, runtime.tokenizer, seed=config.seed)
     total = config.steps_for(len(stream))
     spans = {"forward_backward": "train", "optim_step": "optim", "logprobs": "eval"}
+    spec = engine_specs(config, total_steps=total)["policy"]
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
-        engine=runtime.language_model(supervised_spec(config, "policy", total), spans),
+        engine=runtime.language_model(spec, spans),
         loss=with_expert_balance(sft_objective(), config.train.moe_aux_loss_coef),
         total_steps=total,
         batch_size_at=partial(config.batch_size_at, num_rows=len(stream)),

@@ -111,7 +111,7 @@ def test_every_number_of_the_table_has_its_sum():
 # ---- other recipes ---------------------------------------------------------------------------
 
 
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted(set((ROOT / "recipes").glob("*.yaml")) - {ROOT / "recipes" / "tiny_score.yaml"})
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -16,6 +16,8 @@ from burnish.config import ConfigError, JobConfig, load_config
 from burnish.data.sources import DataError
 from burnish.jobs.errors import RunError
 from burnish.observe.samples import read_samples
+from burnish.plan.command import PlanOptions, plan_text
+from burnish.plan.shapes import PlanError
 from burnish.rewards.base import RewardError
 
 MakeConfig = Callable[..., JobConfig]
@@ -230,3 +232,9 @@ def test_an_output_that_exists_and_data_that_changed_are_refused(
     data.write_text("".join(json.dumps({**row, "response": "0"}) + "\n" for row in ROWS))
     with pytest.raises(RunError, match="the data gives 22 now, or other ones"):
         burnish.run(config, rewards=digits, resume=config.run_dir)
+
+
+def test_a_job_that_loads_no_model_has_no_plan() -> None:
+    recipes = Path(__file__).parents[2] / "recipes"
+    with pytest.raises(PlanError, match="this score job loads no model, so there is nothing to"):
+        plan_text(load_config(recipes / "tiny_score.yaml"), PlanOptions())

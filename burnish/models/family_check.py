@@ -162,8 +162,9 @@ def _leaks(logprobs: LogProbs, rows: Rows, found: list[Tensor]) -> tuple[float, 
 
 
 def largest_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Return the largest absolute difference between paired tensors."""
-    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+    """Return the largest absolute difference between paired tensors; NaN if there is a NaN."""
+    gaps = [(a - b).abs().max() for a, b in zip(found, wanted, strict=True)]
+    return float(torch.stack(gaps).max())  # (Python's max would skip a NaN)
 
 
 def _rows(vocabulary: int) -> Rows:

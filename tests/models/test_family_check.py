@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import burnish.models.attention as attention
 import burnish.models.family_check as family_check
 import burnish.models.support as support_module
 from burnish.models.family import ModelSupport, keep
-from burnish.models.family_check import check_family
+from burnish.models.family_check import check_family, largest_difference
 from burnish.models.load import ModelError, choose_attention
 from burnish.models.logit_scaling import LogitScaling, logit_scaling
 from burnish.models.logprobs import Head, token_logprobs
@@ -271,3 +272,9 @@ def test_code_that_comes_with_a_model_is_checked_too(tmp_path: Path) -> None:
 
 def test_a_vocabulary_of_a_few_tokens_is_enough() -> None:
     assert model_support(LlamaConfig(vocab_size=6), use_disk=False).packed
+
+
+def test_a_difference_that_is_not_a_number_is_never_the_smaller_one() -> None:
+    """Python's ``max`` returns 0.5 for these three rows."""
+    rows = [torch.tensor([x]) for x in (0.5, float("nan"), 0.25)]
+    assert math.isnan(largest_difference(rows, [torch.zeros(1)] * 3))

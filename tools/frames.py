@@ -43,7 +43,7 @@ def _reached(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
 
 def main() -> None:
     """Run the command line until the first backward pass."""
-    torch.Tensor.backward = _reached  # type: ignore[method-assign]
+    torch.Tensor.backward = _reached  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["burnish", *sys.argv[1:], f"run_dir={folder}/run"]
         try:

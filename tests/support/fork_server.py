@@ -27,8 +27,10 @@ ADDRESS = "BURNISH_FORK_SERVER"
 """Environment variable that holds the path of the server's socket."""
 PYTHON = "BURNISH_FORK_PYTHON"
 """Environment variable that holds the path of the server's interpreter."""
-READ_AT_IMPORT = ("CUDA_", "DS_", "HF_", "KMP_", "LD_", "MKL_", "OMP_", "TORCH", "TRANSFORMERS_")
-"""Prefixes of environment variables that a library reads when it is imported or loaded."""
+READ_AT_IMPORT = ("DS_", "HF_", "OMP_", "TRANSFORMERS_")
+"""Prefixes of environment variables that a library reads when it is imported or loaded. Left out
+are variables that an import sets (DeepSpeed: ``TORCHINDUCTOR_CACHE_DIR``; vLLM: ``LD_PRELOAD``,
+``KMP_*``): a process that has imported the library would never get a fork."""
 PRELOADED = (
     "burnish.runtime.worker",
     "burnish.runtime.rollout_worker",

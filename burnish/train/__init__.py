@@ -1,1 +1,2 @@
-"""Gradients and optimizer steps: the engine contract, micro-batches, the torch engine."""
+"""Train engines: the contract, micro-batches, the optimizer, and the torch, FSDP2 and DeepSpeed
+engines."""

@@ -1,7 +1,7 @@
-"""Contract of train engines: a model that computes log-probs, accumulates gradients and steps. One
-contract, every backend.
+"""Contract of train engines, for every backend: a model that computes log-probs, accumulates
+gradients and steps.
 
-Engines never import algorithms: the loss arrives as an argument.
+Engines never import algorithms: the loss is an argument.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ class Outputs:
     entropy: Tensor | None = None
     """[M] fp32: entropy in nats of the distribution token t was drawn from"""
     values: Tensor | None = None
-    """[M] fp32. critic: value of the state in which action token t is chosen. reward: the score,
-    on the last token of each row (process reward models: of each step)"""
+    """[M] fp32. critic: value of the state in which action token t is chosen. reward: score, on the
+    last token of each row (process reward models: of each step)"""
     divergence: Tensor | None = None
-    """[M] fp32: between the teacher's and this model's distribution of token t, in nats"""
+    """[M] fp32: divergence between the teacher's and this model's distribution of token t, in
+    nats"""
     teacher_kl: Tensor | None = None
     """[M] fp32: KL(teacher || this model), without gradient"""
     agreement: Tensor | None = None
-    """[M] fp32: 1 where both models think the same token the most likely"""
+    """[M] fp32: 1 if both models rank the same token first, else 0"""
     states: Tensor | None = None
-    """[M, H] in the compute format: last hidden state before token t, for others to read"""
+    """[M, H] in the compute dtype: last hidden state before token t, for other models"""
     router_logits: Tensor | None = None
-    """[L, M, E]: what the routers of L layers say of every token, prompts included (mixtures of E
-    experts, in ``forward_backward`` where ``train.moe_aux_loss_coef`` is set)"""
+    """[L, M, E]: router logits of L layers for every token, prompts included. Only for mixtures of
+    E experts, in ``forward_backward`` with ``train.moe_aux_loss_coef`` set"""
     experts_per_token: int = 0
-    """Experts that each token is sent to (where there are ``router_logits``)"""
+    """Number of experts per token, if there are ``router_logits``"""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the fields that are aligned with tokens, in their order."""
@@ -61,32 +62,36 @@ class StepStats:
     """Result of one optimizer step."""
 
     grad_norm: float
-    """L2 norm of the whole gradient before clipping"""
+    """L2 norm of the full gradient before clipping"""
     lr: float
     skipped: bool = False
-    """True where the loss or the gradient was not finite: weights, moments, schedule and version
-    are as before"""
+    """True if the loss or the gradient was not finite; weights, moments, schedule and version are
+    unchanged"""
     skipped_total: int = 0
-    """Steps of this engine skipped so far, over resumes too"""
+    """Number of steps skipped by this engine so far, across resumes"""
     overflow: bool = False
-    """True where the gradient was not finite"""
+    """True if the gradient was not finite"""
     loss_scale: float = 1.0
-    """What the loss of this step was multiplied by"""
+    """Factor by which the loss of this step was multiplied"""
     scaled: bool = False
-    """True where the engine scales its loss (fp16)"""
+    """True if the engine scales its loss (fp16)"""
     at_floor: bool = False
-    """True where the gradient overflowed and the loss scale could not go lower"""
+    """True if the gradient overflowed and the loss scale could not be reduced"""
     growth: float = 1.0
-    """Size of the trained weights over that at the start, measured if it may be large"""
+    """Size of the trained weights relative to the start, measured only if it may be large"""
     oom_retries: int | None = None
-    """How often the update was restarted because a pass ran out of memory, over all ranks. None:
-    that ends the run (``train.on_oom=fail``)"""
+    """Number of restarts of the update because a pass ran out of memory, over all ranks. None:
+    running out of memory ends the run (``train.on_oom=fail``)"""
 
 
 class NonFiniteError(BurnishError, ArithmeticError):
-    """Training cannot go on: the loss or the gradient is not finite, again and again, or with the
-    loss scale at its floor. Says where it begins and what to try. The step was skipped and the
-    engine is whole, so it can be saved."""
+    """Training cannot continue.
+
+    Possible causes: the loss or the gradient is repeatedly not finite; the gradient overflows with
+    the loss scale at its floor; a step made the weights far too large. The message names the first
+    bad tensor, if any, and suggests changes. A step with a non-finite loss or gradient was skipped,
+    so the engine is intact and can be saved. Weights that became far too large are not saved.
+    """
 
     def __init__(self, message: str, stats: StepStats) -> None:
         super().__init__(message)
@@ -94,14 +99,14 @@ class NonFiniteError(BurnishError, ArithmeticError):
 
 
 class EngineLostError(BurnishError, RuntimeError):
-    """The process of an engine is gone or hangs. It says nothing about what was computed, so it is
-    never taken for a bad sample or a bad reward."""
+    """The process of an engine ended or hangs. This is unrelated to the computed values, so it is
+    never treated as a bad sample or a bad reward."""
 
 
 class Loss(Protocol):
-    """(outputs of a micro-batch, the micro-batch) -> (scalar, stats).
+    """Function (outputs of a micro-batch, the micro-batch) -> (scalar, stats).
 
-    The scalar divides by the batch's GLOBAL counts, so micro-batch losses add up to the loss of
+    The scalar is divided by the batch's GLOBAL counts, so micro-batch losses add up to the loss of
     the step.
     """
 
@@ -109,39 +114,39 @@ class Loss(Protocol):
 
 
 class HasLogprobs(Protocol):
-    """All that the KL term needs of a reference model."""
+    """Interface of a reference model that the KL term needs."""
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens, without gradient, at the sampling
+        """Return [M] fp32 log-probs of the action tokens, without gradient, at the sampling
         temperature."""
         ...
 
 
 class TrainEngine(Protocol):
-    """One model in one role."""
+    """A model in one role that trains or computes outputs."""
 
     role: Role
     version: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens, without gradient, at the sampling
+        """Return [M] fp32 log-probs of the action tokens, without gradient, at the sampling
         temperature."""
         ...
 
     def values(self, batch: Batch) -> Tensor:
-        """[M] fp32 values (critic) or scores on the last token of each row (reward), without
+        """Return [M] fp32 values (critic) or scores on the last token of each row (reward), without
         gradient."""
         ...
 
     def states(self, batch: Batch) -> Tensor:
-        """[M, H] last hidden states from which action token t is predicted, without gradient, in
-        the compute format (language models only)."""
+        """Return the [M, H] last hidden states from which action tokens are predicted, without
+        gradient, in the compute dtype. Language models only."""
         ...
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
-        """Add the gradient of ``loss`` over ``batch`` (split into micro-batches) to what is
-        accumulated."""
+        """Add the gradient of ``loss`` over ``batch`` (split into micro-batches) to the accumulated
+        gradient; return the statistics."""
         ...
 
     def measure(self, batch: Batch, loss: Loss) -> Stats:
@@ -149,38 +154,41 @@ class TrainEngine(Protocol):
         ...
 
     def optim_step(self) -> StepStats:
-        """Unscale, check, clip, step, schedule; clears the gradient.
+        """Unscale, check, clip, step and schedule; clear the gradient.
 
-        Raises NonFiniteError, after skipping the step, if going on makes no sense.
+        Raises NonFiniteError if training cannot continue.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) in HuggingFace naming, LoRA merged on the way out."""
+        """Yield (name, full tensor) with HuggingFace names and LoRA merged."""
         ...
 
     @property
     def state_bytes(self) -> int:
-        """Size of what :meth:`save` writes."""
+        """Size of the tensors that :meth:`save` writes, in bytes."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write everything :meth:`load` needs to go on bit by bit (safetensors and JSON, no
+        """Write all state that :meth:`load` needs to continue bit for bit (safetensors and JSON, no
         pickle).
 
-        Called by all ranks, with a folder that all of them see. Replicas are equal, and rank 0
-        alone writes; who holds shards writes or sends its own. All ranks return when everything is
-        written. Raises OSError on all of them if one could not write, and ValueError, with
-        nothing written, if a weight is not finite.
+        Every rank calls this with a folder that all ranks can access. Replicas are equal, so only
+        rank 0 writes them. A rank that holds shards writes or sends its own. All ranks return after
+        everything is written. Raises OSError on all ranks if one could not write. Raises
+        ValueError, with nothing written, if a weight is not finite.
         """
         ...
 
     def save_async(self, folder: Path) -> PendingSave:
-        """:meth:`save` as of now. An engine that can copy its state first may still be writing
-        when this returns, while training goes on; ``engine.json`` comes last, and a folder without
-        it is no checkpoint. One save at a time."""
+        """Start :meth:`save` for the current state and return a handle.
+
+        An engine that can copy its state may still be writing when this returns, while training
+        continues. ``engine.json`` is written last; a folder without it is not a checkpoint. At most
+        one save runs at a time.
+        """
         ...
 
     def load(self, folder: Path) -> None:
-        """Take back what :meth:`save` wrote."""
+        """Restore a checkpoint that :meth:`save` wrote."""
         ...

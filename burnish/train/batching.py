@@ -1,9 +1,9 @@
-"""From ragged rows to what a model reads: micro-batches, then padded, packed or shared-prefix
+"""Conversion of ragged rows to model inputs: micro-batches, then padded, packed or shared-prefix
 layouts.
 
-The three layouts give the same numbers; they differ in what is computed twice. ``padded`` computes
-on padding, ``packed`` does not, ``shared_prefix`` also computes the prompt of a group once for all
-its responses.
+The three layouts give the same numbers and differ in redundant computation. ``padded`` computes on
+padding. ``packed`` does not. ``shared_prefix`` also computes the prompt of a group once for all its
+responses.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from burnish.types import Batch
 
 @dataclass(frozen=True)
 class Arranged:
-    """A micro-batch as the model reads it."""
+    """A micro-batch in the layout that the model reads."""
 
     input_ids: Tensor  # [R, T]
     position_ids: Tensor  # [R, T]
-    plan: PackedPlan | None  # None: plain causal attention (padding stands on the right)
+    plan: PackedPlan | None  # None: plain causal attention (padding on the right)
     place: Tensor  # [M] flat index into [R * T] of each token of the batch; on the CPU
 
 
 def split_rows(
     batch: Batch, *, micro_batch_size: int | None, max_tokens: int | None, layout: Layout
 ) -> Iterator[list[int]]:
-    """Rows of each micro-batch, in order; every row exactly once.
+    """Yield the rows of each micro-batch, in order; every row exactly once.
 
-    With ``max_tokens`` a micro-batch takes whole units (``batch.rows_per_unit`` rows) while the
-    tokens it will compute stay within the budget (at least one unit). Else ``micro_batch_size``
-    units each; None: all at once.
+    With ``max_tokens`` a micro-batch takes complete units (``batch.rows_per_unit`` rows) while its
+    computed tokens stay within the budget, but at least one unit. Otherwise it takes
+    ``micro_batch_size`` units; None: all of them.
     """
     units = _row_groups(batch)
     if max_tokens is None:
@@ -67,19 +67,21 @@ def split_over_ranks(
     max_tokens: int | None,
     layout: Layout,
 ) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> rows; every row exactly once. A function of the batch alone, so that
-    every rank, which holds the whole batch, finds the same split without asking the others.
+    """Return [rank][micro-batch] -> rows; every row exactly once.
 
-    All ranks have the same number of micro-batches, because a sharded model waits for all ranks
-    in every pass: where a rank has too few, its largest micro-batch is halved, and only where
-    nothing is left to halve is one empty. Each follows the rules of :func:`split_rows`, which is
-    what one rank does.
+    The result depends on the batch alone. Every rank holds the entire batch and computes the same
+    split without communication.
 
-    Without ``max_tokens`` a rank takes its share of the units as they stand (shares differ by at
-    most one unit). With ``max_tokens`` the work is balanced: no rank computes more tokens than
-    total / ranks plus the larger of one unit and a quarter of that. (For ``padded`` this counts
-    the units alone, without what padding adds.) Under ``shared_prefix`` rows that share their
-    prompt go to one rank up to that quarter.
+    All ranks have the same number of micro-batches, because a sharded model waits for all ranks in
+    every pass. If a rank has too few, its largest micro-batch is halved. Empty micro-batches are
+    added only if none can be halved. Every rank follows the rules of :func:`split_rows`, which is
+    also the split for one rank.
+
+    Without ``max_tokens`` each rank takes its share of the units in order; shares differ by at most
+    one unit. With ``max_tokens`` the work is balanced: no rank computes more tokens than total /
+    ranks plus the larger of one unit and a quarter of that. (For ``padded`` this counts the units
+    alone, without added padding.) Under ``shared_prefix``, rows that share their prompt go to one
+    rank up to that quarter.
     """
     units = _row_groups(batch)
     if ranks == 1:
@@ -101,34 +103,34 @@ def split_over_ranks(
 
 
 def computed_tokens(batch: Batch, rows: Sequence[int], layout: Layout) -> int:
-    """Tokens that one forward pass over ``rows`` of a batch computes."""
+    """Return the number of tokens that one forward pass over ``rows`` of a batch computes."""
     return _Work(batch, layout).tokens(rows)
 
 
 class _Work:
-    """How many tokens a forward pass over some rows of a batch computes in a layout."""
+    """Token counts of forward passes over rows of a batch in a layout."""
 
     def __init__(self, batch: Batch, layout: Layout) -> None:
         self._sizes, self._layout = row_sizes(batch, layout), layout
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens of one pass over ``rows``, in this order."""
+        """Return the number of tokens of one pass over ``rows``, in this order."""
         return count_tokens([self._sizes[row] for row in rows], self._layout)
 
     def joined(self, left: RowGroup, right: RowGroup) -> bool:
-        """Whether ``right`` standing behind ``left`` shares its prompt."""
+        """Return whether ``right`` shares its prompt with ``left`` if placed after it."""
         return self._sizes[left[-1]].group == self._sizes[right[0]].group
 
 
 def row_sizes(batch: Batch, layout: Layout) -> list[RowSize]:
-    """Return the sizes of all rows; only under ``shared_prefix`` do rows have a group in common."""
+    """Return the sizes of all rows. Rows share a group only under ``shared_prefix``."""
     groups = _prompt_keys(batch) if layout == "shared_prefix" else range(batch.num_rows)
     lengths, prompts = batch.lengths.tolist(), batch.prompt_lens.tolist()
     return [RowSize(*sizes) for sizes in zip(lengths, prompts, groups, strict=True)]
 
 
 def _prompt_keys(batch: Batch) -> list[int]:
-    """[N] numbers, equal where rows are of one group and begin with the same prompt."""
+    """Return [N] numbers, equal if rows are of one group and begin with the same prompt."""
     tokens, numbers = batch.on_host.tokens.numpy(), dict[tuple[int, bytes], int]()
     starts, lengths = batch.offsets[:-1].tolist(), batch.prompt_lens.tolist()
     keys = [
@@ -150,8 +152,8 @@ def _rows(units: Iterable[RowGroup]) -> list[int]:
 def _balanced(
     units: Sequence[RowGroup], ranks: int, max_tokens: int, work: _Work
 ) -> list[list[RowGroup]]:
-    """Units of each rank, in their order: the largest pieces first, each to the rank with the
-    least work so far."""
+    """Return the units of each rank, in their order. The largest pieces are assigned first, each to
+    the rank with the least work so far."""
     fair = sum(work.tokens(unit) for unit in units) / ranks
     pieces: list[list[RowGroup]] = []
     for unit in units:
@@ -170,7 +172,7 @@ def _balanced(
 
 
 def _in_passes(micros: Sequence[list[RowGroup]], passes: int, work: _Work) -> list[list[RowGroup]]:
-    """The micro-batches, the largest halved until there are ``passes``; then empty ones."""
+    """Return ``passes`` micro-batches: the largest are halved, then empty ones are added."""
     out = list(micros)
     while len(out) < passes:
         several = [i for i, micro in enumerate(out) if len(micro) > 1]
@@ -187,8 +189,10 @@ def _in_passes(micros: Sequence[list[RowGroup]], passes: int, work: _Work) -> li
 
 
 def arrange(batch: Batch, layout: Layout) -> Arranged:
-    """Lay a micro-batch out on the device its tokens are on. Indices are computed on the CPU, from
-    ``batch.on_host``, and nothing waits for the device."""
+    """Lay out a micro-batch on the device of its tokens.
+
+    Indices are computed on the CPU from ``batch.on_host``, without device synchronization.
+    """
     host, device = batch.on_host, batch.tokens.device
     if layout == "padded":
         return _padded(host, device)
@@ -196,8 +200,8 @@ def arrange(batch: Batch, layout: Layout) -> Arranged:
 
 
 def read_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
-    """(tokens whose output predicts, tokens that are predicted), both [K] indices into the batch's
-    tokens, on the CPU.
+    """Return (tokens whose output predicts, tokens that are predicted), both [K] indices into the
+    batch's tokens, on the CPU.
 
     Raises ValueError if the first token of a row is an action: nothing precedes it.
     """
@@ -209,9 +213,11 @@ def read_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def fill_rows(out: Tensor, batch: Batch, found: Sequence[tuple[Sequence[int], Tensor]]) -> None:
-    """Copy the results of micro-batches (rows of ``batch``, [m, ...] in line with their tokens)
-    into ``out`` [M, ...] on the CPU. Results on a device come in one copy, so the host waits for
-    the device once."""
+    """Copy the results of micro-batches into ``out`` [M, ...] on the CPU.
+
+    ``found``: (rows of ``batch``, [m, ...] values aligned with their tokens). Device results are
+    copied at once, so the host waits for the device once.
+    """
     begins = batch.offsets.tolist()
     index = [torch.arange(begins[r], begins[r + 1]) for rows, _ in found for r in rows]
     if index:
@@ -232,7 +238,8 @@ def _padded(batch: Batch, device: torch.device) -> Arranged:
 
 
 def _packed(batch: Batch, layout: Layout, device: torch.device) -> Arranged:
-    """Each group's prompt once, then the rest of its rows; a group of one is an ordinary row."""
+    """Lay out each group's prompt once, then the rest of its rows. A group of one is an ordinary
+    row."""
     offsets, rows = batch.offsets.tolist(), row_sizes(batch, layout)
     placed = place_rows(rows, layout)
     source: list[Tensor] = []  # per row: indices into the batch's tokens

@@ -1,8 +1,9 @@
-"""The train engine over DeepSpeed: ZeRO stages 0 to 3. The only file that imports deepspeed.
+"""DeepSpeed train engine: ZeRO stages 0 to 3. The only module that imports deepspeed.
 
-DeepSpeed does shards, gathering, reducing over ranks, the loss scale, clipping and offload.
-Micro-batches, the learning rate, step counts and checkpoints are the template's (``engine.py``), so
-a run gives the same numbers and its checkpoints can change the engine.
+DeepSpeed implements sharding, gathering, reduction over ranks, the loss scale, clipping and
+offload. The template (``engine.py``) implements micro-batches, the learning rate, step counts and
+checkpoints. A run therefore gives the same numbers as with other engines, and its checkpoints can
+be loaded by another engine.
 
 Reading order: ``_prepare``, ``zero.ZeroOptimizer``. docs/engines.md maps recipe keys to
 DeepSpeed's.
@@ -52,30 +53,31 @@ WEIGHT_BUCKET_BYTES = 256 << 20
 
 
 class DeepSpeedError(BurnishError, RuntimeError):
-    """DeepSpeed is missing, of a version that cannot be used, or asked for what it cannot do."""
+    """DeepSpeed is missing, has an unsupported version, or does not support the requested
+    setting."""
 
 
 class DeepSpeedTrainEngine(BaseTrainEngine):
-    """One model in one role, its state in ZeRO shards over ``ranks``.
+    """A train engine for one model in one role, with its state in ZeRO shards over ``ranks``.
 
-    Gradients are those of the global denominators: DeepSpeed averages over ranks, so
-    :class:`ZeroOptimizer` multiplies the loss by their number first.
+    Gradients use the global denominators. DeepSpeed averages over ranks, so :class:`ZeroOptimizer`
+    first multiplies the loss by the number of ranks.
     """
 
     optimizer: ZeroOptimizer | None
     engine: Any = None
-    """DeepSpeed's engine; None if there is nothing to shard and nothing to step."""
+    """DeepSpeed's engine; None if the engine is frozen and not sharded (stages 0 to 2)."""
     waits_in_backward = True
 
     @classmethod
     def loads_on_host(cls, spec: EngineSpec) -> bool:
-        """The fp32 weights would fill a GPU on which the shards fit."""
+        """Return True: the full fp32 weights could exceed a GPU that fits the shards."""
         return True
 
     @classmethod
     @contextmanager
     def loading(cls, spec: EngineSpec, dtype: Dtype, ranks: RankGroup) -> Iterator[None]:
-        """Shard weights while transformers reads them (``zero_init``)."""
+        """Shard weights while transformers reads them, if ``zero_init`` is set."""
         options = cast(DeepSpeedEngine, spec.train.engine)
         if not options.zero_init:
             yield
@@ -90,7 +92,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
             "zero_optimization": zero_section(options, on_gpu=on_gpu),
             **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
         }
-        keep = HfDeepSpeedConfig(config)  # transformers holds it weakly
+        keep = HfDeepSpeedConfig(config)  # transformers keeps a weak reference
         try:
             yield
         finally:
@@ -105,7 +107,8 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
     # ---- setup -----------------------------------------------------------------------------
 
     def _start_backend(self, device: torch.device | None) -> torch.device:
-        """DeepSpeed chooses the device itself."""
+        """Initialize DeepSpeed and return the device that it selects. Raises DeepSpeedError if the
+        precision settings are not supported."""
         for problem in self.options.precision_rules(self.spec.precision):
             raise DeepSpeedError(problem)
         self._library = _deepspeed()
@@ -114,7 +117,8 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         return torch.device(_accelerator(self._library).current_device_name())
 
     def _prepare(self) -> ZeroOptimizer | None:
-        """Cast, hand the model to DeepSpeed, and give it the unrounded masters."""
+        """Cast the model, initialize DeepSpeed with it, and copy the unrounded weights to its
+        masters."""
         module = BatchForward(self.model, self.forward)
         masters, spec = self._cast(), self.spec
         adamw = ZeroAdamW(self.model, spec) if spec.trainable else None
@@ -135,8 +139,11 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         )
 
     def _cast(self) -> dict[str, Tensor]:
-        """Move weights to the device in the compute dtype; return the trained ones in fp32 (full,
-        or this rank's shard if the model was loaded in shards), if that is another dtype."""
+        """Move weights to the device in the compute dtype; return the trained ones in fp32 if that
+        dtype differs.
+
+        Returned weights are full, or this rank's shard if the model was loaded in shards.
+        """
         dtype, masters = DTYPES[self.spec.precision.dtype], {}
         for name, parameter in self.model.named_parameters():
             held = (
@@ -146,7 +153,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
             )
             if parameter.requires_grad and dtype != torch.float32:
                 masters[name] = held[-1].detach().float()
-            if is_partitioned(parameter):  # DeepSpeed decides where its shards are
+            if is_partitioned(parameter):  # DeepSpeed places its shards
                 for tensor in held:
                     tensor.data = tensor.data.to(dtype)
             else:
@@ -154,7 +161,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         return masters
 
     def _check_model(self) -> None:
-        """Check what loading could not, because the weights were in shards."""
+        """Run the checks that loading could not, because the weights were in shards."""
         check_compute_dtype(self.body, describe(self.spec.model), backward=self.spec.trainable)
         if self.options.zero_stage == 3 and not self.scalar:
             check_head(self.model, describe(self.spec.model))
@@ -171,13 +178,15 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         return super()._micro_loss(batch, rows, partial(self._with_all_outputs, loss))
 
     def _with_all_outputs(self, loss: Loss, outputs: Outputs, micro: Batch) -> tuple[Tensor, Stats]:
-        """The loss, as a function of every output if ranks need equal traces (stage 3)."""
+        """Compute the loss; make it depend on every output if ranks need equal traces (stage 3) or
+        it has no gradient."""
         scalar, stats = loss(outputs, micro)
         alike = self.options.zero_stage < 3 and scalar.requires_grad
         return (scalar if alike else scalar + zero_of(outputs)), stats
 
     def _find_bad(self, compute: Callable[[], Tensor], *, together: bool) -> BadTensor | None:
-        """Outside DeepSpeed's own forward, which expects its own backward."""
+        """Repeat a pass outside DeepSpeed's own forward, which requires DeepSpeed's own
+        backward."""
         self._run = self._module
         try:
             return super()._find_bad(compute, together=together)
@@ -187,10 +196,11 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
     # ---- weights and state -----------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HuggingFace name, full tensor) in the compute dtype, LoRA merged. All ranks take part.
+        """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged. All ranks take
+        part.
 
-        Under stage 3 a bucket of weights is gathered at a time: a tensor is valid until the next is
-        asked for.
+        Stage 3 gathers one bucket of weights at a time. A tensor is valid until the next one is
+        requested.
         """
         if self.options.zero_stage < 3:
             yield from merged_weights(self.model)
@@ -201,7 +211,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
         yield from persistent_buffers(self.model)
 
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> PendingSave:
-        """Write at once: rank 0 writes for all."""
+        """Write synchronously; rank 0 writes for all ranks."""
         assert self.optimizer is not None
         self.optimizer.state.save(folder, partial(describe, folder))
         return FinishedSave()
@@ -211,7 +221,7 @@ class DeepSpeedTrainEngine(BaseTrainEngine):
 
 
 def _deepspeed() -> Any:
-    """The package. Raises DeepSpeedError if it is missing or of a version that is refused."""
+    """Return the package. Raises DeepSpeedError if it is missing or has an unsupported version."""
     try:
         import deepspeed
     except ImportError as error:
@@ -233,7 +243,7 @@ def _accelerator(library: Any) -> Any:
 
 
 def check_version(version: str) -> None:
-    """Raise DeepSpeedError for a version of DeepSpeed that trains wrongly, or too large."""
+    """Raise DeepSpeedError for a DeepSpeed version with wrong results or excessive memory use."""
     found = Version(version)
     if Version("0.16.0") <= found < Version("0.16.8"):
         raise DeepSpeedError(
@@ -249,8 +259,11 @@ def check_version(version: str) -> None:
 
 
 def _join(library: Any, ranks: RankGroup) -> None:
-    """DeepSpeed's communication over the process group that is there; a group of one process is
-    made where there is none."""
+    """Initialize DeepSpeed's communication on the existing process group.
+
+    Creates a group of one process if none exists and there is one rank. Raises DeepSpeedError if
+    the group and ``ranks`` differ in size.
+    """
     accelerator = _accelerator(library)
     if not torch.distributed.is_initialized() and ranks.size == 1:
         backend = accelerator.communication_backend_name()
@@ -268,18 +281,18 @@ def _join(library: Any, ranks: RankGroup) -> None:
             "has ranks"
         )
     forget_ended_groups(library)
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it; launchers set it
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it; launchers set it
     with _on_this_machine(library):
         library.init_distributed(verbose=False)
 
 
 @contextmanager
 def _on_this_machine(library: Any) -> Iterator[None]:
-    """Two things that DeepSpeed does on a CPU and that are not wanted, put aside inside.
+    """Return a context manager that disables two of DeepSpeed's actions on a CPU.
 
-    It builds a C++ extension for shared memory when it starts (about 40 s, and needs a compiler),
-    which training does without. And it refuses fp16 where oneDNN has no fp16 products; Burnish
-    computes them through fp32 (``models/half_linear.py``).
+    First, DeepSpeed builds a C++ extension for shared memory at startup, which takes about 40 s and
+    needs a compiler. Training does not need it. Second, DeepSpeed rejects fp16 if oneDNN has no
+    fp16 products. Burnish computes them through fp32 (``models/half_linear.py``).
     """
     accelerator = _accelerator(library)
     module: Any = sys.modules["deepspeed.comm.torch"]

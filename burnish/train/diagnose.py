@@ -1,12 +1,13 @@
-"""Where a pass first stops being finite, so that a run that must stop can say which module did it.
+"""Search for the first non-finite tensor of a pass, so that a run that must stop can name the
+module.
 
-``first_bad_tensor`` looks, in the order in which things are computed, at the weights, at what every
-module receives and returns, at the loss, at the gradients that every module receives and passes
-back, and at each parameter's gradient. It runs the pass once more with a check after every module:
-for a run that ends anyway, not for a training step.
+``first_bad_tensor`` checks tensors in order of computation: weights, inputs and outputs of every
+module, the loss, gradients at the outputs and inputs of every module, and each parameter's
+gradient. It repeats the pass with a check after every module. It is meant for a run that ends
+anyway, not for a training step.
 
-What lies between modules (residual sums, attention, the log-probs) is seen at the next module.
-Not seen: values inside a module that never leave it.
+Operations between modules (residual sums, attention, log-probs) are detected at the next module.
+Values inside a module that never leave it are not detected.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from burnish.train.base import Role, StepStats
 
 Stage = Literal["weight", "forward", "loss", "backward", "gradient"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
-"""In the order in which they are looked at."""
+"""Stages in the order in which they are checked."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,22 @@ class BadTensor:
 
     stage: Stage
     module: str
-    """Qualified name, e.g. ``model.layers.3.mlp.down_proj``; the parameter's or buffer's full name
-    for weight and gradient; empty for the loss."""
+    """Qualified name, e.g. ``model.layers.3.mlp.down_proj``. For weight and gradient, the full name
+    of the parameter or buffer. Empty for the loss."""
     shape: tuple[int, ...]
     num_bad: int
     num_entries: int
     largest: float
-    """Largest finite absolute value, 0.0 where no entry is finite."""
+    """Largest finite absolute value; 0.0 if no entry is finite."""
     side: Literal["input", "output"] = "output"
-    """Of the module, in stages forward and backward. A bad input of a module, or a bad gradient at
-    its output, was made between modules; the other two by the module itself."""
+    """Side of the module in the stages forward and backward.
+
+    A bad input, or a bad gradient at the output, was produced between modules. A bad output, or a
+    bad gradient at the input, was produced by the module itself.
+    """
 
     def __str__(self) -> str:
-        """One plain sentence."""
+        """Return a description in one plain sentence."""
         if self.stage == "loss":
             return "loss: the scaled loss is not finite, while all that the modules returned is"
         if self.num_bad == self.num_entries:
@@ -83,9 +87,10 @@ class BadTensor:
 def why_stop(
     stats: StepStats, *, role: Role, skips: int, limit: int, precision: PrecisionConfig
 ) -> tuple[str, str] | None:
-    """(why, what to try) where the steps to come would be skipped as ``stats``' was; else None.
+    """Return (reason, suggestion) if later steps would be skipped as the step of ``stats`` was,
+    else None.
 
-    ``skips``: steps in a row that no smaller loss scale would have cured; ``limit``:
+    ``skips``: consecutive skipped steps that a smaller loss scale would not have fixed. ``limit``:
     ``train.max_consecutive_skips``.
     """
     if stats.at_floor:
@@ -134,7 +139,7 @@ def sum_is_bad(precision: PrecisionConfig) -> str:
 
 
 def _shortened(rows: Sequence[int]) -> str:
-    """Row numbers for a message."""
+    """Return row numbers for a message: at most 8, and the number of the others."""
     return f"{list(rows)}" if len(rows) <= 8 else f"{list(rows[:8])} and {len(rows) - 8} more"
 
 
@@ -145,19 +150,21 @@ def first_bad_tensor(
     units: Sequence[nn.Module] = (),
     to_the_end: bool = False,
 ) -> BadTensor | None:
-    """Run ``compute`` (a forward pass of ``model`` that returns the scaled scalar loss) and its
-    gradient; the first tensor in order of execution that is not finite, None where all are finite.
+    """Run ``compute`` and its gradient; return the first non-finite tensor in order of execution,
+    or None.
 
-    ``to_the_end``: go on to the end of the pass after a bad tensor too. Ranks that hold shards of
-    one model have to, because the others wait for them in every module.
+    ``compute`` is a forward pass of ``model`` that returns the scaled scalar loss.
 
-    Nothing is accumulated: ``parameter.grad`` and the hooks of the model are as before, also where
-    ``compute`` raises. With dropout the pass is a new draw, and may be finite where the first was
-    not.
+    ``to_the_end``: complete the pass even after a bad tensor. Required if ranks hold shards of one
+    model, because the other ranks wait for this one in every module.
 
-    ``units``: the FSDP2 modules of a model whose parameters are sharded over ranks. Then every rank
-    calls this at the same time, the pass goes on to its end whatever it finds (the others wait for
-    this rank in it), and the gradient is left in ``parameter.grad``.
+    Without ``units`` nothing is accumulated: ``parameter.grad`` is unchanged. The hooks are
+    removed, even if ``compute`` raises. With dropout the repeated pass draws other masks, and may
+    be finite although the first was not.
+
+    ``units``: the FSDP2 modules of a model whose parameters are sharded over ranks. Every rank then
+    calls this at the same time. The pass always runs to completion, because the other ranks wait
+    for this one. The gradient is left in ``parameter.grad``.
     """
     watch = _Watch(stops=not (units or to_the_end))
     try:
@@ -166,9 +173,9 @@ def first_bad_tensor(
         _hook_gathered(model, units, watch)
         loss = compute()
         watch.check(loss.detach(), "loss", "")
-        watch.in_forward = False  # gradient checkpointing runs modules again: not watched
+        watch.in_forward = False  # gradient checkpointing reruns modules: not checked
         if units:
-            loss.backward()  # (autograd.grad would leave out what FSDP2 does)
+            loss.backward()  # (autograd.grad would bypass FSDP2)
         else:
             _backward(model, loss, watch)
     except _Found:
@@ -200,10 +207,9 @@ class _Watch:
         *,
         allow_minus_inf: bool = False,
     ) -> None:
-        """Take note of the first tensor that is not finite, and raise _Found if that ends the
-        pass."""
+        """Record the first tensor that is not finite, and raise _Found if that ends the pass."""
         if tensor is None or self.found is not None or not tensor.is_floating_point():
-            return  # (None: a gradient that nothing asks for)
+            return  # (None: a gradient that is not needed)
         finite = torch.isfinite(tensor)
         if allow_minus_inf:
             finite |= tensor == -torch.inf
@@ -230,12 +236,12 @@ class _Watch:
 def _check_weights(model: nn.Module, watch: _Watch) -> None:
     for name, parameter in model.named_parameters():
         watch.check(_own_part(parameter.detach()), "weight", name)
-    for name, buffer in model.named_buffers():  # (stored attention masks hold -inf)
+    for name, buffer in model.named_buffers():  # (stored attention masks contain -inf)
         watch.check(buffer, "weight", name, allow_minus_inf=True)
 
 
 def _own_part(tensor: Tensor) -> Tensor:
-    """A sharded tensor's rows on this rank."""
+    """Return a sharded tensor's rows on this rank; other tensors unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -256,8 +262,8 @@ def _hook_gathered(model: nn.Module, units: Sequence[nn.Module], watch: _Watch) 
 
 
 def _hook_modules(model: nn.Module, watch: _Watch) -> None:
-    """Watch what goes into and out of every module. An inner module's hook runs before that of the
-    module around it, so the innermost is named."""
+    """Check the inputs and outputs of every module. An inner module's hook runs before that of its
+    parent, so the innermost module is reported."""
     for name, module in model.named_modules():
         before = module.register_forward_pre_hook(_input_hook(name, watch), with_kwargs=True)
         watch.handles += [before, module.register_forward_hook(_output_hook(name, watch))]
@@ -275,10 +281,10 @@ def _input_hook(name: str, watch: _Watch) -> Callable[..., Any]:
 
 
 def _own_views(value: Any, name: str, watch: _Watch) -> Any:
-    """``value`` with each activation replaced by a view that only this module reads, so that its
-    gradient is this module's alone (query, key and value projections read the same tensor).
+    """Return ``value`` with each activation replaced by a view that only this module reads.
 
-    Tensors without gradient (masks with -inf, token ids) are not checked.
+    The gradient of a view belongs to this module alone. (Query, key and value projections read the
+    same tensor.) Tensors without gradient (masks with -inf, token ids) are not checked.
     """
     if type(value) is tuple:
         return tuple(_own_views(item, name, watch) for item in value)
@@ -304,7 +310,7 @@ def _output_hook(name: str, watch: _Watch) -> Callable[..., None]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in tuples, lists and mappings (a ModelOutput is one)."""
+    """Yield the tensors in tuples, lists and mappings (a ModelOutput is one)."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -315,8 +321,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _backward(model: nn.Module, loss: Tensor, watch: _Watch) -> None:
-    """The gradient of ``loss`` under the hooks. Each parameter's gradient is dropped once it is
-    checked."""
+    """Compute the gradient of ``loss`` under the hooks. Each parameter's gradient is dropped once
+    it is checked."""
     if not loss.requires_grad:
         return
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,45 +1,43 @@
-"""The template of every train engine that runs in this process: the parts of a training step that
-do not depend on how weights, gradients and optimizer state are stored.
+"""Template of the in-process train engines: training steps independent of how state is stored.
 
 :class:`BaseTrainEngine` implements :class:`burnish.train.base.TrainEngine`. It owns micro-batches,
-statistics over ranks, skip accounting, the stop on values that are not finite, retries with smaller
+statistics over ranks, skip accounting, the stop on non-finite values, retries with smaller
 micro-batches, and ``engine.json``. An engine is a subclass with hooks and an optimizer.
 
-Hooks, in the order in which they are called. Each row names what a hook consumes (<-) and produces
-(->). Those with a * have a default.
+Hooks in call order, with input (<-) and output (->) of each. Those marked * have a default.
 
 =====================  ==================  ====================================================
 hook                   when                contract
 =====================  ==================  ====================================================
-``_start_backend`` *   constructor, 1st    <- device asked for -> device to compute on
+``_start_backend`` *   constructor, 1st    <- requested device -> compute device
 ``_groups`` *          constructor, 2nd    <- ranks -> (ranks that compute the same rows, ranks
                                            that compute other rows)
 ``_make_forward`` *    constructor, 3rd    <- model, groups -> :class:`Forward`
-``_prepare``           constructor, 4th    <- model with gradients switched on or off -> weights on
+``_prepare``           constructor, 4th    <- model with gradients enabled or disabled -> weights on
                                            the device in the compute dtype, and the optimizer (None:
                                            the engine is frozen)
 ``_check_model``       constructor, last   raises ModelError if the model cannot compute
 ``_backward_passes`` * forward_backward    <- batch -> rows of each micro-batch, in order
 ``_outputs`` *         every pass          <- micro-batch -> :class:`Outputs`, differentiable
 ``_states`` *          ``states``          <- micro-batch -> hidden states
-``_end_passes`` *      after passes        frees what passes without backward keep
+``_end_passes`` *      after passes        frees the memory that passes without backward keep
                        without backward
-``_find_bad`` *        a run that stops    <- one pass -> its first tensor that is not finite
+``_find_bad`` *        when a run stops    <- one pass -> its first non-finite tensor
 ``weights``            weight transfer     -> (HuggingFace name, full tensor) in the compute dtype
 ``_write``             save                <- folder, ``describe`` -> the optimizer's tensors in the
                                            folder; ``describe(folder)`` is called last, on one rank
 =====================  ==================  ====================================================
 
 The optimizer (:class:`burnish.train.optim.EngineOptimizer`) owns gradients and trained state. In a
-training step ``backward`` is called once per micro-batch, then ``step`` once, which clears the
-gradient.
+training step ``backward`` is called once per micro-batch. ``step`` is then called once and clears
+the gradient.
 
-Two attributes say where ranks wait for each other: ``waits_in_forward`` and
-``waits_in_backward``. If ranks wait, all of them make the same number of passes, and a rank without
-rows computes a made-up row whose loss is multiplied by 0.
+Two attributes declare synchronization points between ranks: ``waits_in_forward`` and
+``waits_in_backward``. If ranks wait, all of them make the same number of passes. A rank without
+rows computes a dummy row whose loss is multiplied by 0.
 
-Before the model exists, classmethods say how it is loaded: ``loads_on_host`` *,
-``reads_own_shards`` *, ``loading`` *.
+Classmethods that are called before the model exists determine how it is loaded: ``loads_on_host``
+*, ``reads_own_shards`` *, ``loading`` *.
 
 No hook of a training step reads a value back from the device before ``optim_step``.
 """
@@ -84,20 +82,20 @@ from burnish.train.state import read_description, write_description
 from burnish.types import Batch, PendingSave, Stats
 
 Describe = Callable[[Path], None]
-"""Writes buffers, ``hf/`` and ``engine.json`` into a folder, as of the start of the save."""
+"""Function that writes buffers, ``hf/`` and ``engine.json``, as of the start of the save."""
 
 
 class BaseTrainEngine(ABC):
-    """One model in one role. See the module's docstring for the hooks of subclasses.
+    """A train engine for one model in one role. The module docstring lists the hooks of subclasses.
 
-    With several ``ranks`` every rank has an engine, is called with the same batches in the same
-    order, computes its own share of the rows and returns the same results as the others.
+    With several ``ranks`` every rank has its own engine. All ranks call it with the same batches in
+    the same order. Each rank computes its own share of the rows and returns the same results.
     """
 
     waits_in_forward = False
-    """Whether ranks wait for each other in every forward pass."""
+    """Whether ranks synchronize in every forward pass."""
     waits_in_backward = False
-    """Whether ranks wait for each other in every pass that adds to the gradient."""
+    """Whether ranks synchronize in every pass that adds to the gradient."""
 
     def __init__(
         self,
@@ -108,7 +106,7 @@ class BaseTrainEngine(ABC):
         ranks: RankGroup = SINGLE,
         device: torch.device | None = None,
     ) -> None:
-        """``device``: where to compute; None: the device of ``model``."""
+        """``device``: compute device; None: the device of ``model``."""
         self.model, self.spec, self.role = model, spec, spec.role
         self.tokenizer, self.ranks = tokenizer, ranks
         self.version = 0
@@ -116,12 +114,12 @@ class BaseTrainEngine(ABC):
         self.smaller: MicroBatchBackoff | None = None
         """Set by engines that can repeat a pass that ran out of memory, if the recipe asks."""
         self._since_step: list[tuple[Batch, Loss]] = []
-        """Batches and losses of the gradient so far, for the search for the first bad tensor."""
+        """Batches and losses since the last step, for the search for the first bad tensor."""
         self._losses: list[Tensor] = []
         self._told: str | None = None
-        """The first bad tensor, once found; until a step is taken again."""
+        """Description of the first bad tensor, once found. Reset by the next step that is taken."""
         self._ruined = False
-        """Whether a step made the weights far too large; until others are loaded."""
+        """Whether a step made the weights far too large. Reset when other weights are loaded."""
         self.device = self._start_backend(device)
         self.model_parallel, self.data_parallel = self._groups()
         self.forward = self._make_forward()
@@ -140,45 +138,46 @@ class BaseTrainEngine(ABC):
 
     @classmethod
     def loads_on_host(cls, spec: EngineSpec) -> bool:
-        """Return whether the model is loaded in host memory, wherever the engine computes."""
+        """Return whether the model is loaded into host memory, regardless of the compute device."""
         return False
 
     @classmethod
     def reads_own_shards(cls, ranks: RankGroup) -> bool:
-        """Return whether each rank reads its own rows, into a model that is made without any."""
+        """Return whether each rank reads its own rows into a model that is created without
+        weights."""
         return False
 
     @classmethod
     @contextmanager
     def loading(cls, spec: EngineSpec, dtype: Dtype, ranks: RankGroup) -> Iterator[None]:
-        """Context in which a model is loaded in ``dtype``."""
+        """Return a context manager within which a model is loaded in ``dtype``."""
         yield
 
     # ---- hooks -----------------------------------------------------------------------------
 
     def _start_backend(self, device: torch.device | None) -> torch.device:
-        """Start what the engine computes with; return its device. ``device``: asked for by the
-        caller; None: the device of the model, the CPU if it has no weights yet."""
+        """Start the backend and return the compute device. ``device``: requested by the caller;
+        None: the device of the model, or the CPU if the model has no weights yet."""
         own = next(self.model.parameters()).device
         return device or (torch.device("cpu") if own.type == "meta" else own)
 
     def _groups(self) -> tuple[RankGroup, RankGroup]:
-        """Return the ranks that compute the same rows, and those that compute other rows."""
+        """Return the ranks that compute the same rows, and the ranks that compute other rows."""
         return SINGLE, self.ranks
 
     def _make_forward(self) -> Forward:
-        """Return the function from a micro-batch to outputs."""
+        """Return the function that maps a micro-batch to outputs."""
         spec = self.spec
         return Forward(self.model, spec.role, spec.train, temperature=spec.temperature)
 
     @abstractmethod
     def _prepare(self) -> EngineOptimizer | None:
-        """Put the weights where and how they compute; return the optimizer, None if frozen."""
+        """Move the weights to their device and dtype; return the optimizer, or None if frozen."""
 
     @abstractmethod
     def _check_model(self) -> None:
-        """Raise ModelError if weights or activations do not fit the compute dtype, or the device
-        lacks an operation in it."""
+        """Raise ModelError if weights or activations overflow the compute dtype, or the device
+        lacks an operation in that dtype."""
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         return self.forward(batch, with_entropy=with_entropy)
@@ -187,43 +186,43 @@ class BaseTrainEngine(ABC):
         return self.forward.states(batch)
 
     def _backward_passes(self, batch: Batch) -> Iterator[list[int]]:
-        """Rows of this rank's micro-batches that add to the gradient, in order."""
+        """Yield the rows of each micro-batch of this rank that adds to the gradient, in order."""
         for rows in self._split(batch, waits=self.waits_in_backward):
             yield from (rows,) if self.smaller is None else self.smaller.parts(batch, rows)
 
     def _end_passes(self) -> None:  # noqa: B027 (most engines keep nothing)
-        """Free what passes without backward keep."""
+        """Free the memory that passes without backward keep."""
 
     def _find_bad(self, compute: Callable[[], Tensor], *, together: bool) -> BadTensor | None:
-        """Run one pass again and return its first tensor that is not finite. ``together``: other
-        ranks wait for this one in the pass, so it runs to its end."""
+        """Repeat one pass and return its first non-finite tensor. ``together``: other ranks
+        synchronize with this one in the pass, so it always runs to completion."""
         return first_bad_tensor(self.model, compute, to_the_end=together)
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HuggingFace name, full tensor) in the compute dtype, LoRA merged. All ranks have to take
-        all of them, in step."""
+        """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged. Every rank must
+        consume all tensors, in step with the other ranks."""
 
     @abstractmethod
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> PendingSave:
         """Write the optimizer's tensors, then call ``describe(folder)`` on one rank. ``copy``: the
-        save may still run while training goes on."""
+        save may continue in the background while training runs."""
 
     # ---- computing -------------------------------------------------------------------------
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens, without gradient."""
+        """Return [M] fp32 log-probs of the action tokens, without gradient."""
         assert not self.scalar, f"a {self.role} has values, not log-probs"
         return self._no_grad_pass(batch, "logprobs")
 
     def values(self, batch: Batch) -> Tensor:
-        """[M] fp32: values of action states (critic) or scores on last tokens (reward), without
-        gradient."""
+        """Return [M] fp32 values of action states (critic) or scores on last tokens (reward),
+        without gradient."""
         assert self.scalar, f"a {self.role} has log-probs, not values"
         return self._no_grad_pass(batch, "values")
 
     def states(self, batch: Batch) -> Tensor:
-        """[M, H] hidden states from which action tokens are predicted, without gradient."""
+        """Return the [M, H] hidden states that predict the action tokens, without gradient."""
         assert not self.scalar, f"a {self.role} has values, not a vocabulary"
         return self._no_grad_pass(batch, "states")
 
@@ -237,8 +236,7 @@ class BaseTrainEngine(ABC):
         return self.data_parallel.sum_stats(stats)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
-        """Add the gradient of ``loss`` over ``batch``; return the sum of the micro-batches'
-        statistics over all ranks."""
+        """Add the gradient of ``loss`` over ``batch``; return the statistics over all ranks."""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
         self._since_step.append((batch, loss))
         start_training(self.model, dropout=self.spec.dropout)
@@ -246,7 +244,7 @@ class BaseTrainEngine(ABC):
         while stats is None:
             stats = self._add_all_again()
         self.model.eval()
-        if self.device.type == "cuda":  # optim_step would wait here; so the time is counted here
+        if self.device.type == "cuda":  # attribute the time to this call, not to optim_step
             torch.cuda.synchronize(self.device)
         return self.data_parallel.sum_stats(stats)
 
@@ -255,8 +253,11 @@ class BaseTrainEngine(ABC):
         return self.optimizer
 
     def _add(self, batch: Batch, loss: Loss) -> Stats | None:
-        """Add a batch's gradient. None: a pass ran out of memory, and from now on passes are
-        smaller; its part of the sum is unknown, so the step begins again."""
+        """Add the gradient of one batch; return its statistics.
+
+        Return None if a pass ran out of memory. Later passes are then smaller. The step must be
+        restarted because the contribution of the failed pass to the sum is unknown.
+        """
         stats, optimizer = Stats(), self._trained()
         for rows in self._backward_passes(batch):
             try:
@@ -271,8 +272,8 @@ class BaseTrainEngine(ABC):
         return stats
 
     def _add_all_again(self) -> Stats | None:
-        """Compute the gradient since the last step from its beginning; return the statistics of
-        the last batch."""
+        """Recompute the gradient accumulated since the last step; return the statistics of the last
+        batch, or None if a pass ran out of memory again."""
         assert self.smaller is not None
         self.smaller.forget()
         self._losses = []
@@ -286,13 +287,13 @@ class BaseTrainEngine(ABC):
         return stats
 
     def _micro_loss(self, batch: Batch, rows: list[int], loss: Loss) -> tuple[Tensor, Stats]:
-        """Loss and statistics of one pass; without rows a loss whose gradient is 0."""
+        """Return loss and statistics of one pass; without rows, a loss whose gradient is 0."""
         micro = self._micro(batch, rows)
         outputs = self._outputs(micro, with_entropy=self.spec.with_entropy)
         return loss(outputs, micro) if rows else (zero_of(outputs), Stats())
 
     def _micro(self, batch: Batch, rows: list[int]) -> Batch:
-        """A micro-batch on the device; a made-up row if there are no rows."""
+        """Return a micro-batch on the device; a dummy row if ``rows`` is empty."""
         return (batch.select(rows) if rows else no_rows(batch)).to(self.device)
 
     @torch.no_grad()
@@ -305,7 +306,7 @@ class BaseTrainEngine(ABC):
             result = self._look(self._micro(batch, rows), name)
             if rows:
                 found.append((rows, result))
-            if name == "states":  # [m, H] each: too large to wait on the device for the others
+            if name == "states":  # [m, H] each: too large to keep on the device until the end
                 fill_rows(out, batch, found)
                 found = []
         fill_rows(out, batch, found)
@@ -320,8 +321,8 @@ class BaseTrainEngine(ABC):
         return result
 
     def _split(self, batch: Batch, *, waits: bool) -> list[list[int]]:
-        """Rows of this rank's micro-batches. ``waits``: as many on all ranks, some without rows;
-        otherwise those without rows are left out."""
+        """Return the rows of each micro-batch of this rank. ``waits``: all ranks have the same
+        number of micro-batches, of which some may be empty. Otherwise empty ones are dropped."""
         spec = self.spec
         parts = split_over_ranks(
             batch,
@@ -335,11 +336,12 @@ class BaseTrainEngine(ABC):
     # ---- stepping --------------------------------------------------------------------------
 
     def optim_step(self) -> StepStats:
-        """Unscale, check, clip, step, schedule. If the loss or the gradient is not finite, nothing
-        moves and ``skipped`` is set.
+        """Unscale, check, clip, step, and schedule. If the loss or the gradient is not finite, no
+        weight changes and ``skipped`` is set.
 
-        Raises NonFiniteError with the first bad tensor at the floor of the loss scale, and after
-        ``max_consecutive_skips`` skipped steps in a row.
+        Raises NonFiniteError with the first bad tensor if the gradient overflows at the floor of
+        the loss scale, or after ``max_consecutive_skips`` skipped steps in a row. Also raises it if
+        the weights grew more than ``MAX_GROWTH``-fold.
         """
         optimizer = self._trained()
         finite_loss = not self._losses or bool(torch.stack(self._losses).isfinite().all())
@@ -347,7 +349,7 @@ class BaseTrainEngine(ABC):
         stats = optimizer.step(self.version, finite_loss=finite_loss, ranks=self.ranks)
         if stats.skipped:
             self.skipped_total += 1
-            # An overflow that a smaller loss scale may cure is left to the scaler.
+            # An overflow that a smaller loss scale may fix is left to the scaler.
             self.consecutive_skips += not (optimizer.scaler.adapts and finite_loss)
         else:
             self.version += 1
@@ -361,8 +363,7 @@ class BaseTrainEngine(ABC):
         return stats
 
     def _raise_if_diverged(self, stats: StepStats) -> None:
-        """Raise NonFiniteError if the steps to come would be skipped as well, or if this one
-        ruined the weights."""
+        """Raise NonFiniteError if later steps would be skipped too or the weights are ruined."""
         if not stats.growth <= MAX_GROWTH:
             self._ruined = True
             raise NonFiniteError(why_ruined(stats, self.role), stats)
@@ -377,7 +378,7 @@ class BaseTrainEngine(ABC):
             return
         why, hint = reason
         if not stats.at_floor:
-            self.consecutive_skips = 0  # a caller that goes on has as many tries again
+            self.consecutive_skips = 0  # a caller that continues gets the same number of tries
         self._told = self._told or self._first_bad()
         raise NonFiniteError(
             f"{why}. {self._told} Nothing moved in this step (optimizer step "
@@ -386,14 +387,13 @@ class BaseTrainEngine(ABC):
         )
 
     def _first_bad(self) -> str:
-        """Describe the tensor that first stops being finite, in the order of execution, on any
-        rank."""
+        """Describe the first non-finite tensor in order of execution, on any rank."""
         found = [own for own in self.ranks.gather(self._first_bad_here()) if own is not None]
         return min(found)[2] if found else sum_is_bad(self.spec.precision)
 
     def _first_bad_here(self) -> tuple[int, int, str] | None:
-        """Run this rank's micro-batches again, watched: (micro-batch, stage, description) of the
-        first bad tensor."""
+        """Repeat this rank's micro-batches under observation; return (micro-batch, stage,
+        description) of the first bad tensor, or None."""
         together = self.model_parallel.size > 1 or self.waits_in_backward
         since = self._since_step
         micros = ((b, rows, loss) for b, loss in since for rows in self._backward_passes(b))
@@ -407,7 +407,7 @@ class BaseTrainEngine(ABC):
                     found.append((number, STAGES.index(bad.stage), where_bad(bad, rows)))
                 if found and not together:
                     break
-        except Exception as error:  # the stop it explains, and the checkpoint, must still come
+        except Exception as error:  # it must not prevent the stop or the checkpoint
             if self.waits_in_backward:
                 raise
             text = f"The first bad tensor could not be looked for: {type(error).__name__}: {error}."
@@ -423,21 +423,24 @@ class BaseTrainEngine(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Size of what :meth:`save` writes."""
+        """Size of the tensors that :meth:`save` writes, in bytes."""
         return self._trained().num_bytes + num_buffer_bytes(self.model)
 
     def save(self, folder: Path) -> None:
-        """Write weights (fp32 masters), moments, EMA and version; config and tokenizer for exports.
+        """Write weights (fp32 masters), moments, EMA, version, and config and tokenizer for export.
 
-        Called by all ranks, with a folder that all of them see. All ranks return when everything is
-        written. Raises OSError on all ranks if one cannot write, and ValueError, with nothing
-        written, if a weight is not finite.
+        Every rank calls this with a folder that all ranks can access. All ranks return after
+        everything is written. Raises OSError on all ranks if one cannot write. Raises ValueError,
+        with nothing written, if a weight is not finite or the weights are ruined.
         """
         self._start_save(folder, copy=False).wait()
 
     def save_async(self, folder: Path) -> PendingSave:
-        """:meth:`save` as of now. An engine that copies its state first still writes when this
-        returns; ``engine.json`` comes last, and a folder without it is no checkpoint."""
+        """Start :meth:`save` for the current state and return a handle.
+
+        An engine that copies its state may still be writing when this returns. ``engine.json`` is
+        written last; a folder without it is not a checkpoint.
+        """
         return self._start_save(folder, copy=True)
 
     def _start_save(self, folder: Path, *, copy: bool) -> PendingSave:
@@ -448,7 +451,7 @@ class BaseTrainEngine(ABC):
         return self._write(folder, describe, copy=copy)
 
     def _check_finite(self, broken: str | None) -> None:
-        """Raise ValueError on all ranks if one has a weight that is not finite."""
+        """Raise ValueError on all ranks if any weight is not finite or the weights are ruined."""
         if self._ruined:
             raise ValueError(f"the weights of the {self.role} are far too large, and are not saved")
         found = next((name for name in self.ranks.gather(broken) if name is not None), None)
@@ -459,7 +462,7 @@ class BaseTrainEngine(ABC):
             )
 
     def _description(self) -> str:
-        """``engine.json``: all of the engine's state that is not a tensor."""
+        """Return the text of ``engine.json``: all engine state except tensors."""
         state = {
             "role": self.role,
             "version": self.version,
@@ -471,8 +474,8 @@ class BaseTrainEngine(ABC):
         return json.dumps(state, indent=1)
 
     def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` of any engine wrote, with any number of ranks. Raises
-        ValueError for a checkpoint of another model or role."""
+        """Restore a checkpoint that :meth:`save` of any engine wrote, with any number of ranks.
+        Raises ValueError if the checkpoint is of another model or role."""
         optimizer = self._trained()
         state = read_description(folder, self.spec)
         optimizer.load(folder)
@@ -486,12 +489,12 @@ class BaseTrainEngine(ABC):
 
 
 class FrozenBase:
-    """A LoRA policy's own reference: the same weights with the adapters off, at no memory."""
+    """Reference model of a LoRA policy: its own weights, adapters disabled, at no memory."""
 
     def __init__(self, policy: BaseTrainEngine) -> None:
         self.policy = policy
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens under the base model."""
+        """Return [M] fp32 log-probs of the action tokens under the base model."""
         with adapters_off(self.policy.model):
             return self.policy.logprobs(batch)

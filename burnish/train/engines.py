@@ -1,4 +1,4 @@
-"""From a recipe's ``train.engine`` to the engine, and to the way its model is loaded."""
+"""Selection of the engine of a recipe's ``train.engine``, and of the way its model is loaded."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def make_engine(
     ranks: RankGroup = SINGLE,
     device: torch.device | None = None,
 ) -> BaseTrainEngine:
-    """Return the engine that ``spec.train.engine`` names, over ``model``. ``device``: where to
-    compute; None: the device of the model. DeepSpeed chooses its own."""
+    """Return the engine that ``spec.train.engine`` names, over ``model``. ``device``: compute
+    device; None: the device of the model. DeepSpeed selects its own."""
     kind = engine_class(spec, ranks)
     return kind(model, spec, tokenizer=tokenizer, ranks=ranks, device=device)
 
@@ -40,8 +40,8 @@ def make_engine(
 def load_device(spec: EngineSpec, device: torch.device, ranks: RankGroup = SINGLE) -> torch.device:
     """Return the device on which the model of an engine on ``device`` is loaded.
 
-    The fp32 weights that DeepSpeed and an offloaded FSDP2 start from would fill a GPU on which the
-    shards, or the half-precision weights, fit: they stay in host memory.
+    DeepSpeed and offloaded FSDP2 start from fp32 weights. They may exceed a GPU that fits the
+    shards or the half-precision weights, so they stay in host memory.
     """
     on_host = spec.trainable and engine_class(spec, ranks).loads_on_host(spec)
     return torch.device("cpu") if on_host else device
@@ -50,12 +50,12 @@ def load_device(spec: EngineSpec, device: torch.device, ranks: RankGroup = SINGL
 def loading(
     spec: EngineSpec, dtype: Dtype, ranks: RankGroup = SINGLE
 ) -> AbstractContextManager[None]:
-    """Context in which the model of an engine is loaded in ``dtype``; an engine may shard it
-    there."""
+    """Return a context manager within which the model of an engine is loaded in ``dtype``. An
+    engine may shard the model during the load."""
     return engine_class(spec, ranks).loading(spec, dtype, ranks)
 
 
 def reads_own_shards(spec: EngineSpec, ranks: RankGroup = SINGLE) -> bool:
-    """Return whether each rank reads its own rows of the weights, into a model that is made without
-    any."""
+    """Return whether each rank reads its own rows of the weights into a model created without
+    weights."""
     return engine_class(spec, ranks).reads_own_shards(ranks)

@@ -1,11 +1,12 @@
-"""A micro-batch through a model's body and head: from rows to log-probs, entropies or values.
+"""Forward pass of a micro-batch through a model's body and head: from rows to log-probs, entropies
+or values.
 
-:class:`Forward` reads the head's weight where it stands. :class:`BatchForward` is what an engine
-wraps whose weights are there only inside of their module's own forward: the output projection (or
-the value head) is then called as a module, with the targets beside the hidden states, and computes
-log-probs in chunks inside of its forward. Hooks that gather its weight before, and reduce its
-gradient after, act as they do on every other module. Tied embeddings need nothing more: one
-parameter, two modules.
+:class:`Forward` reads the head's weight directly. :class:`BatchForward` serves engines that gather
+a module's weights only during that module's own forward. It calls the output projection (or the
+value head) as a module, with the targets in addition to the hidden states. The module then computes
+log-probs in chunks inside its forward. Hooks that gather its weight before, and reduce its gradient
+after, run as they do on every other module. Tied embeddings need no special case: one parameter,
+two modules.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from burnish.train.batching import Arranged, Layout, arrange, read_and_target
 from burnish.types import Batch, rows_to_batch
 
 NO_ROWS = rows_to_batch([[0, 0]], [[False, True]], prompt_lens=[1])
-"""What a rank computes in a pass for which it has no rows, where the others wait for it."""
+"""Dummy row that a rank computes in a pass for which it has no rows but other ranks wait for it."""
 
 
 def no_rows(batch: Batch) -> Batch:
-    """:data:`NO_ROWS` with the columns of ``batch`` that decide which outputs a pass has."""
+    """Return :data:`NO_ROWS` with the columns of ``batch`` that determine the outputs of a pass."""
     if batch.teacher_states is None:
         return NO_ROWS
     width = batch.teacher_states.shape[1]
@@ -42,12 +43,12 @@ def no_rows(batch: Batch) -> Batch:
 
 
 def zero_of(outputs: Outputs) -> Tensor:
-    """A scalar 0 that depends on every output, with gradient 0, whatever their values are.
+    """Return a scalar 0 that depends on every output, with gradient 0, for any output values.
 
     ZeRO stage 3 gathers weights in the order of its trace of earlier passes, and runs a hook for
-    each output that has a gradient. So passes whose losses use different outputs have different
-    traces, and ranks with different traces wait for each other in different collectives. With this
-    added to the loss, every pass uses all outputs, with rows or without.
+    each output that has a gradient. Passes whose losses use different outputs therefore have
+    different traces. Ranks with different traces wait for each other in different collectives.
+    Adding this scalar to the loss makes every pass use all outputs, with or without rows.
     """
     tensors = [t for t in outputs.tensors() if t is not None]
     zeros = [torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum() for t in tensors]
@@ -55,7 +56,7 @@ def zero_of(outputs: Outputs) -> Tensor:
 
 
 class Forward:
-    """``model`` on whole micro-batches."""
+    """Forward pass of ``model`` over full micro-batches."""
 
     def __init__(
         self, model: nn.Module, role: Role, train: TrainConfig, *, temperature: float
@@ -66,18 +67,18 @@ class Forward:
         body = model.model if self.scalar else model.get_decoder()  # type: ignore[operator]
         head = model.score if self.scalar else model.get_output_embeddings()  # type: ignore[operator]
         self.body = cast(PreTrainedModel, body)
-        """Everything before the head."""
+        """All modules before the head."""
         self.packs = takes_plans(self.body)
-        """Whether the model can compute packed rows (``models/support.py``)."""
+        """Whether the model supports packed rows (``models/support.py``)."""
         self.layout: Layout = train.layout if self.packs else "padded"
         self.scaling = UNSCALED if self.scalar else logit_scaling(self.body.config)
         self.head = cast(nn.Linear, head)
         """The output projection, or the value head."""
         self.experts_per_token = experts_per_token(self.body) if train.moe_aux_loss_coef else 0
-        """Above 0: passes with gradient also give what the routers say."""
+        """Number of experts per token; above 0, passes with gradient also return router logits."""
         self.ask_head: Callable[..., tuple[Tensor, ...]] = self.read_head
         self.distill_target: DistillTarget | None = None
-        """What a student is measured against, in batches that have a teacher's states."""
+        """Distillation target of a student, for batches that contain teacher states."""
 
     def __call__(self, batch: Batch, *, with_entropy: bool) -> Outputs:
         """Return outputs [M] fp32, aligned with the batch's tokens."""
@@ -98,32 +99,34 @@ class Forward:
         )
 
     def states(self, batch: Batch) -> Tensor:
-        """[M, H] the hidden states from which action tokens are predicted."""
+        """Return the [M, H] hidden states from which action tokens are predicted."""
         return self._compute(batch, arrange(batch, self.layout), with_entropy=None)[0]
 
     def no_states(self, batch: Batch, dtype: torch.dtype) -> Tensor:
-        """[M, H] zeros, to put states into, on the CPU."""
+        """Return [M, H] zeros on the CPU, as a buffer for hidden states."""
         width = int(self.body.config.get_text_config().hidden_size)
         return torch.zeros(batch.tokens.numel(), width, dtype=dtype)
 
     def _compute(
         self, batch: Batch, arranged: Arranged, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
-        """Return the head's outputs, aligned with the tokens; ``with_entropy`` None: its inputs."""
+        """Return the head's outputs, aligned with the tokens; its inputs if ``with_entropy`` is
+        None."""
         hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
         return self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
 
     def _read(
         self, batch: Batch, hidden: Tensor, place: Tensor, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
-        """``place``: of :class:`Arranged`."""
+        """Return the head's outputs from ``hidden`` [R * T, H]. ``place``: that of
+        :class:`Arranged`."""
         read, target = self._reads(batch)
         at_reads = hidden[upload(place[read], hidden.device)]
         return self._ask(batch, at_reads, upload(target, hidden.device), with_entropy=with_entropy)
 
     def _reads(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[K] tokens whose hidden states are read, and [K] those that the answers are about; on the
-        CPU."""
+        """Return [K] tokens whose hidden states are read and [K] tokens that the outputs belong to,
+        on the CPU."""
         if self.role == "reward" and batch.step_labels is not None:
             steps = batch.on_host.action_mask.nonzero()[:, 0]
             return steps, steps
@@ -142,8 +145,8 @@ class Forward:
         return tuple(_in_line(values, target, batch) for values in found)
 
     def named(self, tensors: tuple[Tensor, ...]) -> Outputs:
-        """Values, or log-probs and perhaps entropies or what a teacher's states were for, by their
-        names."""
+        """Return the output tensors by name: values, or log-probs with entropies or distillation
+        outputs if present."""
         if self.scalar:
             return Outputs(values=tensors[0])
         if len(tensors) == 4:
@@ -158,8 +161,11 @@ class Forward:
         with_entropy: bool = False,
         states: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """[K] values of ``hidden`` [K, H]; or log-probs of ``targets`` [K] and, on request,
-        entropies, or with a teacher's ``states`` [K, H'] the four tensors of ``DistillOutputs``."""
+        """Return [K] values of ``hidden`` [K, H], or [K] log-probs of ``targets`` [K].
+
+        ``with_entropy`` adds entropies. With teacher ``states`` [K, H'] the result contains the
+        four tensors of ``DistillOutputs`` instead.
+        """
         weight: Tensor = self.head.weight
         bias: Tensor | None = self.head.bias
         if self.scalar:  # in fp32: advantages and margins are differences of these numbers
@@ -184,7 +190,7 @@ class Forward:
     def _hidden(
         self, ids: Tensor, positions: Tensor, plan: PackedPlan | SequenceParallelPlan | None
     ) -> Tensor:
-        """[R * T, H] last hidden states of tokens [R, T]."""
+        """Return [R * T, H] last hidden states of tokens [R, T]."""
         out = self._body(ids, positions, plan)
         return cast(Tensor, out.last_hidden_state).flatten(0, 1)
 
@@ -196,7 +202,7 @@ class Forward:
         **more: bool,
     ) -> Any:
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, **more}
-        if self.packs:  # other models count positions themselves, from the left of each row
+        if self.packs:  # other models derive positions, from the left of each row
             inputs["position_ids"] = positions
         if plan is not None:
             inputs |= {
@@ -207,7 +213,7 @@ class Forward:
 
 
 class BatchForward(nn.Module):
-    """:class:`Forward` as a module. Parameters are those of ``model``, under the prefix
+    """:class:`Forward` as a module. Its parameters are those of ``model``, with the prefix
     ``model.``"""
 
     def __init__(self, model: nn.Module, parts: Forward) -> None:
@@ -225,9 +231,11 @@ class BatchForward(nn.Module):
     def forward(
         self, batch: Batch, with_entropy: bool = False, states: bool = False
     ) -> tuple[Tensor, ...]:
-        """Return [M] fp32 values aligned with the tokens, or log-probs and the other outputs: a
-        plain tuple, so that hooks on outputs find the tensors. ``states``: the hidden states
-        alone."""
+        """Return [M] fp32 values aligned with the tokens, or log-probs and the other outputs.
+        ``states``: return only the hidden states.
+
+        The result is a plain tuple, in which hooks on outputs find the tensors.
+        """
         if states:
             return (self.parts.states(batch),)
         found = self.parts(batch, with_entropy=with_entropy)
@@ -235,8 +243,10 @@ class BatchForward(nn.Module):
 
 
 def enable_checkpointing(body: PreTrainedModel) -> None:
-    """Recompute activations in backward; transformers renamed the switch in 5.2x. Raises ModelError
-    if the model cannot."""
+    """Recompute activations in backward. Raises ModelError if the model does not support it.
+
+    transformers renamed the method in 5.2x.
+    """
     renamed = getattr(body, "activation_checkpointing_enable", None)  # house: ok two versions
     try:
         (renamed or body.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -247,7 +257,7 @@ def enable_checkpointing(body: PreTrainedModel) -> None:
 
 
 def experts_per_token(body: PreTrainedModel) -> int:
-    """Experts that each token of a mixture is sent to. Raises ModelError if there are none."""
+    """Return the number of experts per token of a mixture. Raises ModelError if it has none."""
     told = body.config.to_dict()
     experts = told.get("num_experts") or told.get("num_local_experts") or 0
     each = told.get("num_experts_per_tok") or 0
@@ -260,8 +270,12 @@ def experts_per_token(body: PreTrainedModel) -> int:
 
 
 def _in_rows(routed: tuple[Tensor, ...] | None, place: Tensor, body: PreTrainedModel) -> Tensor:
-    """[L, M, E]: the routers' logits [R * T, E] of each layer, aligned with the batch's tokens: no
-    padding, and a shared prompt once for each of its rows, so that layouts agree."""
+    """Stack the router logits [R * T, E] of each layer into [L, M, E], aligned with the batch's
+    tokens.
+
+    Padding is dropped and a shared prompt is repeated for each of its rows, so all layouts agree.
+    Raises ModelError if the model returns no router logits.
+    """
     if not routed:
         raise ModelError(
             f"train.moe_aux_loss_coef: {type(body).__name__} does not say what its routers chose "
@@ -272,6 +286,6 @@ def _in_rows(routed: tuple[Tensor, ...] | None, place: Tensor, body: PreTrainedM
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:
-    """[M, ...] with ``values`` [K, ...] at ``index``, 0 elsewhere; differentiable."""
+    """Return [M, ...] with ``values`` [K, ...] at ``index`` and 0 elsewhere; differentiable."""
     zeros = values.new_zeros(batch.tokens.numel(), *values.shape[1:])
     return zeros.index_put((index,), values)

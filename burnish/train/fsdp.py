@@ -1,9 +1,10 @@
-"""The torch train engine with its model sharded over ranks (FSDP2,
+"""Torch train engine with its model sharded over ranks (FSDP2,
 ``torch.distributed.fsdp.fully_shard``).
 
-Every rank holds its rows of each weight, gradient and moment; a layer's weights are gathered when
-the layer is computed. Everything else is :class:`TorchTrainEngine`'s. Reading order:
-``ShardedTrainEngine._prepare`` -> ``_outputs`` -> ``_backward_passes`` -> ``sharded_state.py``.
+Every rank holds its rows of each weight, gradient and moment. A layer's weights are gathered when
+the layer is computed. All other behavior is inherited from :class:`TorchTrainEngine`. Reading
+order: ``ShardedTrainEngine._prepare`` -> ``_outputs`` -> ``_backward_passes`` ->
+``sharded_state.py``.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ T = TypeVar("T")
 
 
 class _Within(nn.Module):
-    """Computes anything as its own forward pass.
+    """Module that runs any function as its own forward pass.
 
-    FSDP2 gathers a module's weights in its forward. What is computed here besides the body (the
-    log-prob head, which reads the output projection's weight, tied or not; the value head) finds
-    the weights that belong to no layer gathered, and leaves its gradients where FSDP2 looks for
-    them.
+    FSDP2 gathers a module's weights in its forward. The log-prob head, which reads the output
+    projection's weight (tied or not), and the value head are computed here in addition to the body.
+    Inside this forward the weights that belong to no layer are gathered, and their gradients are
+    stored where FSDP2 expects them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,23 +69,24 @@ class _Within(nn.Module):
 
 
 class ShardedTrainEngine(TorchTrainEngine):
-    """One model in one role, sharded over ``ranks`` (which need a process group; one rank is
-    enough).
+    """A train engine for one model in one role, sharded over ``ranks``. It needs a process group;
+    one rank is enough.
 
-    The model may come with its weights, the same on all ranks, or without (``empty=True`` when it
-    is loaded): then each rank reads its own rows.
+    The model may have its weights, the same on all ranks, or be empty (``empty=True`` at load). If
+    it is empty, each rank reads its own rows.
     """
 
     waits_in_forward = waits_in_backward = True
 
     @classmethod
     def loads_on_host(cls, spec: EngineSpec) -> bool:
-        """The fp32 weights of an offloaded engine may be larger than a GPU."""
+        """Return whether the engine offloads to the CPU; its fp32 weights may be larger than a
+        GPU."""
         return cast(TorchEngine, spec.train.engine).cpu_offload
 
     @classmethod
     def reads_own_shards(cls, ranks: RankGroup) -> bool:
-        """Several ranks read their own rows."""
+        """Return whether there are several ranks; each then reads its own rows."""
         return ranks.size > 1
 
     # ---- sharding --------------------------------------------------------------------------
@@ -107,11 +109,11 @@ class ShardedTrainEngine(TorchTrainEngine):
             self._fill(empty)
 
     def _shard(self) -> list[FSDPModule]:
-        """The modules that are gathered as one, the root last.
+        """Shard the model; return the modules that are gathered as one unit, the root last.
 
-        A decoder layer is one; the embedding is one where nothing else reads its weight; what is
-        left (final norm, output projection or value head, and tied embeddings) is the root's and
-        stays gathered from forward to backward, which needs it first.
+        Each decoder layer is a unit. The embedding is a unit if no other module reads its weight.
+        The root contains the rest: final norm, output projection or value head, and tied
+        embeddings. It stays gathered from forward to backward, which needs it first.
         """
         engine = self.options
         group = self.ranks.group if self.tp_plan is None else self.data_parallel.group
@@ -124,7 +126,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=None if dtype == torch.float32 else dtype,
                 reduce_dtype=torch.float32,
-                cast_forward_inputs=False,  # they are in the right format
+                cast_forward_inputs=False,  # they already have the compute dtype
             ),
             offload_policy=CPUOffloadPolicy(pin_memory=on_gpu)
             if engine.cpu_offload
@@ -150,7 +152,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         return units
 
     def _fill(self, empty: set[str]) -> None:
-        """Give the parameters named in ``empty`` memory for this rank's rows, and read those."""
+        """Allocate memory for this rank's rows of the parameters named in ``empty``, and read those
+        rows."""
         home = torch.device("cpu") if self.options.cpu_offload else self.device
 
         def with_memory(tensor: Tensor) -> Tensor:
@@ -167,14 +170,14 @@ class ShardedTrainEngine(TorchTrainEngine):
         )
 
     def _own_part(self, name: str, parameter: Tensor) -> tuple[Rows, Rows | None]:
-        """Rows and columns of a parameter that are here (columns None: all)."""
+        """Return the rows and columns of a parameter that this rank holds (columns None: all)."""
         rows = own_rows(parameter)
         if self.tp_plan is None:
             return rows, None
         return self.tp_plan.rows(name, rows), self.tp_plan.columns(name)
 
     def _check_model(self) -> None:
-        """Check by a pass of the sharded model; all ranks raise one rank's error."""
+        """Check the model with a pass over its shards. All ranks raise one rank's error."""
         name, dtype = describe(self.spec.model), DTYPES[self.spec.precision.dtype]
         parts = ((n, local(p).to(dtype)) for n, p in self.model.named_parameters())
         self._check_weights(parts, name)
@@ -203,10 +206,10 @@ class ShardedTrainEngine(TorchTrainEngine):
         self._end_passes()
 
     def _end_passes(self) -> None:
-        """Free what is still gathered after a pass without backward."""
+        """Free weights that remain gathered after a pass without backward."""
         for unit in self.units:
             unit.reshard()
-        # Before torch 2.13 the list of what ran in such passes can only grow until a backward.
+        # Before torch 2.13 the list of modules run in such passes grows until the next backward.
         reset = getattr(self.root, "reset_iter_state", None)  # house: ok torch's, by its version
         if reset is not None:
             reset()
@@ -221,9 +224,10 @@ class ShardedTrainEngine(TorchTrainEngine):
             yield rows
 
     def _outputs(self, batch: Batch, *, with_entropy: bool) -> Outputs:
-        """Inside the root's forward, in which the weights that no layer gathers are present."""
+        """Compute outputs inside the root's forward, so that the weights outside layers are
+        gathered."""
 
-        def compute() -> tuple[Tensor | None, ...]:  # FSDP2 looks for tensors in tuples
+        def compute() -> tuple[Tensor | None, ...]:  # FSDP2 finds tensors in tuples
             return self.forward(batch, with_entropy=with_entropy).tensors()
 
         return Outputs.of(self.root(compute))
@@ -233,7 +237,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         return found
 
     def _find_bad(self, compute: Callable[[], Tensor], *, together: bool) -> BadTensor | None:
-        """A bad row of one rank is seen by all that gather it."""
+        """Repeat a pass to completion on all ranks. A bad row of one rank is reported by all ranks
+        that gather it."""
         assert self.optimizer is not None
         cast(FSDPModule, self.root).set_requires_gradient_sync(True)
         bad = first_bad_tensor(self.model, compute, units=cast(list[nn.Module], self.units))
@@ -243,10 +248,11 @@ class ShardedTrainEngine(TorchTrainEngine):
     # ---- state -----------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HuggingFace name, full tensor) in the compute format, LoRA merged, on every rank.
+        """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged, on every rank.
 
-        All ranks have to take all of them, in step: a layer is gathered when its first weight is
-        asked for and freed after its last. The tensors are copies, and the caller's.
+        Every rank must consume all tensors, in step with the other ranks. A layer is gathered when
+        its first weight is requested and freed after its last. The tensors are copies that the
+        caller owns.
         """
         for unit in self.units:
             unit.unshard()
@@ -266,9 +272,12 @@ class ShardedTrainEngine(TorchTrainEngine):
         return found.clone() if found is tensor else found
 
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> BackgroundSave:
-        """Each rank writes its own rows (``master-00001-of-00002.safetensors`` ...), rank 0 the
-        rest. ``copy``: this rank's state is copied to CPU memory first, and is written while
-        training goes on; the save before is waited for, so there is one at a time."""
+        """Write this rank's rows (``master-00001-of-00002.safetensors`` ...); rank 0 also writes
+        the other files.
+
+        ``copy``: the state is copied to CPU memory first and written while training continues. A
+        previous save is awaited before this one starts, so at most one is running.
+        """
         assert isinstance(self.optimizer, ShardedOptimizer)
         if self._save_group is None:
             self._save_group = _saving_group(self.ranks.group, self.device)
@@ -281,8 +290,10 @@ class ShardedTrainEngine(TorchTrainEngine):
 
 
 def _saving_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
-    """A gloo group of the same ranks, with the same limit of time, that nothing else uses: a thread
-    may talk there while training talks on their own."""
+    """Return a gloo group of the same ranks with the same timeout, for saves only.
+
+    A background thread can use it while training communicates on the original group.
+    """
     assert group is not None
     return new_group(
         get_process_group_ranks(group),
@@ -293,7 +304,7 @@ def _saving_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
 
 
 def _is_tied(model: nn.Module, embedding: nn.Module) -> bool:
-    """Whether another module of the model reads the embedding's weight."""
+    """Return whether another module of the model reads the embedding's weight."""
     inside = set(embedding.modules())
     return any(
         parameter is own
@@ -305,12 +316,12 @@ def _is_tied(model: nn.Module, embedding: nn.Module) -> bool:
 
 
 def _names_of_units(model: nn.Module, units: list[FSDPModule]) -> dict[FSDPModule, set[str]]:
-    """The parameters that each unit gathers, by the model's names."""
+    """Return the names of the parameters that each unit gathers."""
     left = {name for name, _ in model.named_parameters()}
     modules = {cast(FSDPModule, module): name for name, module in model.named_modules()}
     names: dict[FSDPModule, set[str]] = {}
     for unit in units:
-        prefix = f"{modules[unit]}." if unit in modules else ""  # the root's are what is left
+        prefix = f"{modules[unit]}." if unit in modules else ""  # the root has the rest
         names[unit] = {name for name in left if name.startswith(prefix)}
         left -= names[unit]
     return names

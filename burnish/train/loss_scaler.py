@@ -1,9 +1,9 @@
-"""Loss scaling for fp16: how large the loss is made before backward so that small gradients do not
-vanish.
+"""Loss scaling for fp16: multiply the loss before backward so that small gradients do not
+underflow.
 
-fp16 holds nothing below 2^-24, and gradients of a language model are often smaller. The loss is
-multiplied by ``scale`` before backward, so every gradient is; it is divided again in fp32 before
-the norm is taken. A gradient that overflows by it skips its step.
+fp16 represents nothing below 2^-24, and gradients of a language model are often smaller. The loss,
+and with it every gradient, is multiplied by ``scale`` before backward. Gradients are divided by
+``scale`` in fp32 before the norm is computed. If a scaled gradient overflows, the step is skipped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ State = dict[str, float | int]
 
 
 class LossScaleFloorError(BurnishError, ArithmeticError):
-    """A gradient overflowed with the loss scale at its minimum: a smaller scale will not cure
-    it."""
+    """A gradient overflowed with the loss scale at its minimum, so reducing the scale cannot
+    help."""
 
 
 class LossScaler(Protocol):
-    """Decides the loss scale from whether gradients overflowed."""
+    """Controller of the loss scale, updated with whether gradients overflowed."""
 
     @property
     def scale(self) -> float:
@@ -35,7 +35,7 @@ class LossScaler(Protocol):
         ...
 
     def update(self, overflow: bool) -> None:
-        """Take note of one optimizer step: whether its gradient was not finite."""
+        """Record one optimizer step. ``overflow``: its gradient was not finite."""
         ...
 
     def state_dict(self) -> State:
@@ -43,12 +43,12 @@ class LossScaler(Protocol):
         ...
 
     def load_state_dict(self, state: State) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
         ...
 
 
 class StaticLossScaler:
-    """A constant scale. An overflow changes nothing here; its step is still skipped."""
+    """A constant scale. An overflow does not change it; the step is still skipped."""
 
     adapts = False
 
@@ -67,14 +67,16 @@ class StaticLossScaler:
 
 
 class DynamicLossScaler:
-    """As large a scale as the gradients allow: halved when they overflow, doubled when they do not.
+    """A scale as large as the gradients allow: halved on overflow, doubled after a window without
+    any.
 
-    With w = ``loss_scale_window``: the scale doubles at clean step w + 1 after the last overflow
-    (or the start), and at every w-th clean step from there. An overflow halves it at once if
-    ``hysteresis`` - 1 overflows came before it since the last growth; those came free, except that
-    each skipped its step. ``consecutive_hysteresis`` gives the free ones back at every clean step.
-    The same decisions, step by step, as DeepSpeed's ``DynamicLossScaler`` (a test asks both);
-    torch's ``GradScaler`` grows one step earlier and has no hysteresis and no floor.
+    With w = ``loss_scale_window``, the scale first doubles at clean step w + 1 after the last
+    overflow (or the start). It doubles again at every w-th clean step from there. An overflow
+    halves the scale if at least ``hysteresis`` - 1 overflows preceded it since the last growth.
+    Those earlier overflows only skip their steps. ``consecutive_hysteresis`` resets this count at
+    every clean step. Every decision equals that of DeepSpeed's ``DynamicLossScaler`` (a test
+    compares both). torch's ``GradScaler`` grows one step earlier and has no hysteresis and no
+    floor.
     """
 
     adapts = True
@@ -94,14 +96,14 @@ class DynamicLossScaler:
         self.min_loss_scale = min_loss_scale
         self.consecutive_hysteresis = consecutive_hysteresis
         self._left = hysteresis
-        """Overflows until the scale is halved; 1: the next one."""
+        """Number of overflows until the scale is halved; 1: the next one."""
         self._clean_steps = 0
-        """Since the last overflow, or the start."""
+        """Clean steps since the last overflow, or since the start."""
 
     def update(self, overflow: bool) -> None:
-        """Take note of one optimizer step.
+        """Record one optimizer step.
 
-        Raises LossScaleFloorError, with nothing changed, if the scale would have to go below
+        Raises LossScaleFloorError, with no state changed, if the scale would fall below
         ``min_loss_scale``.
         """
         if overflow:
@@ -121,25 +123,26 @@ class DynamicLossScaler:
     def _on_clean_step(self) -> None:
         if self.consecutive_hysteresis:
             self._left = self.hysteresis
-        # Counted before this step is added: growth comes with the step after a full window.
+        # Tested before this step is counted: growth comes with the step after a full window.
         if self._clean_steps > 0 and self._clean_steps % self.loss_scale_window == 0:
             self._left = self.hysteresis
             self.scale *= 2
         self._clean_steps += 1
 
     def state_dict(self) -> State:
-        """Scale, free overflows left, clean steps since the last overflow."""
+        """Return the scale, the overflows left until it is halved, and the clean steps since the
+        last overflow."""
         return {"scale": self.scale, "left": self._left, "clean_steps": self._clean_steps}
 
     def load_state_dict(self, state: State) -> None:
-        """Take back what :meth:`state_dict` gave."""
-        self.scale = max(float(state["scale"]), self.min_loss_scale)  # the floor may be a new one
+        """Restore the result of :meth:`state_dict`."""
+        self.scale = max(float(state["scale"]), self.min_loss_scale)  # the floor may have changed
         self._left = min(int(state["left"]), self.hysteresis)
         self._clean_steps = int(state["clean_steps"])
 
 
 def make_loss_scaler(config: PrecisionConfig) -> LossScaler:
-    """The scaler that a recipe asks for; a constant 1 for all but fp16."""
+    """Return the scaler that a recipe selects; a constant 1 for every dtype except fp16."""
     if config.dtype != "fp16":
         return StaticLossScaler()
     if config.loss_scale:

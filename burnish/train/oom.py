@@ -1,4 +1,4 @@
-"""Makes micro-batches smaller after one ran out of memory."""
+"""Reduction of micro-batches after a pass ran out of memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ log = logging.getLogger("burnish")
 
 
 class MicroBatchBackoff:
-    """``train.on_oom=retry_smaller``: micro-batches that do not fit are halved, and no larger one
-    is tried again."""
+    """Backoff for ``train.on_oom=retry_smaller``: micro-batches that do not fit are halved, and
+    later micro-batches are limited to that size."""
 
     def __init__(self, layout: Layout, *, forget: Callable[[], None]) -> None:
-        """``forget``: clears the gradient, of which a failed pass has added an unknown part."""
+        """``forget``: clears the gradient, because the contribution of a failed pass to it is
+        unknown."""
         self.layout, self.forget = layout, forget
         self.most_tokens: int | None = None
-        """Computed tokens that a pass may have; None: as many as there are."""
+        """Limit on the computed tokens of a pass; None: no limit."""
         self._retries = 0
 
     def try_reduce(self, error: Exception, batch: Batch, rows: Sequence[int]) -> bool:
-        """Return whether a pass over ``rows`` that raised ``error`` can be tried with less; from
-        then on :meth:`parts` gives less."""
+        """Return whether a pass over ``rows`` that raised ``error`` can be retried with less. If
+        so, lower the limit that :meth:`parts` applies."""
         if not is_out_of_memory(error):
             return False
         tokens = computed_tokens(batch, rows, self.layout)
@@ -48,7 +49,8 @@ class MicroBatchBackoff:
         return True
 
     def parts(self, batch: Batch, rows: list[int]) -> Iterator[list[int]]:
-        """A micro-batch, in halves and their halves where it is too large; units stay whole."""
+        """Yield a micro-batch, halved repeatedly while it exceeds the limit. Units are never
+        split."""
         small = self.most_tokens is None or len(rows) <= batch.rows_per_unit
         if small or computed_tokens(batch, rows, self.layout) <= (self.most_tokens or 0):
             yield rows
@@ -57,12 +59,12 @@ class MicroBatchBackoff:
             yield from self.parts(batch, half)
 
     def taken(self) -> int:
-        """Retries since the last call."""
+        """Return the number of retries since the last call."""
         retries, self._retries = self._retries, 0
         return retries
 
 
 def _halves(rows: Sequence[int], unit: int) -> tuple[list[int], list[int]]:
-    """Cut between two units (``unit`` rows that stay together)."""
+    """Split ``rows`` between two units (``unit`` rows that stay together)."""
     middle = (len(rows) // unit + 1) // 2 * unit
     return list(rows[:middle]), list(rows[middle:])

@@ -1,10 +1,15 @@
-"""The optimizer: fp32 master weights, fp32 gradient sums, loss scaling, AdamW, schedules, clipping,
+"""Optimizer: fp32 master weights, fp32 gradient sums, loss scaling, AdamW, schedules, clipping and
 EMA.
 
-Model state per trained parameter: fp32 training 4 (weight) + 4 (gradient) + 8 (moments) = 16
-bytes; fp16 and bf16 2 (weight) + 4 (gradient sum) + 4 (master) + 8 (moments) = 18, and for a moment
-2 more per gradient in flight. With ``grad_accum_dtype`` = the compute format 2 + 2 + 4 + 8 = 16,
-and 4 for the gradient in the step. Gradients are there from backward to step only.
+Model state per trained parameter:
+
+- fp32 training: 4 (weight) + 4 (gradient) + 8 (moments) = 16 bytes.
+- fp16 and bf16: 2 (weight) + 4 (gradient sum) + 4 (master) + 8 (moments) = 18 bytes, plus 2 bytes
+  per gradient in flight.
+- ``grad_accum_dtype`` equal to the compute dtype: 2 + 2 + 4 + 8 = 16 bytes, plus 4 for the gradient
+  during the step.
+
+Gradients are allocated from backward to step only.
 """
 
 from __future__ import annotations
@@ -29,10 +34,10 @@ from burnish.train.tensor_parallel import TensorParallelPlan
 
 
 def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
-    """Learning rate at optimizer step ``step`` (from 0) as a fraction of the peak.
+    """Return the learning rate at optimizer step ``step`` (from 0) as a fraction of the peak.
 
-    Warm-up rises linearly over ``ceil(lr_warmup_ratio x total)`` steps and already moves at step
-    0; after it the shape runs to ``total_steps``.
+    Warm-up is linear over ``ceil(lr_warmup_ratio x total)`` steps and is above 0 at step 0. After
+    warm-up the schedule runs to ``total_steps``.
     """
     warmup = math.ceil(config.lr_warmup_ratio * total_steps)
     if step < warmup:
@@ -50,13 +55,13 @@ def lr_factor(step: int, config: TrainConfig, total_steps: int) -> float:
 
 
 MEASURED_FROM = 0.5
-"""Sum of the learning rates of the steps from which on the size of the weights is measured."""
+"""Weights are measured once the learning rates of all steps taken so far add up to this sum."""
 MAX_GROWTH = 100.0
-"""Weights that are this many times as large as at the start hold nothing of what they were."""
+"""Weights that are this many times as large as at the start have lost their pretrained values."""
 
 
 class EngineOptimizer(Protocol):
-    """The gradients and the trained state of an engine."""
+    """Gradients and trained state of an engine."""
 
     @property
     def scaler(self) -> LossScaler:
@@ -65,8 +70,8 @@ class EngineOptimizer(Protocol):
 
     @property
     def loss_factor(self) -> float:
-        """Factor by which ``backward`` multiplies a loss: the loss scale, and factors that a
-        library divides gradients by."""
+        """Factor by which ``backward`` multiplies a loss: the loss scale times any factor by which
+        a library divides gradients."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -74,9 +79,9 @@ class EngineOptimizer(Protocol):
         ...
 
     def step(self, version: int, *, finite_loss: bool, ranks: RankGroup) -> StepStats:
-        """Sum over ranks, unscale, check, clip, step, and clear the gradient. ``version``: steps
-        taken so far. ``finite_loss``: the same on all ranks.
+        """Sum over ranks, unscale, check, clip, step, and clear the gradient.
 
+        ``version``: number of steps taken so far. ``finite_loss``: must be the same on all ranks.
         If the loss or the gradient is not finite, only the loss scale changes.
         """
         ...
@@ -91,17 +96,18 @@ class EngineOptimizer(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Read this rank's part of a saved state. Raises ValueError if it is of another model."""
+        """Read this rank's part of a saved state. Raises ValueError if the state is of another
+        model."""
         ...
 
 
 class Optimizer:
-    """AdamW over a model's trainable parameters, in fp32 whatever format the model computes in.
+    """AdamW over a model's trainable parameters, in fp32 for every compute dtype.
 
-    With fp16 and bf16 the weights that come in become the fp32 masters, and the model gets rounded
-    ones. Gradients of fp32 models live in ``parameter.grad``; for half precision every
-    micro-batch's gradient is added to an fp32 sum as soon as it is complete and its
-    half-precision form is freed.
+    With fp16 and bf16 the loaded weights become the fp32 masters and the model gets rounded copies.
+    Gradients of fp32 models are stored in ``parameter.grad``. For half precision with fp32 sums,
+    each micro-batch's gradient is added to an fp32 sum as soon as it is complete; its
+    half-precision copy is then freed.
     """
 
     def __init__(
@@ -114,7 +120,7 @@ class Optimizer:
         precision: PrecisionConfig = PrecisionConfig(),
         tp_plan: TensorParallelPlan | None = None,
     ) -> None:
-        """``tp_plan``: of a model that a team of ranks computes together."""
+        """``tp_plan``: tensor-parallel plan, if several ranks compute the model together."""
         self.tp_plan = tp_plan
         self.config, self.peak_lr, self.total_steps = config, lr, total_steps
         self.scaler: LossScaler = make_loss_scaler(precision)
@@ -124,11 +130,11 @@ class Optimizer:
             *[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True
         )
         self.half = precision.dtype != "fp32"
-        """The model has half-precision weights of its own, beside the masters."""
+        """Whether the model has half-precision weights in addition to the masters."""
         self.rows: dict[str, tuple[int, int]] = {}
-        """[begin, end) of the rows that this rank has of a parameter; not there: all."""
+        """[begin, end) of this rank's rows of a parameter; a missing name means all rows."""
         self.shapes = {n: tuple(p.shape) for n, p in zip(self.names, self.params, strict=True)}
-        """Of whole parameters."""
+        """Shapes of the full parameters."""
         if tp_plan is not None:
             own = {n: (0, shape[0]) for n, shape in self.shapes.items() if shape}
             self.rows = {name: tp_plan.rows(name, rows) for name, rows in own.items()}
@@ -149,10 +155,10 @@ class Optimizer:
         )
         self.ema = [m.detach().clone() for m in self.masters] if config.ema_decay else None
         self._start_norms, self._moved = self._norms(), 0.0
-        """Norms of the weights at the start, on their device: read only if they are needed."""
+        """Norms of the initial weights, kept on their device and read only if needed."""
 
     def _take_masters(self, dtype: torch.dtype) -> list[Tensor]:
-        """The fp32 weights that are stepped; the model computes in ``dtype``."""
+        """Return the fp32 weights that the optimizer steps; the model computes in ``dtype``."""
         for parameter in self.params:
             parameter.data = parameter.data.float()
         masters: list[Tensor] = [p.detach() if self.half else p for p in self.params]
@@ -178,11 +184,11 @@ class Optimizer:
     def step(
         self, version: int, *, finite_loss: bool = True, ranks: RankGroup = SINGLE
     ) -> StepStats:
-        """Sum over ranks, unscale, check, clip and step. Where the loss or the gradient is not
-        finite nothing moves but the loss scale. Clears the gradient.
+        """Sum over ranks, unscale, check, clip and step; then clear the gradient.
 
-        All ranks see the same sum, so all decide and move alike; ``finite_loss`` has to be the
-        same on all.
+        If the loss or the gradient is not finite, only the loss scale changes. All ranks see the
+        same sum and therefore make the same decision. ``finite_loss`` must be the same on all
+        ranks.
         """
         grads, scale = self.gradients(ranks), self.scaler.scale
         if grads and scale != 1.0:
@@ -212,10 +218,12 @@ class Optimizer:
         )
 
     def _growth(self, ranks: RankGroup) -> float:
-        """Size of the trained weights over that at the start (root mean squares, at least 1e-3).
+        """Return the size of the trained weights relative to the start (ratio of root mean squares,
+        the latter at least 1e-3).
 
-        AdamW moves a weight by about the learning rate in a step. So nothing is measured before the
-        rates of the steps so far add up to :data:`MEASURED_FROM`, which usual rates never reach.
+        AdamW changes a weight by about the learning rate per step. Weights are therefore not
+        measured before the rates of all steps add up to :data:`MEASURED_FROM`, which usual rates
+        never reach.
         """
         if self._moved < MEASURED_FROM or not self.masters:
             return 1.0
@@ -230,11 +238,11 @@ class Optimizer:
 
     @torch.no_grad()
     def _norms(self) -> Sequence[Tensor]:
-        """Norm of each trained weight, of what is here of it."""
+        """Return the norm of each trained weight, over the entries that this rank holds."""
         return torch._foreach_norm(self.masters, dtype=torch.float64) if self.masters else ()
 
     def _update_scale(self, overflow: bool) -> bool:
-        """Return whether the scale could go where it has to."""
+        """Update the loss scale; return False if it would have to fall below its floor."""
         try:
             self.scaler.update(overflow)
         except LossScaleFloorError:
@@ -243,8 +251,8 @@ class Optimizer:
 
     @torch.no_grad()
     def gradients(self, ranks: RankGroup = SINGLE) -> list[Tensor]:
-        """The fp32 gradient of the step so far, summed over ranks, still multiplied by the loss
-        scale; of the parameters that have one on any rank."""
+        """Return the fp32 gradient since the last step, summed over ranks, still multiplied by the
+        loss scale. Contains the parameters that have a gradient on any rank."""
         if self.half and not self.sums_fp32:
             for master, parameter in zip(self.masters, self.params, strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -252,7 +260,7 @@ class Optimizer:
         if ranks.size > 1:
             somewhere = ranks.any_across([m.grad is not None for m in self.masters])
             for master, there in zip(self.masters, somewhere, strict=True):
-                if there and master.grad is None:  # no row of this rank reached it
+                if there and master.grad is None:  # no row of this rank used it
                     master.grad = torch.zeros_like(master)
         grads = [m.grad for m in self.masters if m.grad is not None]
         if self.tp_plan is None:
@@ -267,14 +275,15 @@ class Optimizer:
         return {name: m.grad for name, m in pairs if m.grad is not None}
 
     def _norm(self, grads: Sequence[Tensor], ranks: RankGroup) -> Tensor:
-        """L2 norm of the whole gradient, the same bits on every rank."""
+        """Return the L2 norm of the full gradient, bitwise equal on every rank."""
         if self.tp_plan is not None:
             return self.tp_plan.norm(self._named_gradients(), self.tp_plan.model_parallel)
         return torch.nn.utils.get_total_norm(grads)
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Masters into the model's half-precision weights, and into the moving average."""
+        """Copy the masters into the model's half-precision weights and update the moving
+        average."""
         if self.half:
             torch._foreach_copy_(list(self.params), self.masters)
         if self.ema is not None:
@@ -282,12 +291,12 @@ class Optimizer:
             torch._foreach_lerp_(self.ema, self.masters, 1.0 - self.config.ema_decay)
 
     def zero_grad(self) -> None:
-        """Forget and free the gradient."""
+        """Free the gradient."""
         for master, parameter in zip(self.masters, self.params, strict=True):
             master.grad = parameter.grad = None
 
     def broken_master(self) -> str | None:
-        """Name of a trained parameter that is not finite, if there is one."""
+        """Return the name of a trained parameter that is not finite, if any."""
         for name, master in zip(self.names, self.masters, strict=True):
             if not bool(master.isfinite().all()):
                 return str(name)
@@ -295,7 +304,7 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the state of all ranks together."""
+        """Size of the state of all ranks together, in bytes."""
         return sum(
             t.element_size() * (math.prod(self.shapes[name]) if t.ndim else 1)
             for tensors in self.tensors().values()
@@ -303,7 +312,7 @@ class Optimizer:
         )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of a checkpoint, by kind and parameter name; they are not copied."""
+        """Return the tensors of a checkpoint, by kind and parameter name, without copying them."""
         kinds: dict[str, dict[str, Tensor]] = {
             "master": {},
             "exp_avg": {},
@@ -319,14 +328,14 @@ class Optimizer:
         return kinds
 
     def load(self, folder: Path) -> None:
-        """Restore the tensors of a checkpoint, of which only this rank's rows are read. Raises
-        ValueError if they are of another model."""
+        """Restore the tensors of a checkpoint; read only this rank's rows. Raises ValueError if the
+        checkpoint is of another model."""
         self.load_tensors(tensor_sets(folder))
 
     @torch.no_grad()
     def load_tensors(self, kinds: Mapping[str, TensorFiles]) -> None:
-        """Take back :meth:`tensors`, of which only this rank's rows are read. Raises ValueError
-        if names or shapes are not this model's."""
+        """Restore the output of :meth:`tensors`; read only this rank's rows. Raises ValueError if
+        names or shapes differ from this model's."""
         have = kinds["master"]
         if set(have) != set(self.names):
             odd = sorted(set(have) ^ set(self.names))[:3]
@@ -347,7 +356,7 @@ class Optimizer:
                 state = {k: value.to(master.device, copy=True) for k, value in read.items()}
                 step = kinds["step"].read(name).to(master.device, torch.float32, copy=True)
                 self.adamw.state[master] = {**state, "step": step}
-            if self.ema is not None:  # one switched on since then starts from these weights
+            if self.ema is not None:  # an EMA enabled after that save starts from these weights
                 self.ema[i].copy_(self._own(kinds.get("ema", have), name))
         if self.half:
             torch._foreach_copy_(list(self.params), self.masters)
@@ -359,8 +368,10 @@ class Optimizer:
         return read if columns is None else read[:, slice(*columns)]
 
     def tensor_shards(self, *, copy: bool) -> dict[str, dict[str, TensorShard]]:
-        """Return this rank's shards for a checkpoint that several ranks write, on the CPU; with
-        ``copy`` they do not change while training continues. All ranks take part."""
+        """Return this rank's shards, on the CPU, for a checkpoint that several ranks write.
+
+        ``copy``: the shards do not change while training continues. All ranks take part.
+        """
         return {
             kind: {name: self._tensor_shard(name, t, copy=copy) for name, t in tensors.items()}
             for kind, tensors in self.tensors().items()
@@ -378,7 +389,8 @@ class Optimizer:
 
 
 def _adds_to(master: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's complete gradient to the master's fp32 sum and frees it."""
+    """Return a hook that adds a parameter's complete gradient to the master's fp32 sum and frees
+    it."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -1,8 +1,8 @@
-"""This process's place among data-parallel ranks, and the few things that ranks say to each other.
+"""Rank group of a train engine: this process's rank, and the collectives that engines use.
 
-Every method is called by all ranks in the same order (it would wait for ever otherwise) and gives
-all of them the same answer. One rank alone has nothing to say: then every method returns at once,
-and ``torch.distributed`` is not needed.
+All ranks must call the methods in the same order; otherwise a call blocks until the timeout. Every
+method except :meth:`RankGroup.subgroups` returns equal results on all ranks. With one rank every
+method returns immediately and ``torch.distributed`` is not needed.
 """
 
 from __future__ import annotations
@@ -25,33 +25,36 @@ T = TypeVar("T")
 
 
 class CollectiveTimeoutError(BurnishError, RuntimeError):
-    """A rank waited for the others in a collective until the limit. Says how long, and where."""
+    """A rank waited for the others in a collective until the timeout. The message contains the
+    timeout and the collective."""
 
 
 BUCKET_BYTES = 64 << 20
-"""Tensors are summed over ranks this many bytes at a time: few calls, and little extra memory."""
+"""Tensors are summed over ranks in buckets of this many bytes: few calls, and little extra
+memory."""
 
 
 class RankGroup:
-    """The ranks of a ``torch.distributed`` process group; None: one rank, alone."""
+    """The ranks of a ``torch.distributed`` process group; None: a single rank."""
 
     def __init__(
         self, group: ProcessGroup | None = None, *, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self.group = group
-        """What was given."""
+        """The ``torch.distributed`` process group, or None."""
         self._bucket_bytes = bucket_bytes
         self.rank = 0 if group is None else group.rank()
-        """From 0."""
+        """This process's rank in the group, from 0."""
         self.size = 1 if group is None else group.size()
-        """How many ranks there are."""
+        """Number of ranks."""
         self._subgroups: dict[int, tuple[RankGroup, RankGroup]] = {}
 
     def subgroups(self, size: int) -> tuple[RankGroup, RankGroup]:
-        """(this rank's team, its peers) where every ``size`` consecutive ranks, which must divide
-        all of them, are a team. Peers are the ranks with the same place in their teams.
+        """Return (model-parallel group, data-parallel group) of this rank.
 
-        Called by all ranks. Asked twice, the same groups are given.
+        Every ``size`` consecutive ranks form a model-parallel group; ``size`` must divide the
+        number of ranks. A data-parallel group contains the ranks with the same position in their
+        model-parallel groups. All ranks call this. Repeated calls return the same groups.
         """
         if size == 1:
             return SINGLE, self
@@ -64,7 +67,7 @@ class RankGroup:
         return self._subgroups[size]
 
     def _part(self, ranks: Iterable[int]) -> RankGroup:
-        """Some of these ranks, this one among them."""
+        """Return the group of some of these ranks, which include this one."""
         from torch.distributed import get_backend, get_process_group_ranks, new_group
 
         assert self.group is not None
@@ -77,10 +80,11 @@ class RankGroup:
         return RankGroup(group, bucket_bytes=self._bucket_bytes)
 
     def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
-        """Put the sum over ranks into every tensor, in place. Equal shapes and dtypes on all ranks.
+        """Replace every tensor by its sum over ranks, in place. Shapes and dtypes are equal on all
+        ranks.
 
-        Small tensors are copied together into buckets of one dtype and device, so that few calls
-        are made. All ranks end with the same bits.
+        Small tensors of one dtype and device are copied into buckets to reduce the number of calls.
+        The results are bitwise equal on all ranks.
         """
         if self.size == 1:
             return
@@ -92,7 +96,8 @@ class RankGroup:
         return self.any_across([bool(flag)])[0]
 
     def any_across(self, flags: Sequence[bool]) -> list[bool]:
-        """:meth:`any` for several flags at once; as many on every rank."""
+        """Return the result of :meth:`any` for each of several flags; their number is the same on
+        every rank."""
         if self.size == 1 or not flags:
             return list(flags)
         from torch.distributed import ReduceOp, all_reduce
@@ -102,7 +107,7 @@ class RankGroup:
         return [bool(v) for v in values.tolist()]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value``, by rank. For small plain objects."""
+        """Return every rank's ``value``, in rank order. For small plain objects."""
         if self.size == 1:
             return [value]
         from torch.distributed import all_gather_object
@@ -113,8 +118,8 @@ class RankGroup:
 
     @torch.no_grad()
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's ``tensor``, by rank, on the device of the own one. Equal shapes and
-        dtypes."""
+        """Return every rank's ``tensor``, in rank order, on the device of this rank's tensor.
+        Shapes and dtypes are equal on all ranks."""
         if self.size == 1 or not tensor.numel():
             return [tensor] * self.size
         from torch.distributed import all_gather
@@ -125,10 +130,11 @@ class RankGroup:
         return [t.to(tensor.device) for t in found]
 
     def sum_stats(self, stats: Stats) -> Stats:
-        """Stats of all ranks together, as plain numbers: means and sums added, maxima compared.
+        """Return the statistics of all ranks as plain numbers: means and sums are added, maxima
+        compared.
 
-        A rank that measured nothing (it had no rows) adds nothing. Raises ValueError if two
-        ranks measured different things.
+        A rank without measurements (it had no rows) adds nothing. Raises ValueError if two ranks
+        have different names.
         """
         if self.size == 1:
             return stats
@@ -151,7 +157,7 @@ class RankGroup:
             tensor.copy_(total.view(tensor.shape))
 
     def _device(self) -> torch.device:
-        """Where the group wants its tensors: NCCL takes none on the CPU."""
+        """Return the device that the group needs for its tensors. NCCL accepts no CPU tensors."""
         from torch.distributed import get_backend
 
         on_gpu = get_backend(self.group) == "nccl"
@@ -159,8 +165,11 @@ class RankGroup:
 
 
 def timed_out_collective(error: BaseException) -> str | None:
-    """The collective in which a rank waited until gloo's limit, and the module and function that
-    called it. None: ``error`` is about something else."""
+    """Return the collective in which a rank waited until gloo's timeout.
+
+    If the call did not go through ``torch.distributed``, return the calling function and its file.
+    Return None if ``error`` has another cause.
+    """
     if "Timed out waiting" not in str(error):  # gloo raises RuntimeError, without a type of its own
         return None
     frames = [frame for frame in extract_tb(error.__traceback__) if frame.name != "wrapper"]
@@ -173,11 +182,12 @@ def timed_out_collective(error: BaseException) -> str | None:
 
 
 SINGLE = RankGroup()
-"""One process, which is all there is."""
+"""The group of a single process."""
 
 
 def _buckets(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, in order, up to ``most_bytes``; a larger one goes alone."""
+    """Yield tensors of one dtype and device, in order, in buckets of up to ``most_bytes``. A larger
+    tensor is a bucket of its own."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -194,7 +204,7 @@ def _buckets(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor
 
 
 def _check_same_names(by_rank: Sequence[Stats]) -> None:
-    """Every rank that measured anything measured the same."""
+    """Raise ValueError if ranks with measurements have different names."""
     names = [
         {f"{kind} {name}" for kind, mapping in _kinds(stats) for name in mapping}
         for stats in by_rank

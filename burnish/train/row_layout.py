@@ -1,6 +1,6 @@
-"""How rows are laid out and divided into micro-batches, as sizes alone.
+"""Layout of rows and their division into micro-batches, computed from sizes alone.
 
-``batching.py`` moves tokens by these sizes, and the memory planner counts with them.
+``batching.py`` moves tokens by these sizes. The memory planner counts tokens with them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ class RowSize:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A row in a packed row: its tokens from ``skipped`` on are ``[start, start + count)``, and the
-    ``skipped`` ones before them are those of a neighbor at ``prefix_start``."""
+    """Position of a row within a packed row.
+
+    Its tokens from ``skipped`` on are at ``[start, start + count)``. Its first ``skipped`` tokens
+    are those of a neighbor at ``prefix_start``.
+    """
 
     start: int
     count: int
@@ -40,7 +43,7 @@ class PlacedRow:
 
     @property
     def segment(self) -> Segment:
-        """Its queries, and what they read."""
+        """Queries of this row and the tokens that they attend to."""
         return Segment(self.start, self.count, self.prefix_start, self.skipped)
 
 
@@ -60,8 +63,8 @@ def count_tokens(rows: Sequence[RowSize], layout: Layout) -> int:
 
 
 def place_rows(rows: Sequence[RowSize], layout: Layout) -> list[PlacedRow]:
-    """Return where each row is in a packed row. Under ``shared_prefix`` the prompt of neighbors in
-    one group is there once, with the first of them."""
+    """Return the position of each row in a packed row. Under ``shared_prefix``, neighbors in one
+    group share one copy of the prompt, with the first of them."""
     placed: list[PlacedRow] = []
     used = first = 0
     for i, row in enumerate(rows):
@@ -81,7 +84,7 @@ def segments_of(placed: Sequence[PlacedRow]) -> list[Segment]:
 
 
 def by_count(groups: Sequence[RowGroup], size: int | None) -> Iterator[list[RowGroup]]:
-    """Yield micro-batches of ``size`` groups; None: of all."""
+    """Yield micro-batches of ``size`` groups; None: one micro-batch of all groups."""
     for begin in range(0, len(groups), size or len(groups) or 1):
         yield list(groups[begin : begin + (size or len(groups))])
 
@@ -89,8 +92,8 @@ def by_count(groups: Sequence[RowGroup], size: int | None) -> Iterator[list[RowG
 def by_tokens(
     groups: Sequence[RowGroup], max_tokens: float, tokens: Callable[[Sequence[int]], int]
 ) -> Iterator[list[RowGroup]]:
-    """Yield micro-batches of neighbors that stay within the budget, of at least one group.
-    ``tokens``: how many a pass over given rows computes."""
+    """Yield micro-batches of consecutive groups that stay within the budget, of at least one group.
+    ``tokens``: returns the number of tokens that a pass over given rows computes."""
     chosen: list[RowGroup] = []
     for group in groups:
         if chosen and tokens([row for rows in (*chosen, group) for row in rows]) > max_tokens:

@@ -1,9 +1,11 @@
-"""A micro-batch's tokens spread over a team of ranks (``train.engine.sequence_parallel_size``).
+"""Sequence parallelism: a micro-batch's tokens sharded over ranks
+(``train.engine.sequence_parallel_size``).
 
-All ranks of a team have the same rows. The arranged tokens stand in one row, padded to a multiple
-of the team, and each rank computes its stretch of it; log-probs and values are computed where their
-hidden state is and summed, so every rank has all of them, and computes the same loss. A rank's
-gradient is that of its stretch: gradients are summed over all ranks, of all teams.
+All ranks of a sequence-parallel group have the same rows. The arranged tokens form one row, padded
+to a multiple of the group size, and each rank computes one contiguous shard of it. Log-probs and
+values are computed on the rank that has their hidden state, then summed. Every rank therefore has
+all of them and computes the same loss. A rank's gradient is that of its shard. Gradients are summed
+over all ranks of all groups.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from burnish.train.process_group import RankGroup
 from burnish.types import Batch
 
 ATTENDING = {"full_attention", "sliding_attention"}
-"""Kinds of layers whose mixing of tokens is attention's, and exchanged."""
+"""Layer types that mix tokens by attention, which ranks exchange."""
 BY_LENGTH = {"dynamic", "longrope"}
-"""Rotary embeddings that depend on the longest row that is computed, which ranks see parts of."""
+"""Rotary embeddings that depend on the longest computed row, of which each rank has only a part."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class LocalShard:
     position_ids: Tensor  # [1, C]
     plan: SequenceParallelPlan
     begin: int
-    """Where it begins in the whole row."""
+    """Position of the first token in the full row."""
 
 
 def local_shard(arranged: Arranged, model_parallel: RankGroup) -> LocalShard:
-    """The stretch of rank ``model_parallel.rank`` of the arranged tokens."""
+    """Return the shard of the arranged tokens for rank ``model_parallel.rank``."""
     assert model_parallel.group is not None
     tokens, positions = arranged.input_ids.flatten(), arranged.position_ids.flatten()
     plan = arranged.plan
@@ -62,9 +64,12 @@ def local_shard(arranged: Arranged, model_parallel: RankGroup) -> LocalShard:
 
 
 def parallel_groups(engine: TorchEngine, ranks: RankGroup) -> tuple[RankGroup, RankGroup]:
-    """(the ranks that compute the same rows as this one, the ranks that compute other rows with the
-    same part in them). Raises ValueError where the ranks do not make whole teams, or both tokens
-    and layers are to be shared out."""
+    """Return (ranks that compute the same rows as this one, ranks that compute other rows with the
+    same part of them).
+
+    Raises ValueError if the number of ranks is not a multiple of the group size, or if both tensor
+    and sequence parallelism are set.
+    """
     if engine.parallel_problem is not None:
         raise ValueError(f"train.engine: {engine.parallel_problem}")
     size = engine.ranks_per_row
@@ -85,7 +90,8 @@ def make_forward(
     temperature: float,
     model_parallel: RankGroup,
 ) -> Forward:
-    """What computes micro-batches; ``model_parallel``: the ranks that have the same rows."""
+    """Return the forward pass over micro-batches. ``model_parallel``: the ranks that have the same
+    rows."""
     if cast(TorchEngine, train.engine).sequence_parallel_size == 1:
         return Forward(model, role, train, temperature=temperature)
     return SequenceParallelForward(
@@ -94,8 +100,8 @@ def make_forward(
 
 
 class SequenceParallelForward(Forward):
-    """A micro-batch computed by a team of ranks together. All of them call it at the same time with
-    the same rows, and get the same outputs."""
+    """Forward pass of a micro-batch computed jointly by a group of ranks. All of them call it at
+    the same time with the same rows and get the same outputs."""
 
     def __init__(
         self,
@@ -129,7 +135,8 @@ class SequenceParallelForward(Forward):
         return tuple(sum_over(group, values) for values in found)
 
     def _check_asked(self, plan: SequenceParallelPlan) -> None:
-        """Once: every layer's attention has exchanged its tokens."""
+        """Raise ModelError, on the first pass, unless every layer's attention exchanged its
+        tokens."""
         asked, layers = len(plan.layers), int(_text(self.body.config).num_hidden_layers)
         if not self._checked and asked != layers:
             raise ModelError(
@@ -141,7 +148,7 @@ class SequenceParallelForward(Forward):
 
 
 def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
-    """Raise ModelError where a team of ``size`` cannot share the attention of a model of this
+    """Raise ModelError if ``size`` ranks cannot share the attention of a model with this
     HuggingFace ``config``."""
     text = _text(config)
     values = text.to_dict()
@@ -169,5 +176,5 @@ def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
 
 
 def _text(config: PretrainedConfig) -> PretrainedConfig:
-    """Of the language model, where there are others beside it."""
+    """Return the config of the language model of a composite model."""
     return config.get_text_config()

@@ -1,8 +1,8 @@
-"""State of a sharded model's ranks: each keeps and saves its own rows of the weights, gradients and
+"""State of a sharded model on one rank: it holds and saves its own rows of weights, gradients and
 moments.
 
-FSDP2 cuts every parameter along its first dimension: rank r of n has rows ``[r * c, (r + 1) * c)``
-with c = ceil(rows / n), and the last ranks may have fewer or none.
+FSDP2 shards every parameter along its first dimension: rank r of n has rows ``[r * c, (r + 1) *
+c)`` with c = ceil(rows / n). The last ranks may have fewer rows or none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from burnish.train.process_group import SINGLE, RankGroup
 
 
 def own_rows(parameter: Tensor) -> Rows:
-    """[begin, end) of the rows of a sharded parameter that this rank holds."""
+    """Return [begin, end) of the rows of a sharded parameter that this rank holds."""
     sharded = cast(DTensor, parameter)
     mesh, rows = sharded.device_mesh, sharded.shape[0]
     each, rank = -(-rows // mesh.size()), mesh.get_local_rank()
@@ -33,19 +33,19 @@ def own_rows(parameter: Tensor) -> Rows:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded parameter or gradient; the same memory."""
+    """Return this rank's rows of a sharded parameter or gradient; they share its memory."""
     return cast(DTensor, tensor).to_local()
 
 
 class ShardedOptimizer(Optimizer):
-    """The same optimizer over this rank's rows, which are its fp32 masters.
+    """Optimizer over this rank's rows, which are its fp32 masters.
 
-    FSDP2 gathers the weights rounded to the compute format and sums gradients over ranks in fp32,
-    so there is no second copy of the weights and nothing is left to sum in a step but the norm.
+    FSDP2 gathers the weights rounded to the compute dtype and sums gradients over ranks in fp32.
+    There is therefore no second copy of the weights, and a step only sums the norm over ranks.
     """
 
     def _take_masters(self, dtype: torch.dtype) -> list[Tensor]:
-        self.half = False  # half-precision weights are there in a gathered layer only
+        self.half = False  # half-precision weights exist in gathered layers only
         self.rows = {n: own_rows(p) for n, p in zip(self.names, self.params, strict=True)}
         if self.tp_plan is not None:
             self.rows = {name: self.tp_plan.rows(name, rows) for name, rows in self.rows.items()}
@@ -53,7 +53,8 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gradients(self, ranks: RankGroup = SINGLE) -> list[Tensor]:
-        """This rank's rows of the fp32 gradient, which are summed over ranks already."""
+        """Return this rank's rows of the fp32 gradient, which FSDP2 has already summed over
+        ranks."""
         for master, parameter in zip(self.masters, self.params, strict=True):
             master.grad = None if parameter.grad is None else local(parameter.grad)
         if self.tp_plan is not None:
@@ -70,10 +71,10 @@ class ShardedOptimizer(Optimizer):
 
 
 class BackgroundSave:
-    """A checkpoint that is being written while training goes on.
+    """Checkpoint that is written in the background while training continues.
 
-    Each rank's thread writes its own files; then the ranks tell each other how it went, over a
-    process group of their own, and rank 0 calls ``finish``, which makes the checkpoint whole.
+    Each rank's thread writes its own files. The ranks then exchange errors over a separate process
+    group. Rank 0 calls ``finish``, which completes the checkpoint.
     """
 
     def __init__(
@@ -92,15 +93,15 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Return whether this rank's part is over, for good or ill."""
+        """Return whether this rank's thread has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Until it is over, for good or ill."""
+        """Wait until this rank's thread has ended, successfully or not."""
         self._thread.join()
 
     def wait(self) -> None:
-        """Until the checkpoint is whole. Raises OSError, on all ranks, if one could not
+        """Wait until the checkpoint is complete. Raises OSError on all ranks if one could not
         write."""
         self.join()
         if self._error is not None:
@@ -110,17 +111,18 @@ class BackgroundSave:
         try:
             self._together(self._write)
             self._together(self._finish if self._group.rank() == 0 else lambda: None)
-        except BaseException as error:  # told by wait(), in the thread that asks
+        except BaseException as error:  # raised by wait(), in the calling thread
             self._error = error
         finally:
             self._tensor_shards = {}
 
     def _together(self, work: Callable[[], Any]) -> None:
-        """Do this rank's work and wait for the others'. Raises OSError if one failed."""
+        """Run this rank's work and wait for that of the other ranks. Raises OSError if one
+        failed."""
         problem: str | None = None
         try:
             work()
-        except Exception as error:  # the other ranks wait for an answer
+        except Exception as error:  # the other ranks wait for the result
             problem = f"rank {self._group.rank()}: {type(error).__name__}: {error}"
         problems: list[str | None] = [None] * self._group.size()
         all_gather_object(problems, problem, group=self._group)

@@ -1,4 +1,4 @@
-"""The settings of one train engine: its role, its model, and the options that engines read."""
+"""Settings of one train engine: its role, its model, and the options that engines read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from burnish.train.base import Role
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """All that an engine is built from, except the model itself."""
+    """All inputs of an engine except the model itself."""
 
     role: Role
     train: TrainConfig
     model: ModelConfig
-    """Where the model comes from."""
+    """Source of the model."""
     micro_batch_size: int | None = None
-    """Rows (units) per pass; None with a token budget, or to take all at once."""
+    """Rows (units) per pass; None with a token budget, or for a single pass over all rows."""
     total_steps: int = 1
-    """Optimizer steps of the whole run, for the schedule."""
+    """Total optimizer steps of the run, for the schedule."""
     lr: float | None = None
     """Peak learning rate. None: ``train.lr``."""
     temperature: float = 1.0
@@ -35,27 +35,29 @@ class EngineSpec:
     trainable: bool = True
     """False: no optimizer (reference and reward models)."""
     precision: PrecisionConfig = PrecisionConfig()
-    """Number formats and loss scaling. The model may come in any format: trained weights in fp32
-    become the masters as they are."""
+    """Number formats and loss scaling. The model may be loaded in any format: trained fp32 weights
+    become the masters unchanged."""
     dtype: Dtype | None = None
-    """Compute format of a frozen model that has its own. None: the precision's."""
+    """Compute dtype of a frozen model that has its own. None: that of ``precision``."""
     distill_target: DistillTargetSpec | None = None
-    """What a student learns from."""
+    """Distillation target of a student."""
     seed: int = 0
-    """Of the run: new adapters and dropout on a cluster's workers."""
+    """Seed of the run, for new adapters and for dropout on a cluster's workers."""
     recipe_model: ModelConfig | None = None
-    """The model as the recipe names it, where ``model`` has full paths instead. Checkpoints hold
-    this, so that they may move with the folder that holds the recipe and the base of a LoRA."""
+    """The model with the path of the recipe, if ``model`` has absolute paths instead. Checkpoints
+    contain this, so that they can move together with the folder of the recipe and the base of a
+    LoRA."""
     dropout: bool = True
-    """Whether training passes have the dropout and router noise of the model's own config."""
+    """Whether training passes use the dropout and router noise of the model's own config."""
 
     def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
-        """The spec with the job's number formats, or its own."""
+        """Return the spec with the job's precision, or with its own dtype if it has one."""
         own = precision if self.dtype is None else PrecisionConfig(dtype=self.dtype)
         return replace(self, precision=own)
 
     def load_distill_target(self, device: torch.device) -> DistillTarget | None:
-        """:attr:`distill_target` with the teacher's output projection on ``device``."""
+        """Return :attr:`distill_target` with the teacher's output projection on ``device``, or
+        None."""
         chunk = chunk_tokens(self.train.logprob_chunk_tokens, device.type)
         return (
             None

@@ -1,13 +1,15 @@
 """Format of a train engine's checkpoint on disk.
 
-For every engine: ``engine.json`` and ``hf/`` (the second half of this file). For engines that hold
-their state in flat shards also the tensors; the files are those of
-:class:`burnish.train.torch.TorchTrainEngine`: ``master``, ``exp_avg``,
-``exp_avg_sq``, ``step`` and perhaps ``ema`` ``.safetensors`` by parameter name,
-``buffer.safetensors`` (persistent buffers, in their own formats), ``engine.json`` and ``hf/``.
-So a run may change its engine, its ZeRO stage and its number of ranks. :class:`Shards` says which
-entries of which parameter a rank holds, :class:`ShardedState` saves and loads them, one parameter
-at a time.
+Files: ``master``, ``exp_avg``, ``exp_avg_sq``, ``step`` and optionally ``ema`` ``.safetensors`` by
+parameter name, ``buffer.safetensors`` (persistent buffers, in their own dtypes), ``engine.json``
+and ``hf/``. All engines write the files of :class:`burnish.train.torch.TorchTrainEngine`, so a run
+may change its engine, its ZeRO stage and its number of ranks. Exception: several FSDP2 or
+tensor-parallel ranks each write their own files (``master-00001-of-00002.safetensors`` ...), which
+:meth:`ShardedState.load` (DeepSpeed) does not read.
+
+:class:`Shards` maps each rank to the entries of each parameter that it holds. :class:`ShardedState`
+saves and loads the tensors of engines with flat shards, one parameter at a time. The second half of
+this module reads and writes ``engine.json`` and ``hf/`` for every engine.
 """
 
 from __future__ import annotations
@@ -40,32 +42,33 @@ class Shard:
 
     name: str
     shape: Shape
-    """Of the whole parameter."""
+    """Shape of the full parameter."""
     start: int = 0
-    """First entry of the flattened parameter that is here."""
+    """First entry of the flattened parameter that this rank holds."""
     count: int = 0
-    """How many are here (0: none)."""
+    """Number of entries that this rank holds; 0: none."""
     flat: Tensor | None = None
-    """The flat fp32 tensor they stand in; None where none is here."""
+    """Flat fp32 tensor that contains the entries; None if this rank holds none."""
     offset: int = 0
-    """Where they begin in ``flat``."""
+    """Position of the first entry in ``flat``."""
 
     @property
     def numel(self) -> int:
-        """Entries of the whole parameter."""
+        """Number of entries of the full parameter."""
         return torch.Size(self.shape).numel()
 
     def of(self, flat: Tensor) -> Tensor:
-        """[count]: this shard in a tensor laid out as ``self.flat``; a view."""
+        """Return a [count] view of this shard in a tensor with the layout of ``self.flat``."""
         return flat.detach().view(-1)[self.offset : self.offset + self.count]
 
     def slice_of(self, full: Tensor) -> Tensor:
-        """[count]: this shard of a whole parameter."""
+        """Return the [count] entries of this shard in a full parameter."""
         return full.reshape(-1)[self.start : self.start + self.count]
 
 
 class Shards:
-    """All shards of a rank, in the order of the model's parameters; the same names on all ranks."""
+    """All shards of a rank, in the order of the model's parameters. Names are the same on all
+    ranks."""
 
     def __init__(
         self,
@@ -77,16 +80,16 @@ class Shards:
     ) -> None:
         self.all, self.flats, self.ranks = tuple(shards), tuple(flats), ranks
         self.replicated = replicated
-        """Whether every rank holds everything."""
+        """Whether every rank holds all entries."""
 
     @property
     def numel(self) -> int:
-        """Entries of all parameters."""
+        """Number of entries of all parameters."""
         return sum(s.numel for s in self.all)
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the masters to ``weights``: whole parameters, or what is here of them."""
+        """Set the masters to ``weights``: full parameters, or this rank's entries of them."""
         for shard in self.all:
             if shard.name in weights and shard.flat is not None:
                 given = weights[shard.name].reshape(-1)
@@ -96,8 +99,11 @@ class Shards:
                 shard.of(shard.flat).copy_(own)
 
     def whole(self, pick: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """Every parameter's whole tensor, fp32, one at a time. ``pick`` maps a flat master to what
-        is wanted of it (itself, or a moment in the same layout). All ranks take part."""
+        """Yield every parameter's full tensor in fp32, one at a time. All ranks take part.
+
+        ``pick`` maps a flat master to the tensor to gather: the master itself, or a moment in the
+        same layout.
+        """
         for shard in self.all:
             full = torch.zeros(shard.numel)
             if shard.flat is not None:
@@ -108,43 +114,43 @@ class Shards:
 
 
 class ShardedState:
-    """fp32 masters, Adam's moments and the moving average, in shards: what a checkpoint holds."""
+    """Sharded contents of a checkpoint: fp32 masters, Adam's moments and the moving average."""
 
     def __init__(
         self, shards: Shards, adam: MutableMapping[Tensor, dict[str, Any]], ema_decay: float | None
     ) -> None:
-        """``adam``: the state of a torch optimizer over ``shards.flats``."""
+        """``adam``: state of a torch optimizer over ``shards.flats``."""
         self.shards, self.adam, self.ema_decay = shards, adam, ema_decay
         self.ema: dict[int, Tensor] = {}
-        """Moving averages by id of the flat master they follow."""
+        """Moving averages by the id of their flat master."""
         if ema_decay is not None:
             self.ema = {id(flat): flat.detach().clone() for flat in shards.flats}
 
     @torch.no_grad()
     def follow(self) -> None:
-        """The moving average, after a step."""
+        """Update the moving average after a step."""
         if self.ema_decay is not None:
             for flat in self.shards.flats:
                 self.ema[id(flat)].lerp_(flat, 1.0 - self.ema_decay)
 
     @property
     def num_updates(self) -> float | None:
-        """That Adam has made; None before the first, and then there are no moments."""
+        """Number of Adam updates so far; None before the first, when no moments exist."""
         return next((float(s["step"]) for s in self.adam.values() if "step" in s), None)
 
     @property
     def num_bytes(self) -> int:
-        """Size of what :meth:`save` writes."""
+        """Size of the tensors that :meth:`save` writes, in bytes."""
         entries = self.shards.numel * (1 + bool(self.ema))
         if self.num_updates is not None:
             entries += self.shards.numel * len(MOMENTS) + len(self.shards.all)
         return 4 * entries
 
     def save(self, folder: Path, describe: Callable[[], None]) -> None:
-        """Write the tensors, and what ``describe`` writes, into ``folder``.
+        """Write the tensors into ``folder``, then call ``describe``, which writes the other files.
 
-        All ranks take part, and the first writes, one parameter at a time. Raises OSError on all
-        ranks if it cannot.
+        All ranks take part. The first rank writes, one parameter at a time. Raises OSError on all
+        ranks if it cannot write.
         """
         ranks, error = self.shards.ranks, None
         for kind, tensors in self._kinds().items():
@@ -181,8 +187,8 @@ class ShardedState:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Take back what :meth:`save` wrote with any number of ranks: every rank reads its own
-        shards. Raises ValueError for a checkpoint of another model."""
+        """Restore a checkpoint that :meth:`save` wrote with any number of ranks. Every rank reads
+        its own shards. Raises ValueError if the checkpoint is of another model."""
         master = folder / "master.safetensors"
         check_names(master, [(s.name, s.shape) for s in self.shards.all])
         read_into(master, self.shards, lambda flat: flat)
@@ -195,7 +201,7 @@ class ShardedState:
                 self.adam[flat] = {"step": step, **moments}
             for name in MOMENTS:
                 read_into(folder / f"{name}.safetensors", self.shards, partial(self._moment, name))
-        if self.ema:  # one switched on since then starts from these weights
+        if self.ema:  # an EMA enabled after that save starts from these weights
             ema = folder / "ema.safetensors"
             source = ema if ema.is_file() else master
             read_into(source, self.shards, lambda flat: self.ema[id(flat)])
@@ -204,9 +210,9 @@ class ShardedState:
 def write_tensors(
     path: Path, names: Sequence[tuple[str, Shape]], tensors: Iterable[Tensor]
 ) -> None:
-    """A safetensors file of fp32 ``tensors``, taken and written one after another.
+    """Write a safetensors file of fp32 ``tensors``, consuming and writing them one at a time.
 
-    The library's own writer wants all of them in memory at one time.
+    The library's own writer needs all tensors in memory at once.
     """
     header, end = {}, 0
     for name, shape in names:
@@ -221,7 +227,7 @@ def write_tensors(
 
 
 def check_names(path: Path, wanted: Sequence[tuple[str, Shape]]) -> None:
-    """Raise ValueError where the parameters in the file are not the ``wanted`` ones."""
+    """Raise ValueError if names or shapes in the file differ from the ``wanted`` ones."""
     with safe_open(path, framework="pt") as file:
         have = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     names = dict(wanted)
@@ -238,7 +244,11 @@ def check_names(path: Path, wanted: Sequence[tuple[str, Shape]]) -> None:
 
 
 def read_into(path: Path, shards: Shards, pick: Callable[[Tensor], Tensor]) -> None:
-    """This rank's shards from a file, one tensor at a time. ``pick`` as in :meth:`Shards.whole`."""
+    """Read this rank's shards from a file, one tensor at a time.
+
+    ``pick`` maps a flat master to the tensor to fill: the master itself, or a moment in the same
+    layout.
+    """
     with safe_open(path, framework="pt") as file:
         for shard in shards.all:
             if shard.flat is not None:
@@ -246,9 +256,9 @@ def read_into(path: Path, shards: Shards, pick: Callable[[Tensor], Tensor]) -> N
 
 
 def read_step(path: Path) -> float:
-    """The number of updates that Adam has made, of a file with one for each parameter.
+    """Return the number of Adam updates from a file with one count per parameter.
 
-    Raises ValueError if they differ: shards have one count for all that is in them.
+    Raises ValueError if the counts differ: flat shards have a single count.
     """
     with safe_open(path, framework="pt") as file:
         steps = {float(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
@@ -261,7 +271,7 @@ def read_step(path: Path) -> float:
 
 
 class Described(Protocol):
-    """The attributes of a train engine that ``hf/`` is written from."""
+    """Attributes of a train engine that are needed to write ``hf/``."""
 
     model: nn.Module
     body: PreTrainedModel
@@ -272,18 +282,22 @@ class Described(Protocol):
 def write_description(
     folder: Path, engine: Described, text: str, buffers: Mapping[str, Tensor]
 ) -> None:
-    """Write persistent ``buffers`` (the same on all ranks, so one rank writes them), what exports
-    need beside the weights (config, generation config, tokenizer) and, last, ``engine.json`` with
-    ``text``, which makes the checkpoint whole."""
+    """Write persistent ``buffers``, the files that exports need in addition to the weights, and
+    ``engine.json``.
+
+    The export files are config, generation config and tokenizer. Buffers are the same on all ranks,
+    so one rank writes them. ``engine.json`` contains ``text`` and is written last; it marks the
+    checkpoint as complete.
+    """
     if buffers:
         try:
             save_file(dict(buffers), folder / BUFFERS)
-        except SafetensorError as error:  # what the library makes of a full disk
+        except SafetensorError as error:  # raised by the library if the disk is full
             raise OSError(str(error)) from error
     hf = folder / "hf"
-    whole = engine.body if engine.scalar else engine.model  # (of a composite model, all its parts)
+    whole = engine.body if engine.scalar else engine.model  # (a composite model with all parts)
     whole.config.save_pretrained(hf)  # type: ignore[union-attr, operator]
-    if not engine.scalar:  # the tokens that end a response, beside the tokenizer's
+    if not engine.scalar:  # has further end-of-response tokens
         settings = engine.model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
         (hf / "generation_config.json").write_text(settings)
     if engine.tokenizer is not None:
@@ -292,8 +306,8 @@ def write_description(
 
 
 def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
-    """``engine.json``. Raises ValueError for a checkpoint of another role, or of adapters for
-    another base."""
+    """Return the contents of ``engine.json``. Raises ValueError if the checkpoint is missing, of
+    another role, or of adapters for another base."""
     role = spec.role
     if not (folder / "engine.json").is_file():
         raise ValueError(f"{folder.parent} holds no {role}")
@@ -310,15 +324,15 @@ def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
 
 
 def write_together(ranks: RankGroup, write: Callable[[], None] | None) -> None:
-    """Every rank writes what it has to (None: nothing); all return when all have. Raises OSError
-    on all of them if one could not."""
+    """Run ``write`` on this rank (None: nothing) and wait for all ranks. Raises OSError on all
+    ranks if one failed to write."""
     error: Exception | None = None
     try:
         if write is not None:
             write()
-    except SafetensorError as failed:  # what the library makes of a full disk
+    except SafetensorError as failed:  # raised by the library if the disk is full
         error = OSError(str(failed))
-    except Exception as failed:  # the other ranks wait for an answer
+    except Exception as failed:  # the other ranks wait for the result
         error = failed
     _tell(ranks, error)
 
@@ -334,14 +348,17 @@ def _tell(ranks: RankGroup, error: Exception | None) -> None:
 
 
 def _same_base(saved: ModelConfig, spec: EngineSpec) -> bool:
-    """Return whether ``saved`` is the model of ``spec``: by the name that the recipe has for it,
-    wherever its folder is now, or by the full path. (Workers may work in another folder than the
-    recipe's, where a saved name means nothing.)"""
+    """Return whether ``saved`` is the model of ``spec``, by its name in the recipe or by its
+    absolute path.
+
+    The name in the recipe matches wherever the folder is now. Workers may run in another folder
+    than the recipe's, in which a saved relative name is meaningless.
+    """
     full = _base(spec.model.with_absolute_paths())
     own = _base(spec.recipe_model or spec.model)
     return _base(saved) in (own, full) or _base(saved.with_absolute_paths()) == full
 
 
 def _base(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that determine the weights that adapters are added to."""
+    """Return the settings that determine the base weights of adapters."""
     return model.model_dump(include={"path", "gguf_file", "revision", "scratch"}, exclude_none=True)

@@ -1,9 +1,9 @@
-"""Parts of each parameter on the ranks of a tensor-parallel group, and their gathering: gradients,
-norms, checkpoints, weights for a rollout engine.
+"""Shards of each parameter in a tensor-parallel group, and their use in gradients, norms,
+checkpoints and weight transfer.
 
-Three kinds of parameters: cut ones, of which each rank of a team has a part; whole ones, with the
-same gradient on every rank of a team; and whole ones with a partial gradient (norms of single
-heads, one half of an adapter), which is summed over the team.
+Three kinds of parameters exist. Sharded ones are split over the ranks of a group. Replicated ones
+have the same gradient on every rank of a group. Replicated ones with a partial gradient (norms of
+single heads, one half of an adapter) need a sum of the gradient over the group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from burnish.train.process_group import RankGroup
 
 
 class TensorParallelPlan:
-    """The parameters of a model that a team of ranks computes together."""
+    """Shards of a model's parameters in a tensor-parallel group."""
 
     def __init__(
         self, specs: Mapping[str, ShardSpec], model_parallel: RankGroup, data_parallel: RankGroup
@@ -32,38 +32,39 @@ class TensorParallelPlan:
         self._exported = {plain_name(n): spec for n, spec in specs.items()}
 
     def dim(self, name: str) -> int | None:
-        """The dimension along which a parameter is cut; None: it is whole on every rank."""
+        """Return the dimension along which a parameter is sharded; None: it is replicated."""
         return self._specs[name].dim if name in self._specs else None
 
     def shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
-        """Return the unsharded shape. ``own``: the shape of the local part, which may be sharded in
-        another way too."""
+        """Return the unsharded shape. ``own``: the shape of the local part, which may additionally
+        be sharded in another way."""
         return self._specs[name].shape if name in self._specs else tuple(own)
 
     def rows(self, name: str, own: Rows) -> Rows:
-        """Rows of the whole parameter. ``own``: of this team rank's part."""
+        """Return the rows of the unsharded parameter. ``own``: rows within this rank's
+        tensor-parallel part."""
         if self.dim(name) != 0:
             return own
         begin = self.model_parallel.rank * (self._specs[name].shape[0] // self.model_parallel.size)
         return own[0] + begin, own[1] + begin
 
     def columns(self, name: str) -> Rows | None:
-        """[begin, end) of the columns that this rank has; None: all."""
+        """Return [begin, end) of the columns that this rank holds; None: all."""
         if self.dim(name) != 1:
             return None
         each = self._specs[name].shape[1] // self.model_parallel.size
         return self.model_parallel.rank * each, (self.model_parallel.rank + 1) * each
 
     def sum_partial(self, grads: Mapping[str, Tensor]) -> None:
-        """Sum over the team the gradients of whole parameters of which each rank has a part of
-        the gradient."""
+        """Sum over the group the gradients of replicated parameters for which each rank has a
+        partial gradient."""
         self.model_parallel.all_reduce_(
             [g for n, g in grads.items() if n in self._specs and self.dim(n) is None]
         )
 
     def norm(self, grads: Mapping[str, Tensor], ranks: RankGroup) -> Tensor:
-        """L2 norm of the whole gradient. ``ranks``: those over which parts of it lie; what is whole
-        in a team counts once."""
+        """Return the L2 norm of the full gradient. ``ranks``: the ranks over which it is sharded.
+        Gradients replicated in a tensor-parallel group count once."""
         kinds: list[list[Tensor]] = [[], []]
         for name, grad in grads.items():
             kinds[self.dim(name) is None].append(grad)
@@ -75,8 +76,8 @@ class TensorParallelPlan:
         return square.sqrt().float()
 
     def unshard(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of an exported weight (adapters merged), from every rank's part. All ranks of
-        the team take part."""
+        """Return an exported weight (adapters merged), unsharded from every rank's part. All ranks
+        of the group take part."""
         spec = self._exported.get(name)
         if spec is None or spec.dim is None:
             return tensor
@@ -85,9 +86,11 @@ class TensorParallelPlan:
     def tensor_shard(
         self, name: str, tensor: Tensor, *, rows: Rows, shape: tuple[int, ...]
     ) -> TensorShard:
-        """Return this rank's shard of a tensor that is sharded as parameter ``name`` is, so that
-        the group writes each row once and complete. ``rows``: the local rows of the unsharded
-        parameter; ``shape``: its shape. All ranks of the group take part."""
+        """Return this rank's shard of a tensor that is sharded like parameter ``name``.
+
+        The group writes each row once and complete. ``rows``: the local rows of the unsharded
+        parameter; ``shape``: its shape. All ranks of the group take part.
+        """
         rank, size = self.model_parallel.rank, self.model_parallel.size
         if self.dim(name) == 0:
             return TensorShard(tensor, rows[0], shape)
@@ -102,10 +105,11 @@ class TensorParallelPlan:
 def apply_tensor_parallel(
     model: nn.Module, body: PreTrainedModel, model_parallel: RankGroup, data_parallel: RankGroup
 ) -> TensorParallelPlan:
-    """Cut ``model`` over the team, whose ranks come with the same weights, or with none yet.
+    """Shard ``model`` over the group. All ranks start with the same weights, or with an empty
+    model.
 
-    Raises ModelError if that cannot be done, or if the model computes something else
-    afterwards: then its plan does not fit it.
+    Raises ModelError if the model cannot be sharded. Also raises ModelError if the outputs change,
+    because transformers' plan then does not fit the model.
     """
     assert model_parallel.group is not None
     model.eval()  # dropout would make the two passes differ
@@ -114,7 +118,7 @@ def apply_tensor_parallel(
     specs = shard_layers(body, model_parallel.group)
     if before is not None:
         after = _trial_hidden_states(body)
-        # As in check_head: far above rounding in any format, far below a wrong layer.
+        # As in check_head: far above rounding in any dtype, far below a wrong layer.
         room = 0.02 * float(before.abs().max())
         if model_parallel.any(not torch.allclose(after, before, rtol=0.02, atol=room)):
             raise ModelError(
@@ -129,6 +133,6 @@ def apply_tensor_parallel(
 
 @torch.no_grad()
 def _trial_hidden_states(body: PreTrainedModel) -> Tensor:
-    """Hidden states of four tokens."""
+    """Return the hidden states of four tokens."""
     ids = torch.arange(1, 5, device=body.device)[None]
     return body(input_ids=ids, use_cache=False).last_hidden_state.float()  # type: ignore[no-any-return]

@@ -1,6 +1,7 @@
-"""The train engine on one device per rank: plain PyTorch, and the reference for every other engine.
+"""Torch train engine with one device per rank: plain PyTorch, and the reference for every other
+engine.
 
-Every rank holds all weights, or, with ``tensor_parallel_size``, its part of each layer. Gradients
+Every rank holds all weights or, with ``tensor_parallel_size``, its part of each layer. Gradients
 are summed over ranks once, in the step. Reading order: ``engine.py`` -> ``forward.py`` ->
 ``batching.py`` -> ``models/logprobs.py``.
 """
@@ -32,10 +33,11 @@ from burnish.types import FinishedSave, PendingSave
 
 
 class TorchTrainEngine(BaseTrainEngine):
-    """One model in one role on one device, the same weights on every rank.
+    """A train engine for one model in one role on one device, with replicated weights.
 
-    Ranks that compute the same rows together (``sequence_parallel_size``,
-    ``tensor_parallel_size``) share out the rows as one.
+    A group of ranks that compute the same rows (``sequence_parallel_size``,
+    ``tensor_parallel_size``) counts as one rank when rows are split. Tensor-parallel groups also
+    shard the weights.
     """
 
     optimizer: Optimizer | None
@@ -79,7 +81,7 @@ class TorchTrainEngine(BaseTrainEngine):
         return optimizer
 
     def _place(self) -> None:
-        """Shard the weights, in engines that do."""
+        """Shard the weights, in engines that do so."""
 
     def _make_optimizer(self, kind: type[Optimizer] = Optimizer) -> Optimizer:
         spec = self.spec
@@ -98,7 +100,7 @@ class TorchTrainEngine(BaseTrainEngine):
         check_compute_dtype(self.body, name, backward=self.spec.trainable)
 
     def _check_weights(self, weights: Iterable[tuple[str, Tensor]], name: str) -> None:
-        """Raise ModelError on all ranks if one has a weight that is not finite."""
+        """Raise ModelError on all ranks if any rank has a weight that is not finite."""
         problem: str | None = None
         try:
             check_weights(weights, name)
@@ -111,14 +113,14 @@ class TorchTrainEngine(BaseTrainEngine):
     # ---- weights and state -----------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HuggingFace name, full tensor) in the compute dtype, LoRA merged, on every rank. The
-        ranks of a tensor-parallel group have to take all of them, in step."""
+        """Yield (HuggingFace name, full tensor) in the compute dtype, LoRA merged, on every rank.
+        The ranks of a tensor-parallel group must consume all tensors, in step."""
         for name, tensor in merged_weights(self.model):
             yield name, tensor if self.tp_plan is None else self.tp_plan.unshard(name, tensor)
 
     def _write(self, folder: Path, describe: Describe, *, copy: bool) -> PendingSave:
-        """Write at once. Replicas are equal, so rank 0 writes; of a tensor-parallel group every
-        rank writes its part."""
+        """Write synchronously. Replicas are equal, so rank 0 writes. In a tensor-parallel group
+        every rank writes its part."""
         assert self.optimizer is not None
         write = partial(self._write_whole, folder, self.optimizer, describe)
         if self.tp_plan is not None:

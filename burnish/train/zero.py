@@ -1,8 +1,9 @@
-"""ZeRO as seen from here: Burnish's settings in DeepSpeed's words, and where DeepSpeed keeps what.
+"""ZeRO adapters: Burnish's settings as DeepSpeed configuration, and the location of DeepSpeed's
+state.
 
-Nothing here imports deepspeed; its objects arrive as arguments. What is read of them was read in
-the source of the versions that ``deepspeed.py`` accepts. Reading order: ds_config, ZeroAdamW,
-ZeroScaler, ZeroOptimizer, find_shards.
+This module does not import deepspeed; its objects are passed as arguments. Their attributes were
+taken from the source of the versions that ``deepspeed.py`` accepts. Reading order: ds_config,
+ZeroAdamW, ZeroScaler, ZeroOptimizer, find_shards.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from burnish.train.state import Shard, ShardedState, Shards
 
 
 def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration of an engine. ``on_gpu``: it computes on one.
+    """Return the DeepSpeed configuration of an engine. ``on_gpu``: the engine computes on a GPU.
 
-    Its batch sizes are nominal: with ``managed_gradient_accumulation`` off a step is what comes
-    before ``step()``, however many passes that is.
+    Batch sizes in it are nominal. With ``managed_gradient_accumulation`` off, a step contains every
+    pass made before ``step()``, regardless of their number.
     """
     train, engine = spec.train, spec.train.engine
     assert isinstance(engine, DeepSpeedEngine)
@@ -50,8 +51,8 @@ def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def zero_section(engine: DeepSpeedEngine, *, on_gpu: bool) -> dict[str, Any]:
-    """The section ``zero_optimization``. What is offloaded by a GPU is pinned, so that copies run
-    beside the computing, and at the full speed of the link."""
+    """Return the section ``zero_optimization``. State offloaded from a GPU is pinned, so that
+    copies overlap with compute and run at the full speed of the link."""
     on_host = {"device": "cpu", "pin_memory": on_gpu}
     section: dict[str, Any] = {
         "stage": engine.zero_stage,
@@ -84,10 +85,11 @@ def _precision_section(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 class ZeroAdamW(torch.optim.AdamW):
-    """torch's AdamW, which compiles nothing; DeepSpeed's own are C++ extensions built at first use.
+    """torch's AdamW, which compiles nothing. DeepSpeed's own optimizers are C++ extensions that are
+    built at first use.
 
-    It gets flat shards to step over, and can be told to leave them as they are. ``checks``: look at
-    the gradient and clip here, as DeepSpeed does at stages 1 to 3 only.
+    It steps over flat shards; ``hold`` makes a step leave them unchanged. ``checks``: check and
+    clip the gradient here, because DeepSpeed does so at stages 1 to 3 only.
     """
 
     def __init__(self, model: nn.Module, spec: EngineSpec) -> None:
@@ -111,7 +113,8 @@ class ZeroAdamW(torch.optim.AdamW):
         self._global_grad_norm = 0.0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update, unless ``hold`` or, where it ``checks``, the gradient is not finite."""
+        """Make one update, unless ``hold`` is set, or ``checks`` is set and the gradient is not
+        finite."""
         if self.checks:
             params = [p for group in self.param_groups for p in group["params"]]
             norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
@@ -128,7 +131,7 @@ class ZeroScaler:
     it in its own step."""
 
     def __init__(self, scaler: Any) -> None:
-        """``scaler``: DeepSpeed's; None: the dtype needs none."""
+        """``scaler``: DeepSpeed's scaler; None: the dtype needs none."""
         self._scaler = scaler
         self.adapts = scaler is not None and bool(scaler.dynamic)
         if self.adapts:
@@ -140,17 +143,17 @@ class ZeroScaler:
         return 1.0 if self._scaler is None else float(self._scaler.cur_scale)
 
     def update(self, overflow: bool) -> None:
-        """Count a step that DeepSpeed did not take."""
+        """Update the scale for a step that bypassed DeepSpeed."""
         if self._scaler is not None:
             self._scaler.update_scale(overflow)
 
     def fields(self) -> dict[str, Any]:
-        """Return a copy of everything that DeepSpeed's scaler holds."""
+        """Return a copy of the state of DeepSpeed's scaler."""
         return {} if self._scaler is None else dict(vars(self._scaler))
 
     def restore_at_floor(self, before: Mapping[str, Any]) -> bool:
-        """Undo an overflow that had to halve the scale and could not; return whether it was one.
-        ``before``: :meth:`fields` before the step."""
+        """Undo an overflow that could not halve the scale because it was at its floor; return
+        whether it was one. ``before``: :meth:`fields` before the step."""
         if not self.adapts:
             return False
         halves = 1 in (before["delayed_shift"], before["cur_hysteresis"])
@@ -160,7 +163,8 @@ class ZeroScaler:
         return at_floor
 
     def state_dict(self) -> dict[str, float | int]:
-        """The state as :class:`burnish.train.loss_scaler.DynamicLossScaler` writes itself."""
+        """Return the state in the format of
+        :class:`burnish.train.loss_scaler.DynamicLossScaler`."""
         if not self.adapts:
             return {}
         scaler = self._scaler
@@ -171,7 +175,7 @@ class ZeroScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Restore :meth:`state_dict`; nothing for a constant scale."""
+        """Restore :meth:`state_dict`; does nothing for a constant scale."""
         if not self.adapts:
             return
         scaler = self._scaler
@@ -181,7 +185,7 @@ class ZeroScaler:
 
 
 class ZeroOptimizer:
-    """Gradients and trained state in DeepSpeed's hands. Implements
+    """Gradients and trained state, managed by DeepSpeed. Implements
     :class:`burnish.train.optim.EngineOptimizer`."""
 
     def __init__(
@@ -194,32 +198,33 @@ class ZeroOptimizer:
         ranks: RankGroup,
         masters: Mapping[str, Tensor],
     ) -> None:
-        """``engine``: DeepSpeed's, over ``model`` and ``adamw``. ``masters``: unrounded weights."""
+        """``engine``: DeepSpeed's engine over ``model`` and ``adamw``. ``masters``: unrounded
+        weights."""
         config = spec.train.engine
         assert isinstance(config, DeepSpeedEngine)
         self._engine, self._adamw, self._spec, self._ranks = engine, adamw, spec, ranks
         self._stage = config.zero_stage
         self._has_gradient = False
         adamw.checks = self._stage == 0 and spec.precision.dtype == "fp32"
-        adamw.state.clear()  # stage 0 in bf16 begins with a step over nothing
+        adamw.state.clear()  # stage 0 in bf16 starts with an empty step
         self.scaler = ZeroScaler(vars(engine.optimizer).get("loss_scaler"))
         shards = find_shards(model, engine.optimizer, stage=self._stage, ranks=ranks)
-        shards.take(masters)  # DeepSpeed made its own of rounded weights
+        shards.take(masters)  # DeepSpeed initialized its masters from rounded weights
         self.state = ShardedState(shards, adamw.state, spec.train.ema_decay)
 
     @property
     def loss_factor(self) -> float:
-        """The loss scale times the number of ranks, which DeepSpeed divides gradients by."""
+        """The loss scale times the number of ranks; DeepSpeed divides gradients by that number."""
         return self.scaler.scale * self._ranks.size
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss``. DeepSpeed multiplies by the loss scale; it is told of no
-        accumulation, so it divides by none."""
+        """Add the gradient of ``loss``. DeepSpeed multiplies by the loss scale. It does not divide
+        by accumulation steps, because none are configured."""
         self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)
         self._has_gradient = True
 
     def step(self, version: int, *, finite_loss: bool, ranks: RankGroup) -> StepStats:
-        """Let DeepSpeed reduce, unscale, check, clip and step."""
+        """Run DeepSpeed's step: reduce, unscale, check, clip and update."""
         train = self._spec.train
         rate = (self._spec.lr or train.lr) * lr_factor(version, train, self._spec.total_steps)
         stats = StepStats(
@@ -253,8 +258,7 @@ class ZeroOptimizer:
         )
 
     def broken_master(self) -> str | None:
-        """Return the name of a trained parameter whose shard on this rank is not finite, if
-        any."""
+        """Return the name of a trained parameter whose shard on this rank is not finite, if any."""
         for shard in self.state.shards.all:
             if shard.flat is not None and not bool(shard.of(shard.flat).isfinite().all()):
                 return shard.name
@@ -267,7 +271,11 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Read this rank's shards of what any engine saved, with any number of ranks."""
+        """Read this rank's shards of a checkpoint that has one file per set of tensors.
+
+        Checkpoints of several FSDP2 or tensor-parallel ranks have several files and cannot be
+        read.
+        """
         self.state.load(folder)
         publish(self._engine.optimizer, stage=self._stage)
         self._ranks.any(False)  # no rank trains while another still reads
@@ -277,8 +285,8 @@ class ZeroOptimizer:
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Return whether DeepSpeed keeps this parameter in shards (its own entries are then mostly
-    away)."""
+    """Return whether DeepSpeed stores this parameter in shards. Its own tensor is then usually
+    empty."""
     return hasattr(parameter, "ds_tensor")  # house: ok DeepSpeed's mark
 
 
@@ -289,15 +297,15 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def find_shards(model: nn.Module, optimizer: Any, *, stage: int, ranks: RankGroup) -> Shards:
-    """Where DeepSpeed's ``optimizer`` keeps the fp32 master of every trained parameter of
-    ``model``, on this rank."""
+    """Return the shards of this rank: the location of each trained parameter's fp32 master in
+    DeepSpeed's ``optimizer``."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     parts = vars(optimizer)
     if stage == 3:
         flats = parts["fp32_partitioned_groups_flat"]
         shards = [_shard_of_stage_3(optimizer, flats, name, p) for name, p in named]
     elif stage:
-        # ZeRO-1 with bf16 is another class, with another name for the same thing.
+        # ZeRO-1 with bf16 uses another class, with another name for the same attribute.
         flats = parts.get("single_partition_of_fp32_groups") or parts["fp32_groups_flat_partition"]
         shards = [_shard_of_stage_1_and_2(flats, name, p) for name, p in named]
     else:
@@ -315,7 +323,7 @@ def find_shards(model: nn.Module, optimizer: Any, *, stage: int, ranks: RankGrou
 
 
 def _shard_of_stage_3(optimizer: Any, flats: list[Tensor], name: str, parameter: Any) -> Shard:
-    """Each parameter is cut into equal parts, the last padded."""
+    """Return a shard of stage 3, which splits each parameter into equal parts, the last padded."""
     group, offset, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
     total = int(parameter.ds_numel)
     start = min(total, count * int(parameter.ds_zero_partition_rank))
@@ -324,7 +332,8 @@ def _shard_of_stage_3(optimizer: Any, flats: list[Tensor], name: str, parameter:
 
 
 def _shard_of_stage_1_and_2(flats: list[Tensor], name: str, parameter: Any) -> Shard:
-    """All parameters of a group stand in one row, which is cut into equal parts."""
+    """Return a shard of stage 1 or 2, which concatenates all parameters of a group and splits the
+    result into equal parts."""
     shape, here = tuple(parameter.shape), parameter._hp_mapping
     if here is None:
         return Shard(name, shape)
@@ -334,7 +343,7 @@ def _shard_of_stage_1_and_2(flats: list[Tensor], name: str, parameter: Any) -> S
 
 
 def publish(optimizer: Any, *, stage: int) -> None:
-    """Masters into the weights that compute, on all ranks."""
+    """Copy the masters into the compute weights, on all ranks."""
     parts = vars(optimizer)
     if stage == 3:
         optimizer._partition_all_parameters()  # persistent parameters are gathered again below
@@ -351,8 +360,8 @@ def publish(optimizer: Any, *, stage: int) -> None:
 
 
 def buckets(model: nn.Module, most_bytes: int) -> Iterator[dict[str, nn.Parameter]]:
-    """Parameters by name, in order, up to ``most_bytes`` whole; an adapter stays with the weight it
-    is added to."""
+    """Yield parameters by name, in order, in buckets of up to ``most_bytes`` of full tensors. An
+    adapter stays with its base weight. A larger unit is a bucket of its own."""
     units: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         owner = name.partition(".base_layer.")[0].partition(".lora_")[0]
@@ -370,8 +379,8 @@ def buckets(model: nn.Module, most_bytes: int) -> Iterator[dict[str, nn.Paramete
 
 
 def forget_ended_groups(library: Any) -> None:
-    """DeepSpeed keeps copies of process groups, also where torch has ended them since (an earlier
-    job of this process)."""
+    """Release DeepSpeed's copies of process groups that torch has destroyed since (an earlier job
+    of this process)."""
     groups = library.utils.groups
     held = groups._WORLD_GROUP
     if held is not None and held not in torch.distributed.distributed_c10d._world.pg_group_ranks:

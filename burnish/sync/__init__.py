@@ -1,1 +1,1 @@
-"""Weights from the trainer to the rollout engine: versioned, in buckets, verified."""
+"""Weight transfer from the trainer to rollout engines: versioned, bucketed and verified."""

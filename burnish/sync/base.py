@@ -1,16 +1,22 @@
 """Messages and interfaces of weight transfers between a trainer and rollout engines in other
 processes.
 
-A weight transfer (a *push*) has a version and consists of buckets and an end. A bucket is some
-bytes with a header: the tensors in it, in order, and their checksum. The receiver compares
-checksum, order, names and shapes before it gives a tensor to its engine, and checks at the end that
-nothing is missing. Anything else is a :class:`SyncError` with what was expected and what came.
+A weight transfer (a *push*) has a version and consists of buckets and an end. A bucket is a header
+and a payload; the header contains the entries of its tensors, in order, and the checksum of the
+payload. The receiver compares checksum, order, names and shapes before it yields a tensor to its
+engine. At the end it checks that nothing is missing. Any mismatch raises :class:`SyncError` with
+the expected and the received value.
 
-Reading order of this package: base, checksum, buckets (tensors to messages), source (messages to
-tensors), engine (the two ends: :class:`~burnish.sync.engine.WeightSender` and
-:class:`~burnish.sync.engine.SyncedEngine`), channel (small messages), links, then one file for each
-transport: collective, ipc, disk, snapshot; connect, which chooses among them; and inproc, where
-nothing is moved.
+Reading order of this package:
+
+- base, checksum
+- buckets (tensors to messages), source (messages to tensors)
+- engine (the two ends: :class:`~burnish.sync.engine.WeightSender` and
+  :class:`~burnish.sync.engine.SyncedEngine`)
+- channel (small messages), links
+- one file per transport: collective, ipc, disk, snapshot
+- connect, which selects one of them
+- inproc, for a rollout engine in the trainer's process
 """
 
 from __future__ import annotations
@@ -31,7 +37,8 @@ Metrics = dict[str, float]
 
 
 class SyncError(BurnishError, RuntimeError):
-    """Weights did not get over whole. Says what was expected, what came, and what to do."""
+    """A weight transfer failed. The message contains the expected value, the received value, and a
+    suggested fix."""
 
 
 class WeightMismatchError(SyncError, ValueError):
@@ -43,24 +50,24 @@ class LinkError(SyncError):
 
 
 class InvalidWeightsError(SyncError):
-    """A rollout engine was asked to sample while it has no weights that it may use."""
+    """A rollout engine was asked to sample while its weights are invalid."""
 
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """A tensor, or a part of one that is larger than a bucket, inside a bucket."""
+    """A tensor inside a bucket, or one part of a tensor that is larger than a bucket."""
 
     name: str
     shape: Shape
-    """Of the whole tensor; () for a single number."""
+    """Shape of the full tensor; () for a scalar."""
     dtype: str
-    """``bfloat16``, ``float32`` ..., as torch calls it."""
+    """Name of the torch dtype, such as ``bfloat16`` or ``float32``."""
     offset: int
-    """Where it begins in the bucket, in bytes; a multiple of 16."""
+    """Offset in the bucket, in bytes; a multiple of 16."""
     begin: int
-    """Where it begins in its tensor, in bytes; 0 unless an earlier bucket holds the part before."""
+    """Offset in the tensor, in bytes; above 0 if an earlier bucket contains the part before."""
     num_bytes: int
-    """Bytes in this bucket; 0 for a tensor without elements."""
+    """Number of bytes in this bucket; 0 for a tensor without elements."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +75,21 @@ class Bucket:
     """The header of one bucket."""
 
     push: int
-    """Number of the transfer among those of its sender, from 0, so that what a broken one left on
-    the way is not taken for the next."""
+    """Number of the transfer within its sender, from 0. It distinguishes leftover messages of a
+    failed transfer from those of the next."""
     version: int
-    """Optimizer steps the weights have taken."""
+    """Number of optimizer steps applied to the weights."""
     index: int
-    """Buckets of this transfer before this one."""
+    """Number of buckets of this transfer before this one."""
     num_bytes: int
     checksum: str
-    """``kind:digest`` of the bytes (``checksum.py``); empty where nobody verifies."""
+    """``kind:digest`` of the bytes (``checksum.py``); empty if checksums are disabled."""
     entries: tuple[BucketEntry, ...]
 
 
 @dataclass(frozen=True)
 class End:
-    """All of one transfer was sent."""
+    """Last message of a transfer: everything was sent."""
 
     push: int
     version: int
@@ -93,7 +100,7 @@ class End:
 
 @dataclass(frozen=True)
 class Abort:
-    """The sender gave up in the middle of a transfer."""
+    """Last message of a transfer that the sender aborted."""
 
     push: int
     version: int
@@ -105,14 +112,14 @@ _KINDS: dict[str, type[Message]] = {"bucket": Bucket, "end": End, "abort": Abort
 
 
 def encode(message: Message) -> bytes:
-    """A message as sealed JSON: any changed byte is found by :func:`decode`."""
+    """Encode a message as JSON with a CRC-32; :func:`decode` detects any changed byte."""
     kind = next(k for k, cls in _KINDS.items() if isinstance(message, cls))
     body = json.dumps({"kind": kind, **asdict(message)}, separators=(",", ":")).encode()
     return b"%08x" % zlib.crc32(body) + body
 
 
 def decode(data: bytes) -> Message:
-    """The message. Raises SyncError if it is not what :func:`encode` wrote."""
+    """Decode a message. Raises SyncError if it is not the output of :func:`encode`."""
     seal, body = data[:8], data[8:]
     if seal != b"%08x" % zlib.crc32(body):
         raise SyncError(
@@ -129,16 +136,16 @@ def decode(data: bytes) -> Message:
 
 
 class WeightTransfer(Protocol):
-    """One weight transfer as a receiver sees it."""
+    """One weight transfer on the receiver's side."""
 
     version: int
     num_bytes: int
-    """Bytes of tensors given out so far."""
+    """Number of bytes of tensors yielded so far."""
     num_buckets: int
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate once over (name, tensor), each verified before it is given out and valid until
-        the next one. Raises SyncError unless everything came as it was sent."""
+        """Yield (name, tensor) once. Each tensor is verified first and valid until the next one.
+        Raises SyncError if anything is missing, damaged or out of order."""
         ...
 
 
@@ -146,21 +153,21 @@ class WeightSource(Protocol):
     """The receiving end of weight transfers."""
 
     def open(self, version: int | None = None) -> AbstractContextManager[WeightTransfer]:
-        """Wait for the next transfer, and load it in the block.
+        """Wait for the next transfer; load it within the block.
 
-        The end of the block tells the sender how it went: an exception refuses the transfer.
-        Raises SyncError if none begins in time, or if it is not of ``version``.
+        When the block ends, the result is reported to the sender; an exception refuses the
+        transfer. Raises SyncError if no transfer begins in time, or if it is not of ``version``.
         """
         ...
 
     def close(self) -> None:
-        """Leave the connection."""
+        """Close the connection."""
         ...
 
 
 @contextmanager
 def mismatch_at(where: str) -> Iterator[None]:
-    """Raise the ValueError of a :class:`~burnish.rollout.weights.WeightNameCheck` as a
+    """Convert the ValueError of a :class:`~burnish.rollout.weights.WeightNameCheck` to a
     WeightMismatchError that begins with ``where``."""
     try:
         yield
@@ -169,7 +176,7 @@ def mismatch_at(where: str) -> Iterator[None]:
 
 
 def sync_metrics(version: int, num_bytes: int, *, buckets: int, seconds: float) -> Metrics:
-    """``sync/version``, ``sync/bytes``, ``sync/buckets``, ``sync/seconds``,
+    """Return ``sync/version``, ``sync/bytes``, ``sync/buckets``, ``sync/seconds`` and
     ``sync/bytes_per_s``."""
     return {
         "sync/version": float(version),

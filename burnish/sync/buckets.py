@@ -1,7 +1,7 @@
-"""Tensors to the messages of a weight transfer; ``source.py`` has the way back.
+"""Conversion of tensors to the messages of a weight transfer; ``source.py`` is the inverse.
 
-A tensor that does not fit into the rest of a bucket begins the next one. A tensor that is larger
-than a bucket is split over several, so that buffers need not be as large as an embedding.
+A tensor that does not fit into the rest of a bucket begins the next one. A tensor larger than a
+bucket is split over several, so that buffers can be smaller than an embedding.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from burnish.sync.base import Bucket, BucketEntry, End
 from burnish.sync.checksum import checksum
 
 ALIGN = 16
-"""Tensors begin at multiples of this: the size of the widest element."""
+"""Tensors begin at multiples of this many bytes, the size of the widest element."""
 MAX_ENTRIES = 4096
-"""In one bucket, so that its header stays a small message."""
+"""Limit on the entries of one bucket, which keeps its header small."""
 
 
 class _Open:
@@ -34,12 +34,13 @@ class _Open:
         return self.buffer.numel() - _aligned(self.used)
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype, begin: int) -> int:
-        """As much of ``tensor`` from byte ``begin`` on as there is room for; returns how much."""
+        """Copy as much of ``tensor``, from byte ``begin``, as fits; return the number of bytes
+        copied."""
         total = tensor.numel() * dtype.itemsize
         count = min(total - begin, self.room // dtype.itemsize * dtype.itemsize)
         offset, first = _aligned(self.used), begin // dtype.itemsize
         target = self.buffer[offset : offset + count].view(dtype)
-        target.copy_(tensor.reshape(-1)[first : first + target.numel()])  # casts on the way
+        target.copy_(tensor.reshape(-1)[first : first + target.numel()])  # casts to dtype
         shape = tuple(tensor.shape)
         name_of = str(dtype).removeprefix("torch.")
         self.entries.append(BucketEntry(name, shape, name_of, offset, begin=begin, num_bytes=count))
@@ -58,12 +59,12 @@ def pack(
     *,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[tuple[BucketEntry, ...], Tensor]]:
-    """(what is in it, uint8 payload) bucket by bucket; floating-point weights become ``dtype`` on
-    the way in (None: as they are); buffers keep their format.
+    """Yield (entries, uint8 payload) of each bucket. Floating-point weights are cast to ``dtype``
+    (None: unchanged); buffers keep their dtype.
 
-    ``take_buffer`` gives the next uint8 buffer to fill, at least 16 bytes and a multiple of 16. It
-    is called when the first tensor of a bucket is there, so that making (gathering) it goes on
-    while earlier buckets are on their way.
+    ``take_buffer`` returns the next uint8 buffer to fill, of at least 16 bytes and a multiple of
+    16. It is called once the first tensor of a bucket is available. Gathering that tensor therefore
+    overlaps with the transfer of earlier buckets.
     """
     bucket: _Open | None = None
     for name, tensor in weights:
@@ -90,8 +91,11 @@ def messages(
     dtype: torch.dtype | None = None,
     check: bool = True,
 ) -> Iterator[tuple[Bucket, Tensor] | tuple[End, Tensor]]:  # house: ok all that a transfer is
-    """All of a transfer: (header, uint8 payload) of every bucket, then the end (with no bytes).
-    ``take_buffer`` and ``dtype`` as in :func:`pack`."""
+    """Yield all messages of a transfer: (header, uint8 payload) of every bucket, then the end with
+    an empty payload.
+
+    ``take_buffer`` and ``dtype``: see :func:`pack`.
+    """
     index = num_tensors = num_bytes = 0
     for entries, payload in pack(weights, take_buffer, dtype=dtype):
         digest = checksum(payload) if check else ""

@@ -1,8 +1,9 @@
-"""Small messages between one sender and its receivers: headers, marks and answers, through a torch
-store (a TCPStore that the sender serves, or a file).
+"""Small messages between one sender and its receivers, through a torch store: headers, marks and
+answers.
 
-Weights never go this way. A store is used and not a process group because it can be waited on with
-a time limit that leaves everything as it was, and because it says who has not spoken.
+The store is a TCPStore that the sender serves, or a file. Weights are never sent through it. A
+store is used instead of a process group for two reasons. A wait on it can time out without side
+effects, and it identifies the processes that did not respond.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from burnish.sync.base import LinkError, SyncError
 
 
 def serve_store(host: str, port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
-    """A store served by this process, on the address ``host`` alone (a store that opens its own
-    port listens on every address); port 0: any free one, then ``.port`` says which."""
+    """Serve a store from this process, on the address ``host`` only.
+
+    (A store that opens its own port listens on every address.) Port 0 selects any free one; read it
+    from ``.port``. Raises LinkError if the store cannot be served.
+    """
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
@@ -29,12 +33,12 @@ def serve_store(host: str, port: int = 0, *, timeout_s: float = 300.0) -> TCPSto
 
 
 def connect_store(host: str, port: int, *, timeout_s: float = 300.0) -> TCPStore:
-    """The store that another process serves. Raises LinkError if there is none in time."""
+    """Connect to a store that another process serves. Raises LinkError after a timeout."""
     return _tcp_store(host, port, listener=None, timeout_s=timeout_s)
 
 
 def _tcp_store(host: str, port: int, *, listener: int | None, timeout_s: float) -> TCPStore:
-    """``listener``: file descriptor of the socket to serve on; None: connect."""
+    """Return a store. ``listener``: file descriptor of the socket to serve on; None: connect."""
     limit, serve = timedelta(seconds=timeout_s), listener is not None
     try:
         return TCPStore(
@@ -56,7 +60,7 @@ def _tcp_store(host: str, port: int, *, listener: int | None, timeout_s: float) 
 class Channel:
     """One connection on a store: rank 0 sends, ranks 1 to ``num_receivers`` receive.
 
-    ``name`` tells connections on one store apart; each one is made once.
+    ``name`` distinguishes connections on one store; each name is used once.
     """
 
     def __init__(
@@ -70,7 +74,8 @@ class Channel:
         self._next = self._forgotten = 0
 
     def rendezvous(self) -> None:
-        """Wait until all are here. Raises LinkError with the names of those who are not."""
+        """Wait until all processes have joined. Raises LinkError with the names of the missing
+        ones."""
         if self.store.add(f"here/{self.rank}", 1) > 1:
             raise SyncError(
                 f"{self.who(self.rank)} of connection {self.name!r} is here already: give every "
@@ -79,7 +84,7 @@ class Channel:
         self.wait({r: f"here/{r}" for r in (0, *self.receivers)}, "did not join")
 
     def who(self, rank: int) -> str:
-        """A rank in words; receivers count from 0."""
+        """Return a display name of a rank; receivers count from 0."""
         return "the sender" if rank == 0 else f"receiver {rank - 1}"
 
     def set(self, key: str, value: bytes) -> None:
@@ -88,14 +93,15 @@ class Channel:
             self.store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str, *, rank: int, what: str) -> bytes:
-        """Wait for a key of ``rank``. Raises LinkError with what was waited for."""
+        """Wait for a key of ``rank`` and return its value. Raises LinkError that names the rank and
+        ``what``."""
         self.wait({rank: key}, what)
         with self._alive():
             return bytes(self.store.get(key))
 
     def wait(self, keys: Mapping[int, str], what: str) -> None:
-        """Wait for the key of every rank. Raises LinkError with those whose key is not there in
-        time: "receiver 1 ``what`` within 5 s"."""
+        """Wait for the key of every rank. Raises LinkError with the ranks whose key is missing
+        after the timeout: "receiver 1 ``what`` within 5 s"."""
         if not keys:
             return
         try:
@@ -109,50 +115,51 @@ class Channel:
             ) from error
 
     def has(self, key: str) -> bool:
-        """Return whether a key is there now."""
+        """Return whether a key exists now."""
         with self._alive():
             return bool(self.store.check([key]))
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Delete keys that nobody reads any more."""
+        """Delete keys that are no longer read."""
         with self._alive():
             for key in keys:
                 self.store.delete_key(key)
 
-    # ---- the row of messages -----------------------------------------------------------------
+    # ---- ordered messages --------------------------------------------------------------------
 
     def post(self, data: bytes) -> int:
-        """Sender: the next message to all receivers; returns its number."""
+        """Send the next message to all receivers; return its number. Sender only."""
         number, self._next = self._next, self._next + 1
         self.set(f"message/{number}", data)
         return number
 
     def next(self) -> tuple[int, bytes]:
-        """Receiver: wait for the next message. Raises LinkError if none comes in time."""
+        """Wait for the next message. Raises LinkError after a timeout. Receiver only."""
         number = self._next
         data = self.get(f"message/{number}", rank=0, what="sent nothing more")
         self._next += 1
         return number, data
 
     def peek(self) -> bool:
-        """Receiver: whether the next message is there already."""
+        """Return whether the next message has arrived. Receiver only."""
         return self.has(f"message/{self._next}")
 
     def mark(self, number: int) -> None:
-        """Receiver: this message's bytes are no longer needed."""
+        """Mark a message: its bytes are no longer needed. Receiver only."""
         self.set(f"done/{number}/{self.rank}", b"1")
 
     def wait_marks(self, number: int, what: str) -> None:
-        """Sender: until every receiver has marked a message. Raises LinkError."""
+        """Wait until every receiver has marked a message. Raises LinkError after a timeout. Sender
+        only."""
         self.wait({r: f"done/{number}/{r}" for r in self.receivers}, what)
 
     def answer(self, push: int, problem: str | None) -> None:
-        """Receiver: how a transfer went; an empty text is a yes."""
+        """Report the result of a transfer; None: accepted. Receiver only."""
         self.set(f"answer/{push}/{self.rank}", (problem or "").encode() or b"\0")
 
     def answers(self, push: int) -> dict[int, str]:
-        """Sender: rank -> problem of those who refused, once all have answered. Raises
-        LinkError."""
+        """Wait for all answers; return rank -> problem of the receivers that refused. Raises
+        LinkError after a timeout. Sender only."""
         keys = {r: f"answer/{push}/{r}" for r in self.receivers}
         self.wait(keys, "did not say whether it has the new weights")
         with self._alive():
@@ -161,7 +168,8 @@ class Channel:
         return {r: text.decode() for r, text in found.items() if text != b"\0"}
 
     def forget_messages(self) -> None:
-        """Sender: drop all messages so far and their marks; everybody has read them."""
+        """Delete all messages so far and their marks, which all receivers have read. Sender
+        only."""
         for number in range(self._forgotten, self._next):
             self.forget([f"message/{number}", *(f"done/{number}/{r}" for r in self.receivers)])
         self._forgotten = self._next

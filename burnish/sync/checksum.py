@@ -1,22 +1,21 @@
 """Checksums of buckets: one for bytes on the CPU, one for bytes on any device.
 
-They guard against accidents (a buffer used too early, a bucket in another's place, a broken link),
-not against an enemy.
+They detect accidents (a buffer reused too early, a misplaced bucket, a faulty link), not attacks.
 
-``xxh3`` (xxhash's 128-bit XXH3) is the one for the CPU: two different contents agree by chance once
-in 2^128 (as far as such a hash is a random function; it is no proof). ``sums`` is computed with
-torch operations where the bytes are, so that weights on a GPU need not leave it. Over the 32-bit
-words w_1 .. w_n it is the pair
+``xxh3`` (xxhash's 128-bit XXH3) is used on the CPU. Two different contents collide by chance once
+in 2^128, if such a hash is treated as a random function; this is not a proof. ``sums`` is computed
+with torch operations on the device of the bytes, so that weights need not leave a GPU. Over the
+32-bit words w_1 .. w_n it is the pair
 
     S1 = sum of w_i          S2 = sum of i * w_i          (both modulo 2^64)
 
-What S1 and S2 find for certain, with n < 2^31 (8 GiB): every change within one or two words, and so
-every flipped bit and every two swapped words. Proof: |w| <= 2^31. Let words i and j change by d and
-e, which are below 2^32 in size. S1 stays only if d = -e (|d + e| < 2^64). Then S2 changes by
-(i - j) * d, which is not 0 and below 2^63 in size, so not 0 modulo 2^64 either. If only word i
-changes, S1 does. For other changes it is a matter of chance: the pair takes far more than 2^64
-values. Weights by position are what a plain sum lacks: it would not see two tensors that changed
-places. The pair takes about a tenth of the speed of ``xxh3`` on a CPU (docs/benchmarks.md).
+For n < 2^31 (8 GiB), S1 and S2 detect every change within one or two words, and therefore every
+flipped bit and every two swapped words. Proof: |w| <= 2^31. Let words i and j change by d and e,
+with |d|, |e| < 2^32. S1 is unchanged only if d = -e (|d + e| < 2^64). Then S2 changes by (i - j) *
+d, which is not 0 and below 2^63 in absolute value, so it is not 0 modulo 2^64 either. If only word
+i changes, S1 changes. Other changes are detected with high probability: the pair takes far more
+than 2^64 values. The position weights are needed because a plain sum does not detect two swapped
+tensors. On a CPU the pair has about a tenth of the speed of ``xxh3`` (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from torch import Tensor
 from burnish.sync.base import SyncError
 
 CHUNK_WORDS = 1 << 15
-"""Words at a time on the CPU: their 64-bit products stay in the cache."""
+"""Words per chunk on the CPU; their 64-bit products fit into the cache."""
 CHUNK_WORDS_GPU = 1 << 24
 MOST_BYTES = 4 * (2**31 - 1)
-"""Above it two swapped words could go unseen by ``sums``."""
+"""Above this size ``sums`` may miss two swapped words."""
 
 
 def checksum(payload: Tensor) -> str:
-    """``kind:digest`` of a uint8 tensor [n], with the kind that suits its device."""
+    """Return ``kind:digest`` of a uint8 tensor [n], with the kind selected by its device."""
     kind = "xxh3" if payload.device.type == "cpu" else "sums"
     return f"{kind}:{_digest(payload, kind)}"
 
 
 def verify(payload: Tensor, expected: str, where: str) -> None:
-    """Compute the checksum of what came. Raises SyncError, beginning with ``where``, if it is
-    not ``expected``."""
+    """Compare the checksum of the received bytes. Raises SyncError, beginning with ``where``, if it
+    is not ``expected``."""
     kind, _, digest = expected.partition(":")
     if kind not in ("xxh3", "sums"):
         raise SyncError(
@@ -58,8 +57,8 @@ def verify(payload: Tensor, expected: str, where: str) -> None:
 
 
 def word_sums(payload: Tensor) -> tuple[int, int]:
-    """(S1, S2) of a uint8 tensor [n], modulo 2^64; bytes after the last whole word count as one
-    word with zeros behind."""
+    """Return (S1, S2) of a uint8 tensor [n], modulo 2^64. Bytes after the last complete word count
+    as one word, padded with zeros."""
     whole = payload.numel() // 4 * 4
     if payload.numel() > MOST_BYTES:
         raise ValueError(f"{payload.numel()} bytes in one checksum; at most {MOST_BYTES}")

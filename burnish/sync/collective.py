@@ -1,11 +1,12 @@
-"""Weights by broadcast: a torch.distributed group of the trainer's rank 0 and all rollout workers.
+"""Weight transfer by broadcast, in a torch.distributed group of the trainer's rank 0 and all
+rollout workers.
 
-The group is made beside any default group and needs none, so processes of different worlds can
-join: gloo for CPU buffers, NCCL for CUDA buffers (not run: no GPU was there). Headers, marks and
-answers go through a store (``channel.py``); only bytes of weights are broadcast.
+The group is independent of any default group, so processes of different worlds can join. It uses
+gloo for CPU buffers and NCCL for CUDA buffers (not run: no GPU was available). Headers, marks and
+answers go through a store (``channel.py``). Only bytes of weights are broadcast.
 
-Two buckets are on the move at a time: while one is sent the next one is gathered, converted and
-packed; a receiver lets the next one come in while it verifies and loads the one before.
+Two buckets are in flight at a time. While one is sent, the next one is gathered, converted and
+packed. A receiver receives the next bucket while it verifies and loads the previous one.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from burnish.sync.source import Checks
 
 
 class CollectiveSender(ChannelSender):
-    """Rank 0 of the group. Made at the same time as the receivers: waits until all have joined."""
+    """Sender: rank 0 of the group. Must be created at the same time as the receivers: waits until
+    all have joined."""
 
     def __init__(
         self, channel: Channel, *, bucket_bytes: int, device: torch.device | str = "cpu"
     ) -> None:
-        """Raises LinkError with the names of those who did not join in time."""
+        """Raises LinkError with the names of the receivers that did not join in time."""
         self._group = _Group(channel, torch.device(device))
         super().__init__(
             channel, [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in "ab"]
@@ -39,7 +41,7 @@ class CollectiveSender(ChannelSender):
         self._works: list[list[tuple[int, Any]]] = [[], []]
 
     def close(self) -> None:
-        """End the group; receivers see that the connection is gone."""
+        """Shut down the group; receivers then lose the connection."""
         super().close()
         self._group.close()
 
@@ -69,12 +71,12 @@ class CollectiveSender(ChannelSender):
 
 
 class CollectiveSource(ChannelSource):
-    """One of the other ranks of the group."""
+    """Source: one of the other ranks of the group."""
 
     def __init__(
         self, channel: Channel, *, device: torch.device | str = "cpu", **checks: Unpack[Checks]
     ) -> None:
-        """Raises LinkError with the names of those who did not join in time."""
+        """Raises LinkError with the names of the processes that did not join in time."""
         super().__init__(**checks)
         self.channel, self._device = channel, torch.device(device)
         self._group = _Group(channel, self._device)
@@ -89,8 +91,8 @@ class CollectiveSource(ChannelSource):
         self._group.close()
 
     def look_ahead(self) -> None:
-        """Start to receive the next bucket if its header is there: its buffer is the one whose
-        bytes were given out before the last ones."""
+        """Start to receive the next bucket if its header has arrived. It is received into the
+        buffer whose contents are no longer in use."""
         if self._ahead is None and self._dead is None and self.channel.peek():
             self._ahead = self._start()
 
@@ -107,7 +109,7 @@ class CollectiveSource(ChannelSource):
         return taken
 
     def _start(self) -> Callable[[], tuple[bytes, Tensor]]:
-        """Read a header and let its bytes come in; what is returned waits for them."""
+        """Read a header and start to receive its bytes; return a function that waits for them."""
         number, data = self.channel.next()
         num_bytes, _, header = split_frame(data)
         self._turn = 1 - self._turn
@@ -136,7 +138,7 @@ class CollectiveSource(ChannelSource):
 
 
 class _Group:
-    """A process group that belongs to nobody else, and its one operation."""
+    """A dedicated process group and its only operation, broadcast."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         channel.rendezvous()
@@ -154,22 +156,25 @@ class _Group:
         self._options.rootRank = self._options.rootTensor = 0
 
     def broadcast(self, payload: Tensor) -> Any:
-        """Start to send (rank 0) or to fill (others) a tensor; ``wait()`` on what is returned."""
+        """Start to send (rank 0) or receive (other ranks) a tensor; return a handle for
+        :meth:`wait`."""
         try:
             return self._group.broadcast([payload], self._options)
         except RuntimeError as error:
             raise LinkError(f"a broadcast could not begin: {error}") from error
 
     def wait(self, work: Any) -> None:
-        """Until a broadcast is done (CUDA: until it comes before what this stream does next).
-        Raises RuntimeError if it fails or takes too long."""
+        """Wait until a broadcast is complete. Raises RuntimeError if it fails or times out.
+
+        On CUDA, the current stream waits for the broadcast; the host does not.
+        """
         if self._on_cpu:
             work.wait(timedelta(seconds=self._channel.timeout_s))
         else:
             work.wait()
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         with suppress(RuntimeError):
             self._group.shutdown()
         self._group = None

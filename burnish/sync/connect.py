@@ -1,4 +1,4 @@
-"""From a recipe's ``sync`` to the two ends of a connection, whatever its kind."""
+"""Construction of the two ends of a connection from a recipe's ``sync``, for every kind."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from burnish.sync.source import Checks
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a sender and its receivers find each other."""
+    """Meeting point of a sender and its receivers."""
 
     store: Store
-    """Of all of them: ``serve_store`` in the sender's process, ``connect_store`` in the others."""
+    """Store shared by all processes: ``serve_store`` in the sender's process, ``connect_store`` in
+    the others."""
     name: str
-    """Of this connection; a new one has a new name."""
+    """Name of this connection, unique among all connections on the store."""
     num_receivers: int
     rank: int
     """0: the sender. Receivers count from 1."""
     device: str = "cpu"
-    """Where buffers are: ``cpu`` (gloo, shared memory), or a CUDA device (NCCL, cudaIpc; not
+    """Device of the buffers: ``cpu`` (gloo, shared memory), or a CUDA device (NCCL, cudaIpc; not
     run)."""
 
     def channel(self, timeout_s: float) -> Channel:
-        """Messages of this connection."""
+        """Return the message channel of this connection."""
         return Channel(
             self.store,
             self.name,
@@ -54,12 +55,12 @@ def open_sender(
     *,
     dtype: Dtype | None = None,
 ) -> WeightSender | DiskSender:
-    """The trainer's end; ``push()`` it on every rank of the trainer at the same time.
+    """Return the trainer's end; call its ``push()`` on every rank of the trainer at the same time.
 
-    ``rendezvous``: None on all ranks but the one that sends. ``dtype``: what the rollout engines
-    compute in; None: weights are sent as they are. ``sync.kind`` must not be ``auto``
-    (``config.sync.resolve_kind`` chooses). Waits for the receivers; raises LinkError with the names
-    of those who do not come in time.
+    ``rendezvous``: None on all ranks but the one that sends. ``dtype``: compute dtype of the
+    rollout engines; None: weights keep their dtype. ``sync.kind`` must not be ``auto``
+    (``config.sync.resolve_kind`` resolves it). Waits for the receivers; raises LinkError with the
+    names of those that do not join in time.
     """
     if isinstance(sync, DiskSync):
         folder = None if rendezvous is None else Path(sync.folder)
@@ -77,11 +78,12 @@ def open_sender(
 def open_source(
     sync: LinkSync | DiskSync, rendezvous: Rendezvous | None, **checks: Unpack[Checks]
 ) -> WeightSource:
-    """The weights of a rollout engine: give them to a :class:`~burnish.sync.engine.SyncedEngine`
-    and call its ``receive()`` when the trainer pushes.
+    """Return the source of a rollout engine's weights.
 
-    ``rendezvous``: None for ``disk``. ``sync.verify`` is the default of ``check``. Waits as
-    :func:`open_sender` does.
+    Pass it to a :class:`~burnish.sync.engine.SyncedEngine` and call its ``receive()`` when the
+    trainer pushes. ``rendezvous``: None for ``disk``. ``sync.verify`` is the default of ``check``.
+    Waits for the sender and the other receivers; raises LinkError with the names of those that do
+    not join in time.
     """
     checks.setdefault("check", sync.verify)
     if isinstance(sync, DiskSync):

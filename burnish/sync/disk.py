@@ -1,19 +1,21 @@
-"""Weights through a folder that trainer and rollout workers both see (a local or a network disk).
+"""Weight transfer through a folder that trainer and rollout workers can access (a local or a
+network disk).
 
-Every transfer is one folder, written as a checkpoint is (``checkpoint/save.py``: hidden until it
-is whole, manifest with sizes and checksums last, renamed into place), so a writer that is killed
-leaves nothing that looks whole:
+Every transfer is one folder, written like a checkpoint (``checkpoint/save.py``). It is hidden until
+complete, its manifest with sizes and checksums is written last, and it is renamed into place. A
+writer that is killed therefore leaves no folder that appears complete:
 
-    step_000007/              the 8th push of this folder (not the version: that is inside)
+    step_000007/              the 8th push of this folder (the version is in sync.json)
       weights-00000.safetensors, weights-00001.safetensors, ...
       sync.json               version; name and shape of every weight
       manifest.json           size and SHA-256 of each file
 
-A receiver checks every byte and all names before it gives out the first tensor, so a damaged
-transfer never leaves an engine half-written. There are no answers: the sender does not wait for
-anybody, and a receiver waits until the version it was told of (or any new one) is there.
+A receiver checks all names and, unless ``check`` is off, every byte before it yields the first
+tensor. A damaged transfer that it detects therefore never leaves an engine partly overwritten.
+There are no acknowledgments. The sender waits for no receiver. A receiver waits until the requested
+version (or any new one) exists.
 
-Give every start of a trainer a folder of its own: what an earlier start pushed has versions too.
+Each start of a trainer needs its own folder: transfers of an earlier start contain versions too.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ Weights = Iterator[tuple[str, Tensor]]
 
 
 class DiskSender:
-    """Writes a train engine's weights into a folder. One process per folder.
+    """Sender that writes a train engine's weights into a folder. One process per folder.
 
-    Every rank of the trainer has one and calls :meth:`push` at the same time; all but one have
-    ``folder`` None: they take part in gathering the weights and write nothing.
+    Every rank of the trainer has one and calls :meth:`push` at the same time. All ranks but one
+    have ``folder`` None. They take part in gathering the weights and write nothing.
     """
 
     def __init__(
@@ -66,10 +68,10 @@ class DiskSender:
             self._store = CheckpointStore(folder, keep_last=keep, best_mode="max")
 
     def push(self) -> Metrics:
-        """Write the weights and their version; older transfers are deleted but for ``keep``.
+        """Write the weights and their version; delete older transfers except the newest ``keep``.
 
-        Raises SyncError if they cannot be written; what was there stays. Ranks without a folder
-        return nothing.
+        Raises SyncError if the weights cannot be written; existing transfers remain. Ranks without
+        a folder return no metrics.
         """
         started, weights = time.perf_counter(), self.policy.weights()
         if self._store is None:
@@ -91,7 +93,7 @@ class DiskSender:
         return sync_metrics(version, sum(sizes), buckets=len(sizes), seconds=seconds)
 
     def close(self) -> None:
-        """Do nothing: pushed weights stay on the disk."""
+        """Do nothing: pushed weights remain on disk."""
 
     def _write(self, folder: Path, weights: Weights, version: int, sizes: list[int]) -> None:
         names = WeightNameCheck(None)
@@ -104,14 +106,14 @@ class DiskSender:
     def _parts(
         self, weights: Weights, names: WeightNameCheck, where: str
     ) -> Iterator[dict[str, Tensor]]:
-        """The tensors of each file."""
+        """Yield the tensors of each file."""
         part: dict[str, Tensor] = {}
         size = 0
         for name, tensor in weights:
             with mismatch_at(where):
                 names.add(name, tuple(tensor.shape))
             wanted = wanted_dtype(tensor, self.dtype)
-            # a copy always: what a sharded engine gives out lives until the next tensor only
+            # Always copy: a tensor of a sharded engine is valid only until the next one.
             copy = tensor.detach().to("cpu", wanted, copy=True).contiguous()
             if part and size + copy.nbytes > self.bucket_bytes:
                 yield part
@@ -122,7 +124,7 @@ class DiskSender:
 
 
 class DiskSource:
-    """Reads what a :class:`DiskSender` writes. Implements
+    """Source that reads the transfers of a :class:`DiskSender`. Implements
     :class:`burnish.sync.base.WeightSource`."""
 
     def __init__(
@@ -134,8 +136,8 @@ class DiskSource:
         check: bool = True,
         expected: Mapping[str, Shape] | None = None,
     ) -> None:
-        """``expected`` as in :class:`burnish.sync.source.Checks`; ``check``: compare every byte
-        with the manifest, not only sizes."""
+        """``expected``: that of :class:`burnish.sync.source.Checks`. ``check``: compare every byte
+        with the manifest, in addition to sizes."""
         self.folder, self.timeout_s, self.poll_s, self.check = folder, timeout_s, poll_s, check
         self.expected = expected
         self._last = -1
@@ -145,8 +147,8 @@ class DiskSource:
     def open(self, version: int | None = None) -> Iterator[DiskTransfer]:
         """Wait for the newest transfer of ``version`` (None: for one newer than the last loaded).
 
-        Raises LinkError if there is none in time, and SyncError if it is damaged or of another
-        model; nothing was given out then.
+        Raises LinkError after a timeout. Raises SyncError if the transfer is damaged or of another
+        model; no tensor has been yielded then.
         """
         found = self._wait_for(version)
         problems = verify(found, checksums=self.check)
@@ -164,7 +166,7 @@ class DiskSource:
         self._last, self.expected = push_number(found), transfer.shapes
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no connection."""
 
     def _wait_for(self, version: int | None) -> Path:
         deadline = time.monotonic() + self.timeout_s
@@ -194,7 +196,8 @@ class DiskSource:
 
     @staticmethod
     def _version(path: Path) -> int | None:
-        """None if the file is gone or unreadable: the manifest's check says more."""
+        """Return the version of a push. None if the file is missing or unreadable; the manifest
+        check reports the cause."""
         with suppress(OSError, ValueError, KeyError):
             return int(json.loads((path / CONTENTS).read_text(encoding="utf-8"))["version"])
         return None
@@ -204,7 +207,7 @@ class DiskTransfer:
     """One transfer on disk. Implements :class:`burnish.sync.base.WeightTransfer`."""
 
     def __init__(self, folder: Path, expected: Mapping[str, Shape] | None) -> None:
-        """Raises SyncError if its weights are not the expected ones."""
+        """Raises SyncError if the weights are not the expected ones."""
         contents: dict[str, Any] = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
         self.version = int(contents["version"])
         self._files = sorted(folder.glob("weights-*.safetensors"))
@@ -225,7 +228,7 @@ class DiskTransfer:
             )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor)."""
+        """Yield (name, tensor)."""
         for file in self._files:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
@@ -235,5 +238,5 @@ class DiskTransfer:
 
 
 def push_number(folder: Path) -> int:
-    """Which push a folder holds, from 0."""
+    """Return the push number of a folder, from 0."""
     return int(folder.name.removeprefix("step_"))

@@ -1,8 +1,8 @@
 """The two ends of a transfer: the trainer that pushes and the rollout engine that receives.
 
-What a failed transfer leaves behind decides what the rollout engine may do. Nothing was written
-yet: its old weights are whole, and it refuses to sample until a good transfer. Something was
-written: it holds half of two versions, and refuses as well.
+After a failed transfer the rollout engine refuses to sample until a transfer succeeds. If no tensor
+had been passed to the engine, its weights are still those of its old version. Otherwise two
+versions may be mixed.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from burnish.sync.links import ChannelSender
 
 
 class HasWeights(Protocol):
-    """All that a transfer needs of a train engine."""
+    """Interface of a train engine that a transfer needs."""
 
     version: int
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor), LoRA merged. With several ranks a collective: all iterate."""
+        """Yield (name, full tensor), LoRA merged. With several ranks this is a collective: all
+        ranks must iterate."""
         ...
 
 
 class WeightSender:
-    """Pushes a train engine's weights over a link.
+    """Sender that pushes a train engine's weights over a link.
 
-    Every rank of the trainer has one and calls :meth:`push` at the same time; all but one have no
-    ``link``: they take part in gathering the weights and send nothing.
+    Every rank of the trainer has one and calls :meth:`push` at the same time. All ranks but one
+    have no ``link``. They take part in gathering the weights and send nothing.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class WeightSender:
         self._push = -1
 
     def push(self) -> Metrics:
-        """Hand the weights and their version over; returns when every receiver has accepted them.
+        """Send the weights and their version; return when every receiver has accepted them.
 
-        Raises SyncError if a receiver refused or said nothing in time; the others have the new
-        weights then. Pushing again is always allowed. Ranks without a link return nothing.
+        Raises SyncError if a receiver refused or timed out; the other receivers then have the new
+        weights. The push may be repeated; after a failed broadcast it raises LinkError, and both
+        ends need a new connection. Ranks without a link return no metrics.
         """
         started, weights = time.perf_counter(), self.policy.weights()
         if self.link is None:
@@ -97,31 +99,31 @@ class WeightSender:
         return sync_metrics(version, end.num_bytes, buckets=end.num_buckets, seconds=seconds)
 
     def close(self) -> None:
-        """Leave the connection."""
+        """Close the connection."""
         if self.link is not None:
             self.link.close()
 
 
 def exhaust(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Take part in gathering what is left, for the ranks that wait in the same gathers."""
+    """Consume the remaining weights, for the ranks that wait in the same gathers."""
     for _ in weights:
         pass
 
 
 @dataclass(frozen=True)
 class InvalidReason:
-    """Why a rollout engine may not sample."""
+    """Reason for which a rollout engine must not sample."""
 
     reason: str
     consistent: bool
-    """The engine holds one version's weights, all of them."""
+    """Whether all weights of the engine are of one version."""
 
 
 class SyncedEngine:
-    """A rollout engine whose weights come from a trainer in another process. Implements
+    """Rollout engine that loads weights from a trainer in another process. Implements
     :class:`burnish.rollout.base.RolloutEngine`.
 
-    ``ready``: the weights it was made with may be sampled from before the first transfer.
+    ``ready``: the engine may sample from its initial weights before the first transfer.
     """
 
     def __init__(self, engine: RolloutEngine, source: WeightSource, *, ready: bool = False) -> None:
@@ -129,17 +131,19 @@ class SyncedEngine:
         self.invalid_reason = (
             None if ready else InvalidReason("no weights have come yet", consistent=False)
         )
-        """None: ready to sample."""
+        """Reason not to sample; None: ready to sample."""
 
     @property
     def version(self) -> int:
-        """Version of the weights it samples from (the last good one, while it refuses to)."""
+        """Version of the weights it samples from. While it refuses to sample: the last successful
+        version."""
         return self.engine.version
 
     def receive(self, version: int | None = None) -> Metrics:
-        """Load one transfer (of ``version``; None: whichever comes) into the engine.
+        """Load one transfer (of ``version``; None: of any version) into the engine.
 
-        Raises SyncError if it fails; the engine then refuses to sample, see the module.
+        Raises SyncError if the transfer fails. The engine then refuses to sample until one
+        succeeds.
         """
         started, transfer = time.perf_counter(), None
         try:
@@ -164,14 +168,15 @@ class SyncedEngine:
     # ---- the rollout engine ------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish. Raises InvalidWeightsError after a transfer that failed."""
+        """Yield completions as they finish. Raises InvalidWeightsError after a failed transfer."""
         self._check_ready()
         for completion in self.engine.generate(requests, sampling):
             self._check_ready()
             yield completion
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights. After a failure the engine refuses to sample, see the module."""
+        """Replace the weights. After a failure the engine refuses to sample until a load
+        succeeds."""
         begun = False
 
         def watched() -> Iterator[tuple[str, Tensor]]:
@@ -204,11 +209,11 @@ class SyncedEngine:
         self.engine.sleep(new_weights_follow=new_weights_follow)
 
     def wake(self) -> None:
-        """Take memory again."""
+        """Allocate the freed memory again."""
         self.engine.wake()
 
     def close(self) -> None:
-        """End the engine and leave the connection."""
+        """Close the connection and the engine."""
         self.source.close()
         self.engine.close()
 

@@ -1,5 +1,5 @@
-"""Weight transfer inside one process: none where the rollout engine holds the trainer's own
-module."""
+"""Weight transfer inside one process; nothing is copied if the rollout engine uses the trainer's
+own module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burnish.train.engine import BaseTrainEngine
 
 
 class InprocSync:
-    """Keeps a rollout engine at the policy's version."""
+    """Weight transfer that keeps a rollout engine at the policy's version."""
 
     def __init__(self, policy: BaseTrainEngine, rollout: RolloutEngine) -> None:
         self.policy, self.rollout = policy, rollout
@@ -24,8 +24,11 @@ class InprocSync:
         self.push()
 
     def push(self) -> Metrics:
-        """Hand the policy's weights over (no copy where the rollout engine holds
-        the same module, and then nothing to measure) and its version."""
+        """Load the policy's weights and version into the rollout engine; return metrics.
+
+        If the rollout engine uses the same module, only the version is set and there are no
+        metrics.
+        """
         version = self.policy.version
         if self.shared:
             self.rollout.version = version

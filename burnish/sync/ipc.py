@@ -1,9 +1,9 @@
-"""Weights through shared memory: trainer and rollout workers on one machine.
+"""Weight transfer through shared memory, between trainer and rollout workers on one machine.
 
-The sender has two buffers that the receivers see too. On CUDA they are device memory, shared by
-cudaIpc handles (not run: no GPU was there; it follows ``torch.multiprocessing.reductions``). On the
-CPU they are files in memory (/dev/shm), which every process maps. Nothing is sent but headers: a
-receiver reads the buffer itself, and marks when it is done.
+The sender has two buffers that the receivers map. On CUDA they are device memory, shared by cudaIpc
+handles (not run: no GPU was available; the code follows ``torch.multiprocessing.reductions``). On
+the CPU they are files in memory (/dev/shm). Only headers are sent. A receiver reads the buffer
+directly and marks it when done.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from burnish.sync.source import Checks
 
 
 class SharedSender(ChannelSender):
-    """The process whose buffers are shared. Made at the same time as the receivers: waits until all
-    have joined."""
+    """Sender with shared buffers. Must be created at the same time as the receivers: waits until
+    all have joined."""
 
     def __init__(
         self, channel: Channel, *, bucket_bytes: int, device: torch.device | str = "cpu"
     ) -> None:
-        """Raises LinkError with the names of those who did not join in time, and SyncError if
-        there is no room for the buffers."""
+        """Raises LinkError with the names of the receivers that did not join in time. Raises
+        SyncError if there is no memory for the buffers."""
         device = torch.device(device)
         channel.rendezvous()
         files: list[Path] = []
@@ -45,16 +45,16 @@ class SharedSender(ChannelSender):
             else:
                 files += [_new_file(bucket_bytes), _new_file(bucket_bytes)]
                 buffers = [_map(file, bucket_bytes) for file in files]
-            for rank in channel.receivers:  # a CUDA handle counts who opened it: one for each
+            for rank in channel.receivers:  # CUDA handles count openers: one per receiver
                 handles = [_file_handle(f) for f in files] or [cuda_ipc_handle(b) for b in buffers]
                 channel.set(f"buffers/{rank}", json.dumps(handles).encode())
             channel.wait({r: f"mapped/{r}" for r in channel.receivers}, "did not map the buffers")
         finally:
-            for file in files:  # mapped by all: without a name they end with the last process
+            for file in files:  # all have mapped them: freed with the last process
                 file.unlink()
         super().__init__(channel, buffers)
         self._sent: list[int | None] = [None, None]
-        """Number of the last message that was sent from each buffer."""
+        """Number of the last message sent from each buffer."""
 
     def _before(self, payload: Tensor) -> None:
         if payload.device.type == "cuda":  # not run
@@ -71,11 +71,11 @@ class SharedSender(ChannelSender):
 
 
 class SharedSource(ChannelSource):
-    """A process that reads the sender's buffers."""
+    """Source that reads the sender's shared buffers."""
 
     def __init__(self, channel: Channel, **checks: Unpack[Checks]) -> None:
-        """Raises LinkError with the names of those who did not join in time, and SyncError if the
-        buffers cannot be mapped."""
+        """Raises LinkError with the names of the processes that did not join in time. Raises
+        SyncError if the buffers cannot be mapped."""
         super().__init__(**checks)
         self.channel = channel
         channel.rendezvous()
@@ -86,7 +86,7 @@ class SharedSource(ChannelSource):
         self._closed = False
 
     def answer(self, push: int, problem: str | None) -> None:
-        """Tell the sender how the transfer went."""
+        """Report the result of the transfer to the sender."""
         self._mark_read()
         super().answer(push, problem)
 
@@ -120,8 +120,12 @@ def _folder() -> Path:
 
 
 def _new_file(num_bytes: int) -> Path:
-    """A file in memory, all of it reserved: writing into a mapped file that has no room would kill
-    the process. What killed processes left is removed first."""
+    """Create a file in memory with all of its space reserved; remove files of killed processes
+    first.
+
+    Without the reservation, writing into a mapped file that has no space left would kill the
+    process.
+    """
     shm.sweep("sync", _folder())
     handle, name = tempfile.mkstemp(prefix=shm.prefix("sync"), dir=_folder())
     try:
@@ -160,11 +164,12 @@ def _open_handle(handle: dict[str, Any]) -> Tensor:
 # ---- CUDA (not run) ----------------------------------------------------------------------------
 
 _DEVICE = 6
-"""Of the arguments of ``rebuild_cuda_tensor``: the first that says where the memory is."""
+"""Index of the first argument of ``rebuild_cuda_tensor`` that describes the location of the
+memory."""
 
 
 def cuda_ipc_handle(buffer: Tensor) -> dict[str, Any]:
-    """Return the IPC handle of a CUDA buffer, as JSON. Not run."""
+    """Return the IPC handle of a CUDA buffer, as JSON-compatible values. Not run."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, args = reduce_tensor(buffer)
@@ -176,7 +181,7 @@ def cuda_ipc_handle(buffer: Tensor) -> dict[str, Any]:
 def open_cuda_ipc_handle(handle: dict[str, Any]) -> Tensor:
     """Map the CUDA buffer of another process, on the same GPU. Not run.
 
-    Raises SyncError if this process does not see that GPU.
+    Raises SyncError if that GPU is not visible to this process.
     """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 

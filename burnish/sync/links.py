@@ -1,5 +1,8 @@
-"""Shared code of connections over a channel: two alternating buffers, a header for each bucket, and
-answers at the end. How the bytes themselves go is left to ``collective.py`` and ``ipc.py``."""
+"""Shared base of connections over a channel: two alternating buffers, a header per bucket, and
+answers at the end.
+
+``collective.py`` and ``ipc.py`` implement the transport of the bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,24 @@ from burnish.sync.source import BucketSource
 
 
 class ChannelSender(ABC):
-    """The sender's end of a connection to all receivers; sends buckets from two buffers in turn."""
+    """The sender's end of a connection to all receivers. It sends buckets from two buffers in
+    turn."""
 
     def __init__(self, channel: Channel, buffers: Sequence[Tensor]) -> None:
         self.channel, self._buffers, self._turn = channel, buffers, 0
         self._dead: str | None = None
 
     def buffer(self) -> Tensor:
-        """Return the uint8 [bucket_bytes] to fill next, once nobody reads what was sent from it."""
+        """Return the next uint8 [bucket_bytes] to fill, once all receivers have finished with its
+        previous contents."""
         self._check_alive()
         self._turn = 1 - self._turn
         self._wait_free(self._turn)
         return self._buffers[self._turn]
 
     def send(self, bucket: Bucket, payload: Tensor) -> None:
-        """Start to send the first bytes of the buffer given last. Raises LinkError."""
+        """Start to send ``payload``, a prefix of the buffer returned last. Raises LinkError if the
+        connection is closed or lost."""
         self._check_alive()
         slot = next(i for i, b in enumerate(self._buffers) if b.data_ptr() == payload.data_ptr())
         self._before(payload)
@@ -47,8 +53,8 @@ class ChannelSender(ABC):
     def finish(self, message: End | Abort) -> None:
         """Send the last message and wait for the receivers' answers (not after an Abort).
 
-        Raises SyncError with the answer of each receiver that refused, and LinkError with the names
-        of those that did not answer in time.
+        Raises SyncError with the answer of each receiver that refused. Raises LinkError with the
+        names of those that did not answer in time.
         """
         self._check_alive()
         self.channel.post(b"0 0 " + encode(message))
@@ -67,7 +73,7 @@ class ChannelSender(ABC):
             )
 
     def close(self) -> None:
-        """Leave the connection."""
+        """Close the connection."""
         self._dead = self._dead or "it was closed here"
 
     def _check_alive(self) -> None:
@@ -79,30 +85,31 @@ class ChannelSender(ABC):
 
     @abstractmethod
     def _before(self, payload: Tensor) -> None:
-        """Before receivers hear of a payload."""
+        """Prepare a payload before its header is posted."""
 
     @abstractmethod
     def _after(self, slot: int, payload: Tensor, number: int) -> None:
-        """After message ``number`` with the header was posted: start to send the bytes."""
+        """Start to send the bytes, after message ``number`` with their header was posted."""
 
     @abstractmethod
     def _wait_free(self, slot: int) -> None:
-        """Until nobody reads what was sent from a buffer. Raises LinkError."""
+        """Wait until all receivers have finished with a buffer. Raises LinkError after a
+        timeout."""
 
 
 class ChannelSource(BucketSource):
-    """Receives what a :class:`ChannelSender` sends."""
+    """Source that receives the messages of a :class:`ChannelSender`."""
 
     channel: Channel
 
     def next_message(self) -> tuple[Message, Tensor | None]:
         """Wait for the next message and its bytes."""
         header, payload = self._receive()
-        message = decode(header)  # after the bytes were taken, so that the next are in step
+        message = decode(header)  # after receiving the bytes, so that the next message is aligned
         return message, payload if isinstance(message, Bucket) else None
 
     def answer(self, push: int, problem: str | None) -> None:
-        """Tell the sender how the transfer went."""
+        """Report the result of the transfer to the sender."""
         self.channel.answer(push, problem)
 
     @abstractmethod
@@ -111,6 +118,6 @@ class ChannelSource(BucketSource):
 
 
 def split_frame(data: bytes) -> tuple[int, int, bytes]:
-    """(bytes of the payload, buffer it is in, header) of a posted message."""
+    """Return (bytes of the payload, index of its buffer, header) of a posted message."""
     num_bytes, slot, header = data.split(b" ", 2)
     return int(num_bytes), int(slot), header

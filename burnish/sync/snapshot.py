@@ -1,9 +1,9 @@
-"""Snapshots of a policy's weights, bucket by bucket, in a store of objects.
+"""Snapshots of a policy's weights, bucket by bucket, in an object store.
 
-The sender makes them (``buckets.messages``), the runtime keeps headers and bytes apart (on Ray: the
-controller has the headers, the object store the bytes), and every receiver reads them when asked
-to. So sender and receivers need not be there at the same time, and a receiver that starts later
-reads what the others have. Buckets are checked as in every other transfer.
+The sender creates them (``buckets.messages``). The runtime stores headers and bytes separately (on
+Ray: headers in the controller, bytes in the object store). Every receiver reads them on request.
+Sender and receivers therefore need not run at the same time, and a receiver that starts later reads
+the same data. Buckets are verified as in every other transfer.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class WeightSnapshot(Generic[P]):
-    """One transfer, kept."""
+    """One stored transfer."""
 
     headers: tuple[bytes, ...]
-    """Encoded messages: the buckets', in order, and the end's."""
+    """Encoded messages: those of the buckets, in order, then the end."""
     payloads: tuple[P, ...]
-    """The bytes of each bucket, or where they are."""
+    """The bytes of each bucket, or references to them."""
 
     @property
     def end(self) -> End:
-        """The last message. Raises SyncError if it is another."""
+        """Return the last message. Raises SyncError if it is not an end."""
         message = decode(self.headers[-1])
         if not isinstance(message, End):
             raise SyncError(f"the transfer has no end: its last header is {message}")
@@ -43,8 +43,8 @@ class WeightSnapshot(Generic[P]):
 
 
 class SnapshotSource(BucketSource):
-    """Reads one snapshot, once. Arrays are read and never written, so they may be shared memory
-    that is read-only; each is released when the next one is read."""
+    """Source that reads one snapshot, once. Arrays are never written, so they may be read-only
+    shared memory. Each is released when the next one is read."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class SnapshotSource(BucketSource):
         """Do nothing: the engine's ``receive`` raises the problem in its caller."""
 
     def close(self) -> None:
-        """Release what is left."""
+        """Release the remaining messages."""
         self._headers.clear()
         self._payloads.clear()
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # read-only memory, which is only read
+        warnings.simplefilter("ignore")  # the memory is read-only and never written
         return torch.from_numpy(array)

@@ -1,7 +1,8 @@
-"""Buckets back to tensors: what every receiver checks, however the bytes came.
+"""Reconstruction of tensors from buckets, with the checks that every receiver makes for any
+transport.
 
-Whole tensors are given out as views of their bucket, without a copy; one that is split over several
-buckets is put together first.
+Tensors that fit into one bucket are returned as views of it, without a copy. A tensor that is split
+over several buckets is assembled first.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from burnish.sync.buckets import ALIGN
 from burnish.sync.checksum import verify
 
 LOOK_AHEAD_BYTES = 4 << 20
-"""After so many bytes given out, see whether the next bucket can come in: a look costs as much as
-copying some hundred kB."""
+"""Number of bytes yielded between two polls for the next bucket. A poll costs as much as copying a
+few hundred kB."""
 
 
 class Checks(TypedDict, total=False):
-    """Options of a source: its checks, and how it returns tensors."""
+    """Options of a source: its checks, and the memory of its tensors."""
 
     expected: Mapping[str, Shape] | None
-    """Shape of every weight of the rollout model. None (the default): those of the first good
-    transfer are expected from then on; the engine checks the first."""
+    """Shape of every weight of the rollout model. None (the default): later transfers must match
+    the first successful one, which the engine itself checks."""
     check: bool
-    """Compare checksums (the default)."""
+    """Verify checksums. Default: True."""
     hold: bool
-    """Give every tensor memory of its own, for engines that keep it. Default: False."""
+    """Allocate separate memory for every tensor, for engines that keep tensors. Default: False."""
 
 
 class BucketSource(ABC):
-    """A source whose transfers come as messages. Implements
-    :class:`burnish.sync.base.WeightSource`; a subclass brings the messages."""
+    """Source whose transfers arrive as messages. Implements
+    :class:`burnish.sync.base.WeightSource`; subclasses implement message transport."""
 
     def __init__(self, **checks: Unpack[Checks]) -> None:
         expected = checks.get("expected")
@@ -58,7 +59,8 @@ class BucketSource(ABC):
 
     @contextmanager
     def open(self, version: int | None = None) -> Iterator[BucketTransfer]:
-        """Wait for the first message of a transfer; the rest of an earlier one is skipped."""
+        """Wait for the first message of a transfer. Remaining messages of an earlier transfer are
+        skipped."""
         message, payload = self.next_message()
         while message.push <= self._last_push:
             message, payload = self.next_message()
@@ -81,26 +83,27 @@ class BucketSource(ABC):
 
     @abstractmethod
     def next_message(self) -> tuple[Message, Tensor | None]:
-        """Wait for the next message, with uint8 [num_bytes] if it is a bucket, valid until the next
-        call.
+        """Wait for the next message, with its uint8 [num_bytes] if it is a bucket. The bytes are
+        valid until the next call.
 
-        Raises LinkError if nothing comes in time, and SyncError if its header was damaged.
+        Raises LinkError after a timeout, and SyncError if the header was corrupted.
         """
 
     def look_ahead(self) -> None:  # noqa: B027 (most sources have nothing to do)
-        """Begin to receive the next bucket if it has been announced. Does not wait."""
+        """Start to receive the next bucket if it has been announced. Does not block."""
 
     @abstractmethod
     def answer(self, push: int, problem: str | None) -> None:
-        """Tell the sender how a transfer went; None: accepted."""
+        """Report the result of a transfer to the sender; None: accepted."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the connection."""
+        """Close the connection."""
 
 
 class BucketTransfer:
-    """One transfer, bucket by bucket. Implements :class:`burnish.sync.base.WeightTransfer`."""
+    """One transfer, received bucket by bucket. Implements
+    :class:`burnish.sync.base.WeightTransfer`."""
 
     def __init__(self, source: BucketSource, message: Message, payload: Tensor | None) -> None:
         self.version, self.push = message.version, message.push
@@ -108,11 +111,11 @@ class BucketTransfer:
         self._source, self._message, self._payload = source, message, payload
         self._names = WeightNameCheck(source.expected)
         self._part: tuple[BucketEntry, Tensor] | None = None
-        """The tensor being put together: its last piece, and [bytes of the whole] uint8."""
+        """Tensor being assembled: its last entry, and a uint8 buffer of its full size in bytes."""
         self._over = isinstance(message, End | Abort)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor); a tensor is good until the next one is asked for."""
+        """Yield (name, tensor). A tensor is valid until the next one is requested."""
         while not isinstance(self._message, End):
             if isinstance(self._message, Abort):
                 raise SyncError(
@@ -126,9 +129,9 @@ class BucketTransfer:
         self._source.expected = self._names.given
 
     def skip_rest(self) -> None:
-        """Receive what is still on its way, unless nothing more comes."""
+        """Receive and discard the remaining messages, unless the transfer has ended."""
         while not self._over:
-            with suppress(SyncError):  # a LinkError ends it; a damaged header more does not matter
+            with suppress(SyncError):  # LinkError ends the loop; another corrupt header is harmless
                 self._next()
 
     def _next(self) -> None:
@@ -143,7 +146,7 @@ class BucketTransfer:
         return f"{self.num_buckets} bucket{'' if self.num_buckets == 1 else 's'}"
 
     def _check(self, bucket: Bucket, payload: Tensor) -> None:
-        """That this bucket is the next one, whole, and as it was sent."""
+        """Raise SyncError unless this bucket is the next one, complete, and undamaged."""
         where = f"bucket {bucket.index} of version {self.version}"
         if bucket.push != self.push or bucket.version != self.version:
             raise SyncError(
@@ -203,7 +206,7 @@ class BucketTransfer:
         return tensor.clone() if self._source.hold else tensor
 
     def _put_together(self, entry: BucketEntry, data: Tensor, index: int) -> Tensor | None:
-        """Add a part; the whole if this was the last."""
+        """Add one part; return the complete tensor if this was the last part."""
         have = 0 if self._part is None else self._part[0].begin + self._part[0].num_bytes
         last = entry if self._part is None else self._part[0]
         same = (last.name, last.shape, last.dtype) == (entry.name, entry.shape, entry.dtype)

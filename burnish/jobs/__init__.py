@@ -1,1 +1,2 @@
-"""The controllers. Read ``rl.py`` first: a step there is the algorithm, line by line."""
+"""Jobs and their training loops. Read ``rl.py`` first: one step of it is the algorithm, line by
+line."""

@@ -1,8 +1,8 @@
-"""Contract of jobs: a job makes a loop from its config, and a driver runs the loop.
+"""Contract of jobs: a job builds a loop from its config, and a driver runs the loop.
 
 A job is one config file, one job file with its ``JOB``, and one line of ``config/registry.py``.
-Training jobs build a :class:`Loop`, which ``trainer.Trainer`` runs; ``evaluate`` and ``generate``
-have drivers of their own.
+Training jobs build a :class:`Loop`, which ``trainer.Trainer`` runs. ``generate`` and ``score`` use
+``rows_run.RowsRun``; ``evaluate`` has its own driver.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Closable(Protocol):
     """Built parts that hold processes or connections."""
 
     def close(self) -> None:
-        """Release them."""
+        """Release the processes and connections."""
         ...
 
 
 class State(Protocol):
-    """Everything of a loop that a checkpoint must hold."""
+    """State of a loop that a checkpoint must contain."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,36 +54,38 @@ class State(Protocol):
 
     @property
     def version(self) -> int:
-        """Updates of the model so far."""
+        """Number of model updates so far."""
         ...
 
     def position(self) -> dict[str, Any]:
-        """Return what a step changes before it updates any weight: streams, running statistics.
-        The values are copies, which later steps do not change."""
+        """Return the state that a step changes before it updates any weight: stream positions and
+        running statistics. The values are copies that later steps do not change."""
         ...
 
     def save(
         self, folder: Path, position: Mapping[str, Any], *, in_background: bool = False
     ) -> Sequence[PendingSave]:
-        """Write all of it, with ``position``. ``in_background``: the returned saves may still be
-        writing; they write the state of now."""
+        """Write the entire state, with ``position`` as the stream positions and statistics. If
+        ``in_background`` is set, the returned saves may still be running. They write the state at
+        the time of the call."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` wrote."""
+        """Restore the state that :meth:`save` wrote."""
         ...
 
 
 class Loop(Closable, Protocol):
-    """The steps of a training run. ``trainer.Trainer`` calls it, and measures, logs and saves
-    around each step."""
+    """The steps of a training run. ``trainer.Trainer`` calls the methods, and measures, logs and
+    saves around each step."""
 
     total_steps: int
-    """Steps of the whole run."""
+    """Number of steps of the entire run."""
     eval_every_n_steps: int
-    """Evaluation every this many steps, beside step 0 and the last. 0: only those two."""
+    """Evaluate every this many steps, in addition to step 0 and the last step. 0: only at those
+    two."""
     best_metric: str
-    """Metric of the best checkpoint if the recipe names none."""
+    """Metric that selects the best checkpoint if the recipe names none."""
 
     @property
     def state(self) -> State:
@@ -91,23 +93,23 @@ class Loop(Closable, Protocol):
         ...
 
     def step(self, number: int) -> Metrics:
-        """Do one step; the first is 1. Raises StoppedError, with the step's metrics, if continuing
-        makes no sense."""
+        """Run step ``number``; the first is 1. Raises StoppedError, with the step's metrics, if
+        continuing is pointless."""
         ...
 
     def evaluate(self, number: int) -> Metrics:
-        """Measure held-out data after step ``number``. Empty if there is none."""
+        """Measure held-out data after step ``number``. The result is empty if there is none."""
         ...
 
 
 class Driver(ABC, Generic[L]):
-    """Runs one loop to its end in a run folder. Use as a context manager."""
+    """A driver that runs one loop to its end in a run folder. Use it as a context manager."""
 
     def __init__(self, config: JobConfig, run_dir: Path, memory_monitor: MemoryMonitor) -> None:
         self.config, self.run_dir, self.memory_monitor = config, run_dir, memory_monitor
         self.timeline = Timeline(peaks=memory_monitor.peaks)
         self.closing = ExitStack()
-        """What happens at the end of the run, in reverse order."""
+        """Callbacks that run at the end of the run, in reverse order."""
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +123,7 @@ class Driver(ABC, Generic[L]):
         self.closing.__exit__(kind, error, traceback)
 
     def attach(self, runtime: Runtime) -> None:
-        """Use ``runtime``, which made the engines of the loop."""
+        """Use ``runtime``, which created the engines of the loop."""
         self.memory_monitor.runtime = runtime
 
     @abstractmethod
@@ -129,8 +131,8 @@ class Driver(ABC, Generic[L]):
         """Run ``loop`` to its end. Return the last value of every metric."""
 
     def open(self) -> None:
-        """Open log and metrics. Call it once the loop is built: a recipe whose data or model is
-        missing leaves an empty folder, in which the corrected recipe can start."""
+        """Open the log and the metrics. Call this after the loop is built: a recipe with missing
+        data or a missing model then leaves an empty folder, which the corrected recipe can use."""
         setup_logging(self.run_dir)
         self.closing.callback(close_logging)
         self.metrics = MetricsLog(self.run_dir, open_trackers(self.config, self.run_dir))
@@ -142,7 +144,7 @@ class Driver(ABC, Generic[L]):
 
     @contextmanager
     def measured_memory(self) -> Iterator[None]:
-        """Write the measured memory into the run folder at the end, also after an error."""
+        """Write the measured memory to the run folder on exit, even after an error."""
         try:
             yield
         finally:
@@ -151,29 +153,29 @@ class Driver(ABC, Generic[L]):
 
 
 class Job(ABC, Generic[C, L]):
-    """One job: what is particular to it, and nothing that jobs share."""
+    """A job: its config class, its checks, its driver and how its loop is built."""
 
     config_class: type[C]
     takes_rewards: bool = False
-    """Whether ``burnish.run`` may be given reward functions."""
+    """True if ``burnish.run`` accepts reward functions for this job."""
 
     def prepare(self, config: C, run_dir: Path, *, resumed: bool) -> Metrics | None:
-        """Check what only this job needs, before anything is loaded. Return the metrics of a run
-        that is finished; None if there is something left to do."""
+        """Run the checks specific to this job, before anything is loaded. Return the metrics of a
+        finished run, or None if work is left."""
         return None
 
     @abstractmethod
     def driver(self, config: C, run_dir: Path, memory_monitor: MemoryMonitor) -> Driver[L]:
-        """Return what runs the loop."""
+        """Return the driver that runs the loop."""
 
     @abstractmethod
     def build(self, config: C, runtime: Runtime, *, run_dir: Path, functions: Functions) -> L:
-        """Build the loop: data and rewards first, because their errors are the quickest to find,
-        then engines, which ``runtime`` makes."""
+        """Build the loop. Data and rewards come first, because their errors are the quickest to
+        find; then ``runtime`` creates the engines."""
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every global generator."""
+    """Seed the global generators of ``random``, NumPy and PyTorch."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
@@ -181,9 +183,9 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Collect unreachable cycles less often inside: a step makes millions of small objects without
-    any, and collections took half of the time of sampling, scoring and batching 100,000
-    (docs/benchmarks.md)."""
+    """Collect unreachable reference cycles less often inside the context. A step creates millions
+    of small objects but no cycles. With default thresholds, collections took half of the time of
+    sampling, scoring and batching 100,000 samples (docs/benchmarks.md)."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 100)
     try:

@@ -1,4 +1,4 @@
-"""Parts that several jobs build from their recipes."""
+"""Components that several jobs build from their recipes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ WeightedRewards = Sequence[tuple[Reward, float]]
 def within_positions(
     data: Data, model: ModelConfig, *, new_tokens: int = 0, field: str = "data"
 ) -> Data:
-    """``data`` with its length limit lowered to what the model has positions for, so that
-    ``overlong`` decides about a longer row, and not the middle of a run. ``field``: what the recipe
-    calls it."""
+    """Return ``data`` with its length limit lowered to the number of positions of the model.
+    ``overlong`` then handles longer rows at load time instead of an error in the middle of the run.
+    ``field``: name of the data section in the recipe, for messages. Raises ModelError if
+    ``new_tokens`` leaves no room for a prompt."""
     limit = num_positions(model)
     name = "prompt_max_len" if isinstance(data, PromptDataConfig) else "max_len"
     wanted = data.prompt_max_len if isinstance(data, PromptDataConfig) else data.max_len
@@ -58,7 +59,7 @@ def within_positions(
 
 
 def held_out_data(data: Data | None, *models: ModelConfig) -> Data | None:
-    """``eval_data`` within the positions of all ``models``."""
+    """Return ``eval_data`` with its length limit within the positions of all ``models``."""
     for model in models:
         data = None if data is None else within_positions(data, model, field="eval_data")
     return data
@@ -67,8 +68,9 @@ def held_out_data(data: Data | None, *models: ModelConfig) -> Data | None:
 def engine_specs(
     config: TrainingJob, *, total_steps: int, temperature: float = 1.0
 ) -> dict[str, EngineSpec]:
-    """Return the spec of every train engine of a job, by role name; reward models of ``rl``, which
-    have passes of their own, are left out. ``temperature``: of the sampled rows."""
+    """Return the spec of every train engine of a job, by role name. Reward models of ``rl`` are
+    excluded, because they have their own pass size. ``temperature``: sampling temperature of the
+    rows."""
     micro = config.batch_plan().micro_train_batch_size
     return {
         role.name: EngineSpec(
@@ -91,7 +93,7 @@ def engine_specs(
 
 
 def log_disabled_noise(model: ModelConfig, role: Role) -> None:
-    """Log that the dropout and router noise of the model's own config are off, if there is any."""
+    """Log any dropout and router noise in the model's own config that is disabled for training."""
     found = hf_config(model)
     noise = {} if found is None else noise_of(found)
     if noise:
@@ -103,7 +105,7 @@ def log_disabled_noise(model: ModelConfig, role: Role) -> None:
 
 
 def sampling_of(config: SamplingConfig) -> Sampling:
-    """Return how an engine samples as the recipe says."""
+    """Return the engine's sampling parameters from the recipe."""
     return Sampling(
         max_tokens=config.generate_max_len,
         temperature=config.temperature,
@@ -121,8 +123,9 @@ def weighted_rewards(
     *,
     engine: TrainEngineConfig | None = None,
 ) -> WeightedRewards:
-    """Return the rewards of a recipe with their weights. ``engine``: the train engine of reward
-    models, if it is not their own (for rl the policy's, so that they are sharded as it is)."""
+    """Return the rewards of a recipe with their weights. ``engine``: train engine for reward
+    models, instead of the one in their own specs. ``rl`` passes the policy's engine, so that reward
+    models are sharded like the policy."""
 
     def make_engine(spec: EngineSpec) -> TrainEngine:
         if engine is not None:
@@ -146,7 +149,7 @@ def reward_set(
     shaping: ShapingConfig | None = None,
     running: dict[str, Literal["mean_std", "std"]] | None = None,
 ) -> RewardSet:
-    """Return what scores responses of up to ``max_len`` tokens."""
+    """Return the reward set that scores responses of up to ``max_len`` tokens."""
     if not scores:
         return NoRewards()
     return RewardSet(

@@ -1,5 +1,5 @@
-"""When a training run saves, what a checkpoint holds beside the loop's state, and how a run is
-restored from one."""
+"""Decide when a training run saves, write the trainer's own state, and restore a run from a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ log = logging.getLogger("burnish")
 
 @dataclass
 class RunPosition:
-    """Steps done, and what was measured at which step."""
+    """Progress of a run: completed steps, the last metrics, and the steps of the last
+    measurements."""
 
     step: int = 0
     last: Metrics = field(default_factory=dict)
     """The last value of every metric."""
     best_measured_step: int = -1
-    """Step of the last measurement of the best metric."""
+    """Step at which the best metric was last measured; -1: never."""
     evaluated_step: int = -1
-    """Step of the last measurement of held-out data."""
+    """Step at which held-out data was last measured; -1: never."""
 
 
 @dataclass(frozen=True)
 class PreStepState:
-    """The state before a step that the step may change without an update."""
+    """State before a step, of the parts that the step may change without an update."""
 
     version: int
     position: Mapping[str, Any]
@@ -45,7 +46,7 @@ class PreStepState:
 
     @classmethod
     def of(cls, state: State) -> PreStepState:
-        """Capture it now."""
+        """Capture the current state."""
         return cls(state.version, state.position(), capture_rng())
 
 
@@ -55,7 +56,7 @@ class Checkpointing:
     def __init__(
         self, config: TrainingJob, run_dir: Path, timeline: Timeline, *, best_metric: str
     ) -> None:
-        """``best_metric``: used if the recipe names none."""
+        """``best_metric``: default if the recipe names none."""
         self.config, self.timeline = config.checkpoint, timeline
         self.best_metric = config.checkpoint.best_metric or best_metric
         self.best_mode = config.checkpoint.best_mode or better(self.best_metric) or "max"
@@ -65,14 +66,14 @@ class Checkpointing:
             best_mode=self.best_mode,
         )
         self.saved_step = -1
-        """Step of the newest checkpoint; -1: there is none."""
+        """Step of the newest checkpoint; -1 if there is none."""
         self._saved_at = 0.0
-        """By the monotonic clock: the last save, or the start of the first step."""
+        """Monotonic time of the last save, or of the start of the first step."""
         self._pending: PendingCheckpoint | None = None
-        """The checkpoint of ``saved_step``, while it is written in the background."""
+        """Checkpoint of ``saved_step`` while it is being written in the background."""
 
     def start_clock(self) -> None:
-        """Count ``every_minutes`` from now."""
+        """Start the clock that ``every_minutes`` measures."""
         self._saved_at = time.monotonic()
 
     def due(self, step: int, total_steps: int) -> bool:
@@ -84,7 +85,7 @@ class Checkpointing:
         return late or step % every == 0
 
     def save(self, state: State, run: RunPosition, before: PreStepState | None = None) -> None:
-        """Save the run as it is, or as it was ``before`` the current step. Raises
+        """Save the current state of the run, or the state ``before`` the current step. Raises
         CheckpointError."""
         if self.saved_step == run.step:
             return
@@ -99,7 +100,7 @@ class Checkpointing:
             save_state(folder, "session", counts | {"rng": rng})
             return pending
 
-        # A value measured at an earlier step says nothing about these weights.
+        # A value from an earlier step does not describe these weights.
         fresh = run.best_measured_step == run.step
         metric = run.last[self.best_metric] if fresh else None
         with self.timeline.span("checkpoint"):
@@ -111,7 +112,7 @@ class Checkpointing:
             self.finish()
 
     def poll(self) -> None:
-        """Publish the pending checkpoint if all of it is written."""
+        """Publish the pending checkpoint if it is completely written."""
         if self._pending is not None and self._pending.done:
             self.finish()
 
@@ -125,17 +126,18 @@ class Checkpointing:
         log.info("checkpoint %s", path)
 
     def try_finish(self) -> None:
-        """As :meth:`finish`, but log the failure: another error ends the run already, and must not
-        be hidden."""
+        """Finish like :meth:`finish`, but only log a failure, because another error already ends
+        the run and must not be hidden."""
         try:
             self.finish()
         except CheckpointError as error:
             log.warning(error)
 
     def restore(self, state: State, run: RunPosition) -> Path | None:
-        """Restore ``state`` and ``run`` from the newest good checkpoint and return its folder;
-        None if there is no checkpoint at all. Raises RunError if none is good, or if it does not
-        fit the recipe."""
+        """Restore ``state`` and ``run`` from the newest valid checkpoint and return its folder.
+        Return None if there is no checkpoint and no step was done. Raises RunError if no checkpoint
+        is valid, if none exists after a step was done, or if the checkpoint does not fit the
+        recipe."""
         newest = self.store.latest()
         if newest is None and self.store.all():
             raise RunError(

@@ -1,4 +1,5 @@
-"""From rewards to advantages on every action token of a rollout batch."""
+"""Credit assignment: compute the advantage of every action token of a rollout batch from its
+rewards."""
 
 from __future__ import annotations
 
@@ -30,20 +31,21 @@ from burnish.tensors import pad_rows, unpad_rows, whiten
 from burnish.types import Batch
 
 MAX_REWARD = 1e15
-"""A critic's squared error of such returns is 1e30, and a policy loss with the largest ratio 5e23:
-both leave fp32 (3.4e38) room for sums over tokens."""
+"""Largest allowed absolute reward. A critic's squared error of such returns is 1e30, and a policy
+loss with the largest ratio is 5e23. Both leave fp32 (maximum 3.4e38) room for sums over tokens."""
 
 ScalarAdvantage = GroupAdvantage | GaeAdvantage | ReinforceAdvantage
-"""Those that begin with one reward per sample."""
+"""Advantage configs that start from one reward per sample."""
 
 
 def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) -> Batch:
-    """The batch with ``advantages`` [M] (and ``returns`` [M] for a critic).
+    """Return the batch with ``advantages`` [M] (and ``returns`` [M] for a critic).
 
-    Takes ``rewards`` [N], and what the kind needs: ``values`` (gae), ``old_logprobs`` and
-    ``ref_logprobs`` (KL in the reward); ``old_logprobs`` and ``teacher_logprobs``
-    (on_policy_distill, of rewards nothing). Whitening is over all action tokens of the batch given,
-    which is the whole rollout. Raises RewardError for rewards whose losses would overflow.
+    The inputs are ``rewards`` [N] and the fields that the kind needs: ``values`` (gae);
+    ``old_logprobs`` and ``ref_logprobs`` (KL in the reward); ``old_logprobs`` and
+    ``teacher_logprobs`` (on_policy_distill, which ignores the rewards). Whitening uses all action
+    tokens of the batch, which is the entire rollout. Raises RewardError if the losses of the
+    rewards would overflow.
     """
     assert batch.rewards is not None
     advantage = config.advantage
@@ -72,7 +74,8 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
 
 
 def _check_size(batch: Batch, rewards: Tensor) -> Batch:
-    """The batch. Raises RewardError if rewards are so large that losses would not be finite."""
+    """Return the batch. Raises RewardError if rewards are so large that losses would not be
+    finite."""
     largest = _largest(rewards)
     found = max(_largest(x) for x in (batch.advantages, batch.returns) if x is not None)
     if largest == math.inf or (largest > MAX_REWARD and found > MAX_REWARD):
@@ -85,13 +88,13 @@ def _check_size(batch: Batch, rewards: Tensor) -> Batch:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest absolute value, NaN left out; 0 of nothing."""
+    """Return the largest absolute value, ignoring NaN; 0 if there is none."""
     sizes = values.abs()[~values.isnan()]
     return float(sizes.max()) if sizes.numel() else 0.0
 
 
 def _shaped(batch: Batch, advantage: ScalarAdvantage) -> Tensor:
-    """[N] the reward of every sample, with the baseline of its group taken off."""
+    """Return the reward of every sample, minus the baseline of its group: [N]."""
     assert batch.rewards is not None
     if isinstance(advantage, GaeAdvantage):
         return batch.rewards
@@ -112,6 +115,6 @@ def _kl_in_reward(
 
 
 def _action_counts(batch: Batch) -> Tensor:
-    """[N] action tokens per row."""
+    """Return the number of action tokens per row: [N]."""
     counts = torch.zeros(batch.num_rows, device=batch.tokens.device)
     return counts.index_add_(0, batch.row_ids, batch.action_mask.float())

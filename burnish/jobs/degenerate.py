@@ -1,9 +1,9 @@
-"""Steps from which nothing can be learned: equal rewards in every group, a reward that needs labels
-and gets none, pairs of one response twice, verdicts of one class.
+"""Detect steps without learning signal. Examples are equal rewards in every group, a reward that
+needs labels and gets none, pairs with the same response twice, and labels of one class.
 
-Each step is measured as ``train/no_signal_frac``, the share of its units (groups, pairs, or the
-whole step) without signal. :class:`NoSignalMonitor` counts the steps, warns once with the cause,
-and stops the run after ``train.max_steps_without_signal`` of them in a row.
+Each step logs ``train/no_signal_frac``, the share of its units (groups, pairs, or the entire step)
+without signal. :class:`NoSignalMonitor` counts the steps without signal and warns once with the
+cause. It stops the run after ``train.max_steps_without_signal`` of them in a row.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ log = logging.getLogger("burnish")
 Metrics = dict[str, float]
 
 _WARN_AFTER = 10
-"""Steps in a row: a single step without signal is no finding."""
+"""Consecutive steps before the warning: a single step without signal is normal."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The units of one step."""
+    """Signal count of one step."""
 
     num_units: int
     num_empty: int
-    """Units without signal."""
+    """Number of units without signal."""
     what: str = ""
-    """Of what an empty unit is, in the plural: ``pairs with the same response twice``."""
+    """Description of a unit without signal, in the plural: ``pairs with the same response
+    twice``."""
     why: str = ""
-    """What may be the cause, and what to do."""
+    """Possible cause and suggested fix."""
     at_once: bool = False
-    """A single empty unit is an error of the data, and worth the warning."""
+    """Warn about a single unit without signal, because it is an error in the data."""
 
     @property
     def frac(self) -> float:
@@ -52,17 +53,17 @@ class Finding:
 
 
 class NoSignalMonitor:
-    """Counts the steps of one run that teach nothing."""
+    """Counter of the steps of one run without learning signal."""
 
     def __init__(self, limit: int | None) -> None:
-        """``limit``: steps in a row after which the run stops; None: never."""
+        """``limit``: consecutive steps without signal after which the run stops; None: never."""
         self._limit = limit
         self._streak = self._steps = self._seen = self._units = 0
         self._last = Finding(0, 0)
         self._said = self._said_labels = False
 
     def see(self, finding: Finding) -> Metrics:
-        """Count a step. Returns its metric."""
+        """Count a step and return its metric."""
         self._seen += 1
         self._units += finding.num_empty
         if finding.num_empty:
@@ -88,8 +89,8 @@ class NoSignalMonitor:
             self._said_labels = warn_without_labels(prompts, rewards)
 
     def checked(self, metrics: Metrics) -> Metrics:
-        """Return ``metrics``. Raises StoppedError with them once too many steps in a row taught
-        nothing."""
+        """Return ``metrics``. Raises StoppedError with them once ``limit`` consecutive steps had no
+        signal."""
         if self._limit is None or self._streak < self._limit:
             return metrics
         raise StoppedError(
@@ -99,7 +100,7 @@ class NoSignalMonitor:
         )
 
     def log_total(self) -> None:
-        """Log how many steps taught nothing, if that was worth a warning."""
+        """Log the number of steps without signal, if a warning was issued before."""
         if self._said:
             log.warning(
                 "%d of %d steps of this run gave nothing to learn from (in total %d %s)",
@@ -110,21 +111,22 @@ class NoSignalMonitor:
         return f"{finding.num_empty} of {finding.num_units} {finding.what}: {finding.why}"
 
 
-# ---- what a step has -----------------------------------------------------------------------------
+# ---- signal of a step ----------------------------------------------------------------------------
 
 
 def reward_signal(
     groups: Sequence[Group], config: AlgorithmConfig, rewards: RewardSet
 ) -> Finding | None:
-    """Groups whose rewards are equal, as the update sees them (fp32). Advantages without a group
-    baseline compare the whole step. None if nothing is learned from rewards."""
+    """Return the groups whose rewards are equal in fp32, the precision of the update. For
+    advantages without a group baseline, the unit is the entire step. Return None if the advantage
+    does not use rewards."""
     advantage = config.advantage
     if isinstance(advantage, OnPolicyDistillAdvantage):
         return None
     own = [[sample.reward for sample in group.samples] for group in groups if group.samples]
     by_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
     units = own if by_group else [[reward for unit in own for reward in unit]]
-    # A single sample is compared with nothing: its return is the signal.
+    # A single sample has no baseline: its return is the signal.
     empty = [unit for unit in units if len(unit) > 1 and _equal_in_fp32(unit)]
     what = "groups whose rewards are all equal" if by_group else "steps whose rewards are all equal"
     if not empty:
@@ -162,7 +164,8 @@ def _why_equal(
 
 
 def pair_signal(batch: Batch) -> Finding:
-    """Pairs whose chosen and rejected rows are the same tokens. Rows 2i and 2i + 1 are a pair."""
+    """Return the pairs whose chosen and rejected rows have the same tokens. Rows 2i and 2i + 1 are
+    a pair."""
     rows = [batch.tokens[a:b] for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)]
     same = sum(torch.equal(a, b) for a, b in zip(rows[0::2], rows[1::2], strict=True))
     return Finding(
@@ -176,7 +179,7 @@ def pair_signal(batch: Batch) -> Finding:
 
 
 def label_signal(batch: Batch) -> Finding:
-    """Return whether all responses of the step have one verdict."""
+    """Return one unit for the step, without signal if all its responses have the same label."""
     assert batch.labels is not None
     liked = batch.labels.float().mean().item()
     one_class = liked in (0.0, 1.0)
@@ -193,13 +196,13 @@ def label_signal(batch: Batch) -> Finding:
 
 
 def without_labels(prompts: Iterable[Prompt], rewards: RewardSet) -> tuple[str, ...]:
-    """Names of the rewards that take a label, if none of ``prompts`` has one."""
+    """Return the names of the rewards that take a label, if none of ``prompts`` has one."""
     takers = rewards.label_takers
     return takers if takers and all(prompt.label is None for prompt in prompts) else ()
 
 
 def warn_without_labels(prompts: Sequence[Prompt], rewards: RewardSet) -> bool:
-    """Warn if rewards take a label and none of ``prompts`` has one. Returns whether it did."""
+    """Warn if rewards take a label and none of ``prompts`` has one. Return whether it warned."""
     takers = without_labels(prompts, rewards)
     if takers and prompts:
         log.warning("none of %d prompts has a label: %s", len(prompts), _no_labels(takers))

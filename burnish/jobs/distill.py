@@ -1,11 +1,13 @@
-"""Distillation: a student learns a teacher's distribution over every next token of given rows. The
-loop is ``supervised.py``'s; here are the loss, what a batch needs before it, and the teacher, who
-also judges what a policy samples (``algorithm.advantage: on_policy_distill``).
+"""Distillation: train a student to match a teacher's distribution over every next token of given
+rows.
 
-Teacher and student are engines of their own, wherever they are. What goes from one to the other
-are the teacher's last hidden states, and the student's engine has a copy of its output projection:
-so the distributions themselves, a vocabulary wide, are made where they are compared, some tokens
-at a time (``models/distill.py``).
+The loop is in ``supervised.py``. This file contains the loss, the preparation of batches, and the
+teacher. The teacher also scores a policy's samples (``algorithm.advantage: on_policy_distill``).
+
+Teacher and student are separate engines, on any workers. The teacher sends its last hidden states,
+and the student's engine holds a copy of the teacher's output projection. The distributions, which
+are as wide as the vocabulary, are therefore computed next to the loss, a few tokens at a time
+(``models/distill.py``).
 """
 
 from __future__ import annotations
@@ -41,22 +43,24 @@ from burnish.train.spec import EngineSpec
 from burnish.types import Batch, Stats
 
 UNKNOWN_LOGPROB = -30.0
-"""Log-prob in nats, about 1e-13, of a token that the teacher does not have. (It has none, and no
-finite advantage would follow from that.)"""
+"""Log-prob in nats (a probability of about 1e-13) assigned to tokens outside the teacher's
+vocabulary. The teacher has no log-prob for them, and minus infinity would give no finite
+advantage."""
 
 
 class Teacher:
-    """A teacher's engine, and which of the student's tokens it can read."""
+    """A teacher's engine and the size of the vocabulary that it shares with the student."""
 
     def __init__(
         self, engine: TrainEngine, vocabulary: int, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """``vocabulary``: it reads the first so many. ``tokenizer``: the student's."""
+        """``vocabulary``: the teacher can read token ids below this. ``tokenizer``: the
+        student's."""
         self.engine, self.vocabulary, self.tokenizer = engine, vocabulary, tokenizer
 
     def prepare(self, batch: Batch) -> Batch:
-        """The batch with the teacher's hidden states. Raises DataError for a token that it does
-        not have."""
+        """Return the batch with the teacher's hidden states. Raises DataError for a token outside
+        the teacher's vocabulary."""
         unknown = batch.tokens >= self.vocabulary
         if bool(unknown.any()):
             token = int(batch.tokens[unknown][0])
@@ -69,8 +73,9 @@ class Teacher:
         return replace(batch, teacher_states=self.engine.states(batch))
 
     def add_teacher_logprobs(self, batch: Batch) -> Batch:
-        """The batch with the teacher's log-probs of its action tokens. Tokens that it does not have
-        get :data:`UNKNOWN_LOGPROB`, and are read as the first of the vocabulary."""
+        """Return the batch with the teacher's log-probs of its action tokens. Tokens outside the
+        teacher's vocabulary get :data:`UNKNOWN_LOGPROB`, and are replaced by token 0 in the
+        teacher's input."""
         unknown = batch.tokens >= self.vocabulary
         read = replace(batch, tokens=batch.tokens.masked_fill(unknown, 0))
         logprobs = self.engine.logprobs(read)
@@ -79,16 +84,16 @@ class Teacher:
 
 
 def make_teacher(spec: EngineSpec, student: ModelConfig, runtime: Runtime) -> Teacher:
-    """Return the teacher of ``student``. Raises ModelError if the two models have different
-    tokens."""
+    """Return the teacher of ``student``. Raises ModelError if the two models assign different
+    tokens to the same id."""
     vocabulary = shared_vocabulary(student, spec.model, runtime.tokenizer)
     spans = {"logprobs": "teacher", "states": "teacher"}
     return Teacher(runtime.language_model(spec, spans), vocabulary, runtime.tokenizer)
 
 
 def distill_objective(*, temperature: float, nll_weight: float) -> Loss:
-    """Divergence mixed with the negative log-likelihood, mean over all action tokens of the
-    step."""
+    """Return the divergence mixed with the negative log-likelihood, as a mean over all action
+    tokens of the step."""
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         assert outputs.logprobs is not None and outputs.divergence is not None
@@ -120,8 +125,8 @@ def distill_objective(*, temperature: float, nll_weight: float) -> Loss:
 def measure_distill(
     loss: Loss, teacher: Teacher, *, rows_at_once: int
 ) -> Callable[[TrainEngine, Batch], Stats]:
-    """What evaluation measures: loss and stats of the held-out rows, ``rows_at_once`` at a time, as
-    the teacher's states take memory."""
+    """Return a function that measures loss and stats of held-out rows. It processes
+    ``rows_at_once`` rows at a time, because the teacher's states take memory."""
 
     def measure(engine: TrainEngine, batch: Batch) -> Stats:
         stats = Stats()
@@ -134,9 +139,10 @@ def measure_distill(
 
 
 def teacher_stats(batch: Batch) -> dict[str, float]:
-    """How far what a policy sampled is from what its teacher would say: ``train/teacher_kl``, the
-    mean of log p - log q over action tokens, an estimate of KL(policy || teacher) in nats per
-    token; ``train/teacher_logprob``. Nothing without a teacher."""
+    """Return the distance between a policy and its teacher on the policy's samples; empty without a
+    teacher. ``train/teacher_kl`` is the mean of log p - log q over action tokens, an estimate of
+    KL(policy || teacher) in nats per token. ``train/teacher_logprob`` is the mean log-prob under
+    the teacher."""
     if batch.teacher_logprobs is None or batch.old_logprobs is None:
         return {}
     mask, count = batch.action_mask, max(1, int(batch.action_mask.sum()))
@@ -147,7 +153,7 @@ def teacher_stats(batch: Batch) -> dict[str, float]:
 
 
 def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Supervised:
-    """Return the parts of a distillation."""
+    """Return the components of a distillation run."""
     data = within_positions(config.data, config.model)
     data = within_positions(data, config.teacher.model)
     other = held_out_data(config.eval_data, config.model, config.teacher.model)
@@ -174,7 +180,8 @@ def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Sup
 
 
 def distill_target_spec(config: DistillConfig, vocabulary: int) -> DistillTargetSpec:
-    """What the student's engine has to know. ``vocabulary``: tokens that both models know."""
+    """Return the spec of the distillation target for the student's engine. ``vocabulary``: number
+    of tokens that both models share."""
     options = config.loss.model_dump(exclude={"kind"})
     kind = config.loss.kind
     return DistillTargetSpec(

@@ -1,5 +1,5 @@
-"""How a run ends early: refused, stopped by itself, or stopped by a signal. Imports nothing
-heavy."""
+"""Exceptions of a run that ends early: rejected, stopped by itself, or stopped by a signal. Imports
+nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from burnish.errors import BurnishError
 
 
 class RunError(BurnishError, RuntimeError):
-    """A run that cannot start or go on. Says why and what to do."""
+    """A run that cannot start or continue. The message gives the reason and a fix."""
 
 
 class StoppedError(RunError):
-    """A completed step after which continuing makes no sense. ``metrics`` are the step's."""
+    """A run that stopped after a completed step, because continuing is pointless. ``metrics`` are
+    the step's metrics."""
 
     exit_code = 3
 
@@ -25,7 +26,7 @@ class StoppedError(RunError):
 
 
 class Interrupted(BurnishError):
-    """A run that stopped on a signal, after saving. ``run_dir`` is the run to resume."""
+    """A run that stopped on a signal, after saving. ``run_dir`` is the folder to resume."""
 
     def __init__(self, run_dir: Path, signal_number: int) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Held-out evaluation: pass@1 and pass@k, during a run and as a job of its own."""
+"""Held-out evaluation: pass@1 and pass@k, during a run and as a separate job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger("burnish")
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Probability that at least one of k samples drawn without replacement passes (arXiv
+    """Return the probability that at least one of k samples drawn without replacement passes (arXiv
     2107.03374, eq. 1).
 
     1 - C(n - c, k) / C(n, k). Example: n = 4, c = 1, k = 2: 1 - C(3, 2) / C(4, 2) = 1 - 3/6 = 0.5.
@@ -49,7 +49,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Samples answers to held-out prompts and reports how many pass."""
+    """An evaluator that samples responses to held-out prompts and reports the share that passes."""
 
     config: EvalConfig
     prompts: Sequence[Prompt]
@@ -57,8 +57,9 @@ class Evaluator:
     keep_samples: Callable[[int, Sequence[Group]], object]
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """``eval/pass@k`` for every k asked for, ``eval/reward`` (where it is made of several, also
-        each of them, as it came) and ``eval/response_len``."""
+        """Return ``eval/pass@k`` for every requested k, ``eval/reward``, ``eval/response_len`` and
+        ``eval/prompts``. If there are several rewards, ``eval/reward/<name>`` gives the mean of
+        each, unweighted."""
         groups = self.runner.run(self.prompts).groups
         self.keep_samples(step, groups)
         n, to_pass = self.config.n_samples_per_prompt, self.runner.rewards.to_pass
@@ -82,7 +83,7 @@ class Evaluator:
         }
 
     def close(self) -> None:
-        """Close rewards and engine."""
+        """Close the rewards and the engine."""
         self.runner.rewards.close()
         self.runner.engine.close()
 
@@ -93,8 +94,8 @@ _ALL = 1 << 30
 def held_out_prompts(
     config: EvalConfig | None, job: JobConfig, tokenizer: PreTrainedTokenizerBase, new_tokens: int
 ) -> Sequence[Prompt]:
-    """Load the prompts of an evaluation; none without evaluation. ``new_tokens``: of a response if
-    the evaluation sets no length of its own."""
+    """Load the prompts of an evaluation; empty if there is no evaluation. ``new_tokens``: response
+    length if the evaluation sets none."""
     if config is None:
         return ()
     new_tokens = config.generate_max_len or new_tokens
@@ -103,15 +104,16 @@ def held_out_prompts(
 
 
 def longest_row(config: EvalConfig | None, new_tokens: int) -> int:
-    """Return the most tokens of an evaluation's prompt with its response; 0 without evaluation."""
+    """Return the maximum number of tokens of an evaluation prompt with its response; 0 if there is
+    no evaluation."""
     if config is None:
         return 0
     return config.data.prompt_max_len + (config.generate_max_len or new_tokens)
 
 
 def eval_sampling(config: EvalConfig, rollout: SamplingConfig) -> Sampling:
-    """Return the rollout's stops with the evaluation's temperature and length, without top-p and
-    top-k."""
+    """Return the sampling parameters of the evaluation: its own temperature, and the rollout's
+    length and stops unless the evaluation sets them. Top-p and top-k are off."""
     return replace(
         sampling_of(rollout),
         temperature=config.temperature,
@@ -164,7 +166,7 @@ def build_evaluation(
     plain = SamplingConfig(generate_max_len=new_tokens)
     sampling = eval_sampling(config.eval, plain)
     timeline = runtime.timeline
-    rollout = timed(engine, timeline, {"generate": "rollout"})  # the phase in the memory plan
+    rollout = timed(engine, timeline, {"generate": "rollout"})  # phase name in the memory plan
     evaluator = make_evaluator(config.eval, rollout, scores, sampling, held_out, config, run_dir)
     warn_without_labels(held_out, evaluator.runner.rewards)
     evaluator.runner.rewards = timed(evaluator.runner.rewards, timeline, {"score": "reward"})
@@ -172,14 +174,14 @@ def build_evaluation(
 
 
 class Evaluation(Driver[Evaluator]):
-    """Runs one measurement: log, metrics, timeline, score."""
+    """Driver of an ``evaluate`` job: one measurement with log, metrics, timeline and score."""
 
     config: EvaluateConfig
 
     def run(self, loop: Evaluator) -> Metrics:
         """Measure once, write the metrics and print the score. Return the metrics."""
         self.open()
-        for warning in self.config.warnings():  # the terminal got them when the recipe was loaded
+        for warning in self.config.warnings():  # already printed when the recipe was loaded
             log.warning(warning, extra=FILE_ONLY)
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
         self.metrics.start_trackers()
@@ -199,7 +201,7 @@ class Evaluation(Driver[Evaluator]):
 
 
 def score_lines(metrics: Mapping[str, float], *, threshold: float) -> list[str]:
-    """Every ``eval/`` metric as one printed line.
+    """Return each ``eval/`` metric as one line of text.
 
     >>> score_lines({"eval/pass@1": 0.25, "eval/reward": 0.5, "time/eval_s": 1.0}, threshold=1.0)
     ['pass@1        0.2500  (a response passes with a reward of 1 or more)', 'reward        0.5000']

@@ -1,7 +1,7 @@
-"""Check how the models of a job run, from their configs alone, before anything is loaded.
+"""Check from the model configs alone how the models of a job run, before anything is loaded.
 
-Reads a kept result without importing torch where there is one (``models/family.py``), so that a dry
-run stays quick.
+If a cached result exists, it is read without importing torch (``models/family.py``), so that a dry
+run stays fast.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from burnish.models.family import DecodingSupport, ModelSupport, keep, key_of, r
 
 
 def check_families(config: JobConfig, *, download: bool) -> list[str]:
-    """Return one sentence for each model of the job whose config can be read: how it runs.
+    """Return one sentence about how each model of the job runs, for models whose config can be
+    read.
 
-    ``download``: a config that is not on this machine may be asked of the hub. Raises ModelError if
-    a model cannot be trained, or the local engine cannot sample from it.
+    ``download``: allow downloading a config from the hub. Raises ModelError if a model cannot be
+    trained, or if the local engine cannot sample from it.
     """
     sentences = []
     for model in models_of(config.roles()):
-        if model.scratch is not None:  # a Llama, whose layouts the tests hold
+        if model.scratch is not None:  # a Llama, covered by the tests
             continue
         sampled = model == config.model and _samples_locally(config)
         found = find_support(model, sampled=sampled, download=download)
@@ -48,8 +49,9 @@ def check_families(config: JobConfig, *, download: bool) -> list[str]:
 def find_support(
     model: ModelConfig, *, sampled: bool, download: bool
 ) -> tuple[ModelSupport, DecodingSupport | None] | None:
-    """Return how a model runs and, if ``sampled``, how the local engine samples from it; None if
-    its config cannot be read without its weights, or not at all (loading it says why)."""
+    """Return how a model runs and, if ``sampled``, how the local engine samples from it. Return
+    None if its config cannot be read without its weights, or not at all (loading the model reports
+    the reason)."""
     content = _content(model)
     keys = [key_of(kind, "config", content) for kind in (ModelSupport, DecodingSupport)]
     support = recall(ModelSupport, keys[0]) if content else None
@@ -73,8 +75,8 @@ def find_support(
 
 
 def _content(model: ModelConfig) -> list[bytes]:
-    """Return a digest of the model's config file. Empty if there is none, or if the model brings
-    code of its own."""
+    """Return a digest of the model's config file. The result is empty if there is none, for GGUF
+    files, and for models with custom code."""
     file = Path(model.path or "") / "config.json"
     if model.trust_remote_code or model.gguf_file or not file.is_file():
         return []

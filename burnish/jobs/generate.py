@@ -1,7 +1,7 @@
-"""Batch inference: prompts in, rows of data out.
+"""Batch inference: sample responses to prompts and write them as rows of data.
 
-A step is a fixed slice of the prompts, sampled and scored together. Responses own their random
-numbers. ``rows_run.py`` is what surrounds a step: it keeps each, and resumes.
+A step is a fixed slice of the prompts, sampled and scored together. Each response has its own
+random numbers. ``rows_run.py`` runs the steps, keeps the result of each, and resumes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("burnish")
 
 @dataclass(frozen=True)
 class Generation:
-    """The parts of a ``generate`` run."""
+    """The components of a ``generate`` run. Implements ``rows_run.RowsLoop``."""
 
     config: GenerateConfig
     generation_prompts: GenerationPrompts
@@ -46,27 +46,27 @@ class Generation:
         return math.ceil(len(self.generation_prompts) / self.config.rollout.rollout_batch_size)
 
     def prompts_of_step(self, step: int) -> list[GenerationPrompt]:
-        """The prompts of a step; the first is 1."""
+        """Return the prompts of a step; the first step is 1."""
         size = self.config.rollout.rollout_batch_size
         return self.generation_prompts.take((step - 1) * size, size)
 
     def num_prompts_of_step(self, step: int) -> int:
-        """How many those are."""
+        """Return the number of prompts of a step; the first step is 1."""
         size = self.config.rollout.rollout_batch_size
         return max(0, min(size, len(self.generation_prompts) - (step - 1) * size))
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What a resumed run must have again."""
+        """Number of prompts and their digest, which must not change on resume."""
         return {"prompts": len(self.generation_prompts), "digest": self.generation_prompts.digest}
 
     @property
     def models(self) -> Sequence[ModelConfig]:
-        """The model that answers."""
+        """The sampled model."""
         return [self.config.model]
 
     def warn(self) -> None:
-        """Log prompts and columns that are left out."""
+        """Log the prompts and columns that are excluded."""
         generation_prompts = self.generation_prompts
         if generation_prompts.dropped:
             log.warning("left out: %d %s", generation_prompts.dropped, DROPS["prompts_overlong"])
@@ -78,7 +78,7 @@ class Generation:
             )
 
     def step(self, number: int) -> StepRows:
-        """Sample, score and choose."""
+        """Sample, score and select the rows of one step."""
         answered = generate_step(self, number)
         chosen, groups = answered.selection, answered.rollout.groups
         dropped = dict(chosen.dropped)
@@ -103,33 +103,33 @@ class Generation:
         return metrics
 
     def totals(self) -> Mapping[str, float]:
-        """Prompts that no step has."""
+        """Return the number of prompts dropped before the first step."""
         dropped = self.generation_prompts.dropped
         return {"prompts_overlong": dropped} if dropped else {}
 
     def summary(self, totals: Mapping[str, float], output: Path) -> list[str]:
-        """Return what the run did: rows, prompts, everything that was left out."""
+        """Return a summary of the run: rows, prompts, and everything that was dropped."""
         return summary(totals, output)
 
     def close(self) -> None:
-        """Close rewards and engine."""
+        """Close the rewards and the engine."""
         self.runner.rewards.close()
         self.runner.engine.close()
 
 
 @dataclass(frozen=True)
 class GenerationStep:
-    """Result of a step."""
+    """Rollout and selected rows of one step."""
 
     rollout: Rollout
     selection: Selection
     num_lost: int
-    """Prompts on which a reward failed."""
+    """Number of prompts for which a reward failed."""
 
 
 def generate_step(parts: Generation, step: int) -> GenerationStep:
-    """Sample, score and choose: the rows of one step. Depends on the step's number and the weights
-    alone."""
+    """Sample, score and select the rows of one step. The result depends only on the step number and
+    the weights."""
     config = parts.config
     generation_prompts = {q.prompt.id: q for q in parts.prompts_of_step(step)}
     try:
@@ -149,7 +149,8 @@ def generate_step(parts: Generation, step: int) -> GenerationStep:
 
 
 def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
-    """Return the parts of a ``generate`` job. Data and rewards first, as for rl."""
+    """Return the components of a ``generate`` job. Data and rewards are built first, because their
+    errors are the quickest to find."""
     new_tokens = config.rollout.generate_max_len
     data = within_positions(config.data, config.model, new_tokens=new_tokens)
     generation_prompts = GenerationPrompts(
@@ -179,7 +180,7 @@ def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functi
 
 
 def summary(totals: Mapping[str, float], output: Path) -> list[str]:
-    """Return what a run did, in a few lines: rows, prompts, everything that was left out."""
+    """Return a summary of a run, a few lines: rows, prompts, and everything that was dropped."""
     lines = [
         f"wrote {output}: {totals['rows']:,.0f} rows from {totals['prompts']:,.0f} prompts "
         f"({totals.get('samples', 0):,.0f} responses, {totals.get('tokens', 0):,.0f} tokens)"

@@ -1,7 +1,7 @@
 """Check the inputs of a job before any heavy import: files, model folders, first rows.
 
-Imports neither torch nor transformers, so that a misspelt path is an error at once. The messages
-are those of the code that reads the inputs later.
+This module imports neither torch nor transformers, so that a misspelled path fails immediately. The
+messages are those of the code that reads the inputs later.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from burnish.rewards.errors import RewardError
 
 
 def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
-    """Raise DataError, ModelError or RewardError for an input that cannot be used: a file or folder
-    that does not exist, or a first row of a source that has no usable content.
+    """Raise DataError, ModelError or RewardError if an input is unusable. Examples are a missing
+    file or folder, and a source whose first row has no usable content.
 
-    A resumed run that writes rows may be finished and need no input any more, so it is not checked.
+    A resumed run that writes rows is not checked, because it may be finished and need no input.
     """
     check_trackers(config)
     if resumed and isinstance(config, RowsJob):
@@ -44,7 +44,7 @@ def check_inputs(config: JobConfig, *, resumed: bool = False) -> None:
 
 
 def _check_models(config: JobConfig) -> None:
-    """Raise ModelError for all folders of models and tokenizers that are missing."""
+    """Raise ModelError listing all missing folders of models and tokenizers."""
     # On a cluster, the other models are read by workers, which may have other folders.
     ray = config.cluster.runtime == "ray"
     problems = model_problems(config)
@@ -56,8 +56,8 @@ def _check_models(config: JobConfig) -> None:
 
 
 def _check_row(row: Row, data: DataConfig) -> None:
-    """Raise DataError, with the place, if a row has no usable content. What needs a tokenizer is
-    checked when the row is encoded."""
+    """Raise DataError, with the location, if a row has no usable content. Checks that need a
+    tokenizer run when the row is encoded."""
     try:
         for content in _contents(row, data):
             if not isinstance(content, str):
@@ -67,7 +67,7 @@ def _check_row(row: Row, data: DataConfig) -> None:
 
 
 def _contents(row: Row, data: DataConfig) -> list[Any]:
-    """The texts and conversations that the row is read for."""
+    """Return the texts and conversations that the job reads from the row."""
     if isinstance(data, SFTDataConfig):
         key = demonstration_key(row, data)
         if key == data.text_key:

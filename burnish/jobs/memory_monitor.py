@@ -1,5 +1,5 @@
-"""Memory of a run while it runs: peaks by phase into the metrics, the plan beside them into the run
-folder, and the report of a run that ran out of memory."""
+"""Memory of a running job: peaks per phase in the metrics, a comparison with the plan in the run
+folder, and the report after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ OOM_FILE = "oom.txt"
 
 
 class MemoryMonitor:
-    """Memory monitor of one run."""
+    """Monitor of the memory of one run."""
 
     def __init__(self, config: JobConfig, run_dir: Path, plan: Plan | None) -> None:
         self.config, self.run_dir, self.plan = config, run_dir, plan
         self.peaks = PhasePeaks()
-        """Of this process; the run's timeline gets it."""
+        """Peaks of this process. The run's timeline updates them."""
         self.runtime: Runtime | None = None
-        """Who asks the other processes; set once it is there."""
+        """Runtime that collects the peaks of all processes; None until it is created."""
         self._most: dict[tuple[str, str, int], MemoryPeak] = {}
 
     def metrics(self) -> dict[str, float]:
-        """``memory/<phase>/...`` since the last call."""
+        """Return ``memory/<phase>/...`` since the last call."""
         found = [] if self.runtime is None else self.runtime.peaks()
         for process in found:
             for phase, peak in process.phases.items():
@@ -47,7 +47,7 @@ class MemoryMonitor:
         return peak_metrics(found)
 
     def lines(self) -> list[PlanVsActual]:
-        """Plan and measurement of all phases so far."""
+        """Return planned and measured memory of all phases so far."""
         return plan_vs_actual(
             self.plan,
             (
@@ -57,7 +57,7 @@ class MemoryMonitor:
         )
 
     def finish(self) -> None:
-        """Write ``memory.txt`` and ``memory.json`` with all that was measured until now."""
+        """Write all measurements so far to ``memory.txt`` and ``memory.json``."""
         self.metrics()
         lines = self.lines()
         if lines:
@@ -65,9 +65,9 @@ class MemoryMonitor:
             write_text(self.run_dir / MEMORY_JSON, to_json(lines) + "\n")
 
     def out_of_memory(self, error: BaseException) -> RunOutOfMemoryError:
-        """The report of a run that ended in ``error``, which is also written to ``oom.txt``."""
+        """Return the report of a run that ended with ``error``, and write it to ``oom.txt``."""
         phase = self.peaks.phase or "load"
-        with suppress(Exception):  # the report must come, with or without the last peaks
+        with suppress(Exception):  # write the report even without the last peaks
             self.finish()
         store = CheckpointStore(self.run_dir / "checkpoints", keep_last=1, best_mode="max")
         failure = Failure(error, phase, self.run_dir, store.latest())

@@ -1,6 +1,7 @@
-"""Losses as the engines take them: (outputs, batch) -> (scalar, stats), made once from the recipe.
+"""Losses in the form that engines call: (outputs, batch) -> (scalar, stats), built once from the
+recipe.
 
-The mathematics is in ``algorithms``; here it is put together with the recipe's options and the
+The mathematics is in ``algorithms``. This module combines it with the recipe's options and the
 batch's global denominators.
 """
 
@@ -29,11 +30,11 @@ from burnish.types import Batch, Stats
 def policy_objective(
     config: AlgorithmConfig, *, max_len: int, kl_coef: Callable[[], float]
 ) -> Loss:
-    """The RL loss: policy loss, minus the entropy bonus, plus the KL term where it is placed in
+    """Return the RL loss: policy loss, minus the entropy bonus, plus the KL term if it is placed in
     the loss.
 
-    Where the batch has no ``old_logprobs`` (one update per rollout) the policy now is the policy
-    at the start of the update, and its own detached log-probs stand in.
+    If the batch has no ``old_logprobs`` (one update per rollout), the detached log-probs of the
+    current pass replace them. The policy has not changed since the start of the update.
     """
     options = config.policy_loss.model_dump(exclude={"kind"})
     per_token_loss = POLICY_LOSSES[config.policy_loss.kind]
@@ -85,7 +86,7 @@ def _correction(config: CorrectionConfig, old: Tensor, batch: Batch) -> tuple[Te
 
 
 def value_objective(*, value_clip: float | None) -> Loss:
-    """The critic's clipped squared error, mean over all action tokens of the step."""
+    """Return the critic's clipped squared error, as a mean over all action tokens of the step."""
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         assert outputs.values is not None and batch.values is not None and batch.returns is not None
@@ -99,7 +100,8 @@ def value_objective(*, value_clip: float | None) -> Loss:
 
 
 def sft_objective() -> Loss:
-    """Cross-entropy of the action tokens, mean over all of the step."""
+    """Return the cross-entropy of the action tokens, as a mean over all action tokens of the
+    step."""
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         assert outputs.logprobs is not None
@@ -111,7 +113,8 @@ def sft_objective() -> Loss:
 
 
 def reward_model_objective(loss_name: str = "bradley_terry", *, center_coef: float = 0.0) -> Loss:
-    """A loss on pairs (row 2i chosen, 2i + 1 rejected), mean over all pairs of the step."""
+    """Return a loss on pairs (row 2i chosen, 2i + 1 rejected), as a mean over all pairs of the
+    step."""
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         chosen, rejected = pair_scores(outputs, batch)
@@ -137,7 +140,8 @@ def reward_model_objective(loss_name: str = "bradley_terry", *, center_coef: flo
 
 
 def process_objective() -> Loss:
-    """Cross-entropy of every step's label, mean over all steps of the optimizer step."""
+    """Return the cross-entropy of every reasoning step's label, as a mean over all labeled steps of
+    the optimizer step."""
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         assert outputs.values is not None and batch.step_labels is not None
@@ -151,12 +155,12 @@ def process_objective() -> Loss:
 
 
 def step_stats(scores: Tensor, batch: Batch) -> Stats:
-    """Return the statistics of scores [M] of the steps of a batch. A step is right if score and
-    label are on the same side of one half (a label of one half counts as good).
+    """Return the statistics of scores [M] of the labeled steps of a batch. A step is correct if
+    score and label are on the same side of one half (a label of one half counts as good).
 
-    step_accuracy: of all steps; good_/bad_step_accuracy: of those with a good/bad label;
-    row_exact: rows with every step right; step_score: mean probability given to a step;
-    good_steps: share of good labels.
+    step_accuracy: of all steps; good_/bad_step_accuracy: of those with a good/bad label; row_exact:
+    rows with every step correct; step_score: mean probability assigned to a step; good_steps: share
+    of good labels.
     """
     assert batch.step_labels is not None
     mask, good = batch.action_mask, batch.step_labels >= 0.5
@@ -178,10 +182,12 @@ def step_stats(scores: Tensor, batch: Batch) -> Stats:
 
 
 def with_expert_balance(loss: Loss, coef: float) -> Loss:
-    """``loss`` + ``coef`` x the load-balancing loss of a mixture of experts; ``coef`` 0: ``loss``.
+    """Return ``loss`` + ``coef`` x the load-balancing loss of a mixture of experts; ``loss`` if
+    ``coef`` is 0.
 
-    A micro-batch of m of the step's M tokens (prompts included) weighs m / M. The mean
-    probabilities in the loss are then those of the whole step; the loads are the micro-batch's own.
+    A micro-batch of m of the step's M tokens (prompts included) has weight m / M. The mean
+    probabilities in the loss are then those of the entire step, but the loads are those of the
+    micro-batch.
     """
     if not coef:
         return loss
@@ -205,7 +211,7 @@ def with_expert_balance(loss: Loss, coef: float) -> Loss:
 
 
 def pair_scores(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(chosen [N/2], rejected [N/2]) scores of a batch of pairs."""
+    """Return the (chosen [N/2], rejected [N/2]) scores of a batch of pairs."""
     assert outputs.values is not None
     last = upload(batch.last_tokens, outputs.values.device)
     scores = outputs.values[last]
@@ -228,8 +234,8 @@ def _reduce(
 
 
 def _inside(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` with 0 outside the mask. Before a function whose derivative there would be
-    multiplied by 0: for what is not finite the product is NaN."""
+    """Return ``values`` with 0 outside the mask. Use it before a function whose gradient outside
+    the mask would be multiplied by 0: if that gradient is not finite, the product is NaN."""
     return torch.where(mask, values, 0.0)
 
 

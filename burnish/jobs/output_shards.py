@@ -1,13 +1,13 @@
-"""What a job that writes rows (generate, score) has so far: one file per step, whole or not there,
-and from all of them the output.
+"""Partial results of a job that writes rows (generate, score): one file per step, written
+atomically, and the output assembled from them.
 
-    run_dir/<job>.json                what the run is of: prompts, their digest; in the end, totals
-    run_dir/parts/part_000012.jsonl   the rows of step 12; its first line says what is in it
+    run_dir/<job>.json                input prompts and their digest; totals once finished
+    run_dir/parts/part_000012.jsonl   the rows of step 12, after a header line (``ShardInfo``)
 
-A part is written to a scratch name and renamed, so a kill leaves it whole or absent, and the parts
-from 1 up to the first that is missing are what is done. Every part says how many prompts it stands
-for, how many rows they became and what was left out, so that the sums over the parts account for
-every prompt.
+A part is written under a temporary name and renamed, so a killed run leaves it complete or absent.
+The completed steps are the parts from 1 to the last before the first missing one. Every part
+records its number of prompts, its number of rows, and the counts of everything dropped. The sums
+over the parts therefore account for every prompt.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ SHARDS_DIR = "parts"
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The first line of a part."""
+    """Header line of a part."""
 
     step: int
     prompts: int
     rows: int
     sha256: str
-    """Of the lines that follow."""
+    """Digest of the lines after the header."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """By the names in ``data.selection.DROPS``."""
+    """Number of dropped prompts or responses, by the names in ``data.selection.DROPS``."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """What adds up over parts: ``samples``, ``tokens``, ``reward``, ``scored``, ``kept_reward``,
-    ``margin``."""
+    """Quantities that add up over parts: ``samples``, ``tokens``, ``truncated``, ``reward``,
+    ``scored``, ``kept_reward``, ``margin``."""
 
 
 class OutputShards:
-    """The parts of one run. One process writes at a time."""
+    """The parts of one run. Only one process may write at a time."""
 
     def __init__(self, run_dir: Path, *, job: str = "generate") -> None:
         self.run_dir, self.folder, self.job = run_dir, run_dir / SHARDS_DIR, job
         self.state_file = run_dir / f"{job}.json"
         self.done: list[ShardInfo] = []
-        """Of steps 1, 2, ..."""
+        """Headers of the completed steps 1, 2, ..."""
 
-    # ---- what the run is of ------------------------------------------------------------------
+    # ---- identity of the run -----------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state that :meth:`write_state` wrote; None before that. Raises RunError if it
-        is no JSON."""
+        """Return the state that :meth:`write_state` wrote; None before that. Raises RunError if the
+        file is not a JSON object."""
         path = self.state_file
         if not path.is_file():
             return None
@@ -76,15 +76,15 @@ class OutputShards:
         return found
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Replace the state. Raises RunError if the disk does not take it."""
+        """Replace the state. Raises RunError if the file cannot be written."""
         with self._disk_errors(self.state_file):
             write_text(self.state_file, json.dumps(state, indent=1) + "\n")
 
     # ---- parts -------------------------------------------------------------------------------
 
     def find(self, prompts_of: Callable[[int], int]) -> None:
-        """Fill ``done`` with the parts that are there, up to the first that is missing or not
-        whole; those after it are removed. ``prompts_of``: how many prompts a step has."""
+        """Fill ``done`` with the existing parts, up to the first that is missing or incomplete.
+        Later parts are deleted. ``prompts_of``: returns the number of prompts of a step."""
         self.done = []
         while (info := self._read(len(self.done) + 1, prompts_of)) is not None:
             self.done.append(info)
@@ -93,12 +93,12 @@ class OutputShards:
                 path.unlink()
 
     def path(self, step: int) -> Path:
-        """The file of a step."""
+        """Return the file of a step."""
         return self.folder / f"part_{step:06d}.jsonl"
 
     def add(self, info: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the next part. ``info``: the fields of ShardInfo that are not of the rows. Raises
-        RunError if the disk does not take it."""
+        """Write the next part. ``info``: the fields of ShardInfo that are not computed from the
+        rows. Raises RunError if the file cannot be written."""
         lines = [json_line(row) for row in rows]
         body = b"".join(lines)
         step = len(self.done) + 1
@@ -111,11 +111,11 @@ class OutputShards:
         self.done.append(part)
 
     def rows(self, step: int) -> Iterator[dict[str, Any]]:
-        """The rows of a part."""
+        """Yield the rows of a part."""
         return read_lines(self._body(step))
 
     def totals(self) -> dict[str, float]:
-        """Sums over all parts: prompts, rows, what was left out, and ``sums``."""
+        """Return the sums over all parts: prompts, rows, dropped items, and ``sums``."""
         found: dict[str, float] = {"prompts": 0, "rows": 0}
         for info in self.done:
             more = {"prompts": info.prompts, "rows": info.rows, **info.dropped, **info.sums}
@@ -123,14 +123,15 @@ class OutputShards:
         return found
 
     def remove(self) -> None:
-        """Delete all parts: what they held is in the output."""
+        """Delete all parts, whose rows are in the output by then."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _body(self, step: int) -> bytes:
         return self.path(step).read_bytes().partition(b"\n")[2]
 
     def _read(self, step: int, prompts_of: Callable[[int], int]) -> ShardInfo | None:
-        """A part that is whole and of this step; None where it is not."""
+        """Return the header of a part. Return None if the part is missing, incomplete, or of
+        another step."""
         path = self.path(step)
         if not path.is_file():
             return None
@@ -148,10 +149,11 @@ class OutputShards:
     # ---- the output --------------------------------------------------------------------------
 
     def publish(self, output: Path) -> None:
-        """Write all rows to ``output``, whole or not at all.
+        """Write all rows to ``output``, atomically.
 
-        A file that is there stays, and is accepted only where it is the same (a run that was killed
-        right after writing it). Raises RunError if it is another, or cannot be written.
+        An existing file is never overwritten. It is accepted only if its content is identical (a
+        run that was killed right after writing it). Raises RunError if the content differs, or if
+        the file cannot be written.
         """
         scratch = output.with_name(f".{output.name}.of-{self.run_dir.resolve().name}")
         with self._disk_errors(output):
@@ -188,7 +190,8 @@ class OutputShards:
 
     @contextmanager
     def _disk_errors(self, path: Path) -> Iterator[None]:
-        """Raise RunError instead of an OSError: the completed steps are kept; how to resume."""
+        """Convert an OSError to a RunError that explains how to resume. The completed steps are
+        kept."""
         try:
             yield
         except OSError as error:

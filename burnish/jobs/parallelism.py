@@ -1,4 +1,4 @@
-"""Check that the models of a job can be sharded as its recipe says: from their configs, before
+"""Check from the model configs that a job's models can be sharded as its recipe requests, before
 anything is loaded."""
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _SETTINGS: Mapping[ParallelKind, str] = {
 
 
 def check_head_divisibility(config: JobConfig, *, download: bool) -> None:
-    """Raise ModelError where vLLM's processes, or a team of ranks, cannot share a model's heads. A
-    model whose config cannot be read alone is left to the engine that loads it.
+    """Raise ModelError if a model's heads cannot be divided among vLLM's processes, or among
+    tensor- or sequence-parallel ranks. A model whose config cannot be read alone is left to the
+    engine that loads it.
 
-    ``download``: a config that is not on this machine may be asked of the hub.
+    ``download``: allow downloading a config from the hub.
     """
     for degree in parallel_degrees(config.roles()):
         found = config_of(degree.model, download=download)
@@ -51,8 +52,8 @@ def _require_packing(found: Any, degree: ParallelDegree) -> None:
 
 
 def config_of(model: ModelConfig, *, download: bool) -> Any:
-    """The HuggingFace config of a model; None if it cannot be read alone. ``download``: as for
-    :func:`check_head_divisibility`."""
+    """Return the HuggingFace config of a model; None if it cannot be read alone. ``download``:
+    allow downloading it from the hub."""
     try:
         return find_config(model)[0]
     except PlanError:

@@ -1,6 +1,6 @@
-"""Policies from preferences (DPO and its family). The loop is ``supervised.py``'s; here are the
-loss, and what a batch needs before it: the reference's log-probs and, for KTO, its reference point.
-"""
+"""Policies from preferences (DPO and its family). The loop is in ``supervised.py``. This file
+contains the loss and the preparation of batches: the reference's log-probs and, for KTO, its
+reference point."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Prepare = Callable[[Batch], Batch]
 
 
 def preference_objective(config: PreferenceLossConfig, *, nll_coef: float = 0.0) -> Loss:
-    """The loss of a recipe, mean over all pairs (KTO: responses) of the step."""
+    """Return the loss of a recipe, as a mean over all pairs (KTO: responses) of the step."""
     if isinstance(config, KtoLoss):
         return _kto_objective(config)
     return _pair_objective(config, nll_coef)
@@ -84,7 +84,7 @@ def _pair_objective(config: PreferenceLossConfig, nll_coef: float) -> Loss:
 
 
 def _pair_stats(rewards: Tensor, sums: Tensor, nll: Tensor) -> Stats:
-    """What the policy now says of chosen and rejected responses."""
+    """Return the policy's implicit rewards and log-probs of chosen and rejected responses."""
     gap, count = rewards[0::2] - rewards[1::2], nll.numel()
     return Stats(
         means={
@@ -130,8 +130,9 @@ def preparation(
     *,
     max_len: int,
 ) -> Prepare:
-    """What a batch needs before its update (held-out rows: before they are measured). ``max_len``:
-    of the data that it is a batch of."""
+    """Return the function that prepares a batch for its update, or held-out rows for measurement.
+    It adds the reference's log-probs and, for KTO, the KL estimate. ``max_len``: length limit of
+    the batch's data."""
 
     def prepare(batch: Batch) -> Batch:
         if reference is None:
@@ -146,7 +147,7 @@ def preparation(
 
 
 def measure_preferences(loss: Loss, prepare: Prepare) -> Callable[[TrainEngine, Batch], Stats]:
-    """What evaluation measures: loss and stats of the held-out rows, without gradient."""
+    """Return a function that measures loss and stats of held-out rows, without gradient."""
 
     def measure(engine: TrainEngine, batch: Batch) -> Stats:
         return loss(Outputs(logprobs=engine.logprobs(batch)), prepare(batch))[1]
@@ -155,7 +156,7 @@ def measure_preferences(loss: Loss, prepare: Prepare) -> Callable[[TrainEngine, 
 
 
 def _sums(logprobs: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-    """[N] log-probs of whole responses, and their numbers of tokens."""
+    """Return the log-probs of entire responses and their token counts (at least 1): two [N]."""
     assert logprobs is not None, "a batch without the reference's log-probs"
     mask = batch.action_mask.to(logprobs.device)
     rows: dict[str, Any] = {
@@ -167,7 +168,7 @@ def _sums(logprobs: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) -> Supervised:
-    """Return the parts of a preference run."""
+    """Return the components of a preference run."""
     kto = isinstance(config.loss, KtoLoss)
     data = within_positions(config.data, config.model)
     other = held_out_data(config.eval_data, config.model)
@@ -210,9 +211,12 @@ def _preference_engines(
     *,
     rows: Sequence[Batch],
 ) -> tuple[HasLogprobs | None, TrainEngine]:
-    """The reference, or its log-probs of ``rows`` where there are any, and the policy. In this
-    order: a reference that is only needed for its log-probs is gone before the policy comes."""
-    kto = isinstance(config.loss, KtoLoss)  # estimates its KL in every step; others only evaluate
+    """Return the reference and the policy. If there are ``rows``, the reference is a cache of its
+    log-probs of them. A separate reference model is released before the policy is created if only
+    its log-probs are needed."""
+    kto = isinstance(
+        config.loss, KtoLoss
+    )  # needs log-probs in every step; others only in evaluation
     spans = {"forward_backward": "train", "optim_step": "optim"}
     spans["logprobs"] = "logprobs" if kto else "eval"
     separate = specs.get("reference")

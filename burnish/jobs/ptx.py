@@ -1,4 +1,4 @@
-"""PPO-ptx: a language-model loss on pre-training rows, beside the policy loss of every update."""
+"""PPO-ptx: a language-model loss on pre-training rows, added to the policy loss of every update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from burnish.types import Batch, Stats
 
 @dataclass(frozen=True)
 class Ptx:
-    """The rows and their loss."""
+    """Pre-training rows and their loss."""
 
     stream: SFTStream
     batch_size: int
@@ -22,18 +22,19 @@ class Ptx:
     loss: Loss
 
     def forward_backward(self, policy: TrainEngine) -> Stats:
-        """Add the gradient of the loss over the next rows to what ``policy`` has accumulated."""
+        """Add the gradient of the loss on the next rows to the gradient accumulated in
+        ``policy``."""
         batch = self.stream.next(self.batch_size).with_global_counts()
         return policy.forward_backward(batch, self.loss)
 
     def metrics(self) -> dict[str, float]:
-        """Position and losses of the stream of rows."""
+        """Return the row counts (seen, dropped, truncated, ...) of the stream."""
         return {f"data/ptx_{name}": float(value) for name, value in self.stream.counts.items()}
 
 
 def ptx_objective(ptx_coef: float) -> Loss:
-    """``ptx_coef`` x mean negative log-likelihood per token of the rows (arXiv 2203.02155, equation
-    2, whose sign is that of an objective to maximise)."""
+    """Return ``ptx_coef`` x the mean negative log-likelihood per token of the rows (arXiv
+    2203.02155, equation 2, with the opposite sign, because the paper maximizes its objective)."""
     mean_nll = sft_objective()
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:

@@ -1,8 +1,8 @@
-"""Log-probs of a reference model, computed once for all rows and kept in the run folder, so that
-the model itself need not stay.
+"""Cache of a reference model's log-probs, computed once for all rows and kept in the run folder, so
+that the model can be released.
 
-A row is found by what it is (a 128-bit XXH3 of its tokens and mask), not by where it stood: order,
-epochs and resumes do not matter.
+The key of a row is its content (a 128-bit XXH3 hash of its tokens and mask), not its position.
+Order, epochs and resumes therefore do not matter.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ log = logging.getLogger("burnish")
 
 
 class CachedReference:
-    """Implements :class:`burnish.train.base.HasLogprobs` for the rows it was made of."""
+    """Cached log-probs of a fixed set of rows. Implements
+    :class:`burnish.train.base.HasLogprobs`."""
 
     def __init__(self, keys: Sequence[bytes], offsets: Tensor, logprobs: Tensor) -> None:
-        """``keys``: of K rows; ``offsets`` [K + 1] into ``logprobs``, [M] fp32."""
+        """``keys``: of K rows; ``offsets``: [K + 1] into ``logprobs``; ``logprobs``: [M] fp32."""
         self._row_offsets = {
             key: (int(begin), int(end))
             for key, begin, end in zip(keys, offsets[:-1], offsets[1:], strict=True)
@@ -45,8 +46,8 @@ class CachedReference:
         return len(self._row_offsets)
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens under the reference. Raises RunError for a row
-        that was not in the data when they were computed (:func:`load` looks for that first)."""
+        """Return the log-probs of the action tokens under the reference: [M] fp32. Raises RunError
+        for a row that is not in the cache. :func:`load` checks this before the run starts."""
         parts = []
         for key in row_keys(batch):
             if key not in self._row_offsets:
@@ -61,7 +62,7 @@ class CachedReference:
         return torch.cat(parts)
 
     def count_missing(self, batches: Sequence[Batch]) -> int:
-        """Rows of ``batches`` that are not in it."""
+        """Return the number of rows of ``batches`` that are not in the cache."""
         return sum(key not in self._row_offsets for batch in batches for key in row_keys(batch))
 
 
@@ -76,7 +77,7 @@ def row_keys(batch: Batch) -> Iterator[bytes]:
 
 
 def compute(reference: HasLogprobs, batches: Sequence[Batch], rows_at_once: int) -> CachedReference:
-    """Every row of ``batches`` through ``reference``, each different one once."""
+    """Run every row of ``batches`` through ``reference``, once per distinct row."""
     keys: list[bytes] = []
     parts: list[Tensor] = []
     seen: set[bytes] = set()
@@ -97,7 +98,7 @@ def compute(reference: HasLogprobs, batches: Sequence[Batch], rows_at_once: int)
 
 
 def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) -> None:
-    """Write ``cache``, and of which model in which number format it is; whole or not at all."""
+    """Write ``cache`` atomically, with the identity of its model and its number format."""
     keys = torch.frombuffer(bytearray(b"".join(cache._row_offsets)), dtype=torch.uint8).view(-1, 16)
     offsets = torch.tensor([0, *(end for _, end in cache._row_offsets.values())], dtype=torch.int64)
     tensors = {"keys": keys, "offsets": offsets, "logprobs": cache._logprobs}
@@ -110,11 +111,12 @@ def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) 
 def load(
     path: Path, batches: Sequence[Batch], *, model: ModelConfig, dtype: str, begun: bool
 ) -> CachedReference | None:
-    """Load the log-probs that :func:`save` wrote. None if there are none, and (the log says so) if
-    they are of another model or number format, or lack rows of ``batches``.
+    """Load the log-probs that :func:`save` wrote. Return None if the file does not exist. Also
+    return None, and log the reason, if the file is of another model or number format, or lacks rows
+    of ``batches``.
 
-    So too where the model's folder holds other weights now; but a run that has ``begun`` keeps the
-    reference that it began with, and the log says so.
+    The same applies if the model's folder now contains other weights, unless the run has ``begun``:
+    it then keeps its original reference and logs a warning.
     """
     if not path.is_file():
         return None

@@ -1,5 +1,5 @@
-"""Reward models from pairs (Bradley-Terry), and process reward models from step-labelled solutions.
-The loop is ``supervised.py``'s."""
+"""Reward models from pairs (Bradley-Terry), and process reward models from step-labeled solutions.
+The loop is in ``supervised.py``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from burnish.types import Batch, Stats
 
 
 def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Path) -> Supervised:
-    """Return the parts of a reward-model run."""
+    """Return the components of a reward-model run."""
     stream, eval_batch = _data(config, runtime.tokenizer)
     total = config.steps_for(len(stream))
     spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
@@ -74,7 +74,7 @@ def _data(
 
 
 def measure_pairs(engine: TrainEngine, batch: Batch) -> Stats:
-    """Loss, accuracy (chosen above rejected) and mean margin over held-out pairs."""
+    """Measure loss, accuracy (chosen above rejected) and mean margin over held-out pairs."""
     chosen, rejected = pair_scores(Outputs(values=engine.values(batch)), batch)
     margins = None if batch.margins is None else batch.margins[0::2]
     losses = PREFERENCE_LOSSES["bradley_terry"](chosen, rejected, margins=margins)
@@ -91,8 +91,8 @@ def measure_pairs(engine: TrainEngine, batch: Batch) -> Stats:
 
 
 def measure_steps(engine: TrainEngine, batch: Batch) -> Stats:
-    """Loss and accuracies over the steps of held-out solutions; mean and spread of the solutions'
-    scores, for each way to make one score of a solution's steps."""
+    """Measure loss and accuracies over the steps of held-out solutions. Also measure the mean and
+    standard deviation of the solutions' scores, for each way to aggregate step scores."""
     values, mask = engine.values(batch), batch.action_mask
     _, stats = process_objective()(Outputs(values=values), batch)
     rows, probs = batch.row_ids[mask], values[mask].sigmoid()
@@ -105,7 +105,7 @@ def measure_steps(engine: TrainEngine, batch: Batch) -> Stats:
 
 
 def export_metadata(config: RewardModelConfig) -> dict[str, Any] | None:
-    """Return what the exports of a process reward model say of it; None for others."""
+    """Return the metadata that exports of a process reward model contain; None for other models."""
     data = config.data
     if not isinstance(data, StepsDataConfig):
         return None

@@ -1,9 +1,8 @@
-"""Reinforcement learning, one synchronous step at a time. Start here: :func:`rl_step` is the
-algorithm.
+"""Reinforcement learning with synchronous steps. Start here: :func:`rl_step` is the algorithm.
 
-The formulas are in ``algorithms``, put together by ``objectives.py`` (losses) and ``credit.py``
-(advantages); ``rl_job.py`` puts the parts together; ``trainer.py`` surrounds each step with metrics
-and checkpoints.
+The formulas are in ``algorithms``. ``objectives.py`` combines them into losses and ``credit.py``
+into advantages. ``rl_job.py`` builds the components. ``trainer.py`` adds metrics and checkpoints
+around each step.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from burnish.types import Batch, Group, PendingSave, groups_to_batch
 
 @dataclass(frozen=True)
 class RL:
-    """The parts of an RL run."""
+    """The components of an RL run."""
 
     config: RLConfig
     prompts: PromptStream
@@ -46,18 +45,19 @@ class RL:
     kl: KlController
     sync: Sync
     keep_samples: Callable[[int, Sequence[Group], dict[str, float]], object]
-    """(step, groups, sample id -> advantage): where samples are written for people to see."""
+    """Write samples for inspection, given (step, groups, sample id -> advantage)."""
     reference: HasLogprobs | None = None
     teacher: Teacher | None = None
     critic: TrainEngine | None = None
     value_loss: Loss | None = None
     ptx: Ptx | None = None
     signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
-    """Counts steps that teach nothing."""
+    """Counter of steps without learning signal."""
 
 
 def rl_step(run: RL, step: int) -> Metrics:
-    """Sample, score, compare with the reference, assign credit, update, hand the weights over."""
+    """Run one RL step: sample, score, compute reference log-probs, assign credit, update, and push
+    the weights to the rollout engine."""
     rollout = run.runner.fill(run.prompts.next, run.config.rollout.rollout_batch_size)
     release_sampler(run)
     batch = groups_to_batch(rollout.groups)
@@ -87,23 +87,23 @@ def rl_step(run: RL, step: int) -> Metrics:
 
 
 def release_sampler(run: RL) -> None:
-    """Free the memory of the rollout engine, if it sleeps while the others work."""
+    """Free the memory of the rollout engine, if the recipe lets it sleep between rollouts."""
     if run.config.rollout.engine.sleep_between_rollouts:
         run.runner.engine.sleep(new_weights_follow=True)
 
 
 def with_reference(batch: Batch, reference: HasLogprobs | None) -> Batch:
-    """The batch with the reference model's log-probs, if there is a reference."""
+    """Return the batch with the reference model's log-probs, if there is a reference."""
     if reference is None:
         return batch
     return replace(batch, ref_logprobs=reference.logprobs(batch))
 
 
 def with_old_policy(batch: Batch, run: RL) -> Batch:
-    """The batch with what the models say before the update.
+    """Return the batch with the models' outputs from before the update.
 
-    ``old_logprobs`` are computed only if ``RLConfig.needs_old_logprobs``; ``values`` if there is a
-    critic.
+    ``old_logprobs`` are computed only if ``RLConfig.needs_old_logprobs``, and ``values`` only if
+    there is a critic.
     """
     if run.config.needs_old_logprobs:
         batch = replace(batch, old_logprobs=run.policy.logprobs(batch))
@@ -113,11 +113,12 @@ def with_old_policy(batch: Batch, run: RL) -> Batch:
 
 
 def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
-    """The rollout cut into optimizer steps of ``train_batch_size`` rows, ``epochs_per_rollout``
+    """Split the rollout into optimizer steps of ``train_batch_size`` rows, ``epochs_per_rollout``
     times.
 
-    Groups stay together and keep their order where the whole rollout is one step; otherwise their
-    order is drawn anew for every epoch, from the seed and the step alone.
+    Groups stay together. They keep their order if the entire rollout is one optimizer step.
+    Otherwise, each epoch shuffles them. The shuffle depends only on the recipe's seed, the step and
+    the epoch.
     """
     size = config.batch_plan().train_batch_size
     for epoch in range(config.train.epochs_per_rollout):
@@ -138,7 +139,7 @@ def _shuffled_by_group(batch: Batch, *, seed: Sequence[int]) -> list[int]:
 
 
 def advantage_by_sample(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
-    """sample id -> mean advantage of its action tokens, for people to read."""
+    """Return sample id -> mean advantage of its action tokens, for sample files."""
     assert batch.advantages is not None
     rows, mask = batch.row_ids, batch.action_mask
     sums = torch.zeros(batch.num_rows).index_add_(0, rows, batch.advantages * mask)
@@ -148,9 +149,9 @@ def advantage_by_sample(groups: Sequence[Group], batch: Batch) -> dict[str, floa
 
 
 def batch_metrics(batch: Batch) -> Metrics:
-    """Mean and spread of the rewards that are trained on: ``reward/trained_mean``, ``reward/std``.
-    (``reward/mean``, which comes with the scores, is over all that were sampled: dynamic sampling
-    leaves groups out.) Nothing if there are none."""
+    """Return mean and standard deviation of the rewards used for training: ``reward/trained_mean``,
+    ``reward/std``; empty if there are none. (``reward/mean``, which the scoring reports, covers all
+    samples, including groups that dynamic sampling drops.)"""
     assert batch.rewards is not None
     if bool(batch.rewards.isnan().any()):
         return {}
@@ -161,18 +162,20 @@ def batch_metrics(batch: Batch) -> Metrics:
 
 
 def signal_metrics(run: RL, groups: Sequence[Group]) -> Metrics:
-    """Share of the groups that teach nothing; nothing if there are no rewards to learn from."""
+    """Return the share of groups without learning signal; empty if the advantage does not use
+    rewards."""
     run.signal.look_for_labels([group.prompt for group in groups], run.runner.rewards)
     found = reward_signal(groups, run.config.algorithm, run.runner.rewards)
     return {} if found is None else run.signal.see(found)
 
 
 def kl_of_rollout(batch: Batch, algorithm: AlgorithmConfig) -> Metrics:
-    """Mean KL per action token of the policy that sampled, by the run's estimator; nothing where
-    its log-probs are those of the one update (whose ``train/kl`` is this number then).
+    """Return the mean KL per action token of the sampling policy, by the run's estimator. The
+    result is empty if no ``old_logprobs`` were computed: with a single update, ``train/kl`` is the
+    same number.
 
-    With several updates ``train/kl`` is of a policy that moves away from the one whose samples
-    these are: no mean over its own.
+    With several updates, ``train/kl`` measures a policy that moves away from the one that sampled
+    the tokens. It is therefore not a mean over that policy's own samples.
     """
     if batch.ref_logprobs is None or batch.old_logprobs is None:
         return {}
@@ -181,13 +184,13 @@ def kl_of_rollout(batch: Batch, algorithm: AlgorithmConfig) -> Metrics:
 
 
 def stream_metrics(run: RL) -> Metrics:
-    """Position and losses of the streams that the run reads."""
+    """Return the row counts (seen, dropped, truncated, ...) of the run's data streams."""
     prompts = {f"data/{name}": float(value) for name, value in run.prompts.counts.items()}
     return prompts | ({} if run.ptx is None else run.ptx.metrics())
 
 
 class RLState:
-    """What a checkpoint of an RL run holds beside the trainer's own. Implements
+    """State of an RL run in a checkpoint, in addition to the trainer's own. Implements
     ``base.State``."""
 
     def __init__(self, run: RL) -> None:
@@ -195,17 +198,18 @@ class RLState:
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes a checkpoint takes."""
+        """Approximate number of bytes of a checkpoint."""
         engines = [e for e in (self.run.policy, self.run.critic) if e is not None]
         return int(1.02 * sum(e.state_bytes for e in engines)) + (16 << 20)
 
     @property
     def version(self) -> int:
-        """Updates of the policy so far."""
+        """Number of policy updates so far."""
         return self.run.policy.version
 
     def position(self) -> dict[str, Any]:
-        """The positions of the streams, KL controller, reward statistics."""
+        """Return the stream positions, the state of the KL controller, and the reward
+        statistics."""
         found = {"prompts": self.run.prompts.state_dict(), "kl": self.run.kl.state_dict()}
         found["rewards"] = self.run.runner.rewards.state_dict()
         if self.run.ptx is not None:
@@ -223,7 +227,7 @@ class RLState:
         return pending
 
     def load(self, folder: Path) -> None:
-        """Take back what :meth:`save` wrote, and hand the weights to the rollout engine."""
+        """Restore the state that :meth:`save` wrote, and push the weights to the rollout engine."""
         self.run.policy.load(folder / "policy")
         if self.run.critic is not None:
             self.run.critic.load(folder / "critic")
@@ -231,6 +235,6 @@ class RLState:
         self.run.prompts.load_state_dict(state["prompts"])
         self.run.kl.load_state_dict(state["kl"])
         self.run.runner.rewards.load_state_dict(state.get("rewards", {}))
-        if self.run.ptx is not None and "ptx" in state:  # else it is new in this run
+        if self.run.ptx is not None and "ptx" in state:  # else ptx is new in this run
             self.run.ptx.stream.load_state_dict(state["ptx"])
         self.run.sync.push()

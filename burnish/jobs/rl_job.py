@@ -1,4 +1,4 @@
-"""The job ``rl``: from its recipe to the parts of :func:`burnish.jobs.rl.rl_step`."""
+"""The job ``rl``: build the components of :func:`burnish.jobs.rl.rl_step` from a recipe."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class RLLoop:
         self._gap_logged = config.precision.sampler_dtype == config.precision.dtype
 
     def step(self, number: int) -> Metrics:
-        """Do one step. The first also logs the gap between trainer and sampler, if they compute in
-        two formats."""
+        """Run one step. The first step also logs the log-prob gap between trainer and sampler, if
+        they use different number formats."""
         metrics = rl_step(self.run, number)
         if not self._gap_logged and "train/mismatch_abs" in metrics:
             self._gap_logged = True
@@ -74,7 +74,7 @@ class RLLoop:
         return {} if self.evaluator is None else self.evaluator.evaluate(number)
 
     def close(self) -> None:
-        """Close rewards and rollout engine."""
+        """Close the rewards and the rollout engine."""
         self.run.signal.log_total()
         self.run.runner.rewards.close()
         self.run.runner.engine.close()
@@ -97,8 +97,8 @@ def _log_gap(precision: PrecisionConfig, step: int, metrics: Mapping[str, float]
 def build_rl(
     config: RLConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> tuple[RL, Evaluator | None]:
-    """Return the parts of an RL run and its evaluator. Data and rewards first: their errors are the
-    quickest to find."""
+    """Return the components of an RL run and its evaluator. Data and rewards are built first,
+    because their errors are the quickest to find."""
     new_tokens = config.rollout.generate_max_len
     data = within_positions(config.data, config.model, new_tokens=new_tokens)
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)

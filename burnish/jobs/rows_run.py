@@ -1,9 +1,9 @@
-"""A run that turns rows of data into rows of a file, a step at a time, each step kept (jobs
+"""Run that converts input rows to output rows, step by step, and keeps each completed step (jobs
 generate and score).
 
-A step is a fixed slice of the input. Nothing goes from one step to the next, and the global
-generators are seeded for each step. So a run that was killed does its missing steps and has the
-rows of one that was not.
+A step is a fixed slice of the input. Steps share no state, and the global random generators are
+seeded for each step. A resumed run therefore runs only the missing steps, and its rows are
+identical to those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ from burnish.types import Group
 log = logging.getLogger("burnish")
 
 MAY_CHANGE = ("run_dir", "cluster", "device", "observe", "output", "rollout.engine")
-"""Keys that a resumed run may set anew: none of them decides what is asked and which responses are
-kept. (Another ``rollout.engine.kind`` draws other random numbers of the same distribution.)"""
+"""Keys that a resumed run may change, because they affect neither the requests nor the selection of
+responses. (Another ``rollout.engine.kind`` draws different random numbers from the same
+distribution.)"""
 
 _HOW_TO_ASK = (
     *("urls", "batch_size", "max_concurrency", "max_reply_bytes", "token_env", "use_proxy"),
@@ -61,25 +62,26 @@ _MAY_CHANGE = re.compile(
     rf"({'|'.join(map(re.escape, MAY_CHANGE))}|on_reward_failure|"
     rf"rewards\.\d+\.({'|'.join(_HOW_TO_ASK)}))(\..*)?"
 )
-"""Also how rewards are asked, and what happens where one fails: a run that a reward ended goes on
-with what the error advises."""
+"""Pattern of all keys that may change: ``MAY_CHANGE``, the failure policy, and how rewards are
+called. A run that a reward failure ended can thus resume with the changes that the error
+suggests."""
 
 _MAX_LOST_STEPS = 10
-"""Steps in a row in which a reward failed on every prompt, after which going on makes no sense."""
+"""Consecutive steps with a reward failure on every prompt after which the run ends."""
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of one step, and what was measured on the way."""
+    """Rows and measurements of one step."""
 
     rows: Sequence[Mapping[str, Any]]
     groups: Sequence[Group]
     """Scored responses, for sample files."""
     metrics: Metrics
     dropped: Mapping[str, int]
-    """Left out, by name."""
+    """Number of dropped prompts or responses, by reason."""
     sums: Mapping[str, float]
-    """What adds up over steps: :func:`sums_of`, and more."""
+    """Quantities that add up over steps: :func:`sums_of`, and job-specific ones."""
 
 
 class RowsLoop(Closable, Protocol):
@@ -90,44 +92,44 @@ class RowsLoop(Closable, Protocol):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Number of the input rows (``prompts``) and their ``digest``. A resumed run must have the
-        same."""
+        """Number of input rows (``prompts``) and their ``digest``. Both must be unchanged on
+        resume."""
         ...
 
     @property
     def models(self) -> Sequence[ModelConfig]:
-        """Models whose weights decide the rows, beside reward models."""
+        """Models whose weights determine the rows, in addition to reward models."""
         ...
 
     def num_prompts_of_step(self, step: int) -> int:
-        """Input rows of a step; the first step is 1."""
+        """Return the number of input rows of a step; the first step is 1."""
         ...
 
     def warn(self) -> None:
-        """Log what is left out of the input."""
+        """Log the excluded parts of the input."""
         ...
 
     def step(self, number: int) -> StepRows:
-        """Do one step. It depends on the number and the weights alone."""
+        """Run one step. The result depends only on the number and the weights."""
         ...
 
     def totals(self) -> Mapping[str, float]:
-        """Counts that belong to no step."""
+        """Return the counts that belong to no step."""
         ...
 
     def summary(self, totals: Mapping[str, float], output: Path) -> list[str]:
-        """Return what the run did, in a few lines."""
+        """Return a summary of the run, a few lines."""
         ...
 
 
 def output_path(config: RowsJob, run_dir: Path) -> Path:
-    """Return where the rows go at the end."""
+    """Return the path of the output file."""
     return Path(config.output.replace("{run_dir}", str(run_dir)))
 
 
 def check_output(config: RowsJob, run_dir: Path, *, resumed: bool) -> None:
-    """Raise RunError if the output is there already, or its folder cannot be made. (A resumed
-    run looks again when it writes it.)"""
+    """Raise RunError if the output already exists, or if its folder cannot be created. A resumed
+    run ignores an existing file here and compares it when it writes the output."""
     output = output_path(config, run_dir)
     if output.is_dir() or (output.exists() and not resumed):
         raise RunError(
@@ -141,9 +143,9 @@ def check_output(config: RowsJob, run_dir: Path, *, resumed: bool) -> None:
 
 
 def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
-    """Return the totals of a run that has written its output; None if something is left to do.
+    """Return the totals of a run that has written its output; None if work is left.
 
-    Raises RunError if the output is asked for under another name.
+    Raises RunError if the recipe gives another output path, or if the output was removed.
     """
     parts = OutputShards(run_dir, job=config.job)
     state = parts.state() or {}
@@ -160,12 +162,12 @@ def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
             f"the run {run_dir} is finished, and its output {output} is not there any more; start "
             "a new run"
         )
-    parts.remove()  # of a run that was killed right before
+    parts.remove()  # left by a run killed before it removed them
     return _as_metrics(state["finished"])
 
 
 def check_same_recipe(config: RowsJob, run_dir: Path) -> None:
-    """Raise RunError if a resumed run's recipe would give other rows than those it has."""
+    """Raise RunError if a resumed run's recipe would produce different rows."""
     saved = run_dir / "config.yaml"
     then = yaml.safe_load(saved.read_text(encoding="utf-8"))
     now = yaml.safe_load(dump_yaml(config))
@@ -185,7 +187,8 @@ def may_change(key: str) -> bool:
 
 
 class RowsRun(Driver[RowsLoop]):
-    """Runs the steps that are missing: metrics, samples, parts, signals, the output."""
+    """Driver that runs the missing steps of a rows job and writes metrics, samples, parts and the
+    output."""
 
     config: RowsJob
 
@@ -196,11 +199,10 @@ class RowsRun(Driver[RowsLoop]):
         self._last: Metrics = {}
 
     def run(self, loop: RowsLoop) -> Metrics:
-        """Do all steps that are missing, then write the output. Return the last value of every
-        metric.
+        """Run all missing steps, then write the output. Return the last value of every metric.
 
-        Raises Interrupted after a signal, once the step under way is kept; a second signal ends the
-        process at once.
+        Raises Interrupted after a signal, once the current step is saved. A second signal ends the
+        process immediately.
         """
         self.loop = loop
         self.open()
@@ -226,8 +228,8 @@ class RowsRun(Driver[RowsLoop]):
                 self._one_step(step)
 
     def _check_prompts(self) -> dict[str, Any]:
-        """Return the state that says what the run is of. Raises RunError if it was begun with
-        another input or other weights."""
+        """Return the state that identifies the run's input and weights. Raises RunError if the run
+        was started with other input or other weights."""
         state = self.files.state()
         scorers = [r.model for r in self.config.scored_by if isinstance(r, ModelReward)]
         weights = weights_digest([*self.loop.models, *scorers])
@@ -252,7 +254,7 @@ class RowsRun(Driver[RowsLoop]):
         return mine
 
     def _restore(self) -> None:
-        """What is done, and the logs as they were then."""
+        """Find the completed steps, and truncate metrics and samples to them."""
         (self.run_dir / OOM_FILE).unlink(missing_ok=True)
         self.files.find(self.loop.num_prompts_of_step)
         done = len(self.files.done)
@@ -270,7 +272,7 @@ class RowsRun(Driver[RowsLoop]):
         done = self.loop.step(step)
         metrics = self._measure(done)
         metrics["time/step_s"] = time.perf_counter() - started
-        # The part comes last: a step without it is done again, and its other traces are removed.
+        # Write the part last: without it the step is repeated, and its metrics and samples dropped.
         limit, split = self.config.observe.samples_per_step, self.config.job
         write_samples(self.run_dir, step, done.groups, None, limit=limit, split=split)
         self.metrics.log(step, metrics)
@@ -301,7 +303,7 @@ class RowsRun(Driver[RowsLoop]):
             )
 
     def _finish(self) -> Metrics:
-        """Write the output and say what became of every prompt."""
+        """Write the output and print a summary that accounts for every prompt."""
         totals = self.files.totals() | dict(self.loop.totals())
         output = output_path(self.config, self.run_dir)
         with self.timeline.span("write"):
@@ -327,8 +329,8 @@ def _as_metrics(totals: Mapping[str, float]) -> Metrics:
 
 
 def sums_of(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the counts of the responses of a step, and the sum of their rewards if they have
-    any."""
+    """Return the counts of the responses of a step, and the sum of their rewards if they were
+    scored."""
     samples = [s for group in groups for s in group.samples]
     scored = [s.reward for s in samples if s.reward_parts]
     found: dict[str, float] = {

@@ -1,4 +1,4 @@
-"""``burnish.run``: one job from its config to its end. The Python API, and what the command line
+"""``burnish.run``: run one job from its config. This is the Python API, which the command line also
 calls."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("burnish")
 
 @dataclass(frozen=True)
 class RunResult:
-    """Where a run is and how it ended."""
+    """Folder and final metrics of a run."""
 
     run_dir: Path
     metrics: dict[str, float]
@@ -51,12 +51,13 @@ def run(
     """Run a job to its end.
 
     ``rewards``: a callable, or several by the names of the recipe's function rewards. ``resume``:
-    the folder of a run to go on with. ``force``: run even where the memory plan (``plan.txt`` in
-    the run folder) says that it cannot fit. Raises RunError, DoesNotFitError, DataError,
-    ModelError, RewardError or CheckpointError with what to do; Interrupted after a signal, and
-    StoppedError if numbers that are not finite, or steps that teach nothing, make going on
-    pointless (the run is saved in both cases); RunOutOfMemoryError with what to change, also in
-    ``oom.txt``.
+    the folder of the run to resume. ``force``: run even if the memory plan (``plan.txt`` in the run
+    folder) predicts that the job does not fit.
+
+    Raises RunError, DoesNotFitError, DataError, ModelError, RewardError or CheckpointError, each
+    with a suggested fix. Raises Interrupted after a signal. Raises StoppedError if continuing is
+    pointless, because of non-finite numbers or steps without learning signal. The run is saved in
+    both cases. Raises RunOutOfMemoryError with suggested changes, which are also in ``oom.txt``.
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     job = job_of(config)
@@ -78,7 +79,7 @@ def run(
     memory_monitor = MemoryMonitor(config, run_dir, check_memory(config, run_dir, force=force))
     with (
         _report(run_dir, memory_monitor),
-        ExitStack() as stack,  # workers may be writing until the driver is at its end
+        ExitStack() as stack,  # closes the runtime after the driver: workers may still write
         job.driver(config, run_dir, memory_monitor) as driver,
     ):
         runtime = _runtime(config, config.resolve().device, driver.timeline)
@@ -90,7 +91,7 @@ def run(
 
 
 def job_of(config: JobConfig) -> Job[Any, Any]:
-    """Return the job that a config is for. Its module is imported here, when it is first used."""
+    """Return the job for a config. Its module is imported here, on first use."""
     job = vars(importlib.import_module(REGISTRY[config.job].module))["JOB"]
     assert isinstance(job, Job)
     return job
@@ -98,12 +99,12 @@ def job_of(config: JobConfig) -> Job[Any, Any]:
 
 @contextmanager
 def _report(run_dir: Path, memory_monitor: MemoryMonitor) -> Iterator[None]:
-    """Write ``report.html`` at the end of the run, also if the run stopped itself. An out-of-memory
-    error becomes a RunOutOfMemoryError."""
+    """Write ``report.html`` at the end of the run, even if the run stopped itself. Convert an
+    out-of-memory error to a RunOutOfMemoryError."""
     try:
         yield
     except StoppedError:
-        _write_report(run_dir)  # its curves are what the user looks at next
+        _write_report(run_dir)  # the user needs its curves next
         raise
     except Exception as error:
         if not any(map(is_out_of_memory, filter(None, (error, error.__cause__)))):
@@ -115,10 +116,11 @@ def _report(run_dir: Path, memory_monitor: MemoryMonitor) -> Iterator[None]:
 
 
 def _write_report(run_dir: Path, *, may_lack_steps: bool = False) -> None:
-    """Write ``report.html``. ``may_lack_steps``: a run that failed before its first step has none.
+    """Write ``report.html``. ``may_lack_steps``: accept a run that failed before its first step.
 
-    The import is here because training does not need plotly (10 MB), which this page does. Without
-    it the run ends as it would with it, and a warning gives the command that writes the page.
+    The import is local because only this page needs plotly (10 MB), and training does not. If
+    plotly is missing, the run still ends normally, with a warning that gives the command to write
+    the page.
     """
     try:
         from burnish.observe.report import ReportError, build_report

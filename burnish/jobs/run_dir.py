@@ -1,4 +1,4 @@
-"""The folder of a run: made, or refused where it holds something else."""
+"""Create the folder of a run, or reject it if it contains something else."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from burnish.plan.launch import PLAN_FILE
 from burnish.plan.plan_vs_actual import MEMORY_FILE, MEMORY_JSON
 
 REFERENCE_FILE = "reference_logprobs.safetensors"
-"""What ``reference_cache.py`` keeps; written before the policy is loaded."""
+"""File of the reference log-prob cache (``reference_cache.py``), written before the policy is
+loaded."""
 
 
 def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
-    """The run folder, made if it is new.
+    """Return the run folder, and create it if it is new.
 
-    Raises RunError if it holds another run and nothing is resumed, and if what is to be
-    resumed is no run or a run of another job.
+    Raises RunError if the folder contains another run and nothing is resumed, or if the run to
+    resume does not exist or belongs to another job. Raises RunError if the folder cannot be created
+    or written.
     """
     if resume is not None:
         saved = resume / "config.yaml"
@@ -78,8 +80,8 @@ def _check_writable(run_dir: Path) -> None:
 
 
 def _holds_something(folder: Path) -> bool:
-    """Return whether there is more in it than what a run leaves that was refused, or failed before
-    its first measurement."""
+    """Return whether the folder contains more than the files of a run that was rejected, or that
+    failed before its first measurement."""
     names = {path.name for path in folder.iterdir()}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0

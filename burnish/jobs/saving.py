@@ -1,4 +1,4 @@
-"""The engines' parts of a checkpoint."""
+"""Save the train engines of a run into a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from burnish.types import PendingSave
 def save_engines(
     engines: Mapping[Path, TrainEngine], *, in_background: bool
 ) -> Sequence[PendingSave]:
-    """Save each into its folder; ``in_background``: what is returned may still be written."""
+    """Save each engine into its folder. If ``in_background`` is set, the returned saves may still
+    be running; otherwise the result is empty."""
     if in_background:
         return [engine.save_async(folder) for folder, engine in engines.items()]
     for folder, engine in engines.items():

@@ -1,7 +1,7 @@
-"""Rewards of given responses: rows in, the same rows with ``reward`` and ``rewards`` out.
+"""Score given responses: read rows, and write the same rows with ``reward`` and ``rewards`` added.
 
-A step is a fixed slice of the rows; each reward is called once with all of it. ``rows_run.py`` is
-what surrounds a step: it keeps each, and resumes.
+A step is a fixed slice of the rows; each reward is called once with the entire slice.
+``rows_run.py`` runs the steps, keeps the result of each, and resumes.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ class Scoring:
 
     @property
     def total_steps(self) -> int:
-        """Slices of ``batch_size`` rows."""
+        """Number of slices of ``batch_size`` rows."""
         return math.ceil(len(self.responses) / self.config.batch_size)
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What a resumed run must have again."""
+        """Number of rows and their digest, which must not change on resume."""
         return {"prompts": len(self.responses), "digest": self.responses.digest}
 
     @property
     def models(self) -> Sequence[ModelConfig]:
-        """None: only the tokenizer of ``model`` is read, and the digest holds its tokens."""
+        """Empty: only the tokenizer of ``model`` is used, and the digest covers its tokens."""
         return []
 
     def num_prompts_of_step(self, step: int) -> int:
-        """Rows of a step; the first is 1."""
+        """Return the number of rows of a step; the first step is 1."""
         size = self.config.batch_size
         return max(0, min(size, len(self.responses) - (step - 1) * size))
 
     def warn(self) -> None:
-        """Log how many rows are left out."""
+        """Log how many rows are dropped."""
         if self.responses.dropped:
             log.warning("%d %s", self.responses.dropped, _WORDS["prompts_overlong"])
 
     def step(self, number: int) -> StepRows:
-        """Score one slice. A row on which a reward failed keeps its place, with null."""
+        """Score one slice. If a reward fails on a row, the row is kept with null as its reward."""
         size = self.config.batch_size
         given = self.responses.take((number - 1) * size, size)
         try:
@@ -92,11 +92,11 @@ class Scoring:
         return StepRows(rows, scored.groups, metrics, dropped, sums_of(scored.groups))
 
     def totals(self) -> Mapping[str, float]:
-        """Rows that no step has."""
+        """Return the number of rows dropped before the first step."""
         return {"prompts_overlong": self.responses.dropped} if self.responses.dropped else {}
 
     def summary(self, totals: Mapping[str, float], output: Path) -> list[str]:
-        """Return what the run did: rows, the mean reward, failures."""
+        """Return a summary of the run: rows, the mean reward, and failures."""
         lines = [f"wrote {output}: {totals['rows']:,.0f} rows"]
         if totals.get("scored"):
             lines.append(f"mean reward {totals['reward'] / totals['scored']:.4g}")

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on demonstrations. The loop is ``supervised.py``'s."""
+"""Supervised fine-tuning: cross-entropy on demonstrations. The loop is in ``supervised.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from burnish.types import Batch, Stats
 
 
 def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
-    """Return the parts of an SFT run."""
+    """Return the components of an SFT run."""
     data = within_positions(config.data, config.model)
     other = held_out_data(config.eval_data, config.model)
     held_out = load_rows(other, runtime.tokenizer) if other is not None else None
@@ -40,7 +40,7 @@ def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
 
 
 def measure_sft(engine: TrainEngine, batch: Batch) -> Stats:
-    """Mean negative log-likelihood per trained token, in nats."""
+    """Measure the mean negative log-likelihood per trained token, in nats."""
     logprobs, mask = engine.logprobs(batch), batch.action_mask
     return Stats(means={"loss": (-masked_sum(logprobs, mask), mask.sum())})
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop after the step under way."""
+"""Handle Ctrl-C and SIGTERM as a request to stop after the current step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class StopSignals:
-    """While entered, the first signal is remembered in ``asked``; a second one raises
-    KeyboardInterrupt. Only the main thread can be asked."""
+    """Context manager that stores the first signal in ``asked``. A second signal raises
+    KeyboardInterrupt. Handlers are installed only in the main thread."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """``say`` gets the name of the first signal as it comes."""
+        """``say`` is called with the name of the first signal when it arrives."""
         self.asked: int | None = None
         self._say = say
         self._before: dict[int, Any] = {}

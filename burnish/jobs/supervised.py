@@ -1,5 +1,6 @@
-"""The loop of jobs that learn from a stream of rows: one batch, one update. sft.py,
-reward_model.py and preference.py differ in the data and in the loss only."""
+"""Training loop of jobs that learn from a stream of rows: one batch and one update per step.
+sft.py, reward_model.py, preference.py and distill.py supply the data, the loss and the batch
+preparation."""
 
 from __future__ import annotations
 
@@ -27,29 +28,29 @@ from burnish.types import Batch, PendingSave, Stats
 
 @dataclass(frozen=True)
 class Supervised:
-    """The parts of a supervised run."""
+    """The components of a supervised run."""
 
     stream: SFTStream | PreferenceStream | UnpairedStream | StepsStream
     engine: TrainEngine
     loss: Loss
     total_steps: int
     batch_size_at: Callable[[int], int]
-    """Rows (or pairs) of an optimizer step; the first is 1."""
+    """Return the number of rows (or pairs) of an optimizer step; the first step is 1."""
     measure: Callable[[TrainEngine, Batch], Stats]
-    """What evaluation measures on held-out rows, without gradient."""
+    """Measure held-out rows, without gradient."""
     eval_batch: Batch | None = None
     prepare: Callable[[Batch], Batch] = lambda batch: batch
-    """What a batch needs before its update (preferences: the reference's log-probs)."""
+    """Add the fields that a batch needs for its update (preferences: the reference's log-probs)."""
     signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
-    """Counts steps that teach nothing."""
+    """Counter of steps without learning signal."""
     look: Callable[[Batch], Finding] | None = None
-    """Which units of a batch teach nothing. None: all teach."""
+    """Count the units of a batch without learning signal. None: no check."""
     export_metadata: Mapping[str, Any] | None = None
-    """What exports write into the model's config, beside what evaluation measured."""
+    """Metadata that exports write to the model's config, in addition to evaluation results."""
 
 
 def supervised_step(run: Supervised, step: int) -> Metrics:
-    """One batch, one update."""
+    """Train on one batch with one update."""
     batch = run.prepare(run.stream.next(run.batch_size_at(step)).with_global_counts())
     updates = Updates()
     updates.add("train", run.engine.forward_backward(batch, run.loss))
@@ -61,7 +62,7 @@ def supervised_step(run: Supervised, step: int) -> Metrics:
 
 
 def supervised_eval(run: Supervised) -> Metrics:
-    """Return the measures of the held-out rows; nothing if there are none."""
+    """Measure the held-out rows; empty if there are none."""
     if run.eval_batch is None:
         return {}
     return run.measure(run.engine, run.eval_batch).floats("eval/")
@@ -75,16 +76,16 @@ class SupervisedState:
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes a checkpoint takes."""
+        """Approximate number of bytes of a checkpoint."""
         return int(1.02 * self.run.engine.state_bytes) + (16 << 20)
 
     @property
     def version(self) -> int:
-        """Updates so far."""
+        """Number of updates so far."""
         return self.run.engine.version
 
     def position(self) -> dict[str, Any]:
-        """The position in the data."""
+        """Return the position in the data."""
         return self.run.stream.state_dict()
 
     def save(
@@ -99,7 +100,7 @@ class SupervisedState:
         return pending
 
     def load(self, folder: Path) -> None:
-        """Take back what :meth:`save` wrote."""
+        """Restore the state that :meth:`save` wrote."""
         self.run.engine.load(folder / self.role)
         self.run.stream.load_state_dict(load_state(folder, "data"))
 
@@ -114,7 +115,7 @@ class SupervisedLoop:
         self.total_steps, self.eval_every_n_steps = run.total_steps, eval_every_n_steps
 
     def step(self, number: int) -> Metrics:
-        """Do one batch and one update."""
+        """Train on one batch with one update."""
         return supervised_step(self.run, number)
 
     def evaluate(self, number: int) -> Metrics:
@@ -122,7 +123,7 @@ class SupervisedLoop:
         return supervised_eval(self.run)
 
     def close(self) -> None:
-        """Log how many steps taught nothing."""
+        """Log the number of steps without learning signal."""
         self.run.signal.log_total()
 
 
@@ -131,7 +132,8 @@ S = TypeVar("S", bound=SupervisedJob)
 
 @dataclass(frozen=True)
 class SupervisedTraining(Job[S, Loop]):
-    """A job that learns from given rows: its config class and how its parts are built."""
+    """A job that learns from given rows: its config class and the function that builds its
+    components."""
 
     config_class: type[S]
     build_parts: Callable[[S, Runtime, Path], Supervised]

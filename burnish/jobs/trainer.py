@@ -1,8 +1,8 @@
-"""The training run around its steps: metrics, evaluation, checkpoints, recovery, signals.
+"""Driver of training runs: metrics, evaluation, checkpoints, recovery and signals around each step.
 
-:meth:`Trainer.run` owns the order in which a step is measured, recorded, saved and interrupted, so
-that a run killed anywhere continues from its last checkpoint and writes the same metrics as one
-that was never killed.
+:meth:`Trainer.run` defines the order in which a step is measured, recorded, saved and interrupted.
+A run killed at any point continues from its last checkpoint and writes the same metrics as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STOPPED_FILE = "stopped.txt"
 
 
 class Trainer(Driver[Loop]):
-    """Runs a training loop."""
+    """Driver of a training loop."""
 
     config: TrainingJob
 
@@ -50,7 +50,7 @@ class Trainer(Driver[Loop]):
         super().__init__(config, run_dir, memory_monitor)
         self.position = RunPosition()
         self.recover: Callable[[WorkerLostError], None] | None = None
-        """Replaces lost workers. None: nothing can be lost."""
+        """Function that replaces lost workers. None: the runtime has no workers to lose."""
         self._signals = StopSignals(self._announce_stop)
         self._spikes = SpikeAlarm()
 
@@ -58,15 +58,15 @@ class Trainer(Driver[Loop]):
         super().attach(runtime)
         self.recover = runtime.recover if isinstance(runtime, RayRuntime) else None
 
-    # ---- the order of a run ------------------------------------------------------------------
+    # ---- order of a run ----------------------------------------------------------------------
 
     def run(self, loop: Loop) -> Metrics:
-        """Run the steps of ``loop``, with evaluation at step 0, every ``eval_every_n_steps`` and at
-        the end, and with checkpoints. Return the last value of every metric.
+        """Run the steps of ``loop``, with checkpoints. Evaluate at step 0, every
+        ``eval_every_n_steps``, and at the end. Return the last value of every metric.
 
-        Raises Interrupted after a signal, once the current step is finished and saved; a second
-        signal ends the process at once. Raises StoppedError, once the step is saved, if a step says
-        that continuing makes no sense.
+        Raises Interrupted after a signal, once the current step is finished and saved. A second
+        signal ends the process immediately. Raises StoppedError, once the step is saved, if a step
+        reports that continuing is pointless.
         """
         self.checkpoints = Checkpointing(
             self.config, self.run_dir, self.timeline, best_metric=loop.best_metric
@@ -75,7 +75,7 @@ class Trainer(Driver[Loop]):
         with self._recovery(loop):
             self._restore(loop)
         self._say_best_mode()
-        # Only now is it certain that this recipe and the run in the folder belong together.
+        # A successful restore proves that this recipe and the run in the folder match.
         self._log_config_diff()
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
         self.metrics.start_trackers()
@@ -105,12 +105,12 @@ class Trainer(Driver[Loop]):
             log.warning(warning, extra=FILE_ONLY)
 
     def _finish_pending_checkpoint(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or issubclass(kind, Exception):  # else: exit at once
+        if kind is None or issubclass(kind, Exception):  # otherwise exit immediately
             self.checkpoints.try_finish()
 
     def _begin(self, loop: Loop) -> None:
-        """Do what comes before the first step."""
-        if self.checkpoints.saved_step >= 0:  # step 0 is in the log already
+        """Evaluate at step 0 and, if workers can be lost, save the first checkpoint."""
+        if self.checkpoints.saved_step >= 0:  # step 0 is already in the log
             return
         if metrics := loop.evaluate(0):
             self._record(0, metrics)
@@ -118,7 +118,7 @@ class Trainer(Driver[Loop]):
             self._save_now(loop)
 
     def _step(self, loop: Loop) -> None:
-        """Do one step, record it, and save if a checkpoint is due."""
+        """Run one step, record it, and save if a checkpoint is due."""
         self.checkpoints.poll()
         self._stop_if_asked(loop)
         before = PreStepState.of(loop.state)
@@ -165,15 +165,17 @@ class Trainer(Driver[Loop]):
 
     @contextmanager
     def _recovery(self, loop: Loop) -> Iterator[None]:
-        """If a worker is lost inside, have it replaced and roll back to the newest checkpoint."""
+        """If a worker is lost inside the context, replace it and roll back to the newest
+        checkpoint."""
         try:
             yield
         except (WorkerLostError, CheckpointError) as error:
             self._rollback(loop, error)
 
     def _rollback(self, loop: Loop, error: Exception) -> None:
-        """Have lost workers replaced and restore the newest checkpoint; again if more are lost
-        meanwhile (``recover`` bounds that). Raises ``error`` if it is about something else."""
+        """Replace lost workers and restore the newest checkpoint. Repeat if more workers are lost
+        meanwhile; ``recover`` limits the number of restarts. Raises ``error`` if its cause is not a
+        lost worker."""
         lost = error if isinstance(error, WorkerLostError) else error.__cause__
         if self.recover is None or not isinstance(lost, WorkerLostError):
             raise error
@@ -188,7 +190,7 @@ class Trainer(Driver[Loop]):
                 lost = again
 
     def _restore(self, loop: Loop) -> None:
-        """Restore the newest checkpoint, and the logs as they were then."""
+        """Restore the newest checkpoint, and truncate metrics and samples to its step."""
         for about_the_last_time in (STOPPED_FILE, OOM_FILE):
             (self.run_dir / about_the_last_time).unlink(missing_ok=True)
         newest = self.checkpoints.restore(loop.state, self.position)
@@ -203,7 +205,7 @@ class Trainer(Driver[Loop]):
         self.progress.message(f"resumed from {newest} at step {step} of {loop.total_steps}")
 
     def _log_config_diff(self) -> None:
-        """Log the settings that a resumed run changes."""
+        """Log the settings that a resumed run changed."""
         saved = self.run_dir / "config.yaml"
         if self.checkpoints.saved_step < 0 or not saved.is_file():
             return
@@ -221,7 +223,7 @@ class Trainer(Driver[Loop]):
         self.checkpoints.finish()
 
     def _save_pre_step_state(self, loop: Loop, before: PreStepState) -> None:
-        """Save the run as it was before the step that an outside failure ended, and say how to
+        """Save the state from before a step that an external failure ended, and print how to
         resume."""
         run = self.position
         if run.step == 0 or loop.state.version != before.version:
@@ -237,7 +239,7 @@ class Trainer(Driver[Loop]):
         )
 
     def _stop(self, loop: Loop, stop: StoppedError) -> NoReturn:
-        """Save if there is something worth saving, say why, and raise."""
+        """Save the run, write the reason to a file and the log, and raise StoppedError."""
         step, total = self.position.step, loop.total_steps
         try:
             self._save_now(loop)
@@ -254,8 +256,8 @@ class Trainer(Driver[Loop]):
         raise StoppedError(why, stop.metrics) from stop
 
     def _stop_if_mostly_skipped(self, loop: Loop) -> None:
-        """End as stopped if most steps of the run were skipped, the last one too; warn if that one
-        was not, or if the loss scale was still being searched."""
+        """Stop the run if most of its steps were skipped, including the last. Only warn if the last
+        step was not skipped, or if it was skipped by a search for the loss scale."""
         last = self.position.last
         skipped = last.get("train/skipped_total", 0.0)
         if skipped <= self.position.step / 2:

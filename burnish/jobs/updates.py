@@ -1,4 +1,4 @@
-"""The optimizer steps of one training step, counted and measured by role."""
+"""Optimizer steps of one training step, with statistics by role."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from burnish.types import Stats
 
 @dataclass
 class Updates:
-    """Stats of all updates of one step, by role."""
+    """Statistics of all updates of one step, by role."""
 
     stats: dict[str, Stats] = field(default_factory=dict)
     steps: dict[str, list[StepStats]] = field(default_factory=dict)
     failures: dict[str, NonFiniteError] = field(default_factory=dict)
 
     def add(self, role: str, stats: Stats) -> None:
-        """Add what one forward_backward measured."""
+        """Add the stats of one forward_backward."""
         self.stats[role] = self.stats.get(role, Stats()) + stats
 
     def step(self, role: str, engine: TrainEngine) -> None:
-        """Take an optimizer step. Where it says that going on makes no sense, the rest of the RL
-        step is still done, so that what is saved is whole."""
+        """Take an optimizer step. If it raises NonFiniteError, record the error and continue, so
+        that the RL step is completed and its saved state is consistent."""
         try:
             stats = engine.optim_step()
         except NonFiniteError as error:
             stats = error.stats
-            self.failures.setdefault(role, error)  # the first one says where it began
+            self.failures.setdefault(role, error)  # keep the first, which shows where it began
         self.steps.setdefault(role, []).append(stats)
 
     def checked(self, metrics: Metrics) -> Metrics:
-        """``metrics``; raises StoppedError with them where an update said to stop."""
+        """Return ``metrics``. Raises StoppedError with them if an update reported a failure."""
         if self.failures:
             first = next(iter(self.failures.values()))
             raise StoppedError(" Also: ".join(map(str, self.failures.values())), metrics) from first
         return metrics
 
     def metrics(self) -> Metrics:
-        """Plain numbers; losses (sums over one update) become means over the updates."""
+        """Return the metrics as numbers. Losses, which are sums over one update, become means over
+        the updates."""
         out: Metrics = {}
         for role, stats in self.stats.items():
             steps = self.steps[role]
@@ -55,8 +56,9 @@ class Updates:
 
 
 def step_metrics(steps: Sequence[StepStats]) -> Metrics:
-    """Return the metrics of the optimizer steps of one role: the mean norm of those that were taken
-    (of all, if none was), counts of the others, the last rate and loss scale."""
+    """Return the metrics of the optimizer steps of one role. They are the mean norm of the steps
+    taken (of all, if none was), the counts of skipped steps, overflows and out-of-memory retries,
+    and the last learning rate and loss scale."""
     taken = [s for s in steps if not s.skipped] or steps
     out = {
         "grad_norm": sum(s.grad_norm for s in taken) / len(taken),

@@ -1,8 +1,9 @@
-"""How much memory a run will take, before it takes any: ``burnish plan``.
+"""Predict the memory of a run before it starts: ``burnish plan``.
 
-Reading order: hardware, shapes, model_state, tracking, activations, kv_cache, roles, plan; then fit
-and time, which ask many plans; command and launch are what the command line and a run call.
+Reading order: hardware, shapes, model_state, tracking, passes, activations, kv_cache, role_base,
+train_role, rollout_role, roles, memory_plan, predict. Then read fit and time, which evaluate many
+plans. The command line calls command, and every run calls launch.
 
-``burnish plan RECIPE --probe`` runs random weights and tokens on the hardware at hand, in small
-steps to the recipe's own size: probe_stages, probe_worker, probe_command.
+``burnish plan RECIPE --probe`` runs random weights and tokens on the available hardware, in small
+steps up to the recipe's full size: probe_stages, probe_worker, probe_command.
 """

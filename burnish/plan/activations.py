@@ -1,9 +1,10 @@
-"""What a pass takes beside the model's own state, by running it on fake tensors.
+"""Measure the memory of a pass, in addition to the model's own state, by running it on fake
+tensors.
 
-The real HuggingFace model, with Burnish's attention, log-prob head and checkpointing, computes on
-tensors that have sizes and no memory; ``tracking.py`` counts what is alive. Only a few layers are
-run: every stage of a pass is linear in the number of layers of each kind, so two depths give the
-line (``tests/plan/test_activations.py`` compares with whole models).
+The real HuggingFace model, with Burnish's attention, log-prob head and checkpointing, runs on
+tensors that have sizes but no storage. ``tracking.py`` counts the live bytes. Only a few layers are
+run. Memory in every stage of a pass is linear in the number of layers of each kind, so two depths
+are enough to extrapolate. ``tests/plan/test_activations.py`` compares with entire models.
 
 Reading order: Pass, measure, _Trace.run, extended.
 """
@@ -43,34 +44,34 @@ from burnish.train.optim import Optimizer
 log = logging.getLogger("burnish")
 
 _CHUNKS = 3
-"""Chunks of log-probs that are traced: the last one is special, and all others are alike."""
+"""Number of log-prob chunks to trace. The last chunk differs; all others are identical."""
 
 STAGES = ("forward", "head", "top", "middle", "bottom", "ends")
-"""Of a pass: forward; backward of the head, of the last layer, of the layers between, of the first
-layer, of the embedding."""
+"""Stages of a pass: forward, then backward of the head, of the last layer, of the layers between,
+of the first layer, and of the embedding."""
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Most bytes in each stage of a pass, beside weights and optimizer state."""
+    """Peak bytes in each stage of a pass, without weights and optimizer state."""
 
     total: Mapping[str, float]
-    """Gradients included."""
+    """Peak by stage, including gradients."""
     other: Mapping[str, float]
-    """Without gradients of parameters that are complete."""
+    """Peak by stage, without the completed gradients of parameters."""
     output: float
-    """Of ``other``, what the log-prob head alone takes."""
+    """Part of ``other`` that the log-prob head takes."""
     how: str
-    """In words."""
+    """Description of the method."""
 
     @property
     def peak(self) -> float:
-        """Gradients included."""
+        """Largest peak of any stage, including gradients."""
         return max(self.total.values())
 
     @property
     def activations(self) -> float:
-        """Without gradients."""
+        """Largest peak of any stage, without gradients."""
         return max(self.other.values())
 
 
@@ -80,7 +81,7 @@ class TraceError(BurnishError, RuntimeError):
 
 @functools.lru_cache(maxsize=256)
 def measure(shape_key: _Key, work: Pass) -> Peaks:
-    """The peaks of ``work`` on the model behind ``shape_key``. Raises TraceError."""
+    """Return the peaks of ``work`` on the model of ``shape_key``. Raises TraceError."""
     shape = shape_key.shape
     kinds = kinds_of(shape)
     if kinds is None or len(kinds) <= 3:
@@ -97,7 +98,7 @@ def measure(shape_key: _Key, work: Pass) -> Peaks:
 
 
 class _Key:
-    """A shape as a key of the cache: by what decides its trace."""
+    """Cache key of a shape, made of the fields that determine its trace."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
@@ -111,14 +112,14 @@ class _Key:
 
 
 def key_of(shape: ModelShape) -> _Key:
-    """What :func:`measure` knows a shape by."""
+    """Return the cache key of a shape for :func:`measure`."""
     return _Key(shape)
 
 
 def extended(first: Peaks, longer: Mapping[str, Peaks], more: Mapping[str, int]) -> Peaks:
-    """The line through two depths, at the whole depth. ``longer``: with one more layer of each
-    kind; ``more``: how many more there are. Gradients and activations of the stages in the middle
-    lie between those of the ends."""
+    """Extrapolate peaks linearly from a traced depth to the full depth. ``longer``: peaks with one
+    additional layer of each kind; ``more``: number of layers of each kind to add. The stage
+    "middle" is left out, because its peaks lie between those of "top" and "bottom"."""
 
     def at(select: Any) -> dict[str, float]:
         start = select(first)
@@ -136,8 +137,8 @@ def extended(first: Peaks, longer: Mapping[str, Peaks], more: Mapping[str, int])
 
 
 def kinds_of(shape: ModelShape) -> list[str] | None:
-    """The kind of each layer; None where layers of one kind differ in size, so that the model has
-    to be traced whole."""
+    """Return the kind of each layer. Return None if layers of one kind differ in size, in which
+    case the entire model must be traced."""
     text = shape.text.to_dict()
     names = list(text.get("layer_types") or ["layer"] * len(shape.layers))[: len(shape.layers)]
     sizes: dict[str, set[int]] = {}
@@ -158,14 +159,14 @@ def _trace(shape: ModelShape, depth: int, kinds: Sequence[str] | None, work: Pas
     try:
         with _mended(), FakeTensorMode(), torch.random.fork_rng(devices=[]):
             return _Trace(config, shape, work).run()
-    except Exception as error:  # whatever a model does that sizes alone cannot answer
+    except Exception as error:  # any operation that needs values and not only sizes
         raise TraceError(f"{type(error).__name__}: {library_text(error)}") from error
 
 
 @contextmanager
 def _mended() -> Iterator[None]:
-    """transformers without its warnings, and without looking into positions for packed rows, for
-    which it would need their values (padded rows are not; packed ones bring a plan)."""
+    """Silence the warnings of transformers, and disable its search for packed rows in position ids,
+    which needs their values. Padded rows are not packed, and packed rows bring a plan."""
     level = logging.getLogger("transformers").level
     logging.getLogger("transformers").setLevel(logging.ERROR)
     look: Any = vars(masking_utils).get("find_packed_sequence_indices")
@@ -180,13 +181,13 @@ def _mended() -> Iterator[None]:
 
 
 class _Trace:
-    """A model on fake tensors. Made and run inside of a FakeTensorMode."""
+    """A model on fake tensors. Create and run it inside a FakeTensorMode."""
 
     def __init__(self, config: PretrainedConfig, shape: ModelShape, work: Pass) -> None:
         self.work, self.scalar = work, shape.scalar
         self.dtype: Dtype = work.dtype
         if work.kernels is not None and work.dtype == "fp16":
-            self.dtype = "bf16"  # of the same size, and without the detours of fp16 on a CPU
+            self.dtype = "bf16"  # same size, without the fp16 workarounds of a CPU
         model = _bare(config, work.lora, scalar=shape.scalar)
         _give_sizes(model)
         self.model, self.body = model, model.model if shape.scalar else model.get_decoder()
@@ -226,7 +227,8 @@ class _Trace:
             self.live.is_gradient(holder.grad)
 
     def run(self) -> Peaks:
-        """One pass, or two where gradients of an earlier one are there; the peaks of the last."""
+        """Run one pass and return its peaks. If gradients of an earlier pass exist, run two passes
+        and return the peaks of the second."""
         work, live = self.work, self.live
         own = [*self.model.parameters(), *self.model.buffers()]
         if self.optimizer is not None:
@@ -249,8 +251,8 @@ class _Trace:
         return Peaks(total, other, self.output, "traced")
 
     def _watch(self) -> list[Any]:
-        """Mark the stages of backward: a layer's begins when the gradient of its output is
-        there."""
+        """Register hooks that mark the stages of backward. The stage of a layer begins when the
+        gradient of its output exists."""
         blocks = [module for _, module in layers_of(self.body)]
         names = {len(blocks) - 1: "top", 0: "bottom"} if len(blocks) > 1 else {0: "bottom"}
         handles = []
@@ -267,10 +269,10 @@ class _Trace:
             tensor.register_hook(lambda _grad: self.live.stage(stage))
 
     def _pass(self, plan: Any) -> None:
-        """As ``TorchTrainEngine._outputs`` and its backward."""
+        """Run the same operations as ``TorchTrainEngine._outputs`` and its backward pass."""
         work = self.work
         count = sum(r.length for r in work.rows)
-        # tokens, mask, and four numbers for each token: log-probs of three models, advantages
+        # tokens, mask, and four values per token: log-probs of three models, advantages
         batch = [torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)]
         batch += [torch.zeros(count) for _ in range(4)]
         shape = (1, work.tokens)
@@ -325,8 +327,9 @@ class _Trace:
         ]
 
     def _log_probs(self, at_reads: Tensor, targets: Tensor, head: Head) -> list[Tensor | None]:
-        """Of the first chunks only, which are all alike; what backward takes for the hidden states
-        of the others is held instead."""
+        """Return the log-probs of the first chunks only, because further chunks are identical.
+        During backward, a tensor of the size of the other chunks' hidden-state gradients is held
+        instead."""
         work, few = self.work, _CHUNKS * head.chunk_tokens
         with_entropy = work.with_entropy and work.train
         more = at_reads.shape[0] - few
@@ -344,7 +347,8 @@ class _Trace:
 
 
 class _Passed(torch.autograd.Function):
-    """The same values; in backward ``make`` something and hold it, or (None) let go of it."""
+    """Identity function with a side effect in backward: clear ``held``, then add the result of
+    ``make`` if it is not None."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, held: list[Tensor], make: Any) -> Tensor:
@@ -360,7 +364,7 @@ class _Passed(torch.autograd.Function):
 
 
 def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) -> Any:
-    """The model on the meta device."""
+    """Return the model on the meta device."""
     with unset_fake_temporarily(), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         choose_attention(model, config.model_type)
@@ -375,7 +379,7 @@ def _bare(config: PretrainedConfig, lora: LoraConfig | None, *, scalar: bool) ->
 
 
 def _give_sizes(model: torch.nn.Module) -> None:
-    """Fake tensors on the CPU in the place of parameters and buffers; what was tied stays tied."""
+    """Replace parameters and buffers by fake tensors on the CPU. Tied parameters stay tied."""
     made: dict[int, Any] = {id(None): None}
     for module in model.modules():
         for held in (module._parameters, module._buffers):

@@ -1,4 +1,4 @@
-"""``burnish plan``: what the command prints and writes."""
+"""Output of ``burnish plan``: the printed text or JSON, and the written recipe."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from burnish.plan.time import estimate
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of the command."""
+    """Options of the command."""
 
     cluster: str | None = None
     gpus: Path | None = None
-    """A file with more GPUs."""
+    """File with additional GPUs."""
     host_gb: float | None = None
     network_gbs: float | None = None
     assume: Sequence[str] = ()
@@ -38,11 +38,11 @@ class PlanOptions:
     details: bool = False
     fit: bool = False
     write: Path | None = None
-    """Where the fastest recipe that fits is written."""
+    """File for the fastest recipe that fits."""
 
 
 def check_probe_options(options: PlanOptions) -> None:
-    """Raise PlanError if ``--probe`` is given with an option that it would ignore."""
+    """Raise PlanError if ``--probe`` is combined with an option that it would ignore."""
     given = [name for name, value in vars(options).items() if value != vars(PlanOptions())[name]]
     if given:
         names = ", ".join("--" + name.removeprefix("as_").replace("_", "-") for name in given)
@@ -92,7 +92,7 @@ def _fit_text(found: Fitting, written: Path | None) -> str:
 
 
 def _check(options: PlanOptions) -> None:
-    """Raise PlanError for options that would have no effect or cannot have one."""
+    """Raise PlanError if an option has no effect or cannot take effect."""
     if options.write is None:
         return
     if not options.fit:
@@ -105,7 +105,7 @@ def _check(options: PlanOptions) -> None:
 
 
 def _write(file: Path, config: JobConfig, *, cluster: str | None) -> None:
-    """Write the recipe, with the cluster that it was found for."""
+    """Write the recipe, with the cluster of ``--cluster``."""
     if cluster is not None:
         here = config.cluster.model_copy(update={"hardware": cluster})
         config = config.model_copy(update={"cluster": here})
@@ -118,7 +118,8 @@ def _write(file: Path, config: JobConfig, *, cluster: str | None) -> None:
 
 
 def _hardware(config: JobConfig, options: PlanOptions, tables: Tables) -> Hardware:
-    """``--cluster``, else the recipe's ``cluster.hardware``, else this machine."""
+    """Return the hardware of ``--cluster``, else of the recipe's ``cluster.hardware``, else this
+    machine."""
     text, source = options.cluster, "--cluster "
     if text is None:
         text, source = config.cluster.hardware, "cluster.hardware="

@@ -1,5 +1,5 @@
-"""Memory of a student's engine in addition to that of a trained model: its teacher's output
-projection, and the logits of two models instead of one."""
+"""Additional memory of a student's engine in distillation: its teacher's output projection, and the
+logits of two models instead of one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from burnish.plan.role_base import Items, resolve_model
 from burnish.plan.shapes import shape_of
 
 MORE_BUFFERS = {"forward_kl": 3, "reverse_kl": 3, "jsd": 4}
-"""[chunk, vocab] fp32 buffers at the head's worst moment, beside those of plain log-probs. Counted
-on ``models/distill.py`` (``tests/models/test_distilled_logprobs.py``)."""
+"""Number of [chunk, vocab] fp32 buffers at the head's peak, in addition to those of plain
+log-probs. Counted in ``models/distill.py`` (``tests/models/test_distilled_logprobs.py``)."""
 
 
 def _sizes(teacher: ModelConfig, role: TrainRole) -> tuple[int, int]:
-    """(vocabulary, width) of the teacher's output projection."""
+    """Return (vocabulary, width) of the teacher's output projection."""
     text = shape_of(resolve_model(teacher, role.model)).text.to_dict()
     return int(text["vocab_size"]), int(text["hidden_size"])
 
 
 def teacher_head(role: TrainRole) -> Items:
-    """The teacher's output projection, which stays. Nothing in other jobs."""
+    """Return the resident memory of the teacher's output projection; empty in other jobs."""
     target = role.distillation
     if target is None:
         return ()
@@ -36,7 +36,8 @@ def teacher_head(role: TrainRole) -> Items:
 
 
 def with_teacher(role: TrainRole, peaks: Peaks, work: Pass) -> Peaks:
-    """The peaks of a student's pass, from those of the same pass without a teacher."""
+    """Return the peaks of a student's pass, computed from those of the same pass without a
+    teacher."""
     target = role.distillation
     if target is None or not work.train:
         return peaks

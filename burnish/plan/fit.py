@@ -1,8 +1,9 @@
-"""Settings of a recipe that fit a cluster, fastest first; or the smallest cluster that would do.
+"""Find settings of a recipe that fit a cluster, fastest first, or the smallest cluster that fits.
 
-What is tried: micro-batches and token budgets, checkpointing, sharding or the ZeRO stage, offload,
-vLLM's share and split. Nothing that changes what is learned: batch sizes of optimizer steps, data
-and losses stay. Every candidate is a whole recipe that was loaded and planned.
+The search varies micro-batches and token budgets, checkpointing, sharding or the ZeRO stage,
+offload, and vLLM's memory share and tensor parallelism. Settings that affect learning do not
+change: batch sizes of optimizer steps, data and losses. Every candidate is a complete recipe that
+was loaded and planned.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ from burnish.plan.shapes import PlanError
 from burnish.plan.time import estimate
 
 SHOWN = 3
-"""Proposals that are made."""
+"""Maximum number of proposals."""
 _MOST_GPUS = 4096
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A recipe that fits, and what it differs in."""
+    """A recipe that fits, with its changes."""
 
     overrides: tuple[str, ...]
     config: JobConfig
     plan: Plan
     seconds: float
-    """Of a step, estimated."""
+    """Estimated time of a step."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """The answer of ``burnish plan --fit``."""
+    """Result of ``burnish plan --fit``."""
 
     tried: int
     proposals: tuple[Proposal, ...]
     smallest: str | None = None
-    """The smallest cluster that would do, where this one does not, in words."""
+    """Description of the smallest cluster that fits, if this one does not."""
 
     def to_text(self) -> str:
-        """For people."""
+        """Return the result as text."""
         if not self.proposals:
             head = f"none of {self.tried} settings fits."
             return f"{head} {self.smallest or 'No larger cluster of such GPUs was found to do.'}"
@@ -63,7 +64,8 @@ class Fitting:
 
 
 def fit(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) -> Fitting:
-    """The fastest few settings that fit; a share of TIGHT stays free where there is a choice."""
+    """Return the fastest few settings that fit. If possible, only settings that leave a share of
+    ``TIGHT`` free are returned."""
     supposed = tuple(assume)
     found, tried = _search(config, hardware, supposed)
     if found:
@@ -74,13 +76,14 @@ def fit(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) ->
 
 
 def _free(plan: Plan) -> float:
-    """The smallest free share, of places that are not vLLM's alone (it takes what it is given)."""
+    """Return the smallest free share of any GPU or node. GPUs used only by vLLM are ignored,
+    because vLLM takes its configured share."""
     shares = [p.margin / p.limit for p in plan.peaks if p.place.split(" x ")[-1] != "rollout"]
     return min(shares, default=1.0)
 
 
 def _distinct(found: Sequence[Proposal]) -> Iterator[Proposal]:
-    """The first few that differ in time by more than a per cent, or are the only ones."""
+    """Yield the first few proposals whose times differ by more than one percent."""
     last: float | None = None
     count = 0
     for proposal in found:
@@ -100,7 +103,7 @@ def _search(
         try:
             changed = load_config(config.model_dump(mode="json"), overrides, job=config.job)
             plan = make_plan(changed, hardware, assume=assume)
-        except (ConfigError, PlanError):  # settings that do not go together
+        except (ConfigError, PlanError):  # invalid combination of settings
             continue
         tried += 1
         if plan.fits:
@@ -123,11 +126,11 @@ def _reason(plan: Plan, seconds: float, rate: float) -> str:
     )
 
 
-# ---- what is tried ---------------------------------------------------------------------------
+# ---- search space ----------------------------------------------------------------------------
 
 
 def candidates(config: JobConfig, hardware: Hardware) -> list[list[str]]:
-    """Overrides of every candidate, the recipe itself first."""
+    """Return the overrides of every candidate, starting with the unchanged recipe."""
     job = config.resolve()
     options = [_vllm_shares(config, job, hardware)]
     if job.trained is not None and job.batch is not None:
@@ -156,7 +159,7 @@ def _micro_batches(role: TrainRole, plan: BatchPlan) -> list[list[str]]:
 
 
 def _engines(role: TrainRole) -> list[list[str]]:
-    """Ways to hold the model, of the engine that the recipe names."""
+    """Return overrides for each way to shard and offload the model with the recipe's engine."""
     key = "train.engine."
     if isinstance(role.train.engine, DeepSpeedEngine):
         stages = [(s, adam, False) for s in (1, 2, 3) for adam in (False, True)]
@@ -212,7 +215,7 @@ def _vllm_shares(config: JobConfig, job: JobSpec, hardware: Hardware) -> list[li
 
 
 def _smallest(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> str | None:
-    """The first multiple of the recipe's ranks with which some settings fit."""
+    """Return the first multiple of the recipe's ranks for which some settings fit, as text."""
     if hardware.gpu is None:
         return None
     if config.cluster.runtime == "inline":
@@ -242,7 +245,8 @@ def _smallest(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> s
 
 
 def _larger_gpu(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> str | None:
-    """A recipe in one process has one GPU: the smallest of the table with which settings fit."""
+    """Return the smallest GPU of the table for which some settings fit, as text. A recipe in one
+    process uses one GPU."""
     assert hardware.gpu is not None
     larger = [g for g in hardware.tables.gpus.values() if g.bytes > 1.02 * hardware.gpu.bytes]
     for gpu in sorted(larger, key=lambda g: g.bytes):

@@ -1,7 +1,7 @@
-"""Which GPUs and machines a plan is for: a small table that users can extend.
+"""GPUs and machines of a plan: a small table that users can extend.
 
-``4x8xA800-80GB`` is four nodes of eight GPUs. Without a cluster the limit is this machine's own
-memory. The numbers, and where they come from, are in ``hardware.yaml``.
+``4x8xA800-80GB`` is four nodes of eight GPUs. Without a cluster, the limit is this machine's own
+memory. The numbers and their sources are in ``hardware.yaml``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CGROUP = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, as a data sheet has it."""
+    """Data-sheet values of one kind of GPU."""
 
     name: str
     memory_gib: float
@@ -43,17 +43,17 @@ class Gpu:
     link_gbs: float
     pcie_gbs: float
     capability: float = 8.0
-    """Compute capability, of which only "at least 8.0" matters here."""
+    """Compute capability. Only "at least 8.0" matters here, for the attention kernels."""
 
     @property
     def bytes(self) -> float:
-        """Memory that a program can have."""
+        """Memory available to a program."""
         return self.memory_gib * GIB
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Everything of ``hardware.yaml``, with the user's additions."""
+    """Contents of ``hardware.yaml``, with the user's additions."""
 
     gpus: Mapping[str, Gpu]
     machines: Mapping[str, float]
@@ -63,21 +63,22 @@ class Tables:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Equal nodes of equal GPUs; no GPU: one machine that computes on its CPUs."""
+    """A cluster of equal nodes with equal GPUs. Without a GPU: one machine that computes on its
+    CPUs."""
 
     nodes: int
     gpus_per_node: int
     gpu: Gpu | None
     host_bytes: float
-    """Of one node."""
+    """Memory of one node."""
     network_gbs: float
     tables: Tables = field(repr=False)
     notes: tuple[str, ...] = ()
-    """What was assumed, in words."""
+    """Descriptions of the assumptions made."""
 
     @property
     def num_gpus(self) -> int:
-        """All GPUs."""
+        """Number of GPUs in the cluster."""
         return self.nodes * self.gpus_per_node
 
     @property
@@ -87,7 +88,7 @@ class Hardware:
 
     @property
     def kernels(self) -> Kernels | None:
-        """The attention kernels of a GPU under the torch that is installed here."""
+        """Attention kernels of the GPU in the installed version of torch; None without a GPU."""
         if self.gpu is None:
             return None
         major, minor = divmod(round(self.gpu.capability * 10), 10)
@@ -95,11 +96,11 @@ class Hardware:
 
     @property
     def limit(self) -> float:
-        """Bytes of the memory in which a rank computes."""
+        """Bytes of the memory that a rank computes in: GPU memory, or host memory without a GPU."""
         return self.host_bytes if self.gpu is None else self.gpu.bytes
 
     def __str__(self) -> str:
-        """For tables and messages."""
+        """Return the name for tables and messages."""
         if self.gpu is None:
             return f"this machine, {self.host_bytes / GB:.1f} GB"
         return f"{self.nodes}x{self.gpus_per_node}x{self.gpu.name}"
@@ -107,8 +108,8 @@ class Hardware:
 
 @functools.lru_cache(maxsize=8)
 def load_tables(extra: Path | None = None) -> Tables:
-    """The package's table, then the user's file, then ``extra``. Raises PlanError for a file that
-    is not of that form."""
+    """Load the package's table, then merge the user's file and ``extra``. Raises PlanError if a
+    file has the wrong format."""
     text = (importlib.resources.files("burnish.plan") / "hardware.yaml").read_text("utf-8")
     tree = yaml.safe_load(text)
     if extra is not None and not extra.is_file():
@@ -162,9 +163,9 @@ def parse_cluster(
     network_gbs: float | None = None,
     source: str = "--cluster ",
 ) -> Hardware:
-    """``4x8xA800-80GB``: nodes x GPUs of a node x name; ``8xH100-80GB`` is one node, ``H100-80GB``
-    one GPU. ``source``: where ``text`` came from, for messages. Raises PlanError if the form or the
-    GPU is not known."""
+    """Parse ``4x8xA800-80GB``: nodes x GPUs per node x name. ``8xH100-80GB`` is one node,
+    ``H100-80GB`` one GPU. ``source``: origin of ``text``, for messages. Raises PlanError if the
+    format or the GPU is unknown."""
     tables = tables or load_tables()
     found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z].*)", text.strip())
     counts = [int(n) for n in found.groups()[:2] if n is not None] if found else []
@@ -206,25 +207,27 @@ def _find_gpu(name: str, tables: Tables) -> Gpu:
 
 
 def this_machine(tables: Tables | None = None) -> Hardware:
-    """This machine's CPUs and memory (of its container, where that is less)."""
+    """Return this machine's CPUs and memory, limited by its container."""
     tables = tables or load_tables()
     return Hardware(1, 0, None, float(host_memory()), tables.machines["network_gbs"], tables)
 
 
 def host_memory() -> int:
-    """Bytes of memory that this machine has, or its container may use."""
+    """Return the bytes of memory of this machine, or the limit of its container if that is
+    lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CGROUP:
         try:
             limit = int(path.read_text())
-        except (OSError, ValueError):  # another kind of system, or "max"
+        except (OSError, ValueError):  # no such file on this system, or "max"
             continue
         return min(total, limit)
     return total
 
 
 def visible_gpus(tables: Tables | None = None, *, nodes: int = 1) -> Hardware | None:
-    """The GPUs of this machine, as torch sees them, on ``nodes`` equal machines; None without."""
+    """Return the GPUs of this machine that torch detects, on ``nodes`` equal machines; None if
+    there are none."""
     import torch
 
     if not torch.cuda.is_available():

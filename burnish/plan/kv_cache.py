@@ -1,8 +1,10 @@
 """Memory of a rollout engine: weights, the key/value cache, and the temporary tensors of a step.
 
-The local engine allocates slots that grow (``rollout/local.py``, ``models/attention.KVCache``), or,
-where it records CUDA graphs, all positions at once. vLLM takes its share of the GPU and fills what
-weights and its profiling pass leave with cache.
+The local engine allocates slots that grow (``rollout/local.py``, ``models/attention.KVCache``). If
+it records CUDA graphs, it allocates all positions at once.
+
+vLLM takes its share of the GPU. The part not needed by weights and its profiling pass becomes
+cache.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from burnish.plan.shapes import ModelShape
 
 CPU_BLOCK = 32
 MOST_CPU_CACHE = 4 << 30
-_FIRST_ROOM = 64  # positions for new tokens that a cache begins with
+_FIRST_ROOM = 64  # initial number of positions for new tokens
 
 
 @dataclass(frozen=True)
@@ -24,27 +26,27 @@ class Demand:
     """Load of a rollout engine."""
 
     sequences: int
-    """Responses of one generate."""
+    """Number of responses of one generate call."""
     prompt: int
     """Longest prompt, in tokens."""
     new_tokens: int
-    """Longest response."""
+    """Longest response, in tokens."""
 
     @property
     def longest(self) -> int:
-        """Longest prompt with its response."""
+        """Longest prompt with its response, in tokens."""
         return self.prompt + self.new_tokens
 
 
 def bytes_per_token(shape: ModelShape, dtype: Dtype) -> int:
-    """Keys and values of one token in all layers."""
+    """Return the bytes of keys and values of one token in all layers."""
     return 2 * len(shape.layers) * shape.kv_heads * shape.head_dim * SIZES[dtype]
 
 
 def local_cache(
     shape: ModelShape, config: LocalEngine, demand: Demand, dtype: Dtype, *, graphs: bool
 ) -> tuple[Item, int]:
-    """The local engine's cache, and its slots."""
+    """Return the local engine's cache and its number of slots."""
     slots = min(config.max_batch_size, max(demand.sequences, 1))
     if graphs:
         slots, capacity = _power_of_two(slots), demand.longest
@@ -53,16 +55,19 @@ def local_cache(
         while capacity < demand.longest:
             capacity = (capacity + 1) + (capacity + 1) // 2
     size = slots * capacity * bytes_per_token(shape, dtype)
-    grow = 0 if graphs else size // max(2 * len(shape.layers), 1)  # one tensor is copied at a time
+    grow = (
+        0 if graphs else size // max(2 * len(shape.layers), 1)
+    )  # tensors are copied one at a time
     how = f"{slots} slots x {capacity} positions x {bytes_per_token(shape, dtype)} B"
     return Item("KV cache", size + grow, how), slots
 
 
 def local_logits(shape: ModelShape, slots: int, *, graphs: bool, longest: int) -> Item:
-    """Logits of a decode step and what sampling makes of them, [slots, vocabulary] fp32."""
+    """Return the memory of a decode step's logits and of the sampling tensors derived from them:
+    [slots, vocabulary] fp32."""
     vocabulary = int(shape.text.to_dict()["vocab_size"])
     size, how = 4 * 4 * slots * vocabulary, f"4 x {slots} x {vocabulary} x 4 B"
-    if graphs:  # each recorded graph keeps its own
+    if graphs:  # each recorded graph keeps its own result
         lengths = max(1, (_power_of_two(longest) // 64).bit_length())
         size += 2 * 4 * _power_of_two(slots) * vocabulary * lengths
         how += f", and the results of graphs for {lengths} lengths"
@@ -75,16 +80,16 @@ def _power_of_two(count: int) -> int:
 
 @dataclass(frozen=True)
 class VllmMemory:
-    """vLLM on one GPU."""
+    """Memory of vLLM on one GPU."""
 
     weights: Item
     cache: Item
     rest: Item
-    """Activations of its profiling pass, and recorded graphs."""
+    """Activations of the profiling pass, and recorded graphs."""
     cache_tokens: int
-    """Tokens that the cache holds, over all GPUs of the engine."""
+    """Capacity of the cache in tokens, over all GPUs of the engine."""
     problem: str | None = None
-    """Why it cannot start."""
+    """Reason why vLLM cannot start."""
 
 
 def vllm_on_gpu(
@@ -96,8 +101,8 @@ def vllm_on_gpu(
     gpu_bytes: float,
     overhead: dict[str, float],
 ) -> VllmMemory:
-    """``gpu_memory_utilization`` of a GPU: weights, activations and graphs; the cache is the
-    rest."""
+    """Return vLLM's memory within ``gpu_memory_utilization`` of a GPU: weights, activations and
+    graphs, and the rest as cache."""
     parts = config.tensor_parallel_size
     size = shape.parameters * SIZES[dtype] / parts
     weights = Item(
@@ -136,7 +141,7 @@ def vllm_on_gpu(
 def vllm_on_cpu(
     shape: ModelShape, config: VllmEngine, demand: Demand, dtype: Dtype
 ) -> tuple[Item, Item]:
-    """Weights, and the cache of one process."""
+    """Return the weights and the cache of one process."""
     size = shape.parameters * SIZES[dtype] / config.tensor_parallel_size
     blocks = -(-demand.longest // CPU_BLOCK) + 1
     least = blocks * CPU_BLOCK * bytes_per_token(shape, dtype)

@@ -1,6 +1,6 @@
-"""The plan that every run makes of itself before it loads anything, and what follows from it.
+"""Memory plan that every run makes before it loads anything.
 
-A run that cannot fit is refused. What goes wrong in the planner itself never stops a run.
+A run that cannot fit is rejected. Errors in the planner itself never stop a run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ PLAN_FILE = "plan.txt"
 
 
 class DoesNotFitError(BurnishError, RuntimeError):
-    """A run that cannot fit into memory. Has the verdict, and what to try."""
+    """A run that cannot fit into memory. The message contains the summary of the plan and a
+    suggested fix."""
 
 
 def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Plan | None:
-    """Write ``plan.txt`` into the run folder; None where no plan could be made.
+    """Plan the run and write ``plan.txt`` to the run folder. Return None if no plan could be made.
 
     Raises DoesNotFitError if the run cannot fit, unless ``force``.
     """
@@ -39,7 +40,7 @@ def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Pl
             raise LookupError("which GPUs the workers will have cannot be seen from here")
         plan = make_plan(config, hardware)
         text = plan.to_text(details=True)
-    except Exception as error:  # a plan is help, and no run fails for want of help
+    except Exception as error:  # the plan is optional: a run must not fail without it
         log.info("no memory plan: %s", library_text(error))
         (run_dir / PLAN_FILE).write_text(f"no plan: {error}\n", encoding="utf-8")
         return None
@@ -57,14 +58,14 @@ def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Pl
 
 
 def hardware_of(config: JobConfig) -> Hardware | None:
-    """Return the hardware that the run will use, as far as this process can see; None if it
-    cannot."""
+    """Return the hardware that the run will use, as visible from this process; None if it is not
+    visible."""
     cluster = config.cluster
     if cluster.runtime == "inline":
         gpus = None if config.resolve().device == "cpu" else visible_gpus()
         return gpus or this_machine()
     need = sum(p.count * p.gpus for p in placement_groups(config))
-    if not need:  # on CPUs: of this machine, unless the cluster is one that runs elsewhere
+    if not need:  # on CPUs: this machine, unless the cluster runs elsewhere
         return None if cluster.ray_address else this_machine()
     here = visible_gpus()
     if here is None:

@@ -1,7 +1,7 @@
-"""A plan: what every role holds in every phase, in bytes and words, and whether it fits.
+"""Memory plan: bytes of every role in every phase, with explanations, and whether the job fits.
 
-Plain data. It is made by ``predict.py``, printed here as text and JSON, and read back, so that
-measured peaks can stand beside it later (a peak has a place, a memory and a phase).
+The classes are plain data. ``predict.py`` creates the plan, and this module formats it as text and
+JSON. ``plan_vs_actual.py`` compares it with measured peaks by place, memory and phase.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ITEMS = (
     "communication",
     "overhead",
 )
-"""The columns of the table; everything that is held is one of them."""
+"""Columns of the table. Every allocation is counted in one of them."""
 _HEADS = ("param", "grad", "optim", "gather", "activ", "logits", "KV", "comm", "other")
 GB = 1e9
 TIGHT = 0.05
-"""Below this share of free memory a plan that fits is called tight."""
+"""Share of free memory below which a plan that fits is called tight."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Peak:
-    """Memory that one place needs in one phase: a GPU with the workers on it, or a node's host
+    """Peak memory in one place and phase. A place is a GPU with its workers, or a node's host
     memory."""
 
     place: str
@@ -58,18 +58,18 @@ class Peak:
 
     @property
     def margin(self) -> float:
-        """Bytes that stay free; negative: that are missing."""
+        """Free bytes; negative if bytes are missing."""
         return self.limit - self.bytes
 
     @property
     def fits(self) -> bool:
-        """Return whether it is within the limit."""
+        """True if the peak is within the limit."""
         return self.bytes <= self.limit
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer of ``burnish plan``."""
+    """Result of ``burnish plan``."""
 
     job: str
     hardware: str
@@ -77,37 +77,37 @@ class Plan:
     batch: tuple[tuple[str, str, str], ...]
     rows: tuple[Row, ...]
     peaks: tuple[Peak, ...]
-    """Of every place in every phase."""
+    """Peaks of every place in every phase."""
     disk_per_checkpoint: float
     assumptions: tuple[str, ...]
     problems: tuple[str, ...] = ()
-    """Why it cannot run, besides memory."""
+    """Reasons other than memory why the job cannot run."""
     guessed: float = 0.0
-    """Bytes that were added to the worst peak because activations come from the formula, and not
-    from a trace."""
+    """Bytes by which the worst peak may be too high: the margin of activations computed by formula,
+    and the upper bound for unknown tensor-parallel parts."""
 
     @property
     def worst(self) -> Peak:
-        """The peak with the least free memory, as a share of its limit."""
+        """Peak with the least free memory, as a share of its limit."""
         return min(self.peaks, key=lambda p: p.margin / p.limit)
 
     @property
     def fits(self) -> bool:
-        """The verdict."""
+        """True if every peak is within its limit and there is no other problem."""
         return not self.problems and all(peak.fits for peak in self.peaks)
 
     def peak(self, where: str) -> Peak | None:
-        """The worst peak of one memory (``device`` or ``host``)."""
+        """Return the worst peak of one memory (``device`` or ``host``)."""
         found = [p for p in self.peaks if p.where == where]
         return min(found, key=lambda p: p.margin / p.limit) if found else None
 
     @property
     def cannot_run(self) -> bool:
-        """It does not fit, and not for the margin of a guess alone."""
+        """True if the job does not fit even without the ``guessed`` bytes."""
         return bool(self.problems) or any(p.margin + self.guessed < 0 for p in self.peaks)
 
     def verdict(self) -> str:
-        """The verdict in one or more lines."""
+        """Return whether the job fits, and the worst peak of each place, as text."""
         worst: dict[tuple[str, str], Peak] = {}
         for peak in self.peaks:
             have = worst.get((peak.place, peak.where))
@@ -122,7 +122,7 @@ class Plan:
         return "\n".join([f"verdict: {head}", *(f"  {x}" for x in (*lines, *self.problems))])
 
     def to_json(self) -> str:
-        """Return the plan as JSON, with the verdict."""
+        """Return the plan as JSON, with ``fits`` and the margin of the worst peak."""
         worst = self.worst
         extra = {
             "fits": self.fits,
@@ -132,7 +132,7 @@ class Plan:
         return json.dumps({**extra, **asdict(self)}, indent=1)
 
     def to_text(self, *, details: bool = False) -> str:
-        """The plan for people. ``details``: every row with its sum."""
+        """Return the plan as text. ``details``: add every row with its calculation."""
         parts = [
             f"plan of {self.job} on {self.hardware}",
             "\n".join(self.models),
@@ -162,7 +162,7 @@ def _batch_text(batch: Iterable[tuple[str, str, str]]) -> str:
 
 
 def _table(rows: Iterable[Row]) -> str:
-    """GB by role and phase, on the device; then what of it is in host memory."""
+    """Return a table of GB by role and phase: device memory by purpose, then host memory."""
     sums: dict[tuple[str, str], dict[str, float]] = {}
     hosts: dict[tuple[str, str], float] = {}
     for row in rows:
@@ -186,7 +186,7 @@ def _table(rows: Iterable[Row]) -> str:
 
 
 def _places_text(peaks: Iterable[Peak]) -> str:
-    """The most of every place, by phase."""
+    """Return the peaks of every place, by phase."""
     places: dict[tuple[str, str], list[Peak]] = {}
     for peak in peaks:
         places.setdefault((peak.place, peak.where), []).append(peak)
@@ -198,7 +198,7 @@ def _places_text(peaks: Iterable[Peak]) -> str:
 
 
 def _details(rows: Iterable[Row]) -> str:
-    """Every row once: one that is there in all phases is said once."""
+    """Return one line per item, with the phases in which it exists."""
     phases: dict[tuple[str, str, str, float, str], list[str]] = {}
     for row in rows:
         key = (row.role, row.where, row.item, row.bytes, row.how)
@@ -217,6 +217,6 @@ def _cell(size: float) -> str:
 
 
 def _gb(size: float, digits: int = 1) -> str:
-    """Bytes as GB; small ones with more digits."""
+    """Format bytes as GB, with more digits for small sizes."""
     value = size / GB
     return f"{value:.{digits if abs(value) >= 1 else max(digits, 3) if abs(value) < 0.1 else 2}f}"

@@ -1,19 +1,19 @@
-"""Memory of a model in a train engine on one rank, exactly: weights, masters, moments, gradient
-sums, and gathered and sent tensors.
+"""Exact memory of a model in a train engine on one rank: weights, masters, moments, gradient sums,
+gathered tensors and communication buffers.
 
-Bytes per trained parameter (``train/optim.py`` says the same of the torch engine):
+Bytes per trained parameter (``train/optim.py`` gives the same numbers for the torch engine):
 
 =================================  =========================================================
 torch, fp32                        4 weights + 4 gradient + 8 moments = 16
 torch, fp16 or bf16                2 weights + 4 masters + 4 gradient sums + 8 moments = 18
-  with ``grad_accum_dtype`` = it   2 + 4 + 2 + 8 = 16, and 4 of gradients in the step
+  ``grad_accum_dtype`` = the same  2 + 4 + 2 + 8 = 16, and 4 of gradients in the step
 torch, sharded over N              (4 masters + 4 gradients + 8 moments) / N = 16 / N
 DeepSpeed stage 1, half            2 + 4 sums + (4 + 8 + 4 of the step) / N
 DeepSpeed stage 2, half            2 + (4 sums + 4 + 8 + 4 of the step) / N
 DeepSpeed stage 3, half            (2 + 4 sums + 4 + 8) / N + 4 of the step for at most 1e9
 =================================  =========================================================
 
-What DeepSpeed does was read in the source of 0.19.8 (stage_1_and_2.py, stage3.py).
+The DeepSpeed numbers are derived from the source of 0.19.8 (stage_1_and_2.py, stage3.py).
 """
 
 from __future__ import annotations
@@ -31,96 +31,97 @@ Where = Literal["device", "host", "disk"]
 
 SIZES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 MAX_LIVE = 1_000_000_000
-"""stage3_max_live_parameters of DeepSpeed, in entries."""
+"""DeepSpeed's stage3_max_live_parameters, in entries."""
 PREFETCH = 50_000_000
-"""stage3_prefetch_bucket_size, in entries."""
+"""DeepSpeed's stage3_prefetch_bucket_size, in entries."""
 SUB_GROUP = 1_000_000_000
-"""sub_group_size, in entries."""
+"""DeepSpeed's sub_group_size, in entries."""
 REDUCE_BUCKET = 64 << 20
-"""Bytes that replicas of the torch engine sum over ranks at one time
+"""Size in bytes of the chunks in which replicas of the torch engine sum gradients over ranks
 (``train/process_group.py``)."""
 WEIGHT_BUCKET = 256 << 20
-"""Bytes that the DeepSpeed engine gathers at one time to hand weights over."""
+"""Size in bytes of the buckets that the DeepSpeed engine gathers for a weight transfer."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes for one purpose."""
+    """Bytes for one purpose, with their calculation."""
 
     name: str
     bytes: float
     how: str
-    """The sum, in words."""
+    """Calculation of the bytes, as text."""
     where: Where = "device"
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """One model in one train engine on one of ``ranks`` ranks that have different rows."""
+    """One model in one train engine on one rank. ``ranks`` counts the ranks with different rows."""
 
     shape: ModelShape
-    """What a rank has: the model, or its part of it (tensor parallel)."""
+    """Shape on one rank: the model, or its tensor-parallel part."""
     train: TrainConfig
     precision: PrecisionConfig
     ranks: int = 1
     trainable: bool = True
     unreleased_gathers: bool = False
-    """As DeepSpeed 0.16.0 to 0.16.7: what stage 3 gathers stays."""
+    """Assume that weights gathered by stage 3 are never released, as in DeepSpeed 0.16.0 to
+    0.16.7."""
     unsharded: ModelShape | None = None
-    """The whole model, where ``shape`` is a part of it."""
+    """The entire model, if ``shape`` is a part of it."""
     saves_in_background: bool = False
-    """checkpoint.in_background: a copy of what is saved, until it is written."""
+    """``checkpoint.in_background``: keep a copy of the saved tensors until they are written."""
 
     @property
     def model(self) -> ModelShape:
-        """The whole model."""
+        """Shape of the entire model."""
         return self.unsharded or self.shape
 
     @property
     def weight_size(self) -> int:
-        """Bytes of a weight in the compute format."""
+        """Bytes per weight in the compute format."""
         return SIZES[self.precision.dtype]
 
     @property
     def half(self) -> bool:
-        """Return whether there are masters beside the weights."""
+        """True if fp32 masters exist in addition to the weights."""
         return self.precision.dtype != "fp32"
 
     @property
     def trained(self) -> int:
-        """Entries that are trained."""
+        """Number of trained entries."""
         if not self.trainable:
             return 0
         return self.shape.adapters or self.shape.parameters
 
     @property
     def frozen(self) -> int:
-        """Entries that are not."""
+        """Number of frozen entries."""
         whole = self.shape.parameters + self.shape.adapters
         return whole - self.trained
 
     @property
     def sharded(self) -> bool:
-        """Return whether weights are gathered layer by layer."""
+        """True if weights are gathered layer by layer."""
         engine = self.train.engine
         if isinstance(engine, DeepSpeedEngine):
             return engine.zero_stage == 3
         return engine.sharding == "full" and self.ranks > 1
 
     def largest(self, kind: str) -> int:
-        """Entries of the largest unit of a kind."""
+        """Return the number of entries of the largest unit of a kind."""
         return max((u.numel + u.lora for u in self.shape.units if u.kind == kind), default=0)
 
     @property
     def largest_tensor(self) -> int:
-        """Entries of the largest parameter that is trained."""
+        """Number of entries of the largest trained parameter."""
         if self.shape.adapters and self.trainable:
             return max((u.lora for u in self.shape.units), default=0)
         return max(n for u in self.shape.units for n in u.numels)
 
 
 def state(setup: EngineSetup) -> list[Item]:
-    """Return the items that exist all the time, from the first step on."""
+    """Return the items that exist permanently, from the first step on."""
     engine = setup.train.engine
     if isinstance(engine, DeepSpeedEngine):
         return [i for i in _deepspeed_state(setup, engine) if i.bytes]
@@ -153,7 +154,8 @@ def _sharded_state(s: EngineSetup, engine: TorchEngine) -> list[Item]:
 
 
 def _rows(s: EngineSetup) -> int:
-    """Entries of this rank, of what is trained: FSDP2 cuts rows, and the last ranks have fewer."""
+    """Return the number of trained entries on this rank. FSDP2 shards by rows, and the last ranks
+    have fewer."""
     return rounded_up(s.trained, s.ranks)
 
 
@@ -181,7 +183,7 @@ def _deepspeed_state(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
         hpz = min(engine.zero_hpz_partition_size, s.ranks)
         size = rounded_up(n + s.frozen, hpz) * w
         items.append(Item("parameters", size, f"second shard (hpZ): {_m(n + s.frozen)} / {hpz}"))
-    if s.trainable:  # a buffer that is made once
+    if s.trainable:  # a permanent buffer
         sums = SIZES[s.precision.grad_accum_dtype]
         items.append(Item("gradients", part * sums, f"sums: {share} x {sums} B", where))
         if engine.adam_offload:
@@ -211,12 +213,12 @@ def _ema(s: EngineSetup, entries: int, where: Where) -> list[Item]:
     return [Item("optimizer", entries * 4, f"moving average: {_m(entries)} x 4 B", where)]
 
 
-# ---- while it computes -----------------------------------------------------------------------
+# ---- during computation ---------------------------------------------------------------------
 
 
 def gathered(setup: EngineSetup, stage: str = "forward") -> list[Item]:
-    """Weights that are whole for a while, of engines that keep them in shards, in a stage of a
-    pass (``activations.STAGES``)."""
+    """Return the weights that a sharded engine gathers temporarily in one stage of a pass
+    (``activations.STAGES``)."""
     if not setup.sharded:
         return []
     engine, w = setup.train.engine, setup.weight_size
@@ -235,7 +237,7 @@ def gathered(setup: EngineSetup, stage: str = "forward") -> list[Item]:
     rest = setup.largest("rest") + setup.largest("embedding")
     if not engine.reshard_after_forward:
         return [Item("gathered layers", whole * w, f"all, kept for backward: {_m(whole)} x {w} B")]
-    if stage in ("bottom", "ends"):  # there is no next one
+    if stage in ("bottom", "ends"):  # there is no next layer
         how = f"the first layer {_m(layer)}, ends {_m(rest)}; x {w} B"
         return [Item("gathered layers", min(whole, layer + rest) * w, how)]
     live = min(whole, 2 * layer + rest)
@@ -245,8 +247,9 @@ def gathered(setup: EngineSetup, stage: str = "forward") -> list[Item]:
 
 
 def gradients_in_pass(setup: EngineSetup, stage: str, *, accumulates: bool) -> list[Item]:
-    """Gradients and their buffers in one stage of a pass (``activations.STAGES``), of engines with
-    ranks; a replica's own are in the trace. ``accumulates``: there are those of an earlier pass."""
+    """Return gradients and their buffers in one stage of a pass (``activations.STAGES``), for
+    DeepSpeed and sharded engines. The gradients of replicas are part of the trace. ``accumulates``:
+    gradients of an earlier pass exist."""
     engine = setup.train.engine
     if isinstance(engine, DeepSpeedEngine):
         return _deepspeed_gradients(setup, engine) + _deepspeed_buckets(setup, engine)
@@ -254,7 +257,7 @@ def gradients_in_pass(setup: EngineSetup, stage: str, *, accumulates: bool) -> l
         return []
     unit, w, items = _largest_trained(setup), setup.weight_size, []
     backward = stage not in ("forward", "head")
-    left = {"middle": 2, "bottom": 1}.get(stage, 0)  # layers that have none yet
+    left = {"middle": 2, "bottom": 1}.get(stage, 0)  # layers without gradients so far
     if accumulates or left or stage == "ends":
         items += _shard_sums(setup, engine, without=0 if accumulates else left * unit)
     if engine.reduce_gradients == "once" and (accumulates or backward):
@@ -268,7 +271,7 @@ def gradients_in_pass(setup: EngineSetup, stage: str, *, accumulates: bool) -> l
 
 
 def gradients_in_step(setup: EngineSetup) -> list[Item]:
-    """Gradients and their buffers while the optimizer steps."""
+    """Return gradients and their buffers during the optimizer step."""
     engine = setup.train.engine
     if not setup.trainable:
         return []
@@ -291,7 +294,8 @@ def _replica_step(s: EngineSetup) -> list[Item]:
 
 
 def _deepspeed_gradients(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
-    """Beside stage 3's sums, which are there all the time."""
+    """Return the gradients of stages 0 to 2. The sums of stage 3 are permanent and part of
+    ``state``."""
     n, stage = s.trained, engine.zero_stage
     sums = SIZES[s.precision.grad_accum_dtype]
     if stage == 0:
@@ -358,14 +362,14 @@ def weight_transfer(setup: EngineSetup) -> list[Item]:
 
 
 def checkpoint_bytes(setup: EngineSetup) -> float:
-    """Return the bytes that :meth:`TrainEngine.save` writes: masters, two moments, perhaps a moving
-    average."""
+    """Return the bytes that :meth:`TrainEngine.save` writes: masters, two moments, and a moving
+    average if enabled."""
     whole = setup.model.adapters or setup.model.parameters
     return setup.trainable * whole * (12.0 + 4 * (setup.train.ema_decay is not None))
 
 
 def total(items: Iterable[Item], where: Where = "device") -> float:
-    """Bytes of the items in one place."""
+    """Return the bytes of the items in one place."""
     return sum(i.bytes for i in items if i.where == where)
 
 
@@ -374,7 +378,7 @@ def _part(s: EngineSetup, entries: int) -> str:
 
 
 def _m(entries: int) -> str:
-    """A number of entries for people."""
+    """Format a number of entries."""
     if entries >= 1e9:
         return f"{entries / 1e9:.3f}e9"
     return f"{entries / 1e6:.1f}e6" if entries >= 1e5 else str(entries)

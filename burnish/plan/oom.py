@@ -1,5 +1,5 @@
-"""A run that ran out of memory: where it was, the plan beside what was measured, and what to
-change, cheapest first."""
+"""Report of a run that ran out of memory: the phase, the plan compared with measurements, and
+suggested changes, cheapest first."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from burnish.plan.predict import make_plan
 
 
 class RunOutOfMemoryError(BurnishError, RuntimeError):
-    """A run that needed more memory than there is. Says where, and what to change."""
+    """A run that ran out of memory. The message gives the phase and suggested changes."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One change of the recipe."""
+    """Suggested change of the recipe, with its cost."""
 
     overrides: tuple[str, ...]
     cost: str
@@ -38,18 +38,18 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a run ran out of memory."""
+    """Error, phase and newest checkpoint of a run that ran out of memory."""
 
     error: BaseException
     phase: str
-    """A span of the timeline."""
+    """Name of a timeline span."""
     run_dir: Path
     checkpoint: Path | None
-    """The newest that is good."""
+    """The newest valid checkpoint."""
 
 
 def oom_text(config: JobConfig, failure: Failure, lines: Sequence[PlanVsActual]) -> str:
-    """The report."""
+    """Return the text of the report."""
     role, phase = PLANNED_AS.get(failure.phase, ("", failure.phase))
     of = f" of the {role}" if role else ""
     said = library_text(failure.error)
@@ -84,11 +84,12 @@ def _go_on(config: JobConfig, failure: Failure) -> str:
     return f"The checkpoint {failure.checkpoint} is good. Go on from it by: {again}"
 
 
-# ---- what to change --------------------------------------------------------------------------
+# ---- suggested changes -----------------------------------------------------------------------
 
 
 def _suggestion_lines(config: JobConfig, phase: str) -> Iterator[str]:
-    """One line a change, with the planned peak of the phase before and after it."""
+    """Yield one entry per suggested change, with the planned peak of the phase before and after
+    it."""
     hardware = _hardware(config)
     now = _planned(config, (), phase, hardware)
     for number, suggestion in enumerate(_that_load(config, suggestions(config, phase)), 1):
@@ -104,7 +105,7 @@ def _suggestion_lines(config: JobConfig, phase: str) -> Iterator[str]:
 def _hardware(config: JobConfig) -> Hardware | None:
     try:
         return hardware_of(config)
-    except Exception:  # a report must come, with or without numbers
+    except Exception:  # write the report even without numbers
         return None
 
 
@@ -112,7 +113,7 @@ def _that_load(config: JobConfig, found: Iterator[Suggestion]) -> Iterator[Sugge
     for suggestion in found:
         try:
             load_config(config.model_dump(mode="json"), list(suggestion.overrides), job=config.job)
-        except ConfigError:  # batch sizes that do not divide, settings that do not go together
+        except ConfigError:  # batch sizes that do not divide, or invalid combinations
             continue
         yield suggestion
 
@@ -120,13 +121,13 @@ def _that_load(config: JobConfig, found: Iterator[Suggestion]) -> Iterator[Sugge
 def _planned(
     config: JobConfig, overrides: Sequence[str], phase: str, hardware: Hardware | None
 ) -> float | None:
-    """Bytes of the fullest place in a phase; None where no plan can be made."""
+    """Return the planned bytes of the fullest place in a phase; None if no plan can be made."""
     if hardware is None:
         return None
     try:
         changed = load_config(config.model_dump(mode="json"), list(overrides), job=config.job)
         plan: Plan = make_plan(changed, hardware)
-    except Exception:  # as above: a plan is help
+    except Exception:  # as above: the plan is optional
         return None
     where = "device" if any(p.where == "device" for p in plan.peaks) else "host"
     found = [p.bytes for p in plan.peaks if p.phase == phase and p.where == where]
@@ -138,7 +139,7 @@ def _gb(size: float) -> str:
 
 
 def suggestions(config: JobConfig, phase: str) -> Iterator[Suggestion]:
-    """Yield changes that reduce the memory of a recipe, in the order of their cost."""
+    """Yield changes that reduce the memory of a recipe, ordered by cost."""
     job = config.resolve()
     if phase == "rollout" and job.rollout is not None:
         yield from _rollout_suggestions(job.rollout)
@@ -155,7 +156,7 @@ def suggestions(config: JobConfig, phase: str) -> Iterator[Suggestion]:
 
 
 def _pass_suggestions(role: TrainRole, plan: BatchPlan, device: str) -> Iterator[Suggestion]:
-    """Suggestions that reduce the size of each pass."""
+    """Yield suggestions that reduce the size of each pass."""
     train = role.train
     same = "the same result in more passes"
     if train.on_oom == "fail" and on_oom_problem(train) is None:
@@ -178,7 +179,7 @@ def _pass_suggestions(role: TrainRole, plan: BatchPlan, device: str) -> Iterator
 
 
 def _state_suggestions(job: JobSpec, role: TrainRole) -> Iterator[Suggestion]:
-    """Suggestions that reduce the part of the model on each rank."""
+    """Yield suggestions that reduce the part of the model on each rank."""
     engine, ranks, key = role.train.engine, role.ranks, "train.engine."
     moved = "moved to host memory; the step is slower"
     if isinstance(engine, DeepSpeedEngine):

@@ -1,4 +1,4 @@
-"""One micro-batch through a model, as sizes: its rows, and an attention plan that holds nothing."""
+"""Shape of one micro-batch through a model: its rows, and an attention plan on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from burnish.train.row_layout import Layout, RowSize, count_tokens, place_rows, 
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch through one model, and how it is computed."""
+    """One micro-batch through one model, with the options of its computation."""
 
     rows: tuple[RowSize, ...]
     layout: Layout = "packed"
     dtype: Dtype = "fp32"
     train: bool = True
-    """False: without gradient (log-probs, values)."""
+    """False: no gradient (log-probs, values)."""
     accumulates: bool = False
-    """There are gradients of an earlier micro-batch."""
+    """True if gradients of an earlier micro-batch exist."""
     checkpointing: bool = False
     with_entropy: bool = False
     chunk_tokens: int = CHUNK_TOKENS["cpu"]
     grad_accum_dtype: Dtype = "fp32"
     lora: LoraConfig | None = None
     states: bool = False
-    """The hidden states are what is asked for: there is no head."""
+    """True if the pass returns hidden states and runs no head."""
     kernels: Kernels | None = None
-    """The GPU's attention kernels. None: computed on a CPU."""
+    """Attention kernels of the GPU. None: the pass runs on a CPU."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed, padding included."""
+        """Number of computed tokens, including padding."""
         return count_tokens(self.rows, self.layout)
 
     @property
     def actions(self) -> int:
-        """Tokens that have a log-prob."""
+        """Number of tokens with a log-prob."""
         return sum(r.length - max(r.prompt, 1) for r in self.rows)
 
 
 def fake_plan(work: Pass) -> PackedPlan | None:
-    """The attention plan of a pass; None for padded rows. Inside of a FakeTensorMode."""
+    """Return the attention plan of a pass; None for padded rows. Call it inside a
+    FakeTensorMode."""
     if work.layout == "padded":
         return None
     positions = torch.zeros(work.tokens, dtype=torch.int64)

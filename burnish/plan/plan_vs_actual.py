@@ -27,18 +27,18 @@ PLANNED_AS: Mapping[str, tuple[str, str]] = {
     "sync": ("policy", "sync"),
     "checkpoint": ("policy", "checkpoint"),
 }
-"""Spans of the timeline -> (role, phase of the plan)."""
+"""Timeline span -> (role, phase of the plan)."""
 
 
 @dataclass(frozen=True)
 class MeasuredPeak:
-    """The most that one process held in one phase, in bytes."""
+    """Peak memory of one process in one phase, in bytes."""
 
     role: str
-    """``all``: a process of all roles."""
+    """Name of the role, or ``all`` for a process that runs all roles."""
     rank: int
     phase: str
-    """A span of the timeline."""
+    """Name of a timeline span."""
     host: float
     allocated: float | None = None
     reserved: float | None = None
@@ -46,23 +46,23 @@ class MeasuredPeak:
 
 @dataclass(frozen=True)
 class PlanVsActual:
-    """One line of the comparison, in bytes. The measured numbers are the most of all ranks."""
+    """One line of the comparison, in bytes. Measured values are the maximum over all ranks."""
 
     role: str
     phase: str
     planned: float | None
-    """On the GPU, tensors alone. None: nothing is planned there."""
+    """Planned tensors on the GPU. None: nothing is planned there."""
     allocated: float | None
     reserved: float | None
     host_planned: float | None
-    """Of one process; on a machine without GPUs all that it holds."""
+    """Planned host memory of one process. On a machine without GPUs, it includes everything."""
     host: float
     ranks: tuple[float, ...]
-    """What each rank held: on its GPU, or without one in host memory."""
+    """Measured bytes of each rank: GPU memory, or host memory without a GPU."""
 
 
 def plan_vs_actual(plan: Plan | None, measured: Iterable[MeasuredPeak]) -> list[PlanVsActual]:
-    """The lines, in the order in which phases came."""
+    """Return one line per role and phase, in the order in which they were measured."""
     found: dict[tuple[str, str], list[MeasuredPeak]] = {}
     for one in measured:
         found.setdefault((one.role, one.phase), []).append(one)
@@ -86,7 +86,7 @@ def _line(plan: Plan | None, role: str, span: str, ranks: Sequence[MeasuredPeak]
 
 
 def _planned(plan: Plan, role: str, span: str) -> tuple[float | None, float | None]:
-    """(tensors on the device, host memory) of one process."""
+    """Return the planned (tensors on the device, host memory) of one process."""
     if span not in PLANNED_AS:
         return None, None
     phase = PLANNED_AS[span][1]
@@ -104,7 +104,8 @@ def _planned(plan: Plan, role: str, span: str) -> tuple[float | None, float | No
 
 
 def _total(plan: Plan, role: str | None, phase: str, where: str, *, overhead: bool | None) -> float:
-    """Bytes of the plan's rows; ``overhead``: those alone, all but those, or (None) all."""
+    """Return the bytes of the plan's rows. ``overhead``: True counts only overhead, False excludes
+    it, None counts all rows."""
     return sum(
         row.bytes
         for row in plan.rows
@@ -116,7 +117,7 @@ def _total(plan: Plan, role: str | None, phase: str, where: str, *, overhead: bo
 
 
 def plan_vs_actual_text(lines: Sequence[PlanVsActual]) -> str:
-    """The comparison for people, in GB."""
+    """Return the comparison as a table in GB."""
     if not lines:
         return "no phase was measured"
     on_gpu = any(line.allocated is not None for line in lines)

@@ -1,7 +1,8 @@
-"""A recipe on a cluster becomes a plan: roles beside each other on their GPUs, phase by phase.
+"""Make the memory plan of a recipe on a cluster: the roles on each GPU, phase by phase.
 
-Roles take turns: what stays of all of them adds up, what passes is the most of any. Processes that
-share a GPU give back what they do not use after every call, and a vLLM that sleeps its memory.
+Roles take turns. Memory that every role holds permanently adds up; of temporary memory, only the
+largest role counts. Processes that share a GPU release unused memory after every call, and a
+sleeping vLLM releases its memory.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ ASSUMPTIONS = {
     "kept-cache": "processes that share a GPU keep what they reserved at their worst, loading "
     "included (Burnish's give it back after every call)",
 }
-"""What ``--assume`` can suppose."""
+"""Name -> description of each assumption that ``--assume`` accepts."""
 
 
 def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) -> Plan:
-    """The plan of a recipe on ``hardware``. Raises PlanError if it cannot be made: the recipe
-    needs other hardware, or a model's sizes are not known."""
+    """Return the plan of a recipe on ``hardware``. Raises PlanError if the recipe needs other
+    hardware, if the job loads no model, or if a model's sizes or an assumption are unknown."""
     supposed = frozenset(assume)
     if unknown := supposed - set(ASSUMPTIONS):
         raise PlanError(
@@ -76,7 +77,7 @@ def _placements(config: JobConfig) -> list[PlacementGroupSpec]:
 def check_room(
     config: JobConfig, hardware: Hardware, placements: Sequence[PlacementGroupSpec]
 ) -> None:
-    """Raise PlanError where the recipe and the cluster contradict each other."""
+    """Raise PlanError if the recipe and the cluster contradict each other."""
     if config.cluster.runtime == "inline":
         return
     need = sum(p.count * p.gpus for p in placements)
@@ -125,7 +126,7 @@ def _device_peaks(
     hardware: Hardware,
     assume: frozenset[str],
 ) -> list[Peak]:
-    """Return the peaks of every kind of GPU place in every phase."""
+    """Return the peaks of every kind of GPU placement in every phase."""
     if hardware.gpu is None:
         return []
     peaks = []
@@ -140,7 +141,7 @@ def _device_peaks(
 
 
 def _phases(roles: Sequence[RoleMemory]) -> list[str]:
-    """Phases in which one of the roles works."""
+    """Return the phases in which one of the roles works."""
     working = {phase for r in roles for phase in r.passing}
     if any(r.pool == "vllm" for r in roles):
         working |= {"load", "rollout", "sync"}
@@ -148,7 +149,7 @@ def _phases(roles: Sequence[RoleMemory]) -> list[str]:
 
 
 def _in_place(roles: Sequence[RoleMemory], phase: str, *, keeps: bool) -> tuple[float, str]:
-    """Bytes on one GPU in a phase, and of whom."""
+    """Return the bytes on one GPU in a phase, with a breakdown by process."""
     pools: dict[str, list[RoleMemory]] = {}
     for role in roles:
         pools.setdefault(role.pool, []).append(role)
@@ -170,7 +171,8 @@ def _in_place(roles: Sequence[RoleMemory], phase: str, *, keeps: bool) -> tuple[
 
 
 def _held(members: Sequence[RoleMemory], phase: str) -> float:
-    """Bytes of one process: what is there, and what the role that works takes."""
+    """Return the bytes of one process: resident memory of all its roles, and the temporary memory
+    of the role that works."""
     there = sum(total(m.resident[phase]) for m in members)
     return there + max(total(m.passing.get(phase, ())) for m in members)
 
@@ -178,8 +180,8 @@ def _held(members: Sequence[RoleMemory], phase: str) -> float:
 def _host_peaks(
     placements: Sequence[PlacementGroupSpec], roles: dict[str, RoleMemory], hardware: Hardware
 ) -> list[Peak]:
-    """Return the peaks of the fullest node in every phase. On a machine without GPUs it holds
-    everything."""
+    """Return the peaks of the fullest node in every phase. On a machine without GPUs, host memory
+    contains all tensors."""
     nodes = _nodes(placements, hardware)
     both = hardware.gpu is None
     phases = _phases(list(roles.values()))
@@ -196,8 +198,8 @@ def _host_peaks(
 
 
 def _nodes(placements: Sequence[PlacementGroupSpec], hardware: Hardware) -> list[dict[str, int]]:
-    """How many workers of each role are on each node. As Ray packs them: one kind of place after
-    another, each on as few nodes as are free."""
+    """Return the number of workers of each role on each node. The packing follows Ray: one
+    placement after another, each on as few nodes as possible."""
     if hardware.gpu is None or all(p.gpus == 0 for p in placements):
         return [{role: p.count for p in placements for role in p.roles}]
     nodes: list[dict[str, int]] = [{} for _ in range(hardware.nodes)]
@@ -234,7 +236,7 @@ def _on_node(
     return there + once + working
 
 
-# ---- words -----------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------
 
 
 def _rows(roles: Iterable[RoleMemory]) -> Iterable[Row]:

@@ -1,4 +1,5 @@
-"""Climbs the ladder: every rung in fresh processes, none that is predicted not to fit."""
+"""Run the stages of a probe, each in new processes. A stage that is predicted not to fit is
+skipped, and ends the probe."""
 
 from __future__ import annotations
 
@@ -20,23 +21,23 @@ from burnish.plan.probe_stages import PlannedPeak, ProbeStage, planned, probe_st
 from burnish.plan.shapes import PlanError
 
 ROOM = 0.92
-"""A rung that is predicted to take a larger share of the memory is not tried."""
+"""Largest predicted share of memory at which a stage is still run."""
 Factors = dict[str, float]
 _HEAD = f"  {'phase':<17}{'planned':>9}{'measured':>10}{'meas./plan':>12}{'reserved':>10}{'s':>9}"
 
 
 @dataclass(frozen=True)
 class Probed:
-    """How a probe ended."""
+    """Result of a probe."""
 
     factors: Factors
-    """Measured / planned of the last rung, by phase."""
+    """Measured / planned memory of the last completed stage, by phase."""
     whole: bool
-    """Whether the last rung was reached."""
+    """True if the last stage, the recipe's full size, was completed."""
 
 
 def probe_recipe(config: JobConfig, say: Callable[[str], None]) -> Probed:
-    """Probe a recipe on this machine, saying what is found rung by rung. Raises PlanError."""
+    """Probe a recipe on this machine and print the result of each stage. Raises PlanError."""
     hardware = hardware_of(config)
     if hardware is None:
         raise PlanError("--probe measures this machine, and the recipe's GPUs are not in it")
@@ -63,7 +64,8 @@ def probe_recipe(config: JobConfig, say: Callable[[str], None]) -> Probed:
 def _ended(
     factors: Factors, whole: Mapping[str, PlannedPeak], say: Callable[[str], None], *, reached: bool
 ) -> Probed:
-    """Say what the last rung corrects, and what the recipe's own size takes, so corrected."""
+    """Print the correction factors of the last stage, and the corrected memory of the recipe's full
+    size."""
     if factors:
         words = ", ".join(f"{phase} {value:.2f}" for phase, value in factors.items())
         say(f"\ncorrection (measured / planned, last rung): {words}")
@@ -78,7 +80,7 @@ def _free(hardware: Hardware) -> float:
     if hardware.gpu is not None:
         return hardware.gpu.bytes
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:  # what the system would give back as well (Linux)
+    try:  # includes memory that the system can reclaim (Linux)
         text = Path("/proc/meminfo").read_text(encoding="ascii")
         lines = dict(line.split(":") for line in text.splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
@@ -88,7 +90,8 @@ def _free(hardware: Hardware) -> float:
 
 
 def _predicted(plans: Mapping[str, PlannedPeak], factors: Factors, *, sharing: int) -> float:
-    """The most of all phases: the plan, corrected by the last rung where that was more."""
+    """Return the largest predicted memory of any phase. Correction factors of the last stage apply
+    if they are above 1. ``sharing``: number of ranks in the same memory."""
     each = [
         p.overhead + p.tensors * max(1.0, factors.get(phase, 1.0)) for phase, p in plans.items()
     ]
@@ -96,7 +99,7 @@ def _predicted(plans: Mapping[str, PlannedPeak], factors: Factors, *, sharing: i
 
 
 def _run(stage: ProbeStage, phases: list[str], *, on_gpu: bool) -> dict[str, Any] | str:
-    """The most of all ranks by phase; or what went wrong, in words."""
+    """Run a stage and return the maximum over all ranks, by phase; or an error message."""
     with tempfile.TemporaryDirectory() as folder:
         base = {
             "config": stage.config.model_dump(mode="json"),
@@ -119,7 +122,7 @@ def _run(stage: ProbeStage, phases: list[str], *, on_gpu: bool) -> dict[str, Any
 
 
 class _FailedError(BurnishError):
-    """A rank that gave no measurement."""
+    """A rank that returned no measurement."""
 
 
 def _start(task: dict[str, Any]) -> subprocess.Popen[str]:
@@ -136,7 +139,7 @@ def _start(task: dict[str, Any]) -> subprocess.Popen[str]:
     )
     assert process.stdin is not None
     process.stdin.write(json.dumps(task) + "\n")
-    process.stdin.flush()  # and open for as long as this process lives
+    process.stdin.flush()  # and keep it open while this process lives
     return process
 
 
@@ -169,7 +172,7 @@ def _most(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def _told(
     plans: Mapping[str, PlannedPeak], found: Mapping[str, Any], say: Callable[[str], None]
 ) -> Factors:
-    """Say what was measured; measured / planned by phase."""
+    """Print the measurements and return measured / planned by phase."""
     factors: Factors = {}
     counted = all(values["tensors"] is not None for values in found.values())
     say(f"  GB of {'tensors' if counted else 'the whole process'}")

@@ -1,5 +1,5 @@
-"""The ladder of a probe: from short rows and small micro-batches to the recipe's own, then from one
-rank to all that this machine has; and what the planner says of each rung."""
+"""Stages of a probe, with their planned memory. They go from short rows and small micro-batches to
+the recipe's sizes, then from one rank to all ranks that this machine can run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from burnish.plan.shapes import PlanError
 from burnish.plan.train_role import train_role
 
 LENGTHS = (0.25, 0.5, 1.0)
-"""Shares of the recipe's lengths."""
+"""Shares of the recipe's lengths to probe."""
 
 
 @dataclass(frozen=True)
 class ProbeStage:
-    """One step of the ladder."""
+    """One stage of a probe."""
 
     name: str
     overrides: tuple[str, ...]
@@ -35,7 +35,7 @@ class ProbeStage:
 
 
 def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
-    """All rungs, the smallest first. Raises PlanError for a job that cannot be probed."""
+    """Return all stages, smallest first. Raises PlanError if the job cannot be probed."""
     job = config.resolve()
     role = job.trained
     if role is None or job.batch is None:
@@ -61,7 +61,7 @@ def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
 def _that_load(
     config: JobConfig, found: Iterable[tuple[str, tuple[str, ...]]]
 ) -> Iterator[ProbeStage]:
-    """Without those whose batch does not divide."""
+    """Yield the stages whose recipe is valid, skipping batch sizes that do not divide."""
     for name, overrides in found:
         try:
             tree = config.model_dump(mode="json")
@@ -74,7 +74,7 @@ def _that_load(
 
 
 def _ranks_here(role: TrainRole, hardware: Hardware) -> int:
-    """How many of the recipe's ranks this machine can run."""
+    """Return how many of the recipe's ranks this machine can run."""
     here = hardware.gpus_per_node if hardware.gpu is not None else os.cpu_count() or 1
     return min(role.ranks, here)
 
@@ -84,7 +84,8 @@ def _one_rank(config: JobConfig) -> list[str]:
 
 
 def _on_ranks(count: int) -> list[str]:
-    """All roles on so many: those that are in one place have to be as many."""
+    """Return overrides that put all roles on ``count`` ranks. Colocated roles must have the same
+    number."""
     more = ("cluster.reference_ranks=null", "cluster.critic_ranks=null")
     return [f"cluster.policy_ranks={count}", *more]
 
@@ -100,7 +101,7 @@ def _lengths(role: TrainRole, share: float) -> list[str]:
 
 
 def _sizes(role: TrainRole, batch: BatchPlan) -> Iterator[list[str]]:
-    """Micro-batches from the smallest to the recipe's own."""
+    """Yield overrides for micro-batches from the smallest to the recipe's own."""
     budget = role.train.max_tokens_per_micro_batch
     if budget is not None:
         for part in (4, 2, 1):
@@ -111,19 +112,19 @@ def _sizes(role: TrainRole, batch: BatchPlan) -> Iterator[list[str]]:
         yield [f"train.micro_train_batch_size={size}", "train.gradient_accumulation_steps=null"]
 
 
-# ---- what is planned -------------------------------------------------------------------------
+# ---- planned memory --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlannedPeak:
-    """Bytes of one rank in a phase."""
+    """Planned bytes of one rank in a phase."""
 
     tensors: float
-    """In the memory in which it computes."""
+    """Tensors in the memory that the rank computes in."""
     overhead: float
-    """There besides tensors: contexts, processes."""
+    """Memory other than tensors in the same place: contexts, processes."""
     host: float
-    """In host memory beside a GPU."""
+    """Host memory, in addition to a GPU's."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class RolePhase:
 
 
 def probed_roles(config: JobConfig) -> tuple[TrainRole, ...]:
-    """The roles with a train engine that are in one place with the one that is trained."""
+    """Return the roles with a train engine that are colocated with the trained role."""
     job = config.resolve()
     first = job.trained
     assert first is not None, "refused by ladder"
@@ -149,8 +150,8 @@ def probed_roles(config: JobConfig) -> tuple[TrainRole, ...]:
 
 
 def planned(stage: ProbeStage, hardware: Hardware) -> dict[str, PlannedPeak]:
-    """By role and phase (:class:`RolePhase`, as text), of those that are probed; all roles are
-    there. Raises PlanError."""
+    """Return the planned memory of the probed roles, by role and phase (:class:`RolePhase`, as
+    text). All probed roles are resident. Raises PlanError."""
     job = stage.config.resolve()
     context = Context(job, hardware, frozenset())
     roles = [train_role(context, role) for role in probed_roles(stage.config)]
@@ -168,7 +169,7 @@ def planned(stage: ProbeStage, hardware: Hardware) -> dict[str, PlannedPeak]:
 
 
 def _resident(roles: Sequence[RoleMemory], phase: str) -> list[Item]:
-    """Return the resident items of all roles in one process; the process itself is counted once."""
+    """Return the resident items of all roles in one process. Process overhead is counted once."""
     first, *others = (role.resident[phase] for role in roles)
     return [*first, *(i for items in others for i in items if i.name != "overhead")]
 
@@ -184,8 +185,8 @@ def _sum(items: Iterable[Item]) -> PlannedPeak:
 
 
 def probed_rollout(job: JobSpec) -> RolloutRole | None:
-    """The rollout that runs the trainer's own weights: the local engine's, in the same format, of
-    weights that are whole. None: there is no such."""
+    """Return the rollout role if it samples with the trainer's own weights: the local engine, in
+    the same format, with unsharded weights. Otherwise return None."""
     role, policy = job.rollout, job.trained
     if role is None or policy is None or not isinstance(role.engine, LocalEngine):
         return None

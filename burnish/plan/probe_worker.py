@@ -1,7 +1,7 @@
-"""One rank of one rung, in a process of its own: a few steps of every phase, measured.
+"""One rank of one probe stage, in a separate process: run each phase and measure it.
 
 ``python -m burnish.plan.probe_worker`` reads its task as one line of JSON and prints its result as
-one. It ends when what it reads from is closed, so that nothing outlives a probe that was killed.
+one line. It exits when its input is closed, so that no process outlives a killed probe.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Work = dict[str, Callable[[], Any]]
 
 
 def main() -> None:
-    """Read the task, do it, print the result."""
+    """Read the task, run it, and print the result."""
     task = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -61,7 +61,7 @@ def main() -> None:
             raise
         result = {"out_of_memory": library_text(error)}
     print(json.dumps(result), flush=True)
-    os._exit(0)  # other ranks may wait in a collective of one that ran out of memory
+    os._exit(0)  # other ranks may wait in a collective for a rank that ran out of memory
 
 
 def _end_with_parent() -> None:
@@ -70,14 +70,14 @@ def _end_with_parent() -> None:
 
 
 def probe(config: JobConfig, task: dict[str, Any]) -> dict[str, Any]:
-    """Bytes and seconds by role and phase."""
+    """Return bytes and seconds by role and phase."""
     ranks, device = _join(task)
     torch.manual_seed(0)
     job, roles = config.resolve(), probed_roles(config)
     engines = {role.name: _engine(job, role, ranks, device) for role in roles}
     made = _work(job, engines, ranks)
     work = {str(what): run for what, run in made.items() if str(what) in task["phases"]}
-    for run in work.values():  # moments and workspaces are there from the first step on
+    for run in work.values():  # the first step creates moments and workspaces
         run()
     engine = roles[0].train.engine
     counted = device.type == "cpu" and engine.kind == "torch" and engine.sharding == "none"
@@ -124,7 +124,7 @@ def _join(task: dict[str, Any]) -> tuple[RankGroup, torch.device]:
 def _engine(
     job: JobSpec, role: TrainRole, ranks: RankGroup, device: torch.device
 ) -> BaseTrainEngine:
-    """The train engine of a role over a model with random weights."""
+    """Return the train engine of a role, with a model with random weights."""
     assert role.kind != "rollout" and job.batch is not None
     described = planned_model(job, role)
     spec = EngineSpec(
@@ -155,7 +155,7 @@ def _engine(
 def _work(
     job: JobSpec, engines: dict[str, BaseTrainEngine], ranks: RankGroup
 ) -> dict[RolePhase, Callable[[], Any]]:
-    """Return the work of every role in every phase, in order."""
+    """Return a function for every role and phase, in order."""
     work: dict[RolePhase, Callable[[], Any]] = {}
     rollout = probed_rollout(job)
     if rollout is not None:
@@ -180,7 +180,8 @@ def _loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
 
 
 def _batch(job: JobSpec, role: TrainRole, ranks: int) -> Batch:
-    """Two of the largest micro-batches of every rank (one, where the recipe has no more)."""
+    """Return a batch with two of the largest micro-batches per rank (one, if the recipe has no
+    more)."""
     assert job.batch is not None and job.trained is not None
     limit = positions(shape_of(job.model))
     micro = largest_rows(job, role, limit)
@@ -201,13 +202,14 @@ def _batch(job: JobSpec, role: TrainRole, ranks: int) -> Batch:
 
 
 def _rollout(role: RolloutRole, engine: BaseTrainEngine) -> Callable[[], Any]:
-    """As many samples of full length as decode at one time."""
+    """Return a function that samples full-length responses, as many as the engine decodes at
+    once."""
     model = cast(Any, engine.model)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
     options = cast(LocalEngine, role.engine)
     local = LocalRolloutEngine(model, scratch_tokenizer("0123456789"), options)
-    local._end_tokens = set()  # rows of full length
+    local._end_tokens = set()  # no early stop: full length
     n = role.samples_per_prompt
     most = min(options.max_batch_size, role.prompts * n)
     length, prefix = role.lengths.within(positions(shape_of(role.model)))
@@ -218,7 +220,7 @@ def _rollout(role: RolloutRole, engine: BaseTrainEngine) -> Callable[[], Any]:
 
 
 def _count(engines: Iterable[BaseTrainEngine], work: Work) -> dict[str, float]:
-    """Bytes of live tensors by phase, counted operation by operation (on a CPU)."""
+    """Return the peak bytes of live tensors by phase, counted operation by operation (on a CPU)."""
     held = [tensor for engine in engines for tensor in _state(engine)]
     with LiveBytes() as live:
         live.hold(held)

@@ -1,4 +1,4 @@
-"""What roles have in common: their memory by phase, the job around them, rows, passes."""
+"""Shared parts of the roles' memory plans: memory by phase, the job context, rows and passes."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ Items = tuple[Item, ...]
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """One role on one rank."""
+    """Memory of one role on one rank."""
 
     role: str
-    """Its group's name (``config.roles``)."""
+    """Name of the role's group (``config.roles``)."""
     ranks: int
     pool: str
-    """Roles with the same pool share a process and its allocator."""
+    """Name of the process. Roles with the same pool share a process and its allocator."""
     resident: Mapping[str, Items]
-    """By phase: what is there whether the role works or not."""
+    """Phase -> items that exist whether the role works or not."""
     passing: Mapping[str, Items]
-    """By phase: what is there while the role works in it."""
+    """Phase -> items that exist while the role works."""
     first: Mapping[str, Items] = field(default_factory=dict)
-    """By phase: what only the first rank has, in host memory."""
+    """Phase -> host memory of the first rank only."""
     setup: EngineSetup | None = None
     disk: float = 0.0
     works: tuple[Pass, ...] = ()
-    """The passes that were traced."""
+    """Traced passes."""
     notes: tuple[str, ...] = ()
     problem: str | None = None
     guessed: float = 0.0
-    """Bytes that were added because activations come from the formula."""
+    """Bytes by which the plan may be too high: the margin of activations computed by formula, and
+    the upper bound for unknown tensor-parallel parts."""
 
 
 _STORED = ("auto", "object_store")
-"""Kinds of sync that go through Ray's object store, where there is a Ray."""
+"""Kinds of sync that use Ray's object store, if Ray runs."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The job, and what it runs on."""
+    """The job and its hardware."""
 
     job: JobSpec
     hardware: Hardware
@@ -59,19 +60,19 @@ class Context:
 
     @property
     def has_store(self) -> bool:
-        """Ray keeps the weights of the last sync, for workers that are replaced."""
+        """True if Ray keeps the weights of the last sync, for replaced workers."""
         kinds = [role.sync.kind for role in self.job.train_roles if role.sync is not None]
         return any(kind in _STORED for kind in kinds) and not self.job.inline
 
     @property
     def over(self) -> Mapping[str, float]:
-        """What is held besides tensors."""
+        """Memory constants other than tensors (``overhead`` in ``hardware.yaml``)."""
         return self.hardware.tables.overhead
 
 
 def resolve_model(own: ModelConfig, policy: ModelConfig) -> ModelConfig:
-    """A role's own model, or the policy's where its config is not here: most often they are of one
-    size, and the plan says so."""
+    """Return a role's own model, or the policy's if its config is not available. The two usually
+    have the same size, and the plan lists the assumption."""
     try:
         shape_of(own)
     except PlanError:
@@ -80,18 +81,19 @@ def resolve_model(own: ModelConfig, policy: ModelConfig) -> ModelConfig:
 
 
 def positions(shape: ModelShape) -> int:
-    """Longest row that the model has positions for."""
+    """Return the longest row that the model has positions for."""
     return row_limit(shape.text) or 1 << 30
 
 
 def with_layout(train: TrainConfig, shape: ModelShape) -> TrainConfig:
-    """``train`` with the layout that the model's passes have: padded if it cannot pack rows."""
+    """Return ``train`` with the layout of the model's passes: padded if the model cannot pack
+    rows."""
     packs = model_support(shape.text, trust=runs_own_code(shape.config)).packed
     return train if packs else train.model_copy(update={"layout": "padded"})
 
 
 def uniform_rows(count: int, length: int, prompt: int, *, group: int) -> tuple[RowSize, ...]:
-    """Rows of one length, every second one a token shorter."""
+    """Return ``count`` rows of one length, with every second row one token shorter."""
     shorter = [
         max(length - i % 2, prompt + 1 if length > prompt + 1 else prompt) for i in range(count)
     ]
@@ -99,7 +101,7 @@ def uniform_rows(count: int, length: int, prompt: int, *, group: int) -> tuple[R
 
 
 def peaks_of(setup: EngineSetup, work: Pass, margin: float) -> tuple[Peaks, float, str | None]:
-    """What a pass takes, how many bytes of it are a margin, and a note."""
+    """Return the peaks of a pass, the bytes of them that are a margin, and a note."""
     try:
         return measure(key_of(setup.shape), work), 0.0, None
     except TraceError as error:
@@ -119,7 +121,8 @@ def peaks_of(setup: EngineSetup, work: Pass, margin: float) -> tuple[Peaks, floa
 
 
 def by_formula(setup: EngineSetup, work: Pass) -> Peaks:
-    """Activations of a Llama-like model from its sizes, where it cannot be traced."""
+    """Return the activations of a Llama-like model, computed from its sizes. Used if it cannot be
+    traced."""
     text, size = setup.shape.text.to_dict(), SIZES[work.dtype]
     hidden = int(text["hidden_size"])
     inner = int(text.get("intermediate_size") or 4 * hidden)
@@ -144,7 +147,7 @@ def by_formula(setup: EngineSetup, work: Pass) -> Peaks:
 
 
 def with_fragmentation(context: Context, items: Items) -> Items:
-    """What the GPU's allocator cannot use of what it reserved, added."""
+    """Return the items with the memory that the GPU's allocator loses to fragmentation."""
     if context.hardware.gpu is None:
         return items
     share = context.over["fragmentation"]
@@ -154,7 +157,7 @@ def with_fragmentation(context: Context, items: Items) -> Items:
 
 
 def overhead(context: Context, ranks: int) -> Items:
-    """What a process holds besides tensors."""
+    """Return the memory of a process other than tensors."""
     over = context.over
     if context.hardware.gpu is None:
         return (Item("overhead", over["process_gb"] * 1e9, "a Python process with torch"),)

@@ -1,6 +1,6 @@
-"""From a recipe to what each of its roles holds on one rank, in every phase.
+"""Memory of every role of a recipe on one rank, by phase.
 
-Who is beside whom, and what that adds up to, is in ``predict.py``.
+``predict.py`` combines the roles that share a GPU or node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from burnish.plan.train_role import train_role
 def roles_memory(
     job: JobSpec, hardware: Hardware, assume: frozenset[str] = frozenset()
 ) -> list[RoleMemory]:
-    """Every role of the job."""
+    """Return the memory of every role of the job."""
     context = Context(job, hardware, assume)
     found: list[RoleMemory] = []
     for role in job.roles:
@@ -25,7 +25,7 @@ def roles_memory(
             made = rollout_role(context, role)
         else:
             made = train_role(context, role)
-        if job.inline and found:  # one process: what it is itself was counted
+        if job.inline and found:  # one process, whose overhead is already counted
             made = replace(made, resident={p: _no_process(i) for p, i in made.resident.items()})
         found.append(made)
     return found

@@ -32,7 +32,7 @@ from burnish.plan.shapes import ModelShape, shape_of
 
 
 def rollout_role(context: Context, role: RolloutRole) -> RoleMemory:
-    """The rollout engine that the recipe names."""
+    """Return the memory of the recipe's rollout engine."""
     shape = shape_of(role.model.model_copy(update={"lora": None}))
     demand = demand_of(role, shape)
     if isinstance(role.engine, VllmEngine):
@@ -100,7 +100,7 @@ def _local_role(
 
 
 def _own_weights(setup: EngineSetup) -> Items:
-    """Weights of the local engine's own."""
+    """Return the weights of a local engine that does not share the trainer's."""
     size = setup.model.parameters * setup.weight_size
     how = f"{setup.model.parameters / 1e9:.3f}e9 x {setup.weight_size} B"
     return (Item("parameters", size, how),)
@@ -138,7 +138,7 @@ def _vllm_role(
         sleeping: Items = (*(i for i in process if i.where == "host"), asleep)
         resident = {phase: sleeping for phase in PHASES}
         resident |= {phase: awake for phase in ("load", "rollout")}
-        resident["sync"] = (*process, found.weights, found.rest)  # no cache yet
+        resident["sync"] = (*process, found.weights, found.rest)  # cache not yet allocated
     first: dict[str, Items] = {"load": reads}
     if engine.tensor_parallel_size > 1:
         copy = replace(whole, how="weights for the other processes, in /dev/shm")

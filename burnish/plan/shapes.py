@@ -1,7 +1,7 @@
-"""The shape of a model from its config alone: every parameter's size, counted on the meta device.
+"""Shape of a model from its config alone: the size of every parameter, counted on the meta device.
 
-A config comes from the recipe (``scratch``), a folder's config.json, the hub's cache on this
-machine, or, for a hub model that is not here, the small table ``models.yaml``. Nothing is
+A config comes from the recipe (``scratch``), a folder's config.json, or the hub's cache on this
+machine. If a hub model is not cached, the small table ``models.yaml`` is used. Nothing is
 downloaded and no weight is read.
 """
 
@@ -38,35 +38,37 @@ _ENDINGS = re.compile(r"-(instruct|it|chat|base|hf|v0\.3|sft|dpo|\d{4})$")
 
 
 class PlanError(BurnishError, ValueError):
-    """A plan that cannot be made. Says what is not known, and what would be."""
+    """A plan that cannot be made. The message names the missing information and how to supply
+    it."""
 
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """Parameters that are gathered together: a decoder layer, the embedding, or what is left."""
+    """Parameters that are gathered together: a decoder layer, the embedding, or the rest."""
 
     name: str
     kind: str
-    """``layer``, ``embedding`` or ``rest`` (final norm, output projection or value head; the
-    embedding too where it is tied)."""
+    """``layer``, ``embedding`` or ``rest`` (final norm, output projection or value head; also the
+    embedding if it is tied)."""
     numels: tuple[int, ...]
-    """Entries of each parameter."""
+    """Number of entries of each parameter."""
     lora: int = 0
-    """Adapter entries that stand in this unit."""
+    """Number of adapter entries in this unit."""
 
     @property
     def numel(self) -> int:
-        """Entries of all base parameters."""
+        """Number of entries of all base parameters."""
         return sum(self.numels)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model. ``scalar``: with one output (critic, reward) in place of the vocabulary."""
+    """Sizes of a model. ``scalar``: the model has one output (critic, reward) instead of the
+    vocabulary."""
 
     name: str
     source: str
-    """Where the config came from, in words."""
+    """Description of the config's origin."""
     config: PretrainedConfig
     units: tuple[FsdpUnit, ...]
     scalar: bool
@@ -74,12 +76,12 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Entries of all parameters, tied ones once, without adapters."""
+        """Number of entries of all parameters without adapters; tied parameters count once."""
         return sum(unit.numel for unit in self.units)
 
     @property
     def adapters(self) -> int:
-        """Entries of all LoRA adapters."""
+        """Number of entries of all LoRA adapters."""
         return sum(unit.lora for unit in self.units)
 
     @property
@@ -89,7 +91,7 @@ class ModelShape:
 
     @property
     def text(self) -> Any:
-        """The config of the language model itself."""
+        """Config of the language model itself."""
         return self.config.get_text_config()
 
     @property
@@ -101,13 +103,13 @@ class ModelShape:
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         text = self.text.to_dict()
         return int(text.get("num_key_value_heads") or text["num_attention_heads"])
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer: how far back it reads; None: everything."""
+        """Attention window of each layer in tokens; None: no limit."""
         text, count = self.text.to_dict(), len(self.layers)
         window = text.get("sliding_window")
         kinds = text.get("layer_types")
@@ -117,8 +119,7 @@ class ModelShape:
 
 
 def shape_of(model: ModelConfig, *, scalar: bool = False) -> ModelShape:
-    """The shape of the model that a recipe names. Raises PlanError where its config is not
-    known."""
+    """Return the shape of a recipe's model. Raises PlanError if its config is not available."""
     return _shape(model.model_dump_json(), scalar)
 
 
@@ -137,7 +138,8 @@ def shape_from_config(
     scalar: bool = False,
     lora: LoraConfig | None = None,
 ) -> ModelShape:
-    """The shape of the model that ``config`` describes."""
+    """Return the shape of the model that ``config`` describes. Raises PlanError if transformers
+    cannot build it."""
     try:
         with torch.device("meta"):
             network: Any = AutoModelForCausalLM.from_config(config)
@@ -156,7 +158,7 @@ def shape_from_config(
 
 
 def _units(network: Any, *, scalar: bool, lora: LoraConfig | None) -> list[FsdpUnit]:
-    """What is gathered together, the rest (the root's) last."""
+    """Return the units that are gathered together, ending with the rest (the root's parameters)."""
     body = network.get_decoder()
     left = {id(p): p for p in (body if scalar else network).parameters()}
     units: list[FsdpUnit] = []
@@ -182,7 +184,8 @@ def _is_tied(network: Any) -> bool:
 
 
 def _adapter_entries(block: nn.Module, lora: LoraConfig) -> int:
-    """r x (inputs + outputs) for every linear layer of a block that gets an adapter."""
+    """Return r x (inputs + outputs), summed over the linear layers of a block that get an
+    adapter."""
     linears = [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]
     return sum(
         lora.lora_rank * (m.in_features + m.out_features)
@@ -194,16 +197,16 @@ def _adapter_entries(block: nn.Module, lora: LoraConfig) -> int:
 def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
     if targets == "all-linear":
         return True
-    if isinstance(targets, str):  # a regular expression over whole names, as peft reads it
+    if isinstance(targets, str):  # a regular expression on full names, as in peft
         return re.fullmatch(targets, f"model.layers.0.{name}") is not None
     return any(name == t or name.endswith(f".{t}") for t in targets)
 
 
-# ---- where a config comes from --------------------------------------------------------------
+# ---- origin of a config ---------------------------------------------------------------------
 
 
 def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
-    """The HuggingFace config of a model and where it was found. Raises PlanError."""
+    """Return the HuggingFace config of a model and its origin. Raises PlanError."""
     if model.scratch is not None:
         return _scratch_config(model.scratch), "made from scratch"
     path = str(model.path)
@@ -256,7 +259,8 @@ def _from_table(path: str, error: Exception) -> tuple[PretrainedConfig, str]:
 
 @functools.lru_cache(maxsize=1)
 def known_models() -> dict[str, dict[str, Any]]:
-    """The table of well-known models, by plain name; other names of one shape too."""
+    """Return the table of well-known models by plain name, including other names of the same
+    shape."""
     text = (importlib.resources.files("burnish.plan") / "models.yaml").read_text("utf-8")
     table: dict[str, dict[str, Any]] = {}
     for name, entry in yaml.safe_load(text).items():
@@ -273,8 +277,9 @@ def _plain_name(path: str) -> str:
 
 
 def matrix_flops(shape: ModelShape) -> float:
-    """Multiplications and additions of one token's forward pass through all matrices (the input
-    embedding is a look-up; of a mixture of experts only those that a token uses)."""
+    """Return the FLOPs of all matrices in one token's forward pass, counting multiplications and
+    additions. The input embedding is a lookup and not counted. Of a mixture of experts, only the
+    experts used by a token count."""
     text = shape.text.to_dict()
     total = sum(u.numel for u in shape.units)
     embedding = int(text["vocab_size"]) * int(text["hidden_size"])
@@ -291,5 +296,5 @@ def matrix_flops(shape: ModelShape) -> float:
 
 
 def rounded_up(count: int, parts: int) -> int:
-    """Entries of one of ``parts`` equal parts, the last one padded."""
+    """Return the size of one of ``parts`` equal parts, with the last one padded."""
     return math.ceil(count / parts)

@@ -1,8 +1,8 @@
-"""The part of a model that one rank of a tensor-parallel team has, as a model of its own.
+"""Tensor-parallel part of a model on one rank, described as a model with a smaller config.
 
-A layer with a share of the heads and of the inner width is the layer of a smaller config: the part
-is counted and traced like any other model. It is checked against what ``models/tensor_parallel.py``
-cuts, parameter by parameter; a model of which the two differ has no such config.
+A layer with a share of the heads and of the inner width is equal to a layer of a smaller config.
+The part is therefore counted and traced like any other model. Its parameter count is compared with
+the sharding of ``models/tensor_parallel.py``; if they differ, the model has no such config.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from burnish.models.tensor_parallel import check_head_counts, shard_dims
 from burnish.plan.shapes import ModelShape, PlanError, shape_from_config
 
 SHARED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""What is divided."""
+"""Config fields that are divided by the number of ranks."""
 
 
 def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelShape | None:
     """Return the shape of the model on each of ``parts`` ranks; None if no config describes it.
-    Raises PlanError if the model cannot be sharded like that."""
+    Raises PlanError if the model cannot be sharded among ``parts`` ranks."""
     if parts == 1:
         return shape
     config = copy.deepcopy(shape.config)
@@ -34,7 +34,7 @@ def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelS
         expected = _entries(shape, parts)
     except ModelError as error:
         raise PlanError(str(error)) from error
-    text.head_dim = shape.head_dim  # else it would follow from fewer heads
+    text.head_dim = shape.head_dim  # otherwise derived from the smaller number of heads
     for name in SHARED:
         value = text.to_dict().get(name)
         if value is None or value % parts:
@@ -45,7 +45,7 @@ def rank_shape(shape: ModelShape, parts: int, lora: LoraConfig | None) -> ModelS
 
 
 def _entries(shape: ModelShape, parts: int) -> int:
-    """Entries of one rank's parameters, by the plan of the model's layers."""
+    """Return the number of entries on one rank, from the sharding plan of the model's layers."""
     with torch.device("meta"):
         body: Any = AutoModelForCausalLM.from_config(shape.config).get_decoder()
     dims = shard_dims(body)

@@ -1,9 +1,9 @@
-"""How long a step takes, roughly: FLOPs, bytes and link speeds over shares of their peaks.
+"""Rough estimate of a step's time: FLOPs, bytes and traffic, divided by assumed shares of peak
+speeds.
 
-Good for comparing layouts, not for promises: the shares are assumed (``efficiency`` in
-``hardware.yaml``) until they are measured. Every phase waits for the one before it, as in
-``jobs/rl.py``, so a step is the sum of its phases, and a GPU whose roles do not work in a phase is
-idle in it.
+Use it to compare layouts, not as a guarantee: the shares (``efficiency`` in ``hardware.yaml``) are
+assumed until they are measured. Every phase waits for the previous one, as in ``jobs/rl.py``. A
+step is therefore the sum of its phases, and a GPU is idle in phases in which its roles do not work.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from burnish.plan.train_role import setup_of
 
 @dataclass(frozen=True)
 class Part:
-    """One phase of one role."""
+    """Time of one phase of one role."""
 
     role: str
     phase: str
     seconds: float
     how: str
-    """What takes the time."""
+    """Description of the limiting work."""
 
 
 @dataclass(frozen=True)
 class TimePlan:
-    """A step of an RL job (a rollout and its updates), or an optimizer step."""
+    """Time of one step of an RL job (a rollout and its updates), or of one optimizer step."""
 
     parts: tuple[Part, ...]
     samples: int
     idle: dict[str, float] = field(default_factory=dict)
-    """Share of a step in which a place's GPUs wait, by place."""
+    """Placement -> share of a step in which its GPUs are idle."""
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the step."""
+        """Duration of the step."""
         return sum(p.seconds for p in self.parts)
 
     @property
     def samples_per_s(self) -> float:
-        """Rows trained on."""
+        """Trained rows per second."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     def to_text(self) -> str:
-        """For people."""
+        """Return the estimate as text, slowest phase first."""
         lines = [
             f"time (an estimate from peaks and assumed shares of them): {self.seconds:.1f} s for a "
             f"step, {self.samples_per_s:.2f} samples/s"
@@ -73,7 +73,7 @@ class TimePlan:
 
 
 def estimate(config: JobConfig, hardware: Hardware) -> TimePlan:
-    """The time of a step of ``config``."""
+    """Estimate the time of a step of ``config``."""
     job = config.resolve()
     clock = _Clock(job, hardware)
     parts: list[Part] = []
@@ -162,7 +162,7 @@ class _Clock:
     def _pass(
         self, setup: EngineSetup, work: float, passes: float, *, gathers: float, reduces: float
     ) -> tuple[float, str]:
-        """Computing, or waiting for the links that feed it, whichever is longer."""
+        """Return the larger of computing time and link time of a pass, with a description."""
         compute = work / self.flops_per_s(setup.half)
         sent = 0.0
         if setup.sharded and setup.ranks > 1:
@@ -247,8 +247,8 @@ class _Clock:
 
 
 def flops(shape: ModelShape, length: float) -> float:
-    """Return the FLOPs of one token's forward pass in a row of ``length``: matrices, and attention
-    to half the row on average."""
+    """Return the FLOPs of one token's forward pass in a row of ``length``: the matrices, and
+    attention to half of the row on average."""
     text = shape.text.to_dict()
     width = int(text.get("num_attention_heads") or 1) * shape.head_dim
     seen = [min(length / 2, w) if w else length / 2 for w in shape.windows]

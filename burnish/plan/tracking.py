@@ -1,8 +1,8 @@
-"""Counts the bytes of live tensors, operation by operation.
+"""Count the bytes of live tensors, operation by operation.
 
-The same counter looks at real tensors and at fake ones (which have sizes and no memory), so a
-prediction and a measurement are the same thing counted twice. What an operation takes and gives
-back inside of itself is not seen.
+The same counter works on real tensors and on fake ones (which have sizes but no storage), so that
+predictions and measurements are comparable. Memory that an operation allocates and frees internally
+is not counted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside ``with``, every storage that an operation makes is counted until it is freed.
+    """Context manager that counts every storage created by an operation until it is freed.
 
-    ``peaks`` has the most bytes seen in each stage between two calls of :meth:`stage`: all of them,
-    and those that are no gradient (of a parameter, once :meth:`is_gradient` was told of it).
+    ``peaks`` contains the peak bytes of each stage, which lasts until the next call of
+    :meth:`stage`: of all storages, and of those that are not gradients. A storage counts as a
+    gradient after a call of :meth:`is_gradient`.
     """
 
     def __init__(self) -> None:
@@ -33,12 +34,12 @@ class LiveBytes(TorchDispatchMode):
         self._gradients: Any = WeakIdKeyDictionary()
 
     def stage(self, name: str) -> None:
-        """From here on count under ``name``."""
+        """Start the stage ``name``."""
         self._stage = name
         self._mark()
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were there before."""
+        """Count tensors that existed before."""
         for tensor in tensors:
             self._take(tensor)
         self._mark()
@@ -55,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        """Most bytes in any stage."""
+        """Peak bytes over all stages."""
         return max((total for total, _ in self.peaks.values()), default=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,6 +88,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind ``tensors``, each counted once."""
+    """Return the bytes of the storages of ``tensors``, each counted once."""
     storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())

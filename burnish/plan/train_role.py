@@ -1,4 +1,5 @@
-"""What a role that trains or scores holds on one rank: policy, reference, critic, reward model."""
+"""Memory of a role that trains or scores, on one rank: policy, reference, teacher, critic, reward
+model."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from burnish.train.row_layout import Layout, RowSize, by_tokens, count_tokens
 
 
 def train_role(context: Context, role: TrainRole) -> RoleMemory:
-    """Policy, reference, teacher, critic or reward model."""
+    """Return the memory of a policy, reference, teacher, critic or reward model."""
     job = context.job
     setup, rows = setup_of(job, role, context.assume)
     passes = _passes(context, setup, role, rows)
@@ -81,7 +82,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
 def setup_of(
     job: JobSpec, role: TrainRole, assume: frozenset[str] = frozenset()
 ) -> tuple[EngineSetup, tuple[RowSize, ...]]:
-    """The engine of a role, and the rows of its largest micro-batch."""
+    """Return the engine setup of a role, and the rows of its largest micro-batch."""
     model = planned_model(job, role)
     shape = shape_of(model, scalar=role.head == "scalar")
     train = with_layout(role.train, shape)
@@ -103,20 +104,20 @@ def setup_of(
 
 
 def planned_model(job: JobSpec, role: TrainRole) -> ModelConfig:
-    """A role's model, or the one that its sizes are taken from."""
+    """Return a role's model, or the model used for its sizes."""
     return resolve_model(role.model, job.model)
 
 
 def _local_rows(rows: tuple[RowSize, ...], parts: int) -> tuple[RowSize, ...]:
-    """What one of ``sequence_parallel_size`` ranks computes of the rows."""
+    """Return the part of the rows that one of ``sequence_parallel_size`` ranks computes."""
     if parts == 1:
         return rows
     return tuple(replace(r, length=-(-r.length // parts), prompt=r.prompt // parts) for r in rows)
 
 
 def _unsharded(setup: EngineSetup, held: float) -> tuple[float, str | None]:
-    """How many of the ``held`` bytes tensor parallelism would leave to other ranks, at most, where
-    what a rank has is not known; and what is said of it."""
+    """Return the largest number of the ``held`` bytes that tensor parallelism may place on other
+    ranks, with a note. It is 0 unless the rank's part of the model is unknown."""
     parts = setup.train.engine.tensor_parallel_size
     if parts == 1 or setup.unsharded is not None:
         return 0.0, None
@@ -130,8 +131,9 @@ def _unsharded(setup: EngineSetup, held: float) -> tuple[float, str | None]:
 def largest_rows(
     job: JobSpec, role: TrainRole, limit: int, *, layout: Layout = "shared_prefix"
 ) -> tuple[RowSize, ...]:
-    """The rows of the largest micro-batch that the recipe allows: all of full length, every second
-    one token shorter (rows of one length would be computed without a mask)."""
+    """Return the rows of the largest micro-batch that the recipe allows. All have full length, but
+    every second one is one token shorter, because rows of equal length would be computed without a
+    mask."""
     length, prompt = role.lengths.within(limit)
     if role.rows_per_pass is not None:
         return uniform_rows(role.rows_per_pass, length, prompt, group=1)
@@ -149,7 +151,7 @@ def largest_rows(
 def _update_rows(
     plan: BatchPlan, role: TrainRole, lengths: tuple[int, int], layout: Layout
 ) -> tuple[RowSize, ...]:
-    """The largest micro-batch of the job's own rows of ``lengths`` (row, prompt)."""
+    """Return the largest micro-batch of the job's own rows, for ``lengths`` (row, prompt)."""
     length, prompt = lengths
     unit, group = role.rows_per_unit, plan.n_samples_per_prompt
     share = max(1, plan.train_batch_size // role.ranks) * unit
@@ -200,12 +202,12 @@ def _passes(
 
 
 def _in_pass(setup: EngineSetup, peaks: Peaks, *, accumulates: bool) -> Items:
-    """The items of a pass at its worst stage. ``accumulates``: there are gradients of an earlier
-    one."""
+    """Return the items of a pass at its worst stage. ``accumulates``: gradients of an earlier pass
+    exist."""
     stages = [_at_stage(setup, peaks, stage, accumulates) for stage in peaks.other]
     layers = len(setup.shape.layers)
     if setup.sharded and setup.trainable and layers > 2 and "bottom" in peaks.other:
-        # The second layer from below: nearly all gradients, and still a layer to gather ahead.
+        # Second layer from the bottom: nearly all gradients, and one more layer to prefetch.
         top, bottom = peaks.other["top"], peaks.other["bottom"]
         second = {**peaks.other, "middle": bottom + (top - bottom) / (layers - 1)}
         stages.append(_at_stage(setup, replace(peaks, other=second), "middle", accumulates))
@@ -231,8 +233,9 @@ def _at_stage(setup: EngineSetup, peaks: Peaks, stage: str, accumulates: bool) -
 
 
 def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[Items, Items]:
-    """(on the device, in host memory) while a model is loaded, beside its state: it is read into
-    host memory, moved whole, and cut there. FSDP2's ranks read their own rows of a folder."""
+    """Return the temporary memory (device, host) of loading a model, in addition to its state. The
+    model is read into host memory, moved as a unit, and sharded on the device. FSDP2 ranks instead
+    read their own rows from a model folder."""
     engine, whole = setup.train.engine, setup.model.parameters
     in_parts = model.path is not None and model.gguf_file is None
     if in_parts and setup.sharded and isinstance(engine, TorchEngine):
@@ -263,13 +266,13 @@ def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[
 
 
 def _saving(context: Context, setup: EngineSetup) -> Items:
-    """Host memory while a checkpoint is written."""
+    """Return the temporary memory of writing a checkpoint."""
     where: Where = "device" if context.hardware.gpu is None else "host"
     if isinstance(setup.train.engine, DeepSpeedEngine):
         size = 8.0 * setup.largest_tensor
         return (Item("parameters", size, "one whole fp32 weight and its bytes", where),)
     if setup.sharded:
-        if where == "device":  # it is there already
+        if where == "device":  # already in host memory
             return ()
         parts = setup.ranks
         if setup.unsharded is not None:
@@ -280,7 +283,7 @@ def _saving(context: Context, setup: EngineSetup) -> Items:
 
 
 def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
-    """The weights of the last sync in shared memory."""
+    """Return the weights of the last sync in shared memory."""
     if not context.has_store:
         return {}
     size = setup.model.parameters * setup.weight_size

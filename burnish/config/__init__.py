@@ -1,5 +1,5 @@
-"""The typed config tree: one file per job. Start with ``job.py`` and ``sft.py``; ``registry.py``
-names all jobs, ``load.py`` reads a recipe file."""
+"""Typed config tree: one file per job. Start with ``job.py`` and ``sft.py``. ``registry.py`` lists
+all jobs, and ``load.py`` reads a recipe file."""
 
 from burnish.config.arithmetic import BatchError, BatchPlan
 from burnish.config.distill import DistillConfig

@@ -1,4 +1,4 @@
-"""The mathematics of the RL update: which advantage, which loss, which KL."""
+"""Config of the RL update: advantage, loss and KL; and of the preference losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_constant"]
 
 
 class GroupAdvantage(Node):
-    """Advantages from the rewards of one prompt's samples: needs n_samples_per_prompt > 1, no
+    """Advantages from the rewards of one prompt's samples. Needs n_samples_per_prompt > 1, no
     critic."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "opo"]
@@ -22,7 +22,7 @@ class GroupAdvantage(Node):
     eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (grpo)."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token. Only 1: a group compares whole responses, which have one reward each."""
+    """Discount per token. Must be 1: a group compares entire responses, each with one reward."""
 
     def rules(self) -> Iterator[str]:
         if self.kind != "grpo" and self.eps != _default(self, "eps"):
@@ -39,7 +39,7 @@ class GroupAdvantage(Node):
 
 
 class GaeAdvantage(Node):
-    """Generalised advantage estimation with a critic (PPO): arXiv 1506.02438, 1707.06347."""
+    """Generalized advantage estimation with a critic (PPO): arXiv 1506.02438, 1707.06347."""
 
     kind: Literal["gae"]
     gamma: float = Field(1.0, gt=0, le=1)
@@ -47,23 +47,23 @@ class GaeAdvantage(Node):
     lam: float = Field(0.95, ge=0, le=1)
     """GAE lambda: 1 is Monte Carlo, 0 is one-step TD."""
     whiten: bool = True
-    """Shift and scale the advantages of the whole rollout batch to mean 0 and variance 1."""
+    """Normalize the rollout batch's advantages to mean 0 and variance 1."""
 
 
 class ReinforceAdvantage(Node):
     """REINFORCE++ (arXiv 2501.03262): discounted return-to-go, whitened, no critic."""
 
     kind: Literal["reinforce_pp", "reinforce_pp_baseline"]
-    """``_baseline`` takes the group's mean reward off first."""
+    """``_baseline`` first subtracts the group's mean reward."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
     whiten: bool = True
-    """Shift and scale the advantages of the whole rollout batch to mean 0 and variance 1."""
+    """Normalize the rollout batch's advantages to mean 0 and variance 1."""
 
 
 class OnPolicyDistillAdvantage(Node):
-    """Advantage of each token: the teacher's log-prob minus the policy's. Needs a ``teacher``, no
-    rewards, no groups."""
+    """Per token, the teacher's log-prob minus the policy's. Needs a ``teacher``, no rewards, no
+    groups."""
 
     kind: Literal["on_policy_distill"]
 
@@ -74,7 +74,7 @@ def _default(node: Node, name: str) -> Any:
 
 
 def name_to_node(value: Any) -> Any:
-    """``dpo`` -> ``{kind: dpo}``: a variant may be named alone."""
+    """Expand the name of a variant to a node: ``dpo`` -> ``{kind: dpo}``."""
     return {"kind": value} if isinstance(value, str) else value
 
 
@@ -88,28 +88,28 @@ AdvantageConfig = Annotated[
 
 
 class PpoLoss(Node):
-    """The clipped surrogate (arXiv 1707.06347) with separate bounds (DAPO's clip-higher) and dual
+    """Clipped surrogate (arXiv 1707.06347), with separate bounds (DAPO's clip-higher) and dual
     clip."""
 
     kind: Literal["ppo"] = "ppo"
     clip_low: float = Field(0.2, gt=0, lt=1)
-    """The ratio counts from 1 - clip_low."""
+    """Lower bound of the ratio: 1 - clip_low."""
     clip_high: float = Field(0.2, gt=0)
-    """The ratio counts up to 1 + clip_high."""
+    """Upper bound of the ratio: 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c on the loss if the advantage is negative (arXiv 1912.09729). None: no bound."""
+    """Bound c on the loss if the advantage is negative (arXiv 1912.09729). None: none."""
 
 
 class GspoLoss(Node):
-    """The clipped surrogate with one ratio per sequence (arXiv 2507.18071)."""
+    """Clipped surrogate with one ratio per sequence (arXiv 2507.18071)."""
 
     kind: Literal["gspo"]
     clip_low: float = Field(3e-4, gt=0, lt=1)
-    """The sequence's ratio (a geometric mean over its tokens) counts from 1 - clip_low."""
+    """Lower bound of the sequence's ratio (geometric mean over tokens): 1 - clip_low."""
     clip_high: float = Field(4e-4, gt=0)
-    """It counts up to 1 + clip_high."""
+    """Upper bound of the sequence's ratio: 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c on the loss of tokens with a negative advantage, as in ppo. None: no bound."""
+    """Bound c on the loss of tokens with a negative advantage, as in ppo. None: none."""
 
 
 class CispoLoss(Node):
@@ -117,12 +117,12 @@ class CispoLoss(Node):
 
     kind: Literal["cispo"]
     clip_low: float = Field(1.0, gt=0, le=1)
-    """The weight is at least 1 - clip_low. 1: no lower bound, as in the paper's runs."""
+    """Lower bound of the weight: 1 - clip_low. 1: none, as in the paper's runs."""
     clip_high: float = Field(2.0, gt=0)
-    """The weight is at most 1 + clip_high."""
+    """Upper bound of the weight: 1 + clip_high."""
     max_ratio: float | None = Field(None, gt=1)
-    """Upper bound of the weight as it stands (arXiv 2510.13786), in place of 1 + clip_high. None:
-    1 + clip_high."""
+    """Upper bound of the weight, instead of 1 + clip_high (arXiv 2510.13786). None: 1 +
+    clip_high."""
 
     def rules(self) -> Iterator[str]:
         if self.max_ratio is not None and self.clip_high != _default(self, "clip_high"):
@@ -133,7 +133,7 @@ class CispoLoss(Node):
 
 
 class ReinforceLoss(Node):
-    """-advantage x log-prob, without a ratio: right only for one optimizer step per rollout."""
+    """-advantage x log-prob, without a ratio: correct only for one optimizer step per rollout."""
 
     kind: Literal["reinforce"] = "reinforce"
 
@@ -145,16 +145,15 @@ PolicyLossConfig = Annotated[
 
 
 class CorrectionConfig(Node):
-    """Off-policy correction for samplers that disagree with the trainer: every token's loss is
-    multiplied by w = exp(trainer's log-prob - sampler's log-prob), bounded."""
+    """Off-policy correction if sampler and trainer disagree: each token's loss is multiplied by w =
+    exp(trainer's log-prob - sampler's log-prob), bounded."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """token: each its own weight. sequence: the product over the response. geometric: its
+    """Scope of w. token: per token. sequence: the product over the response. geometric: its
     geometric mean."""
     mode: Literal["truncate", "clip", "mask"] = "truncate"
-    """truncate: at most ``high`` (with level=token: TIS). clip: into [low, high]. mask: outside of
-    [low, high] the weight is 0 (with level=token: IcePop; with geometric: masked importance
-    sampling)."""
+    """truncate: at most ``high`` (with level=token: TIS). clip: to [low, high]. mask: 0 outside
+    [low, high] (with level=token: IcePop; with geometric: masked importance sampling)."""
     low: float = Field(0.5, ge=0, lt=1)
     """Lower bound (clip and mask)."""
     high: float = Field(2.0, ge=1)
@@ -172,20 +171,19 @@ class KlConfig(Node):
     """Distance from the reference model."""
 
     init_kl_coef: float = Field(0.0, ge=0)
-    """Weight beta. 0: no KL term, and no reference model is loaded. A resumed run has the recipe's
-    weight; an adaptive one goes on where it was, unless this is changed."""
+    """Weight beta. 0: no KL term and no reference model. A resumed run uses the recipe's weight; an
+    adaptive one continues unless this is changed."""
     placement: Literal["reward", "loss"] = "loss"
-    """Taken off every token's reward (gae, reinforce_pp, reinforce_pp_baseline, rloo), or added to
-    the loss (all)."""
+    """Subtract it from every token's reward (gae, reinforce_pp, reinforce_pp_baseline, rloo), or
+    add it to the loss (all)."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """http://joschu.net/blog/kl-approx.html. In the reward k1 is meant; as a loss k2 or k3 (k1's
-    gradient is 0 on average: a warning). k3 is a straight line where the policy's log-prob is more
-    than 10 nats below the reference's, so that its gradient is bounded."""
+    """http://joschu.net/blog/kl-approx.html. reward: k1. loss: k2 or k3 (k1's gradient is 0 on
+    average: a warning). k3 is linear, so its gradient is bounded, if the policy's log-prob is over
+    10 nats below the reference's."""
     kl_target: float | None = Field(None, gt=0)
-    """Adapt the weight to hold the mean KL per token at this value (Ziegler 2019). None: fixed
-    weight."""
+    """Mean KL per token to reach by adapting the weight (Ziegler 2019). None: fixed weight."""
     kl_horizon: int = Field(10_000, ge=1)
-    """Samples over which the adaptive weight moves."""
+    """Time scale of the adaptive weight, in samples."""
 
     def rules(self) -> Iterator[str]:
         if self.init_kl_coef and self.placement == "reward" and self.estimator != "k1":
@@ -216,29 +214,28 @@ class AlgorithmConfig(Node):
     """One RL algorithm = an advantage + a policy loss + an aggregation + a KL term."""
 
     advantage: AdvantageConfig = GroupAdvantage(kind="grpo")
-    """``grpo | dr_grpo | rloo | opo | gae | reinforce_pp | reinforce_pp_baseline |
-    on_policy_distill``, or a node with ``kind`` and its options."""
+    """Advantage: a kind, or a mapping."""
     policy_loss: PolicyLossConfig = PpoLoss()
-    """``ppo | gspo | cispo | reinforce``, or a node with ``kind`` and its options."""
+    """Policy loss: a kind, or a mapping."""
     loss_aggregation: Aggregation | None = None
-    """token_mean: over all tokens of the step (DAPO). sequence_mean: mean of per-sequence means
-    (the first GRPO). sequence_sum_constant: sums over ``generate_max_len`` (Dr. GRPO). None: what
-    belongs to the algorithm, sequence_mean with policy_loss gspo, sequence_sum_constant with
-    advantage dr_grpo, else token_mean; it stands in the table printed at start."""
+    """token_mean: over the step's tokens (DAPO). sequence_mean: mean of per-sequence means (first
+    GRPO). sequence_sum_constant: sums / ``generate_max_len`` (Dr. GRPO). None: sequence_mean for
+    policy_loss gspo, sequence_sum_constant for advantage dr_grpo, else token_mean; printed at
+    start."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0: none."""
     kl: KlConfig = KlConfig()
     """Distance from the reference model."""
     correction: CorrectionConfig | None = None
-    """Importance weights against the gap between sampler and trainer. None: none."""
+    """Off-policy correction between sampler and trainer. None: none."""
 
     @property
     def aggregation(self) -> Aggregation:
-        """How losses per token become one number: what is set, or what belongs to the algorithm."""
+        """Aggregation of per-token losses: the setting, or the default of the algorithm."""
         return self._aggregation()[0]
 
     def table_row(self) -> tuple[str, str, str]:
-        """(name, value, how it comes about) of the aggregation, for the table printed at start."""
+        """Return (name, value, origin) of the aggregation, for the table printed at start."""
         return ("loss_aggregation", *self._aggregation())
 
     def _aggregation(self) -> tuple[Aggregation, str]:
@@ -252,11 +249,11 @@ class AlgorithmConfig(Node):
 
 
 class DpoLoss(Node):
-    """Direct preference optimisation (arXiv 2305.18290)."""
+    """Direct preference optimization (arXiv 2305.18290)."""
 
     kind: Literal["dpo"] = "dpo"
     beta: float = Field(0.1, gt=0)
-    """How closely the policy stays to the reference: the KL weight of the implied reward."""
+    """KL weight of the implied reward; larger is closer to the reference."""
 
 
 class CdpoLoss(Node):
@@ -266,33 +263,33 @@ class CdpoLoss(Node):
     beta: float = Field(0.1, gt=0)
     """As in dpo."""
     label_smoothing: float = Field(0.1, gt=0, lt=0.5)
-    """Probability that a pair is the wrong way round."""
+    """Probability that a pair's label is wrong."""
 
 
 class IpoLoss(Node):
-    """Identity preference optimisation (arXiv 2310.12036)."""
+    """Identity preference optimization (arXiv 2310.12036)."""
 
     kind: Literal["ipo"]
     beta: float = Field(0.1, gt=0)
     """The gap between the two log-ratios is pulled to 1 / (2 beta)."""
     mean_logprobs: bool = False
-    """Take each response's mean log-prob per token instead of its sum, as some libraries do."""
+    """Use mean log-probs per token instead of sums, as some libraries do."""
 
 
 class SimpoLoss(Node):
-    """Simple preference optimisation: mean log-probs and a margin, no reference model (arXiv
+    """Simple preference optimization: mean log-probs and a margin, no reference model (arXiv
     2405.14734)."""
 
     kind: Literal["simpo"]
     beta: float = Field(2.0, gt=0)
     """Scale of the difference of mean log-probs."""
     gamma: float = Field(1.0, ge=0)
-    """Margin by which the chosen response must win."""
+    """Margin of the chosen response over the rejected one."""
 
 
 class OrpoLoss(Node):
-    """Odds-ratio preference optimisation: the language-model loss of the chosen response plus a
-    penalty, no reference model (arXiv 2403.07691)."""
+    """Odds-ratio preference optimization: the chosen response's language-model loss plus a penalty,
+    no reference model (arXiv 2403.07691)."""
 
     kind: Literal["orpo"]
     beta: float = Field(0.1, gt=0)
@@ -300,16 +297,16 @@ class OrpoLoss(Node):
 
 
 class KtoLoss(Node):
-    """Kahneman-Tversky optimisation of single responses with a verdict (arXiv 2402.01306)."""
+    """Kahneman-Tversky optimization of single labeled responses (arXiv 2402.01306)."""
 
     kind: Literal["kto"]
     beta: float = Field(0.1, gt=0)
     """As in dpo."""
     desirable_weight: float = Field(1.0, gt=0)
-    """Weight of responses that somebody liked. The paper wants desirable_weight x their number
-    between 1 and 1.33 times undesirable_weight x the number of the others."""
+    """Weight of liked responses. The paper recommends desirable_weight x their number = 1 to 1.33 x
+    undesirable_weight x the others' number."""
     undesirable_weight: float = Field(1.0, gt=0)
-    """Weight of the others."""
+    """Weight of the other responses."""
 
 
 PreferenceLossConfig = Annotated[

@@ -1,9 +1,10 @@
 """Batch arithmetic: derive, validate and print how samples become optimizer steps.
 
 B = ``train_batch_size`` (samples per optimizer step), b = ``micro_train_batch_size``, D =
-data-parallel ranks, accumulation = B / (b x D); P = ``rollout_batch_size`` (prompts), n =
-``n_samples_per_prompt``: the rollout buffer holds P x n samples and each pass over it takes P x n /
-B optimizer steps. Pure functions of numbers; nothing here knows a config class."""
+data-parallel ranks, accumulation = B / (b x D). P = ``rollout_batch_size`` (prompts), n =
+``n_samples_per_prompt``. The rollout buffer holds P x n samples, and each pass over it takes P x n
+/ B optimizer steps. All functions are pure functions of numbers, independent of the config
+classes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from burnish.errors import BurnishError
 
 
 class BatchError(BurnishError, ValueError):
-    """Batch sizes that contradict each other. The message names the nearest values that work."""
+    """Inconsistent batch sizes. The message contains the nearest valid values."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class BatchPlan:
 
 
 def nearest_divisors(total: int, wanted: float) -> list[int]:
-    """The largest divisor of ``total`` not above ``wanted`` and the smallest not below it.
+    """Return the largest divisor of ``total`` not above ``wanted`` and the smallest not below it.
 
     >>> nearest_divisors(64, 24)
     [16, 32]
@@ -57,7 +58,7 @@ def nearest_divisors(total: int, wanted: float) -> list[int]:
 
 
 def nearest_multiples(unit: int, wanted: int) -> list[int]:
-    """The multiples of ``unit`` on both sides of ``wanted`` (at least ``unit`` itself).
+    """Return the multiples of ``unit`` on both sides of ``wanted`` (at least ``unit`` itself).
 
     >>> nearest_multiples(8, 20)
     [16, 24]
@@ -75,11 +76,10 @@ def derive_batch(
     data_parallel_size: int = 1,
     token_budget: bool = False,
 ) -> BatchPlan:
-    """Derive the third of {B, b, accumulation} from the other two; all three must agree.
+    """Derive the third of {B, b, accumulation} from the other two, or check that all three agree.
 
     With only B given, b = B / D (one backward pass) unless a token budget builds the micro-batches.
-    Raises BatchError with the nearest values that work.
-    """
+    Raises BatchError with the nearest valid values."""
     big, micro, accum, ranks = (
         train_batch_size,
         micro_train_batch_size,
@@ -137,21 +137,20 @@ def _disagreement(big: int, micro: int, *, accum: int, ranks: int) -> str:
 
 
 def check_rollout(plan: BatchPlan, *, unit: int = 1) -> BatchPlan:
-    """Check that the rollout buffer P x n is cut into whole optimizer steps; returns the plan.
+    """Check that the rollout buffer P x n is a multiple of the train batch, and return the plan.
 
-    ``unit``: what train_batch_size must stay a multiple of, because b or accumulation is given.
-    Raises BatchError with the nearest train_batch_size and rollout_batch_size that work.
-    """
+    ``unit``: train_batch_size must remain a multiple of this, because b or accumulation is given.
+    Raises BatchError with the nearest valid train_batch_size and rollout_batch_size."""
     samples = plan.samples_per_rollout
     if samples is None or samples % plan.train_batch_size == 0:
         return plan
     n, prompts, big = plan.n_samples_per_prompt, plan.rollout_batch_size, plan.train_batch_size
     assert prompts is not None
     ways = []
-    if samples % unit == 0:  # B = unit x k divides the samples where k divides samples / unit
+    if samples % unit == 0:  # B = unit x k divides the samples if k divides samples / unit
         steps = nearest_divisors(samples // unit, big / unit)
         ways.append(f"nearest train_batch_size: {_join([unit * k for k in steps])}")
-    whole = big // math.gcd(big, n)  # prompts whose samples fill whole steps
+    whole = big // math.gcd(big, n)  # prompts whose samples fill complete steps
     ways.append(f"nearest rollout_batch_size: {_join(nearest_multiples(whole, prompts))}")
     raise BatchError(
         f"the rollout buffer holds rollout_batch_size={prompts} prompts x n_samples_per_prompt={n} "
@@ -160,7 +159,7 @@ def check_rollout(plan: BatchPlan, *, unit: int = 1) -> BatchPlan:
 
 
 def batch_table(plan: BatchPlan) -> list[tuple[str, str, str]]:
-    """Rows (name, value, how it comes about) of the table printed at start."""
+    """Return rows (name, value, origin) of the table printed at start."""
     by_tokens = plan.micro_train_batch_size is None
     rows = [
         ("train_batch_size (B)", str(plan.train_batch_size), "samples per optimizer step"),

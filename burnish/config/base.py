@@ -1,8 +1,7 @@
 """Base class of config nodes: frozen, no unknown keys, docstrings as help, rules.
 
-Reading order of this package: base, model, data, rewards, algorithm, rollout, train, sync,
-job, the jobs, arithmetic, load; then schema, overrides, explain and docs, which read these
-classes."""
+Reading order of this package: base, model, data, rewards, algorithm, rollout, train, sync, job, the
+jobs, arithmetic, load; then schema, overrides, explain and docs, which inspect these classes."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _NUMBERS = (int, float, int | None, float | None)
 
 
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path or a name; ``~`` is the home folder."""
+"""A path or a name; ``~`` is expanded to the home folder."""
 
 
 class Node(BaseModel):
@@ -35,7 +34,8 @@ class Node(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _true_is_no_number(cls, data: Any) -> Any:
-        """Have ``lr: true`` refused, which pydantic would read as 1: as the word that it is."""
+        """Convert booleans in numeric fields to text, so that ``lr: true`` is refused instead of
+        read as 1."""
         if not isinstance(data, dict):
             return data
         numbers = {n for n, field in cls.model_fields.items() if field.annotation in _NUMBERS}
@@ -43,8 +43,8 @@ class Node(BaseModel):
         return {**data, **found}
 
     def is_own(self, field: str) -> bool:
-        """Return whether a field has another value than its default. (Unlike ``model_fields_set``,
-        this survives a dump, which writes every field.)"""
+        """Return whether a field differs from its default. Unlike ``model_fields_set``, this
+        survives a dump, which writes every field."""
         return bool(vars(self)[field] != type(self).model_fields[field].default)
 
     def rules(self) -> Iterator[str]:
@@ -53,15 +53,17 @@ class Node(BaseModel):
         yield from ()
 
     def advice(self) -> Iterator[str]:
-        """Yield one sentence for each setting of this node that works and is rarely meant."""
+        """Yield one sentence for each setting of this node that is valid but rarely intended."""
         yield from ()
 
     def broken_rules(self) -> list[str]:
-        """Broken rules of this node and all nodes below it, each with the dotted path in front."""
+        """Return the broken rules of this node and all nodes below it, each prefixed with its
+        dotted path."""
         return [f"{path or 'recipe'}: {p}" for path, node in self._nodes() for p in node.rules()]
 
     def warnings(self) -> list[str]:
-        """The advice of this node and all nodes below it, each with the dotted path in front."""
+        """Return the advice of this node and all nodes below it, each prefixed with its dotted
+        path."""
         return [f"{path or 'recipe'}: {p}" for path, node in self._nodes() for p in node.advice()]
 
     def nodes_of(self, kind: type[N]) -> list[N]:
@@ -69,7 +71,7 @@ class Node(BaseModel):
         return [node for _, node in self._nodes() if isinstance(node, kind)]
 
     def _nodes(self, path: str = "") -> Iterator[tuple[str, Node]]:
-        """(dotted path, node) of this node and all below it."""
+        """Yield (dotted path, node) for this node and all below it."""
         yield path, self
         for name, value in self:
             yield from _nodes_below(value, f"{path}.{name}" if path else name)

@@ -7,8 +7,8 @@ from typing import Any
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key -> ``old then, new now``, in the order of the keys, of two resolved configs as
-    trees of plain values.
+    """Return dotted key -> ``old then, new now``, in key order, for two resolved configs as trees
+    of plain values.
 
     >>> changed_settings({"train": {"lr": 0.1, "kind": "sgd"}}, {"train": {"lr": 0.2}})
     {'train.kind': "'sgd' then, None now", 'train.lr': '0.1 then, 0.2 now'}
@@ -22,7 +22,7 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """Dotted key -> value; an empty mapping or list is a value."""
+    """Return dotted key -> value; an empty mapping or list is a value."""
     if isinstance(tree, Mapping) and tree:
         items: Any = tree.items()
     elif isinstance(tree, list) and tree:

@@ -1,4 +1,4 @@
-"""Where the parts of a job run: in this process, or as groups of workers on a Ray cluster."""
+"""Config of the runtime: one process, or groups of workers on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOCATED: dict[Layout, frozenset[ClusterRole]] = {
     "colocate_critic_reward": frozenset({"critic", "reward"}),
     "separate": frozenset(),
 }
-"""Which roles share their places: worker i of each is in the same place."""
+"""Roles that share placement in each layout: worker i of each role is in the same place."""
 
 _HARDWARE = re.compile(r"(?:[1-9]\d*x){0,2}[A-Za-z]\S*")
 
@@ -28,57 +28,54 @@ class ClusterConfig(Node):
     """One process, or groups of workers on Ray."""
 
     runtime: Literal["inline", "ray"] = "inline"
-    """``inline``: everything in this process. ``ray``: every role is a group of worker processes,
-    on this machine or on a cluster; the loop and its numbers are the same."""
+    """``inline``: this process. ``ray``: each role is a group of worker processes, on this machine
+    or a cluster; loop and results are the same."""
     ray_address: str | None = None
-    """Address of a running Ray cluster (``auto``, or ``host:port`` of its head). None: a Ray of our
-    own is started on this machine and ended with the run."""
+    """Running Ray cluster (``auto``, or ``host:port`` of its head). None: one on this machine,
+    stopped with the run."""
     layout: Layout = "colocate_all"
-    """Which roles share their places (GPUs). colocate_all: all of them; colocate_actor_ref: policy,
-    reference and teacher; colocate_critic_reward: critic and reward models; separate: none. Those
-    that share have equal numbers of workers. Every reward model has workers of its own."""
+    """Roles that share places (GPUs). colocate_all: all; colocate_actor_ref: policy, reference,
+    teacher; colocate_critic_reward: critic, reward models; separate: none. They need equal numbers
+    of workers. Each reward model has its own workers."""
     policy_ranks: int = Field(1, ge=1)
     """Data-parallel ranks of the policy."""
     reference_ranks: int | None = Field(None, ge=1)
-    """Ranks of the reference model. None: as the policy."""
+    """Ranks of the reference model. None: ``policy_ranks``."""
     teacher_ranks: int | None = Field(None, ge=1)
-    """Ranks of the teacher. None: as the policy."""
+    """Ranks of the teacher. None: ``policy_ranks``."""
     critic_ranks: int | None = Field(None, ge=1)
-    """Ranks of the critic. None: as the policy."""
+    """Ranks of the critic. None: ``policy_ranks``."""
     rollout_workers: int | None = Field(None, ge=1)
-    """Rollout engines that share the requests. None: as many as the policy has ranks."""
+    """Rollout engines that share the requests. None: ``policy_ranks``."""
     cpus_per_worker: float = Field(1.0, gt=0)
-    """CPUs that a place has; the workers in it share them, and use that many threads."""
+    """CPUs per place, shared by its workers, which use that many threads."""
     gpus_per_worker: float = Field(0.0, ge=0)
-    """GPUs that a place has; the workers in it share them. 0: on CPUs."""
+    """GPUs per place, shared by its workers. 0: run on CPUs."""
     hardware: str | None = None
-    """The cluster that the recipe is written for, as NODESxGPUSxNAME (4x8xA800-80GB; 8xA800-80GB
-    is one node). ``burnish plan`` assumes it unless ``--cluster`` is given, and the memory check of
-    a run does if the process that starts it has no GPUs of its own. It reserves nothing. None:
-    this machine."""
+    """Intended cluster, as NODESxGPUSxNAME (4x8xA800-80GB; 8xA800-80GB: one node), for ``burnish
+    plan`` without ``--cluster``, and for a run's memory check if the starting process has no GPUs.
+    Reserves nothing. None: this machine."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Longest wait until all workers have started and met; then the missing ones are named. It
-    limits nothing of what they compute later."""
+    """Seconds until workers not started and connected are named as missing. Not a limit of later
+    computation."""
     heartbeat_timeout_s: float = Field(60.0, gt=0)
-    """Within how many seconds a worker that hangs (stopped, its interpreter in a deadlock, its
-    machine gone) is found while something waits for it. A thread of the worker reports six times
-    in that time, so long calls and waiting for other ranks are no matter; native code that holds
-    Python's interpreter lock for longer is (a large pickle, a library that loads for the first
-    time from a slow disk): then choose more."""
+    """Seconds until a hung worker (stopped, interpreter deadlocked, machine lost) is detected while
+    a call waits for it. A thread reports six times in this period, also during long calls and
+    collectives. Increase it if native code holds Python's interpreter lock longer (large pickles,
+    first imports from slow disks)."""
     call_timeout_s: float = Field(3600.0, gt=0)
-    """Longest wait for one call of a worker that does report (a whole forward_backward, say); then
-    it is named, and replaced as if it hung. Also the limit of collectives in which ranks wait for a
-    disk or a transfer: loading, saving, handing weights over."""
+    """Timeout of one call of a worker that still reports (e.g. an entire forward_backward); it is
+    named, and replaced as if it hung. Also of collectives with waits for a disk or a transfer:
+    loading, saving, weight sync."""
     collective_timeout_s: float = Field(600.0, gt=0)
-    """Longest that a rank waits for the others in one collective of a forward/backward pass or an
-    optimizer step; ``call_timeout_s`` if that is less. Then the waiting ranks are named, each with
-    its collective, and the group is replaced as if it hung. It must exceed the time by which the
-    slowest rank is behind the fastest. (NCCL logs the collective itself, and ends the process.)"""
+    """Timeout of one collective in a pass or optimizer step, at most ``call_timeout_s``. The
+    waiting ranks are named, with their collectives, and the group is replaced as if it hung. Must
+    exceed the lag of the slowest rank. (NCCL logs the collective itself and ends the process.)"""
     max_restarts: int = Field(3, ge=0)
-    """How often lost workers are replaced in one run; those that are lost at once count once."""
+    """Maximum replacements of lost workers; simultaneous losses count once."""
 
     def ranks(self, role: str) -> int:
-        """Workers of a role. (Reward models have as many as the policy.)"""
+        """Return the number of workers of a role. Reward models have as many as the policy."""
         own = {
             "reference": self.reference_ranks,
             "teacher": self.teacher_ranks,

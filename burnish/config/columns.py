@@ -1,9 +1,8 @@
-"""The columns of data files, read when a recipe is loaded: a column that a recipe names and a file
-does not have is then one of the recipe's problems, told with the others.
+"""Columns of data files, read when a recipe is loaded. A column that a recipe names and a file
+lacks is then reported with the recipe's other problems.
 
-Only the first row of a file is looked at. A file that is not there (an earlier job may have to
-write it), or that cannot be read, says nothing here; opening the data does.
-"""
+Only the first row of a file is read. A file that does not exist (an earlier job may write it) or
+cannot be read causes no error here, but when the data are opened."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from typing import Any
 from burnish.config.explain import nearest
 
 LARGEST_JSON = 16 << 20
-"""A .json file is parsed as a whole; a larger one says nothing here."""
+"""Maximum bytes of a .json file, which is parsed as a unit; a larger one is not checked."""
 _MAX_DEPTH = 100
-"""Levels of nesting of a row. Deeper ones exhaust the stack of whatever reads them later."""
+"""Maximum nesting of a row. Deeper ones exhaust the stack of later readers."""
 
 
 def json_value(text: str) -> Any:
-    """Parse JSON. Raises ValueError for what is not JSON, is nested deeper than 100 levels, or has
-    an integer with more digits than Python converts."""
+    """Parse JSON. Raises ValueError for invalid JSON, nesting deeper than 100 levels, or an integer
+    with more digits than Python converts."""
     too_deep = f"it is nested deeper than {_MAX_DEPTH} levels"
     try:
         value = json.loads(text)
@@ -49,13 +48,14 @@ def _is_nested(value: Any) -> bool:
 
 
 def columns_of(path: str) -> tuple[str, ...] | None:
-    """Names of the columns of a data file's first row. None: it does not say."""
+    """Return the names of the columns of a data file's first row, or None if they cannot be
+    read."""
     found = first_row(path)
     return tuple(map(str, found)) if found else None
 
 
 def first_row(path: str) -> Mapping[str, Any] | None:
-    """The first row of a data file, column by column. None: it does not say."""
+    """Return the first row of a data file as column -> value, or None if it cannot be read."""
     file = Path(path)
     try:
         return _first_row(file, file.suffix.lower())
@@ -64,7 +64,7 @@ def first_row(path: str) -> Mapping[str, Any] | None:
 
 
 def missing_columns(paths: Iterable[str], wanted: Mapping[str, str | None]) -> Iterator[str]:
-    """One sentence for each of the ``wanted`` columns (field -> its value; None: not wanted) and
+    """Yield an error for each of the ``wanted`` columns (field -> its value; None: not wanted) and
     each file without it."""
     for path in paths:
         have = columns_of(path)

@@ -1,4 +1,4 @@
-"""Where rows come from and how they become token ids."""
+"""Config of data: sources of rows, and their conversion to token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from burnish.config.columns import columns_of, first_row, missing_columns
 from burnish.config.templates import template_rules
 
 SHAREGPT_KEY = "conversations"
-"""The column that ShareGPT rows have in place of ``messages``."""
+"""Column of ShareGPT rows that replaces ``messages``."""
 
 
 class FileSource(Node):
@@ -20,11 +20,11 @@ class FileSource(Node):
 
     kind: Literal["file"] = "file"
     path: PathText
-    """Path of the file. Relative paths are taken from the working directory."""
+    """Path of the file, absolute or relative to the working directory."""
     name: str | None = None
     """Name in prompt ids and metrics. None: the file's stem."""
     weight: float = Field(1.0, gt=0)
-    """Relative probability of drawing from this source when there are several."""
+    """Relative probability of drawing from this source."""
 
 
 class HubSource(Node):
@@ -32,7 +32,7 @@ class HubSource(Node):
 
     kind: Literal["dataset"] = "dataset"
     path: PathText
-    """Hub name, or folder."""
+    """Hub name or folder."""
     subset: str | None = None
     """Configuration name of the dataset. None: the default."""
     split: str = "train"
@@ -40,27 +40,27 @@ class HubSource(Node):
     name: str | None = None
     """Name in prompt ids and metrics. None: the last part of ``path``."""
     weight: float = Field(1.0, gt=0)
-    """Relative probability of drawing from this source when there are several."""
+    """Relative probability of drawing from this source."""
 
 
 class EnvironmentSource(Node):
-    """Prompts made by an environment, which also scores the answers (reward kind
+    """Prompts made by an environment, which also scores the responses (reward kind
     ``environment``)."""
 
     kind: Literal["environment"] = "environment"
     environment: str = "reasoning_gym"
-    """``reasoning_gym``, or ``module:Class`` of your own environment."""
+    """``reasoning_gym``, or ``module:Class`` of a custom environment."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment: for reasoning_gym, ``dataset`` (the task's name) and its
+    """Arguments of the environment; for reasoning_gym ``dataset`` (the task's name) and its
     parameters."""
     size: int = Field(1000, ge=1)
     """Number of distinct items."""
     seed: int = 0
-    """Seed of the items. Use another one for evaluation."""
+    """Seed of the items. Use a different one for evaluation."""
     name: str | None = None
-    """Name in prompt ids and metrics. None: the environment's name for itself."""
+    """Name in prompt ids and metrics. None: the environment's own name."""
     weight: float = Field(1.0, gt=0)
-    """Relative probability of drawing from this source when there are several."""
+    """Relative probability of drawing from this source."""
 
 
 def _path_to_file_source(value: Any) -> Any:
@@ -75,31 +75,29 @@ SourceConfig = Annotated[
     Annotated[FileSource | HubSource | EnvironmentSource, Field(discriminator="kind")],
     BeforeValidator(_path_to_file_source),
 ]
-"""A source of rows. A plain string is the path of a file."""
+"""Source of rows. A plain string is the path of a file."""
 
 Overlong = Literal["error", "truncate_left", "drop"]
 
 
 class DataConfig(Node):
-    """Fields that every kind of data has."""
+    """Fields common to all kinds of data."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
-    """One or more sources; several are mixed by their weights."""
+    """One or more sources. Several are combined as set by ``mix``."""
     system_prompt: str | None = None
-    """System message put before every conversation. None: none."""
+    """System message inserted before every conversation. None: none."""
     tools_key: str | None = "tools"
-    """Column with the tools of a conversation (a list of descriptions, or its JSON text), which the
-    chat template renders. May be absent; a default column that holds something else is left alone.
-    None: no tools."""
+    """Column with a conversation's tools (list of descriptions, or its JSON text) for the chat
+    template. May be absent; other content of the default column is ignored. None: no tools."""
     shuffle: bool = True
-    """Reshuffle each source in every epoch (by ``seed``). Off: file order."""
+    """Reshuffle each source in every epoch (by ``seed``). False: file order."""
     mix: Literal["weight", "size"] = "weight"
-    """Several sources. weight: each draw chooses a source by its ``weight``, so rows of a small
-    source come more often. size: the rows of all sources are shuffled together, and each comes once
-    per epoch."""
+    """weight: each draw chooses a source by ``weight``, so rows of small sources repeat more often.
+    size: all rows are shuffled together, each once per epoch."""
     overlong: Overlong = "error"
-    """What happens to a row over the length limit: stop, cut tokens off its left end, or leave it
-    out (both counted and reported)."""
+    """Row over the length limit: stop with an error, truncate its left end, or drop it. The last
+    two are counted and reported."""
 
     @property
     def files(self) -> list[str]:
@@ -118,8 +116,8 @@ class DataConfig(Node):
 
 
 def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) -> Iterator[str]:
-    """One sentence if prompts are made in another way for evaluation than for training, and the
-    recipe does not say so. ``name``: of the held-out data in the recipe."""
+    """Yield one sentence if evaluation prompts are built differently from training prompts and the
+    recipe does not set this explicitly. ``name``: the held-out data's key in the recipe."""
     if held_out is None:
         return
     now, then = data.model_dump(), held_out.model_dump()
@@ -133,7 +131,7 @@ def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) ->
 
 
 class PromptDataConfig(DataConfig):
-    """Prompts for rollouts and for evaluation."""
+    """Prompts for rollouts and evaluation."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages. Environments fill
@@ -142,12 +140,11 @@ class PromptDataConfig(DataConfig):
     """Column with the reference answer; may be absent. Environments fill ``label``."""
     prompt_template: str | None = None
     """Python format string over the row's columns, e.g. ``"Question: {prompt}\\nAnswer:"``. None:
-    the column as it is."""
+    the column itself."""
     apply_chat_template: bool = False
-    """Wrap a string prompt as a user message in the chat template (lists of messages always
-    are)."""
+    """Wrap a string prompt as a user message in the chat template; messages always use it."""
     prompt_max_len: int = Field(1024, ge=1)
-    """Longest prompt in tokens; ``overlong`` says what happens beyond."""
+    """Maximum prompt tokens; see ``overlong``."""
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -157,31 +154,30 @@ class PromptDataConfig(DataConfig):
 
 
 class SFTDataConfig(DataConfig):
-    """Demonstrations: ``messages`` (chat), or a prompt and a response, or plain text."""
+    """Demonstrations: ``messages`` (chat), a prompt and a response, or plain text."""
 
     messages_key: str = "messages"
-    """Column with a list of chat messages; the loss is on every assistant turn. Unless it is set,
-    a column ``conversations`` (ShareGPT: ``from``, ``value``) is taken as well."""
+    """Column with chat messages; the loss is on every assistant turn. The default also accepts
+    ``conversations`` (ShareGPT: ``from``, ``value``)."""
     prompt_key: str = "prompt"
-    """Column with the prompt where there are no messages."""
+    """Column with the prompt if a row has no messages."""
     response_key: str = "response"
-    """Column with the response where there are no messages."""
+    """Column with the response if a row has no messages."""
     text_key: str = "text"
-    """Column with plain text (loss on all of it) where there is no response."""
+    """Column with plain text (loss on all of it) if a row has no response."""
     prompt_template: str | None = None
-    """Python format string over the row's columns that makes the prompt. None: the column as it
-    is."""
+    """Prompt as a format string over the columns. None: the column itself."""
     apply_chat_template: bool = False
-    """Wrap prompt and response as a user and an assistant message (``messages`` always are)."""
+    """Wrap prompt and response as chat messages. ``messages`` always use the chat template."""
     train_on_prompt: bool = False
-    """Take the loss on prompt tokens too."""
+    """Also compute the loss on prompt tokens."""
     use_tokens: bool = True
-    """Learn the token ids that were sampled for a response, if the row has them (column
-    ``response_tokens``: rows of the job generate) and they decode to its text. Its end is then the
-    sampled one; a response that was cut off gets no end token."""
+    """Train on a response's sampled token ids if the row has them (``response_tokens``, from
+    generate) and they decode to its text. Its end is the sampled one; a truncated response gets no
+    end token."""
     max_len: int = Field(2048, ge=2)
-    """Longest row in tokens; ``overlong`` says what happens beyond. An answer that loses its
-    beginning or all of its prompt is not trained on; a row without another answer is left out."""
+    """Maximum row tokens; see ``overlong``. An answer that lost its beginning or entire prompt is
+    not trained on; rows without another answer are dropped."""
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -198,7 +194,7 @@ class SFTDataConfig(DataConfig):
         yield from self._without_effect()
 
     def _named_keys(self) -> dict[str, str]:
-        """The columns to learn from that the recipe names itself."""
+        """Return the columns to learn from that the recipe sets itself."""
         keys = {
             "messages_key": self.messages_key,
             "response_key": self.response_key,
@@ -210,7 +206,8 @@ class SFTDataConfig(DataConfig):
         return [path for path in self.files if key in (columns_of(path) or ())]
 
     def _without_effect(self) -> Iterator[str]:
-        """Settings that no row of the files reads, if their first rows are all of one kind."""
+        """Yield an error for each setting that no row of the files uses, if the first rows of all
+        files are of the same kind."""
         if not self.files or len(self.files) < len(self.sources):
             return
         kinds = {self._kind_of(path) for path in self.files}
@@ -237,35 +234,33 @@ class SFTDataConfig(DataConfig):
 
 
 class PreferenceDataConfig(DataConfig):
-    """Pairs: a chosen and a rejected response to one prompt."""
+    """Pairs of a chosen and a rejected response to one prompt."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     chosen_key: str = "chosen"
-    """Column with the better response (a string, or chat messages that follow the prompt)."""
+    """Column with the better response (text, or chat messages that follow the prompt)."""
     rejected_key: str = "rejected"
     """Column with the worse response."""
     margin_key: str | None = None
-    """Column with a number that says by how much (reward models). None: no margins."""
+    """Column with the strength of the preference, a number (reward models). None: no margins."""
     label_key: str | None = None
-    """Single responses instead of pairs (job preference with loss kto): column that is true where
-    somebody liked the response, false where not. None: pairs."""
+    """Single responses instead of pairs (job preference, loss kto): column with true for liked
+    responses, else false. None: pairs."""
     response_key: str = "response"
-    """Column with the response where there is a ``label_key``."""
+    """Column with the response if ``label_key`` is set."""
     prompt_template: str | None = None
-    """Python format string over the row's columns that makes the prompt. None: the column as it
-    is."""
+    """Prompt as a format string over the columns. None: the column itself."""
     apply_chat_template: bool = False
     """Wrap prompt and responses as user and assistant messages."""
     repeated_prompt: Literal["auto", "strip", "keep"] = "auto"
-    """Responses (text) that begin with the whole prompt. strip: take it off. keep: it belongs to
-    the response. auto: strip, if all of a source's first 100 rows repeat it; the log says so."""
+    """Responses (text) that begin with the entire prompt. strip: remove it. keep: part of the
+    response. auto: strip if all of a source's first 100 rows repeat it (logged)."""
     use_tokens: bool = True
-    """Learn the token ids that were sampled for a response, if the row has them (columns
-    ``chosen_tokens``, ``rejected_tokens``, ``response_tokens``: rows of the job generate) and they
-    decode to its text."""
+    """Train on sampled token ids if the row has them (``chosen_tokens``, ``rejected_tokens``,
+    ``response_tokens``, from generate) and they decode to its text."""
     max_len: int = Field(2048, ge=2)
-    """Longest prompt + response in tokens; ``overlong`` says what happens beyond."""
+    """Maximum tokens of prompt + response; see ``overlong``."""
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -284,13 +279,13 @@ class PreferenceDataConfig(DataConfig):
         yield from missing_columns(self.files, wanted)
 
     def missing_pairs(self, name: str) -> Iterator[str]:
-        """One sentence for each file without a column of pairs, for what reads nothing else.
-        ``name``: what the recipe calls these data."""
+        """Yield an error for each file without the columns of pairs, for readers that accept only
+        pairs. ``name``: the data's key in the recipe."""
         wanted = {f"{name}.chosen_key": self.chosen_key, f"{name}.rejected_key": self.rejected_key}
         yield from missing_columns(self.files, wanted)
 
     def files_without_pairs(self) -> Iterator[str]:
-        """Paths of the sources that are files, are there, and have no two responses in a row."""
+        """Yield the paths of file sources that exist and have no two responses in a row."""
         for path in self.files:
             have = columns_of(path)
             if have is not None and not {self.chosen_key, self.rejected_key} <= set(have):

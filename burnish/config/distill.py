@@ -1,4 +1,4 @@
-"""The recipe of the job ``distill``."""
+"""Recipe of the job ``distill``."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from burnish.config.teacher import DistillLossConfig, ForwardKlLoss, TeacherConf
 
 
 class DistillConfig(SupervisedJob):
-    """``burnish distill``: a student learns a teacher's distribution over every next token of given
-    rows."""
+    """``burnish distill``: train a student on a teacher's distribution over every next token of
+    given rows."""
 
     job: Literal["distill"] = "distill"
-    """Which job the recipe is for."""
+    """Job of the recipe."""
     data: SFTDataConfig
-    """Rows, as for ``sft``: their responses (``train_on_prompt``: all tokens) are what teacher and
-    student are compared on. What a teacher wrote itself is usual."""
+    """Rows, as for ``sft``. The models are compared on their responses (``train_on_prompt``: on all
+    tokens), which the teacher usually generated."""
     eval_data: SFTDataConfig | None = None
     """Held-out rows. None: no evaluation."""
     teacher: TeacherConfig
-    """The model to learn from."""
+    """Model to learn from."""
     loss: DistillLossConfig = ForwardKlLoss()
-    """``forward_kl | reverse_kl | jsd``, or a node with ``kind`` and its options: what is made
-    small, per token."""
+    """Divergence to minimize per token: a kind, or a mapping."""
     temperature: float = Field(1.0, gt=0)
-    """Divides the logits of both models before they are compared; the divergence is multiplied by
-    its square (arXiv 1503.02531). Above 1 the less likely tokens count for more."""
+    """Divisor of both models' logits; the divergence is multiplied by its square (arXiv
+    1503.02531). Above 1, unlikely tokens weigh more."""
     nll_weight: float = Field(0.0, ge=0, lt=1)
-    """Share w of the ordinary loss on the data's own tokens: (1 - w) x divergence + w x negative
-    log-likelihood."""
+    """Weight w of the negative log-likelihood of the rows' tokens: (1 - w) x divergence + w x
+    nll."""
 
     @property
     def rows(self) -> SFTDataConfig:
-        """The training data."""
+        """Training data."""
         return self.data
 
     def roles(self) -> tuple[TrainRole, ...]:

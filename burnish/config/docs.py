@@ -1,7 +1,6 @@
 """Print the config tree of one job as a table: ``burnish config``.
 
-Every text is the docstring under the field, so a field is documented where it is declared and
-nowhere else."""
+Every text is the docstring under the field, so each field is documented only in its declaration."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ class FieldRow(NamedTuple):
 
 
 def fields_table(job: str) -> list[FieldRow]:
-    """Every key of a job's recipe, in the order of the config classes.
+    """Return every key of a job's recipe, in the order of the config classes.
 
-    The keys of a variant say in their text for which kinds they exist. A group of keys that stands
-    in the tree several times (such as a model's) is spelt out once and referred to after that."""
+    The text of a variant's key names the kinds that have it. A group of keys that occurs several
+    times in the tree (such as a model's) is listed once and referenced afterward."""
     return list(_rows(JOBS[job], "", seen={}))
 
 
@@ -52,12 +51,12 @@ def table_row(path: str, kind: str, default: str, text: str) -> str:
 
 
 def class_text(cls: type[Node]) -> str:
-    """A config class's docstring on one line, with Markdown's single backticks."""
+    """Return the docstring of a config class on one line, with Markdown's single backticks."""
     return _one_line(inspect.getdoc(cls) or "")
 
 
 def own_text(cls: type[Node]) -> str:
-    """Return the docstring that a class has itself, on one line; empty if it has none."""
+    """Return the docstring that a class itself defines, on one line, or an empty string."""
     return _one_line(inspect.cleandoc(vars(cls).get("__doc__") or ""))
 
 
@@ -79,7 +78,7 @@ def _rows(node: type[Node], above: str, *, seen: dict[type[Node], str]) -> Itera
 def _variant_rows(
     node: type[Node], above: str, *, seen: dict[type[Node], str]
 ) -> Iterator[FieldRow]:
-    """The rows of a node below a field; those of a variant begin with its kinds."""
+    """Yield the rows of a node below a field. Those of a variant begin with its kinds."""
     kinds = kinds_of(node)
     if not kinds:
         yield from _rows(node, above, seen=seen)

@@ -1,4 +1,4 @@
-"""The recipe of the job ``evaluate``."""
+"""Recipe of the job ``evaluate``."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class EvaluateConfig(InferenceJob):
     ``eval.generate_max_len`` is required, because there is no ``rollout`` to take it from."""
 
     job: Literal["evaluate"] = "evaluate"
-    """Which job the recipe is for."""
+    """Job of the recipe."""
     run_dir: PathText = "runs/{job}-{time}"
-    """Folder of the results; ``{job}`` and ``{time}`` are filled in. Must be new or empty."""
+    """Folder of the results; ``{job}`` and ``{time}`` are replaced. Must be new or empty."""
     eval: EvalConfig
     """Prompts, samples and thresholds."""
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
-    """What scores the responses."""
+    """Rewards of the responses."""
     engine: RolloutEngineConfig = LocalEngine()
-    """Which engine samples."""
+    """Rollout engine."""
     observe: TrackersConfig = TrackersConfig()
-    """Trackers of the scores, besides the run folder."""
+    """Trackers of the scores, in addition to the run folder."""
 
     @property
     def scored_by(self) -> tuple[RewardConfig, ...]:

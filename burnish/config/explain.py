@@ -1,4 +1,4 @@
-"""pydantic's errors as lines for people: what is wrong with which key, and what to write."""
+"""Convert pydantic's errors to readable lines: the key, the problem, and a fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALIASES = {
     "beta": "init_kl_coef",
     "model_name_or_path": "path",
 }
-"""What other trainers call our keys."""
+"""Names of our keys in other trainers."""
 
 _BOUNDS = {
     "greater_than": ("gt", "must be greater than {}"),
@@ -35,27 +35,28 @@ _BOUNDS = {
 
 
 def explain(cls: type[Node], error: ValidationError) -> list[str]:
-    """Every problem of a failed validation of ``cls``, one line each, without knock-on errors."""
+    """Return every problem of a failed validation of ``cls``, one line each, without consequential
+    errors."""
     found = error.errors()
     paths = [_Place(cls, e["loc"]).path for e in found]
     lines: list[str] = []
     for e, path in zip(found, paths, strict=True):
         below = any(other.startswith((f"{path}[", f"{path}.")) for other in paths)
         if e["type"] in ("too_short", "missing") and below:
-            continue  # the list is only short because an item in it failed, itself reported
+            continue  # the list is only short because an item failed, which is reported
         lines += _explain_one(cls, e)
     return list(dict.fromkeys(lines))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (nearest: x)`` for the closest of the known names, or nothing."""
+    """Return `` (nearest: x)`` for the closest of the known names, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (nearest: {close[0]})" if close else ""
 
 
 def meant_by(cls: type[Node], error: Any) -> str | None:
-    """The known key beside an unknown one that its name is nearest to, or that other trainers call
-    so; None where there is none, or the error is another one."""
+    """Return the known key at the same place that an unknown key is nearest to, by its name or its
+    name in other trainers. Return None if there is none, or for any other error."""
     if error["type"] != "extra_forbidden":
         return None
     place = _Place(cls, error["loc"])
@@ -64,7 +65,7 @@ def meant_by(cls: type[Node], error: Any) -> str | None:
 
 
 class _Place:
-    """Where in the tree an error is: ``loc`` without union tags, and the classes that own its last
+    """Place of an error in the tree: ``loc`` without union tags, and the classes that own its last
     key."""
 
     def __init__(self, cls: type[Node], loc: tuple[int | str, ...]) -> None:
@@ -76,11 +77,11 @@ class _Place:
         for part in loc:
             if isinstance(part, int):
                 self.path += f"[{part}]" if is_list(self.annotation) else ""
-            elif len(self.below) > 1:  # pydantic puts the tag of a union after the union
+            elif len(self.below) > 1:  # pydantic appends the tag of a union
                 self.below = [node for node in self.below if part in kinds_of(node)]
             elif self.below:
                 self._enter(part)
-            # else: pydantic's name for one branch of a plain union, which is no key
+            # else: pydantic's name for one branch of a plain union, which is not a key
 
     def _enter(self, part: str) -> None:
         self.owners, self.key = self.below, part
@@ -90,7 +91,7 @@ class _Place:
         self.below = nodes_in(self.annotation)
 
     def help(self) -> str:
-        """The field's own text, in brackets."""
+        """Return the field's help text in parentheses."""
         field = self.owners[0].model_fields.get(self.key or "")
         text = (
             field.description if field is not None and self.path.endswith(self.key or "") else None

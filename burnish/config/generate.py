@@ -1,4 +1,5 @@
-"""Batch inference (job generate): how prompts are answered, and which responses become rows."""
+"""Config of batch inference (job generate): sampling, and the choice of responses for the
+output."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from burnish.config.rollout import LocalEngine, RolloutEngineConfig, SamplingCon
 
 
 class GenerateRollout(SamplingConfig):
-    """How responses are sampled, and how many prompts are one step."""
+    """Options for sampling responses, and the number of prompts per step."""
 
     rollout_batch_size: int = Field(256, ge=1)
-    """PROMPTS per step (P). A step is sampled, scored and kept whole: a killed run loses the one it
-    was in, and a resumed one has the same steps, so its responses are the same."""
+    """PROMPTS per step (P). Steps are sampled, scored and saved atomically: a killed run loses only
+    its current step, and a resumed one has the same steps and responses."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Samples per prompt (n)."""
     engine: RolloutEngineConfig = LocalEngine()
-    """Which engine samples."""
+    """Rollout engine."""
 
     def rules(self) -> Iterator[str]:
         if self.temperature == 0 and self.n_samples_per_prompt > 1:
@@ -43,34 +44,32 @@ class AllSamples(Node):
 
 class _Chosen(Node):
     keep_truncated: bool = False
-    """Also take responses that were cut at ``generate_max_len``. A job that learns from the text of
-    the rows (``with_tokens: false``) puts an end token behind each, so a response that was cut
-    teaches to stop in mid-sentence."""
+    """Also use responses truncated at ``generate_max_len``. Jobs that learn from text
+    (``with_tokens: false``) append an end token, so these teach stopping mid-sentence."""
 
 
 class BestOfN(_Chosen):
-    """One row for each prompt, its response with the highest reward: ``prompt``, ``response``. SFT
+    """One row for each prompt with its highest-reward response: ``prompt``, ``response``. SFT
     data."""
 
     kind: Literal["best_of_n"]
     min_reward: float | None = None
-    """Leave a prompt out whose best response has less than this (rejection sampling). None: no
-    bound."""
+    """Drop a prompt if its best reward is lower (rejection sampling). None: no bound."""
 
 
 class BestWorstPairs(_Chosen):
-    """One row for each prompt, its best response over its worst: ``prompt``, ``chosen``,
-    ``rejected``, ``margin``. Data for ``preference`` and ``rm``. Prompts whose rewards are all
-    equal are left out."""
+    """One row for each prompt with its best and worst responses: ``prompt``, ``chosen``,
+    ``rejected``, ``margin``. Data for ``preference`` and ``rm``. Prompts with equal rewards are
+    dropped."""
 
     kind: Literal["pairs"]
     min_margin: float = Field(0.0, ge=0)
-    """Leave a prompt out where the two rewards differ by less than this. 0: no bound."""
+    """Drop a prompt if its two rewards differ by less. 0: no bound."""
 
 
 class RewardConditioned(_Chosen):
-    """One row for every response, with its reward stated in the prompt (``condition.template``):
-    ``prompt``, ``response``. SFT data for a policy that is told which reward to reach."""
+    """One row for every response, with its reward in the prompt (``condition.template``):
+    ``prompt``, ``response``. SFT data for a policy conditioned on a reward."""
 
     kind: Literal["conditioned"]
 
@@ -88,15 +87,14 @@ GenerateMode = Annotated[
 
 
 class ConditionConfig(Node):
-    """A reward stated in the prompt."""
+    """Statement of a reward in the prompt."""
 
     template: str
-    """Python format string with ``{prompt}`` and ``{reward}``, e.g. ``"Quality:
-    {reward:.1f}\\n{prompt}"``. ``{prompt}`` is the prompt's text, or the content of its last user
-    message."""
+    """Python format string with ``{prompt}`` (text, or content of the last user message) and
+    ``{reward}``, e.g. ``"Quality: {reward:.1f}\\n{prompt}"``."""
     wanted_reward: float | None = None
-    """Sample with this reward stated in every prompt: the inference of a policy that was trained on
-    ``conditioned`` rows. None: sample with the prompts as they are."""
+    """Reward in every prompt while sampling, for a policy trained on ``conditioned`` rows. None:
+    unchanged prompts."""
 
     def rules(self) -> Iterator[str]:
         example = "write it as e.g. 'Quality: {reward:.1f}\\n{prompt}'"
@@ -113,36 +111,35 @@ class ConditionConfig(Node):
 
 
 class GenerateConfig(RowsJob):
-    """``burnish generate``: answers to a file of prompts as rows of a file, all of them or chosen
-    by reward; data for the next job.
+    """``burnish generate``: sample responses to a file of prompts, and write all, or those chosen
+    by reward, as rows for the next job.
 
-    Modes other than ``all`` need a reward with a weight, and ``best_of_n`` and ``pairs`` need
-    ``n_samples_per_prompt`` of 2 or more. ``running_norm`` of a reward and
-    ``data.overlong: truncate_left`` are refused."""
+    Modes other than ``all`` need a reward with a weight; ``best_of_n`` and ``pairs`` also
+    ``n_samples_per_prompt`` of 2 or more. Rewards with ``running_norm``, and ``data.overlong:
+    truncate_left``, are refused."""
 
     job: Literal["generate"] = "generate"
-    """Which job the recipe is for."""
+    """Job of the recipe."""
     data: PromptDataConfig
-    """Prompts. Read once, in order, without shuffling; weights of sources mean nothing here."""
+    """Prompts. Read once, in order; source weights are ignored."""
     num_prompts: int | None = Field(None, ge=1)
-    """Take only the first this many. None: all."""
+    """Use only the first this many prompts. None: all."""
     rollout: GenerateRollout = GenerateRollout()
-    """How responses are sampled."""
+    """Sampling of responses."""
     rewards: tuple[RewardConfig, ...] = ()
-    """What scores them; the total is the weighted sum. Empty: nothing does."""
+    """Rewards; the total is their weighted sum. Empty: responses are not scored."""
     mode: GenerateMode = AllSamples()
-    """Which responses become rows: ``all | best_of_n | pairs | conditioned``, or a node with
-    ``kind`` and its options."""
+    """Responses that become rows: a kind, or a mapping."""
     condition: ConditionConfig | None = None
-    """A reward stated in the prompts: of the rows (mode ``conditioned``), or while sampling
+    """Reward in the prompts: of the rows (mode ``conditioned``), or while sampling
     (``wanted_reward``). None: none."""
     output: PathText = "{run_dir}/generated.jsonl"
-    """File that is written at the end, ``.jsonl`` or ``.parquet``; must not exist. ``{run_dir}`` is
-    filled in. Its ``prompt`` is what the model read: text, or messages (system prompt and templates
-    included), so it is data for the next job as it stands."""
+    """Output file, ``.jsonl`` or ``.parquet``, written at the end; must not exist. ``{run_dir}`` is
+    replaced. ``prompt`` is the model's input (text or messages, system prompt and templates
+    included), ready for the next job."""
     with_tokens: bool = True
-    """Also write the token ids of every prompt and response. The jobs sft, preference and rm learn
-    them as they were sampled; text does not say how it was split into tokens."""
+    """Also write token ids of prompts and responses, for sft, preference and rm to train on exactly
+    these. Text does not determine the tokenization."""
 
     @property
     def scored_by(self) -> tuple[RewardConfig, ...]:

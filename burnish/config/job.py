@@ -1,4 +1,4 @@
-"""Fields and rules that several jobs share: those of every job, of training, of given rows."""
+"""Fields and rules shared by several jobs: all jobs, training jobs, and jobs on given rows."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ GivenRows = SFTDataConfig | PreferenceDataConfig | PairsDataConfig | StepsDataCo
 
 
 class JobConfig(Node):
-    """Fields that every job has."""
+    """Fields of every job."""
 
     job: str
-    """Which job the recipe is for."""
+    """Job of the recipe."""
     run_dir: PathText = "runs/{job}"
-    """Run folder; ``{job}`` and ``{time}`` are filled in. Must be new or empty unless a run is
+    """Run folder; ``{job}`` and ``{time}`` are replaced. Must be new or empty unless a run is
     resumed."""
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
-    """Seed of everything random: data order, sampling, initial heads, dropout."""
+    """Seed of all random choices: data order, sampling, initial heads, dropout."""
     model: ModelConfig
-    """The model that is trained (for rl: the policy)."""
+    """Model to train (for rl: the policy)."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where the parts of the job run."""
+    """Runtime and placement of the job's roles."""
 
     @model_validator(mode="after")
     def _report_all_broken_rules(self) -> JobConfig:
@@ -66,8 +66,8 @@ class JobConfig(Node):
 
     @abstractmethod
     def roles(self) -> tuple[Role, ...]:
-        """Return every role of the job. (It depends on no batch size, so that a recipe whose sizes
-        contradict each other has its other mistakes reported too.)"""
+        """Return every role of the job. Roles do not depend on batch sizes, so a recipe with
+        inconsistent batch sizes has its other errors reported too."""
 
     @abstractmethod
     def resolve(self) -> JobSpec:
@@ -75,24 +75,24 @@ class JobConfig(Node):
 
 
 class TrainingJob(JobConfig):
-    """Fields that every job with gradient steps has."""
+    """Fields of every job with gradient steps."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is kept."""
+    """When checkpoints are saved and which are kept."""
     observe: ObserveConfig = ObserveConfig()
-    """What is written and printed."""
+    """Files and progress output of the run."""
 
     @property
     def rows_per_unit(self) -> int:
-        """Rows that are one unit of a batch: 2 for pairs."""
+        """Number of rows per unit of a batch: 2 for pairs, else 1."""
         return 1
 
     @abstractmethod
     def batch_plan(self) -> BatchPlan:
-        """The batch sizes after derivation. Raises BatchError."""
+        """Return the batch sizes after derivation. Raises BatchError."""
 
     def launch_table(self) -> list[tuple[str, str, str]]:
-        """Rows (name, value, how it comes about) of what is printed at start."""
+        """Return rows (name, value, origin) of the table printed at start."""
         return batch_table(self.batch_plan())
 
     def resolve(self) -> JobSpec:
@@ -114,37 +114,35 @@ class TrainingJob(JobConfig):
 
 
 class SupervisedJob(TrainingJob):
-    """Fields of the jobs that learn from given rows."""
+    """Fields of the jobs that train on given rows."""
 
     train: TrainConfig
     """Batches, optimizer, schedule."""
     max_epochs: int = Field(1, ge=1)
-    """Passes over the data. (Rows that ``overlong: drop`` leaves out are counted as if they were
-    there.)"""
+    """Passes over the data. Rows dropped by ``overlong: drop`` count too."""
     drop_last: bool = True
-    """Leave out the rows at the end of the last epoch that do not fill a batch. False: the last
-    step learns them as a smaller batch (its mean is over its own tokens or rows), so that each row
-    is seen exactly ``max_epochs`` times; several sources need ``data.mix: size``."""
+    """Drop the last epoch's rows that do not fill a batch. False: the last step is a smaller batch,
+    averaged over its own tokens or rows, so each row is seen exactly ``max_epochs`` times; several
+    sources need ``data.mix: size``."""
     max_steps: int | None = Field(None, ge=1)
-    """Stop after this many optimizer steps even if epochs are left. None: by epochs."""
+    """Stop after this many optimizer steps at the latest. None: by epochs."""
     eval_every_n_steps: int = Field(0, ge=0)
-    """Measure on ``eval_data`` every this many steps, beside step 0 and the end. 0: only those
-    two."""
+    """Evaluate on ``eval_data`` every this many steps, and at step 0 and the end. 0: only then."""
 
     def batch_plan(self) -> BatchPlan:
-        """The batch sizes after derivation. Raises BatchError."""
+        """Return the batch sizes after derivation. Raises BatchError."""
         return derived_batch(self.train, self.cluster)
 
     @property
     @abstractmethod
     def rows(self) -> GivenRows:
-        """The training data."""
+        """Training data."""
 
     def roles(self) -> tuple[TrainRole, ...]:
         return (self.trained_role("policy"),)
 
     def trained_role(self, kind: ClusterRole) -> TrainRole:
-        """Return the role of the model that learns."""
+        """Return the role of the model that is trained."""
         return TrainRole(
             name=kind,
             kind=kind,
@@ -159,24 +157,25 @@ class SupervisedJob(TrainingJob):
 
     @property
     def rows_per_item(self) -> int:
-        """Rows of a batch that one row of the data makes."""
+        """Number of batch rows per row of the data."""
         return 1
 
     def steps_for(self, num_rows: int) -> int:
-        """Optimizer steps over ``num_rows`` rows."""
+        """Return the number of optimizer steps over ``num_rows`` rows."""
         size = self.batch_plan().train_batch_size
         rows = num_rows * self.max_epochs
         by_epochs = max(1, rows // size if self.drop_last else -(-rows // size))
         return min(by_epochs, self.max_steps or by_epochs)
 
     def batch_size_at(self, step: int, num_rows: int) -> int:
-        """Rows that optimizer step ``step`` (from 1) takes of data with ``num_rows`` rows."""
+        """Return the number of rows that optimizer step ``step`` (from 1) takes of data with
+        ``num_rows`` rows."""
         size = self.batch_plan().train_batch_size
         left = num_rows * self.max_epochs - (step - 1) * size
         return min(size, left) if not self.drop_last and left > 0 else size
 
     def launch_table(self) -> list[tuple[str, str, str]]:
-        """The batch, and how often each row is seen."""
+        """Return rows for the batch and for the number of times each row is seen."""
         table, num = super().launch_table(), total_rows(self.rows, self.rows_per_item)
         if num is None:
             return table
@@ -195,32 +194,31 @@ class SupervisedJob(TrainingJob):
 
 
 class InferenceJob(JobConfig):
-    """Fields that every job without gradient steps has."""
+    """Fields of every job without gradient steps."""
 
     device: str = "auto"
-    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
-    ``cuda:1``."""
+    """``auto`` (CUDA if available, else CPU), or a torch device such as ``cpu`` or ``cuda:1``."""
     on_reward_failure: FailurePolicy = FailurePolicy()
-    """What happens when a reward fails. (score: ``drop_group`` writes null.)"""
+    """Treatment of failed rewards. (score: ``drop_group`` writes null.)"""
 
     @abstractmethod
     def rollout_role(self) -> RolloutRole | None:
-        """Return the role of the engine that samples; None if nothing is sampled."""
+        """Return the role of the rollout engine, or None if nothing is sampled."""
 
     @property
     @abstractmethod
     def scored_by(self) -> tuple[RewardConfig, ...]:
-        """The rewards of the responses."""
+        """Rewards of the responses."""
 
     @property
     @abstractmethod
     def row_lengths(self) -> RowLengths:
-        """The longest prompt and response."""
+        """Maximum prompt and response lengths."""
 
     @property
     @abstractmethod
     def rows_per_step(self) -> int:
-        """Responses of one step."""
+        """Number of responses per step."""
 
     def roles(self) -> tuple[Role, ...]:
         rollout = self.rollout_role()
@@ -250,10 +248,10 @@ class RowsJob(InferenceJob):
     """Fields of the jobs that write rows of data."""
 
     output: PathText
-    """File that is written at the end, ``.jsonl`` or ``.parquet``; must not exist. ``{run_dir}`` is
-    filled in."""
+    """Output file, ``.jsonl`` or ``.parquet``, written at the end; must not exist. ``{run_dir}`` is
+    replaced."""
     observe: ObserveConfig = ObserveConfig()
-    """What is written and printed beside the rows."""
+    """Other files and progress output of the run."""
 
     def rules(self) -> Iterator[str]:
         if PurePath(self.output).suffix.lower() not in OUTPUT_KINDS:
@@ -277,7 +275,7 @@ def derived_batch(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:
 
 
 def training_rules(job: TrainingJob, train: TrainConfig) -> Iterator[str]:
-    """Yield the broken rules between the fields that every training job has."""
+    """Yield the broken rules between the fields of every training job."""
     try:
         job.batch_plan()
     except BatchError as error:

@@ -1,4 +1,5 @@
-"""Recipe file + dotted overrides -> a frozen config, or one error that lists all that is wrong."""
+"""Load a recipe file and dotted overrides into a frozen config, or raise one error that lists all
+problems."""
 
 from __future__ import annotations
 
@@ -23,8 +24,7 @@ _log = logging.getLogger("burnish")
 
 
 class ConfigError(BurnishError, ValueError):
-    """A recipe that cannot be run. The message lists every problem found, with where and what to
-    do."""
+    """A recipe that cannot be run. The message lists every problem with its place and a fix."""
 
 
 def load_config(
@@ -37,13 +37,13 @@ def load_config(
 
     ``recipe`` is the path of a YAML file or a mapping. ``overrides`` are ``dotted.key=value``
     strings whose values are YAML (``train.lr=1e-6``, ``rollout.stop=["\\n"]``); list items are
-    reached by number (``rewards.0.weight=2``). ``job`` is the job the caller wants; a recipe for
-    another one is refused.
+    addressed by number (``rewards.0.weight=2``). ``job`` is the expected job; a recipe for another
+    one is refused.
 
-    Raises ConfigError: unreadable file, unknown or misspelt key (with the nearest name), wrong
-    type, or a broken rule between fields. All problems are in the one message. Settings that work
-    and are rarely meant are warnings of the logger ``burnish`` (without a handler: on stderr), here
-    and nowhere else but in a run's run.log."""
+    Raises ConfigError for an unreadable file, an unknown or misspelled key (with the nearest name),
+    a wrong type, or a broken rule between fields. One message contains all problems. Settings that
+    are valid but rarely intended are logged as warnings by the logger ``burnish`` (on stderr if it
+    has no handler). Apart from here, they appear only in the run.log of a run."""
     where, tree, cls = _read(recipe, overrides, wanted=job)
     problems: list[str] = []
     for override in overrides:
@@ -64,14 +64,14 @@ def load_config(
 
 
 def dump_yaml(config: JobConfig) -> str:
-    """The resolved config as YAML that :func:`load_config` reads back to an equal config."""
+    """Return the resolved config as YAML that :func:`load_config` reads back to an equal config."""
     return dump(config.model_dump(mode="json"))
 
 
 def _read(
     recipe: str | Path | Mapping[str, Any], overrides: Sequence[str], *, wanted: str | None
 ) -> tuple[str, dict[str, Any], type[JobConfig]]:
-    """Where the recipe is from, its tree, and the class of its job."""
+    """Return the recipe's source, its tree, and the class of its job."""
     if isinstance(recipe, Mapping):
         tree = _copy(recipe)
         return "recipe", tree, JOBS[_job_name("recipe", tree, overrides, wanted=wanted)]
@@ -116,7 +116,8 @@ def _copy(value: Any) -> Any:
 def _job_name(
     where: str, tree: Mapping[str, Any], overrides: Sequence[str], *, wanted: str | None
 ) -> str:
-    """The job the recipe is for. Raises ConfigError if it is not known or not the wanted one."""
+    """Return the name of the recipe's job. Raises ConfigError if it is unknown or not the wanted
+    one."""
     said = [o.removeprefix("job=") for o in overrides if o.startswith("job=")]
     named = str(said[-1] if said else tree.get("job") or wanted or "")
     jobs = ", ".join(JOBS)
@@ -137,15 +138,15 @@ def _job_name(
 def _rules_despite_errors(
     cls: type[JobConfig], tree: Mapping[str, Any], error: ValidationError
 ) -> list[str]:
-    """Broken rules beside what is wrong already: pydantic looks at no rule while any field is
-    wrong, and the user wants both in one go.
+    """Return the broken rules of a recipe that has other errors. pydantic checks no rules while any
+    field is invalid, and one report should list both.
 
-    The rules are those of the recipe with misspelt keys in the place of what they most probably
-    mean, and without the other wrong values. What they say of such a key may only be so because of
-    that, and is left out."""
+    Misspelled keys are first replaced by their most probable meaning, and other invalid values are
+    removed. Rule messages about these keys are left out, because the replacement may be their
+    cause."""
     mended = _copy(tree)
     wrong = [_correct_misspelled_keys(cls, mended, e) for e in error.errors()]
-    if None in wrong:  # too much is wrong
+    if None in wrong:  # too many errors
         return _rules_of_valid_nodes(cls, tree, error)
     try:
         cls.model_validate({"job": cls.model_fields["job"].default, **mended})
@@ -158,12 +159,12 @@ def _rules_despite_errors(
 
 
 def _correct_misspelled_keys(cls: type[JobConfig], tree: Any, error: Any) -> str | None:
-    """Take the key that ``error`` is about out of ``tree``, or put it where it was meant to be. Its
-    name; None where the error is not about one key of a mapping."""
+    """Remove the key of ``error`` from ``tree``, or move its value to the intended key. Return the
+    key's name, or None if the error is not about a single key of a mapping."""
     if error["type"] in ("missing", "value_error") or "union" in error["type"]:
         return None
     holder, key = None, None
-    for part in error["loc"]:  # among them are names of branches of unions, which are no keys
+    for part in error["loc"]:  # may contain names of union branches, which are not keys
         if isinstance(tree, dict) and part in tree:
             holder, key, tree = tree, part, tree[part]
         elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
@@ -180,8 +181,8 @@ def _correct_misspelled_keys(cls: type[JobConfig], tree: Any, error: Any) -> str
 def _rules_of_valid_nodes(
     cls: type[JobConfig], tree: Mapping[str, Any], error: ValidationError
 ) -> list[str]:
-    """Broken rules inside those of the root's fields that are valid themselves. Rules between the
-    root's fields have to wait: they need all of them."""
+    """Return the broken rules inside the root's valid fields. Rules between the root's fields are
+    not checked, because they need all fields."""
     wrong = {e["loc"][0] for e in error.errors() if e["loc"]}
     sound = {
         name: (field.annotation, field)

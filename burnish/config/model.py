@@ -1,4 +1,4 @@
-"""Which model, and how it is loaded."""
+"""Config of models: source, adapters, and number formats."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from burnish.config.base import Node, PathText
 
 
 class ScratchConfig(Node):
-    """A small Llama-style model with random weights and a character tokenizer, made on the spot."""
+    """A small Llama-style model with random weights and a character tokenizer, made at load."""
 
     alphabet: str = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz?:.,\n"
-    """Characters the tokenizer knows; any other character becomes the unknown token."""
+    """Characters of the tokenizer; any other one becomes the unknown token."""
     hidden_size: int = Field(64, ge=8)
     """Width of the residual stream."""
     num_layers: int = Field(2, ge=1)
@@ -26,9 +26,9 @@ class ScratchConfig(Node):
     num_kv_heads: int = Field(2, ge=1)
     """Key/value heads (grouped-query attention); must divide ``num_heads``."""
     max_position_embeddings: int = Field(512, ge=8)
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
     tie_word_embeddings: bool = True
-    """Whether the output projection is the input embedding."""
+    """Use the input embedding as the output projection."""
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
     """Seed of the random weights."""
 
@@ -45,38 +45,37 @@ class LoraConfig(Node):
     lora_rank: int = Field(16, ge=1)
     """Rank r of the adapters."""
     lora_alpha: float = Field(32.0, gt=0)
-    """Scale: the adapter's output is multiplied by alpha / rank."""
+    """The adapter's output is multiplied by alpha / rank."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapter's input, in training passes. 0 keeps the policy ratio exactly 1 at the
-    first update. (Dropout of the model's own config is off in the jobs rl and preference.)"""
+    """Dropout on the adapter's input in training passes. With 0 the policy ratio is exactly 1 at
+    the first update. (rl and preference disable dropout of the model's own config.)"""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Module names that get an adapter, or ``all-linear`` for every linear layer but the output
-    head."""
+    """Modules that get an adapter, or ``all-linear``: every linear layer except the output head."""
 
 
 class ModelConfig(Node):
     """A causal language model: from a folder, a hub name, a GGUF file, or from scratch."""
 
     path: PathText | None = None
-    """Folder or HuggingFace hub name. Set this or ``scratch``."""
+    """Folder or HuggingFace hub name. Set either this or ``scratch``."""
     gguf_file: str | None = None
-    """Name of a .gguf file inside ``path``; its weights are de-quantised at load."""
+    """Name of a .gguf file inside ``path``; its weights are dequantized at load."""
     scratch: ScratchConfig | None = None
-    """Make a small random model instead of loading one."""
+    """Create a small random model instead of loading one."""
     tokenizer_path: PathText | None = None
     """Folder or hub name of the tokenizer. None: the model's own."""
     revision: str | None = None
     """Hub revision (branch, tag or commit). None: the default branch."""
     trust_remote_code: bool = False
-    """Allow Python code shipped with the model to run. Off: such a model is refused."""
+    """Run Python code shipped with the model. False: such a model is refused."""
     chat_template: str | None = None
     """Jinja chat template, or a path to one. None: the tokenizer's own."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights. None: full fine-tuning."""
 
     def with_absolute_paths(self) -> ModelConfig:
-        """The same with the full paths of what is on this machine, for processes that work in
-        another folder. The name of a hub's model stays as it is."""
+        """Return a copy with absolute paths of files that exist on this machine, for processes in
+        another working directory. Hub names are unchanged."""
         names = {n: vars(self)[n] for n in ("path", "tokenizer_path", "chat_template")}
         found = {
             n: os.path.abspath(v) for n, v in names.items() if v is not None and os.path.exists(v)
@@ -93,7 +92,7 @@ class ModelConfig(Node):
 
 
 def lora_advice(model: ModelConfig) -> Iterator[str]:
-    """Warn of adapter dropout with a loss that compares two policies."""
+    """Warn about adapter dropout with a loss that compares two policies."""
     if model.lora is not None and model.lora.lora_dropout:
         yield (
             f"model.lora.lora_dropout={model.lora.lora_dropout:g} is active in training passes and "
@@ -103,23 +102,23 @@ def lora_advice(model: ModelConfig) -> Iterator[str]:
 
 
 class CriticConfig(Node):
-    """The value model of PPO."""
+    """Value model of PPO."""
 
     model: ModelConfig | None = None
-    """Where the critic's body starts from. None: the policy's own model. A language model gets a
-    new value head of zeros; a reward model keeps its own."""
+    """Initial model. None: the policy's. A language model gets a new value head of zeros; a reward
+    model keeps its own."""
     lr: float | None = Field(None, gt=0)
     """Learning rate of the critic. None: ``train.lr``."""
     value_clip: float | None = Field(0.2, gt=0)
-    """Clip range of the value around its old value (arXiv 1707.06347 implementations). None: no
-    clipping."""
+    """Clip range of the value around its old value (arXiv 1707.06347 implementations). None:
+    none."""
 
 
 class ReferenceConfig(Node):
-    """The frozen model that the KL term measures the distance from."""
+    """Frozen model that the KL term measures the distance from."""
 
     model: ModelConfig | None = None
-    """None: the policy as it was at the start of the run."""
+    """Reference model. None: the policy at the start of the run."""
 
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -129,29 +128,29 @@ class PrecisionConfig(Node):
     """Number formats of the trainer and of the rollout engine, and loss scaling (fp16 only)."""
 
     dtype: Dtype = "fp32"
-    """Compute format of the trainer. With fp16 and bf16, master weights, Adam's moments and the
-    update stay fp32."""
+    """Compute format of the trainer. Master weights, Adam's moments and the update are always
+    fp32."""
     rollout_dtype: Dtype | None = None
-    """Compute format of the rollout engine. None: same as ``dtype``, and then weights are shared,
-    not copied."""
+    """Compute format of the rollout engine. None: ``dtype``, with shared weights instead of a
+    copy."""
     grad_accum_dtype: Dtype = "fp32"
-    """Format in which gradients of micro-batches add up: fp32, or ``dtype`` itself (2 bytes per
-    parameter less between steps, and small gradients are lost in large sums)."""
+    """Format of gradient accumulation: fp32, or ``dtype`` (2 bytes per parameter less between
+    steps, but small gradients are lost in large sums)."""
     loss_scale: float | None = Field(None, ge=0, le=2.0**120)
-    """fp16: the loss is multiplied by this before backward and the gradient divided by it after.
-    0 or None: dynamic. Any other value: constant."""
+    """fp16: factor on the loss before backward, divided out of the gradients. 0 or None: dynamic.
+    Other values: constant."""
     initial_scale_power: int = Field(16, ge=0, le=120)
-    """A dynamic loss scale starts at 2 to this power."""
+    """Initial dynamic loss scale, as a power of 2."""
     loss_scale_window: int = Field(1000, ge=1)
-    """A dynamic loss scale doubles at the first clean step after this many clean steps since the
-    last overflow, and again after every so many."""
+    """Clean steps since the last overflow after which a dynamic loss scale doubles, at a clean
+    step, and again per such period."""
     hysteresis: int = Field(2, ge=1)
-    """The overflow, counted from the last growth, from which on each one halves the scale; the
-    ones before it only skip their step. 1: every overflow halves."""
+    """Overflows since the last growth from which on each one halves the scale; earlier ones only
+    skip their step. 1: every overflow halves it."""
     min_loss_scale: float = Field(1.0, gt=0)
-    """Floor of a dynamic loss scale. An overflow that would go below it stops the run."""
+    """Minimum of a dynamic loss scale. An overflow that would go below it stops the run."""
     consecutive_hysteresis: bool = False
-    """Forget earlier overflows at every clean step, instead of when the scale grows."""
+    """Reset the overflow count at every clean step, not when the scale grows."""
 
     @property
     def sampler_dtype(self) -> Dtype:

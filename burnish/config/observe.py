@@ -15,30 +15,30 @@ _MAX_PROJECT_CHARS, _MAX_TAG_CHARS, _MAX_NAME_CHARS = 128, 64, 128
 
 
 class WandbConfig(Node):
-    """Weights & Biases. The API key is never part of a recipe: set WANDB_API_KEY, or run ``wandb
-    login`` once."""
+    """Weights & Biases. The API key is never in a recipe: set WANDB_API_KEY, or run ``wandb login``
+    once."""
 
     project: str | None = Field(None, min_length=1, max_length=_MAX_PROJECT_CHARS)
-    """Project of the run. None: the environment variable WANDB_PROJECT, else ``burnish``."""
+    """Project of the run. None: environment variable WANDB_PROJECT, else ``burnish``."""
     name: str | None = Field(None, min_length=1, max_length=_MAX_NAME_CHARS)
     """Name of the run. None: the name of the run folder."""
     entity: str | None = Field(None, min_length=1)
-    """User or team that owns the project. None: WANDB_ENTITY, else the account's default."""
+    """User or team of the project. None: WANDB_ENTITY, else the account's default."""
     group: str | None = Field(None, min_length=1, max_length=_MAX_NAME_CHARS)
-    """Group that the run belongs to, e.g. all seeds of one experiment. None: no group."""
+    """Group of the run, e.g. all seeds of one experiment. None: no group."""
     tags: tuple[str, ...] = ()
     """Tags of the run."""
     mode: Literal["online", "offline"] | None = None
-    """online: upload during the run. offline: write into the run folder and never use the network;
-    ``wandb sync RUN_DIR/wandb`` uploads later. None: WANDB_MODE, else online."""
+    """online: upload during the run. offline: write to the run folder, without network; ``wandb
+    sync RUN_DIR/wandb`` uploads later. None: WANDB_MODE, else online."""
     sample_rows: int = Field(16, ge=0, le=1000)
-    """Samples per table, for training and held-out prompts each. At most ``samples_per_step``,
-    which the run folder keeps. 0: no tables."""
+    """Samples per table, for training and held-out prompts each, at most ``samples_per_step``. 0:
+    no tables."""
     samples_every_n_steps: int = Field(10, ge=1)
-    """Least number of steps between two tables of the same kind."""
+    """Minimum steps between two tables of the same kind."""
     timeout_s: float = Field(60.0, gt=0)
-    """Limit of each wait for the server: at the start (after which the run is recorded offline),
-    and at the end of the run for what is not uploaded yet."""
+    """Timeout of each wait for the server: at the start (the run is then recorded offline), and at
+    the end for uploads."""
 
     def rules(self) -> Iterator[str]:
         found = sorted(set(self.project or "") & set(_NOT_IN_PROJECTS))
@@ -57,8 +57,8 @@ class WandbConfig(Node):
 
 
 class TrackersConfig(Node):
-    """Trackers that receive the metrics of a run, besides metrics.jsonl. A tracker that fails or
-    hangs does not stop the run."""
+    """Trackers of a run's metrics, besides metrics.jsonl. Failing or hanging trackers do not stop
+    the run."""
 
     tensorboard: bool = False
     """Also write TensorBoard event files under ``tensorboard/``."""

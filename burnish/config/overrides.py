@@ -1,4 +1,4 @@
-"""``dotted.key=value`` from the command line, written into a recipe before it is validated."""
+"""Apply ``dotted.key=value`` overrides from the command line to a recipe before validation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from burnish.errors import BurnishError
 
 
 class OverrideError(BurnishError, ValueError):
-    """One override that cannot be applied: which, where it fails, and what can be written there."""
+    """An override that cannot be applied. The message contains the override, the failing part and
+    the valid values."""
 
 
 def apply_override(tree: dict[str, Any], override: str, cls: type[Node]) -> None:
     """Set one ``dotted.key=value`` in ``tree``, which will be validated as ``cls``.
 
-    List items are reached by number. A short form on the way (``advantage: gae``, a source that is
-    only a path) opens into its node so that its options can be set. Raises OverrideError."""
+    List items are addressed by number. A short form along the path (``advantage: gae``, a source
+    that is only a path) is expanded to its node, so that its options can be set. Raises
+    OverrideError."""
     keys, text = _parse(override)
     node: Any = tree
     annotation: Any = cls
@@ -52,8 +54,8 @@ def _parse(override: str) -> tuple[list[str], str]:
 
 
 def _below(annotation: Any, key: str, *, in_list: bool) -> Any:
-    """The annotation of a key (or list item) below ``annotation``; None if the key is not known
-    (validation says so)."""
+    """Return the annotation of a key (or list item) below ``annotation``, or None if the key is
+    unknown, which validation reports."""
     if in_list:
         return item_of(annotation) if is_list(annotation) else annotation
     fields = [node.model_fields[key] for node in nodes_in(annotation) if key in node.model_fields]
@@ -61,7 +63,7 @@ def _below(annotation: Any, key: str, *, in_list: bool) -> Any:
 
 
 def _opened(node: Any, annotation: Any, *, path: str, override: str) -> Any:
-    """``node`` as a mapping or list that the next key can go into."""
+    """Return ``node`` as a mapping or list that the next key can be set in."""
     if isinstance(node, (dict, list)):
         return node
     below = nodes_in(annotation)

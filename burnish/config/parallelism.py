@@ -1,5 +1,5 @@
-"""Which models of a job are shared out among several processes by their heads. Whether they can be
-is in their own configs: ``jobs/parallelism.py`` looks there."""
+"""Models of a job whose heads are split over several processes. ``jobs/parallelism.py`` checks
+against the models' own configs whether they can be split."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ParallelKind = Literal["rollout", "tensor", "sequence"]
 
 @dataclass(frozen=True)
 class ParallelDegree:
-    """A model, and among how many processes its heads are shared."""
+    """A model, and the number of processes over which its heads are split."""
 
     model: ModelConfig
     kind: ParallelKind
-    """rollout: vLLM's processes. tensor, sequence: a team of the torch engine's ranks."""
+    """rollout: vLLM's processes. tensor, sequence: a group of the torch engine's ranks."""
     size: int
 
 

@@ -1,4 +1,4 @@
-"""How often a job sees each row of its data, as lines of the batch table."""
+"""Lines of the batch table with the number of times a job sees each row of its data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from burnish.config.columns import json_value
 from burnish.config.data import DataConfig, EnvironmentSource, FileSource, SourceConfig
 
 _LARGEST = 2 << 30
-"""Text files beyond this many bytes are not counted before a run."""
+"""Text files with more bytes than this are not counted before a run."""
 
 Line = tuple[str, str, str]
 
 
 def num_rows(source: SourceConfig) -> int | None:
-    """Rows of a source. None: not known before it is opened (data sets of a hub, missing, large or
-    unreadable files)."""
+    """Return the number of rows of a source, or None if it is unknown before the source is opened
+    (hub datasets, and missing, large or unreadable files)."""
     if isinstance(source, EnvironmentSource):
         return source.size
     if not isinstance(source, FileSource):
@@ -29,7 +29,8 @@ def num_rows(source: SourceConfig) -> int | None:
 
 
 def total_rows(data: DataConfig, rows_per_item: int = 1) -> int | None:
-    """Rows of all sources, each counted as ``rows_per_item``. None: not known."""
+    """Return the number of rows of all sources, each counted as ``rows_per_item``, or None if
+    unknown."""
     sizes = [num_rows(source) for source in data.sources]
     return None if not all(sizes) else rows_per_item * sum(size or 0 for size in sizes)
 
@@ -37,8 +38,8 @@ def total_rows(data: DataConfig, rows_per_item: int = 1) -> int | None:
 def passes_lines(
     data: DataConfig, total: int, *, drawn: int, steps: int, more: str = ""
 ) -> list[Line]:
-    """Lines (name, value, how) that say how often each row is seen, if ``steps`` steps draw
-    ``drawn`` rows of ``total``. ``more``: is written behind the number of steps."""
+    """Return lines (name, value, origin) with the number of times each row is seen, if ``steps``
+    steps draw ``drawn`` rows of ``total``. ``more``: appended to the number of steps."""
     over = f"{steps} step{'s' * (steps > 1)}{more}"
     sizes = [num_rows(source) or 0 for source in data.sources]
     items = [size * total // sum(sizes) for size in sizes]
@@ -63,7 +64,7 @@ def _evenly(drawn: int, total: int) -> str:
 
 
 def _by_weight(data: DataConfig, sizes: Sequence[int], drawn: int) -> str:
-    """Expected passes over each source."""
+    """Return the expected passes over each source as text."""
     weights = [source.weight for source in data.sources]
     shares = [drawn * weight / sum(weights) for weight in weights]
     each = zip(data.sources, sizes, shares, strict=True)

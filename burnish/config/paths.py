@@ -1,4 +1,4 @@
-"""Paths of models: checks that need neither a library nor the network."""
+"""Checks of model paths that need neither a library nor the network."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from burnish.config.model import ModelConfig
 
 _HUB_NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _LOCAL_ROOTS = {"runs"}
-"""First parts of paths that are folders of this project, and no owner of a hub model."""
+"""First parts of paths that are folders of this project, not owners of hub models."""
 
 
 def looks_local(path: str) -> bool:
-    """Return whether ``path`` can only mean a folder of this machine, whether it exists or not.
+    """Return whether ``path`` can only be a folder of this machine, whether or not it exists.
 
     >>> [looks_local(p) for p in ("./m", "/data/m", "runs/m", "m.gguf", "owner/m", "m")]
     [True, True, True, True, False, False]
@@ -30,8 +30,8 @@ def looks_local(path: str) -> bool:
 
 
 def folder_problem(path: str) -> str | None:
-    """Return why ``path`` is no folder with a model, and what to give instead; None if it may be
-    one, or the name of a hub model."""
+    """Return why ``path`` is not a folder with a model, with a fix. Return None if it may be such a
+    folder or the name of a hub model."""
     folder = Path(path)
     if folder.is_file():
         gguf = f", and model.gguf_file={folder.name}" if folder.suffix == ".gguf" else ""
@@ -62,7 +62,7 @@ def _content_problem(folder: Path) -> str | None:
 
 
 def models_of(node: Node, path: str = "") -> Iterator[tuple[str, ModelConfig]]:
-    """Every model that a recipe names, with its key."""
+    """Yield every model that a recipe names, with its key."""
     if isinstance(node, ModelConfig):
         yield path, node
     for name, value in vars(node).items():
@@ -74,7 +74,8 @@ def models_of(node: Node, path: str = "") -> Iterator[tuple[str, ModelConfig]]:
 
 
 def model_problems(node: Node) -> list[str]:
-    """Every folder of a model in a recipe that does not exist or cannot hold one."""
+    """Return a problem for every model folder in a recipe that does not exist or cannot contain a
+    model."""
     found = []
     for key, model in models_of(node):
         for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):

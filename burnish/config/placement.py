@@ -1,5 +1,5 @@
-"""Which workers a job has on a cluster, and which GPUs and CPUs they stand on: arithmetic over a
-recipe, for the runtime that starts them and for everything that is said before."""
+"""Placement of a job's workers on GPUs and CPUs, computed from a recipe. The runtime starts workers
+by it, and earlier reports print it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from burnish.config.roles import role_of, sharing
 
 @dataclass(frozen=True)
 class PlacementGroupSpec:
-    """Equal places; in each stands one worker of every group in ``roles``."""
+    """Equal places, each with one worker of every group in ``roles``."""
 
     roles: tuple[str, ...]
     """Groups of workers, by the names of their roles."""
     count: int
     cpus: float
-    """Of one place."""
+    """CPUs of one place."""
     gpus: float
-    """Of one place. Its workers share them."""
+    """GPUs of one place, shared by its workers."""
 
     def __str__(self) -> str:
-        """For tables and messages."""
+        """Return the text for tables and messages."""
         what = f"{self.gpus:g} GPU{'s' * (self.gpus != 1)}" if self.gpus else f"{self.cpus:g} CPU"
         return f"{self.count} x {'+'.join(self.roles)} ({what} each)"
 
 
 def placement_groups(config: JobConfig) -> list[PlacementGroupSpec]:
-    """Every set of places that the job takes on a cluster."""
+    """Return every placement group of the job on a cluster."""
     roles = config.roles()
     size = next((role.tensor_parallel for role in roles if role.kind == "rollout"), 1)
     return placement_groups_for(
@@ -41,8 +41,8 @@ def placement_groups(config: JobConfig) -> list[PlacementGroupSpec]:
 def placement_groups_for(
     cluster: ClusterConfig, roles: Sequence[str], *, tensor_parallel_size: int = 1
 ) -> list[PlacementGroupSpec]:
-    """The places of the groups ``roles``. A rollout engine with ``tensor_parallel_size`` t is one
-    worker on t times the CPUs and GPUs of the others."""
+    """Return the placement groups of ``roles``. A rollout engine with ``tensor_parallel_size`` t is
+    one worker on t times the CPUs and GPUs of the others."""
     together = sharing(cluster, roles)
     sets = [together] if together else []
     sets += [[r] for r in roles if r not in together]
@@ -56,10 +56,9 @@ def placement_groups_for(
 
 
 def placement_text(config: JobConfig) -> str:
-    """The places of a job as one small table; empty where it is one process.
+    """Return the placement of a job as a small table, or an empty string if the job is one process.
 
-    Sources of the roles: ``cluster.layout`` and the numbers of ranks.
-    """
+    Sources: ``cluster.layout`` and the numbers of ranks."""
     if config.cluster.runtime == "inline":
         return ""
     placements = placement_groups(config)
@@ -68,7 +67,7 @@ def placement_text(config: JobConfig) -> str:
 
 
 def total_text(placements: Sequence[PlacementGroupSpec]) -> str:
-    """Return the resources of all placement groups together, e.g. ``72 GPUs, 65 CPUs``."""
+    """Return the total resources of all placement groups, e.g. ``72 GPUs, 65 CPUs``."""
     gpus = sum(p.count * p.gpus for p in placements)
     cpus = sum(p.count * p.cpus for p in placements)
     return (f"{gpus:g} GPUs, " if gpus else "") + f"{cpus:g} CPUs"

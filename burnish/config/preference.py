@@ -1,4 +1,4 @@
-"""The recipe of the job ``preference``."""
+"""Recipe of the job ``preference``."""
 
 from __future__ import annotations
 
@@ -27,48 +27,49 @@ from burnish.config.roles import (
 
 
 class PreferenceReferenceConfig(ReferenceConfig):
-    """The frozen model that preferences are measured against."""
+    """Frozen model that preferences are measured against."""
 
     precompute: bool = False
-    """Compute its log-probs of all rows once, before the first step, keep them in the run folder
-    and give the model's memory back. A resumed run computes them again where rows are missing, or
-    model or number format are others. (kto needs it in every step.)"""
+    """Compute its log-probs of all rows before the first step, store them in the run folder and
+    free the model. A resumed run recomputes them if rows are missing, or model or number format
+    differ. Refused with kto, which needs it in every step."""
 
 
 class PreferenceConfig(SupervisedJob):
     """``burnish preference``: a policy from preferences, without rollouts (DPO and its family).
 
-    ``margin_key`` is refused, ``label_key`` with any loss but kto, ``reference`` with simpo and
-    orpo, ``nll_coef`` with orpo and kto. kto counts single responses in ``train_batch_size`` (a
+    Refused: ``margin_key``; ``label_key`` with losses other than kto; ``reference`` with simpo and
+    orpo; ``nll_coef`` with orpo and kto. kto counts single responses in ``train_batch_size`` (a
     pair is two), and refuses ``drop_last: false`` and ``reference.precompute``."""
 
     job: Literal["preference"] = "preference"
-    """Which job the recipe is for."""
+    """Job of the recipe."""
     data: PreferenceDataConfig
-    """Pairs; for kto also single responses with a verdict (``label_key``)."""
+    """Pairs; for kto also single labeled responses (``label_key``)."""
     eval_data: PreferenceDataConfig | None = None
     """Held-out data of the same form. None: no evaluation."""
     loss: PreferenceLossConfig = DpoLoss()
-    """``dpo | cdpo | ipo | simpo | orpo | kto``, or a node with ``kind`` and its options."""
+    """Loss: a kind, or a mapping."""
     nll_coef: float = Field(0.0, ge=0)
-    """Weight of the chosen response's mean negative log-likelihood per token, added to the loss
-    (arXiv 2404.19733)."""
+    """Weight of the chosen response's mean negative log-likelihood per token in the loss (arXiv
+    2404.19733)."""
     reference: PreferenceReferenceConfig | None = None
-    """Reference model. None: the policy as it is at the start (with LoRA: its base)."""
+    """Reference model. None: the policy at the start (with LoRA: its base)."""
 
     @property
     def rows(self) -> PreferenceDataConfig:
-        """The training data."""
+        """Training data."""
         return self.data
 
     @property
     def rows_per_item(self) -> int:
-        """KTO takes pairs apart."""
+        """Number of rows per data item: 2 if KTO splits pairs, else 1."""
         return 2 if self.loss.kind == "kto" and self.data.label_key is None else 1
 
     @property
     def rows_per_unit(self) -> int:
-        """A pair is two rows; KTO counts single responses."""
+        """Number of rows per counted unit: 2 for a pair; 1 for KTO, which counts single
+        responses."""
         return 1 if self.loss.kind == "kto" else 2
 
     @property

@@ -11,23 +11,21 @@ from burnish.config.data import SFTDataConfig
 
 
 class PtxConfig(Node):
-    """PPO-ptx (arXiv 2203.02155): every optimizer step of the policy also learns rows of other
-    text, so that it keeps what RL would let it forget."""
+    """PPO-ptx (arXiv 2203.02155): also train the policy on rows of other text in every optimizer
+    step, to limit forgetting."""
 
     data: SFTDataConfig
-    """Rows as the job sft takes them; plain text (``text_key``) is learned whole. Its own stream,
-    beside the prompts; saved and resumed with the run."""
+    """Rows as in sft, with the loss on all of a plain text (``text_key``). Drawn separately from
+    the prompts; saved and resumed with the run."""
     ptx_coef: float = Field(gt=0)
-    """Weight of the rows' mean negative log-likelihood per token, added to the policy's loss. (The
-    paper's 27.8 stands before a sum over rewards that are not normalised; 0.1 to 1 is a start
-    beside whitened advantages.)"""
+    """Weight of the rows' mean negative log-likelihood per token in the policy's loss. The paper's
+    27.8 is for a sum over unnormalized rewards; for whitened advantages start with 0.1 to 1."""
     batch_size: int = Field(ge=1)
-    """Rows per optimizer step, over all micro-batches and ranks. They are cut into micro-batches as
-    the samples are."""
+    """Rows per optimizer step, over all micro-batches and ranks; split like the samples."""
 
 
 def ptx_rules(ptx: PtxConfig | None, *, temperature: float) -> Iterator[str]:
-    """One sentence for each setting of a run that does not go with ``ptx``."""
+    """Yield an error for each setting of a run that is inconsistent with ``ptx``."""
     if ptx is not None and temperature != 1.0:
         yield (
             f"ptx with rollout.temperature={temperature:g}: the policy's log-probs are computed at "

@@ -1,7 +1,7 @@
 """Build ``docs/config.md``: every node of the config tree once, with links from the keys that hold
 it.
 
-Reading order: ``config_markdown``, ``sections``, then the tables. ``docs.py`` has the texts."""
+Reading order: ``config_markdown``, ``sections``, then the tables. ``docs.py`` renders the texts."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ keys of the sections that it names, except those that it lists itself.
 """
 
 Uses = dict[type[Node], dict[str, list[str]]]
-"""Node -> dotted path -> the jobs that have it there."""
+"""Node -> dotted path -> jobs that have the node at this path."""
 
 
 class Section(NamedTuple):
-    """The place of one node on the page."""
+    """Place of one node on the page."""
 
     title: str
     path: str
     """Dotted path of the node; empty for a job."""
     also_at: str = ""
-    """The other paths of the node, each with its jobs."""
+    """Other paths of the node, each with its jobs."""
 
     @property
     def anchor(self) -> str:
@@ -66,10 +66,10 @@ def config_markdown() -> str:
 
 
 def sections() -> dict[type[Node], Section]:
-    """Return the section of every job, node and class of common keys, in the order of the page.
+    """Return the section of every job, node and class of common keys, in page order.
 
-    A class of common keys is a class that no recipe holds, with two or more subclasses that one
-    does."""
+    A class of common keys is a class that no recipe contains directly, with two or more subclasses
+    that a recipe contains."""
     uses = _uses()
     jobs = list(JOBS.values())
     found: dict[type[Node], Section] = {}
@@ -83,8 +83,8 @@ def sections() -> dict[type[Node], Section]:
 
 
 def _uses() -> Uses:
-    """Find every node below the jobs. The path of a node that several others hold is its first
-    one, and the paths below it begin with that."""
+    """Find every node below the jobs. If several nodes contain a node, its path is the first one
+    found, and the paths below it begin with that path."""
     found: Uses = {}
     for name, job in JOBS.items():
         _add_uses(found, job, name, above="", seen=set())
@@ -112,7 +112,8 @@ def _common_bases(cls: type[Node], all_classes: list[type[Node]]) -> list[type[N
 
 
 def _common_section(base: type[Node], path: str) -> Section:
-    """Name common keys by the path of a node that has them; those of jobs by their class."""
+    """Name common keys by the path of a node that has them, or by their class if they belong to
+    jobs."""
     if path:
         return Section(f"`{path}`: common keys", path)
     words = re.findall(r"[A-Z][a-z]+", base.__name__)
@@ -120,8 +121,8 @@ def _common_section(base: type[Node], path: str) -> Section:
 
 
 def _node_section(cls: type[Node], uses: Uses) -> Section:
-    """Name a node by its path, its kinds if it is a variant, and its jobs if others have the same
-    name."""
+    """Name a node by its path and, if it is a variant, its kinds. Append its jobs if other nodes
+    have the same name."""
     (path, jobs), *others = uses[cls].items()
     also = ", ".join(f"`{other}` ({', '.join(names)})" for other, names in others)
     same = [c for c in uses if next(iter(uses[c])) == path and kinds_of(c) == kinds_of(cls)]
@@ -130,7 +131,7 @@ def _node_section(cls: type[Node], uses: Uses) -> Section:
 
 
 def _section(cls: type[Node], found: dict[type[Node], Section]) -> Iterator[str]:
-    """One heading, its text and its table."""
+    """Yield the heading, text and table of one section."""
     section = found[cls]
     bases = [b for b in reversed(cls.__mro__[1:]) if b in found]
     kind_text = field_text(cls.model_fields["kind"]) if kinds_of(cls) else ""
@@ -151,8 +152,8 @@ def _section(cls: type[Node], found: dict[type[Node], Section]) -> Iterator[str]
 def _is_elsewhere(
     name: str, cls: type[Node], bases: list[type[Node]], found: dict[type[Node], Section]
 ) -> bool:
-    """Return whether a key is in the section of a base, or is replaced by every section that takes
-    it."""
+    """Return whether a key is in the section of a base, or is replaced in every section that
+    includes it."""
     own = _row(name, cls.model_fields[name], found)
     inherited = [b.model_fields[name] for b in bases if name in b.model_fields]
     heirs = [c for c in found if c is not cls and issubclass(c, cls) and c in JOBS.values()]
@@ -165,7 +166,7 @@ def _row(path: str, field: FieldInfo, found: dict[type[Node], Section]) -> str:
 
 
 def _linked_type(field: FieldInfo, found: dict[type[Node], Section]) -> str:
-    """The type of a field; its nodes link to their sections."""
+    """Return the type of a field, with links from its nodes to their sections."""
     words = type_words(field.annotation).replace("|", "\\|")
     nodes = nodes_in(field.annotation)
     kinds = [(kind, node) for node in nodes for kind in kinds_of(node)]

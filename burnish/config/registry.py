@@ -1,8 +1,7 @@
-"""Every job, one line each. The command line and ``burnish.run`` find jobs here.
+"""Registry of jobs, one line each. The command line and ``burnish.run`` find jobs here.
 
 To add a job: its config class (a file of this folder), its job file (``burnish/jobs/``, with
-``JOB``), a line below, a test.
-"""
+``JOB``), a line below, a test."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ class JobEntry(NamedTuple):
 
     config: type[JobConfig]
     module: str
-    """Module whose ``JOB`` builds and runs it. Imported when the job runs."""
+    """Module whose ``JOB`` builds and runs the job. Imported when the job runs."""
     help: str
-    """Of its command."""
+    """Help text of the job's command."""
     resumable: bool = True
 
 
@@ -67,4 +66,4 @@ REGISTRY: dict[str, JobEntry] = {
 }
 
 JOBS: dict[str, type[JobConfig]] = {name: entry.config for name, entry in REGISTRY.items()}
-"""The config class of each job."""
+"""Config class of each job."""

@@ -1,4 +1,4 @@
-"""The recipe of the job ``rm``."""
+"""Recipe of the job ``rm``."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class RewardModelConfig(SupervisedJob):
     """``burnish rm``: a reward model from preference pairs (Bradley-Terry), or a process reward
     model from solutions with a label on every step.
 
-    ``data`` and ``eval_data`` have one kind. Steps refuse ``center_coef`` and take the loss
-    ``process`` only. Pairs refuse ``label_key``, and ``margin_key`` with the loss ``log_exp``."""
+    ``data`` and ``eval_data`` have the same kind. Steps refuse ``center_coef`` and losses other
+    than ``process``. Pairs refuse ``label_key``, and ``margin_key`` with the loss ``log_exp``."""
 
     job: Literal["rm"] = "rm"
-    """Which job the recipe is for."""
+    """Job of the recipe."""
     data: RewardDataConfig
-    """Pairs, or with ``kind: steps`` step-labelled solutions."""
+    """Pairs, or with ``kind: steps`` step-labeled solutions."""
     eval_data: RewardDataConfig | None = None
-    """Held-out data of the same kind. None: no evaluation. Mean and spread of its scores go into
-    the config of exports."""
+    """Held-out data of the same kind. None: no evaluation. Exports contain the mean and standard
+    deviation of its scores in their config."""
     loss: Literal["bradley_terry", "log_exp", "process"] | None = None
-    """bradley_terry: -log sigmoid(difference - margin). log_exp: the same without margins, as
-    log(1 + exp(-difference)). process: cross-entropy of every step's label. None: bradley_terry
-    for pairs, process for steps."""
+    """bradley_terry: -log sigmoid(difference - margin). log_exp: log(1 + exp(-difference)), the
+    same without margins. process: cross-entropy of step labels. None: bradley_terry for pairs,
+    process for steps."""
     center_coef: float = Field(0.0, ge=0)
-    """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv
-    2312.09244). 0: none."""
+    """Weight of the squared sum of a pair's scores, which keeps scores near 0 (arXiv 2312.09244).
+    0: none."""
 
     @property
     def rows(self) -> PairsDataConfig | StepsDataConfig:
-        """The training data."""
+        """Training data."""
         return self.data
 
     @property
@@ -57,7 +57,7 @@ class RewardModelConfig(SupervisedJob):
 
     @property
     def rows_per_unit(self) -> int:
-        """A pair is two rows; step-labelled solutions are single rows."""
+        """Number of rows per unit: 2 for a pair, 1 for step-labeled solutions."""
         return 1 if self.process else 2
 
     def roles(self) -> tuple[TrainRole, ...]:

@@ -17,49 +17,46 @@ StepAggregation = Literal["min", "product", "last", "mean"]
 
 class _Reward(Node):
     name: str | None = None
-    """Name in metrics and samples. None: made from the kind."""
+    """Name in metrics and samples. None: derived from the kind."""
     weight: float = 1.0
     """The total reward is the weighted sum of all rewards."""
     running_norm: Literal["mean_std", "std"] | None = None
-    """Before its weight, measure this reward in its own mean and spread over the run: all scores so
-    far, those of the step included. mean_std: (score - mean) / std. std: score / std, which keeps
-    the sign. Kept in checkpoints. Metrics, samples, the band of dynamic sampling and evaluation
-    have the plain score; the job generate takes none. None: the score as it is."""
+    """Normalize before the weight by mean and standard deviation of all scores of the run so far,
+    this step's included. mean_std: (score - mean) / std. std: score / std, which keeps the sign.
+    Saved in checkpoints. Metrics, samples, dynamic sampling's bounds and evaluation use the plain
+    score. Refused in generate and score. None: off."""
 
 
 class FunctionReward(_Reward):
-    """A Python function, sync or async, for one response or for a batch.
+    """A Python function, sync or async, for one response or a batch.
 
     One: ``def f(prompt, response, label) -> float``. Batch: ``def f(prompts, responses, labels) ->
-    list[float]``. A parameter ``metadata`` (batch: ``metadatas``) gets the row's other columns. The
-    parameter names decide."""
+    list[float]``. ``metadata`` (batch: ``metadatas``) receives the row's other columns. The
+    parameter names select the form."""
 
     kind: Literal["function"] = "function"
     function: str | None = None
-    """``path/to/file.py:name`` or ``package.module:name``. None: a callable given to
+    """``path/to/file.py:name`` or ``package.module:name``. None: a callable passed to
     ``burnish.run``."""
 
 
 class ModelReward(_Reward):
-    """A reward model made by ``burnish rm``, or a HuggingFace sequence classifier with one
-    output."""
+    """A reward model from ``burnish rm``, or a HuggingFace sequence classifier with one output."""
 
     kind: Literal["model"] = "model"
     model: ModelConfig
-    """Where it is loaded from."""
+    """Reward model."""
     micro_batch_size: int = Field(8, ge=1)
     """Rows per forward pass."""
     normalize: bool = False
-    """(score - mean) / std with the ``reward_mean`` and ``reward_std`` in the model's config (of a
-    process reward model ``process_reward_stats``), which ``burnish rm`` with ``eval_data`` measures
-    and ``burnish export`` writes."""
+    """Use (score - mean) / std with ``reward_mean`` and ``reward_std`` of the model's config
+    (process reward models: ``process_reward_stats``), from ``burnish rm`` with ``eval_data`` and
+    ``burnish export``."""
     step_aggregation: StepAggregation | None = None
-    """Process reward models (their config says ``process_reward``) give every step of a response a
-    probability, and this makes one score of them: the least, the product, the last, the mean. None:
-    min. Other models take none."""
+    """Score from a process reward model's step probabilities (``process_reward`` in its config):
+    minimum, product, last or mean. None: min; required for other models."""
     step_separator: str | None = Field(None, min_length=1)
-    """Process reward models: text at which responses are split into steps. None: what the model was
-    trained with."""
+    """Process reward models: separator of a response's steps. None: that of training."""
 
     def rules(self) -> Iterator[str]:
         if self.normalize and self.running_norm is not None:
@@ -70,69 +67,65 @@ class ModelReward(_Reward):
 
 
 class MathReward(_Reward):
-    """1 if the last answer in the response equals the label as mathematics (math-verify), else 0.
-    The last answer is looked for after the last ``</think>``: the last box, ``<answer>`` or
-    ``####``, or what follows "answer is"; unmarked, the last formula or number. Labels that are
-    words or dates are compared as text; missing labels, lists of several and sentences are errors
-    of the data."""
+    """1 if the response's last answer equals the label mathematically (math-verify), else 0.
+    Answers are searched for after the last ``</think>``: the last box, ``<answer>``, ``####`` or
+    text after "answer is"; else the last formula or number. Labels that are words or dates are
+    compared as text. Missing labels, lists of several and sentences are data errors."""
 
     kind: Literal["math"] = "math"
     timeout_s: float = Field(5.0, gt=0)
-    """Seconds one comparison may take before it counts as wrong."""
+    """Maximum seconds per comparison; a longer one counts as wrong."""
     num_workers: int = Field(1, ge=1)
     """Worker processes."""
 
 
 class EnvironmentReward(_Reward):
-    """The score that the prompt's own environment gives."""
+    """Score computed by the prompt's own environment."""
 
     kind: Literal["environment"] = "environment"
 
 
 class RemoteReward(_Reward):
-    """A reward server over HTTP, in the form that OpenRLHF's servers have.
+    """A reward server over HTTP, compatible with OpenRLHF's.
 
-    ``POST {"query": [prompt + response, ...], "prompts": [...], "labels": [...]}`` is answered by
+    ``POST {"query": [prompt + response, ...], "prompts": [...], "labels": [...]}`` returns
     ``{"rewards": [number, ...]}``, optionally with ``"scores"`` and ``"extra_logs": {name: number
-    or list}``, whose means become the metrics ``reward/<name>/scores`` and
-    ``reward/<name>/<key>``. ``burnish serve-reward MODEL`` is such a server."""
+    or list}``, whose means are the metrics ``reward/<name>/scores`` and ``reward/<name>/<key>``.
+    ``burnish serve-reward MODEL`` is such a server."""
 
     kind: Literal["remote"] = "remote"
     urls: tuple[str, ...] = Field(min_length=1)
-    """Full addresses (``http://host:5000/get_reward``) of servers that give the same rewards. A
-    request goes to the least busy one. Through http a token and all texts can be read on the way:
-    use https outside a network of your own."""
+    """Full addresses (``http://host:5000/get_reward``) of equivalent servers; the least busy one
+    gets a request. http is unencrypted, token included: use https outside a private network."""
     batch_size: int = Field(32, ge=1)
-    """Most responses in one request."""
+    """Maximum responses per request."""
     max_concurrency: int = Field(16, ge=1)
-    """Most requests under way at a time, over all ``urls``."""
+    """Maximum concurrent requests, over all ``urls``."""
     connect_timeout_s: float = Field(10.0, gt=0)
-    """Seconds a connection may take to open."""
+    """Timeout of opening a connection, in seconds."""
     read_timeout_s: float = Field(180.0, gt=0)
-    """Seconds from sending a request to the last byte of its reply."""
+    """Timeout from request to the last byte of its reply, in seconds."""
     retries: int = Field(5, ge=0)
-    """Times a request is sent again after a connection error, a time-out, status 408, 425, 429 or
-    5xx, and besides once more for every further URL. After any other failure it goes to the URLs
-    that have not had it, once each (but see ``on_reward_failure.retries``)."""
+    """Retries after a connection error, a timeout, or status 408, 425, 429 or 5xx, plus one per
+    additional URL. After other failures, each URL not yet tried gets the request once (see
+    ``on_reward_failure.retries``)."""
     backoff_s: float = Field(1.0, ge=0)
-    """Wait before the second try where no other URL is left to ask; it doubles with each further
-    try. Half of it is random. A server's Retry-After is kept to if it is longer."""
+    """Wait before the first retry if no other URL is left; doubles each time, and half is random. A
+    longer Retry-After takes precedence."""
     max_backoff_s: float = Field(30.0, ge=0)
-    """No wait is longer than this many seconds, whatever Retry-After says."""
+    """Maximum wait in seconds, even with a longer Retry-After."""
     rest_s: float = Field(10.0, ge=0)
-    """Seconds during which a URL that failed is not asked while another one works."""
+    """Seconds without requests to a failed URL while another one works."""
     max_reply_bytes: int = Field(4 << 20, ge=1)
-    """A longer reply is a failure, and is not read to its end."""
+    """Maximum size of a reply. A longer one is a failure, not read to its end."""
     token_env: str | None = None
-    """Name of the environment variable whose value is sent as ``Authorization: Bearer``. (The name,
-    not the token: the recipe is written to the run folder.) None: no token."""
+    """Environment variable with the token for ``Authorization: Bearer``. Set its name, not the
+    token: the recipe is written to the run folder. None: no token."""
     special_tokens: bool = True
-    """Write the special tokens of the response, such as its end token, into ``query``, so that the
-    server can tell an ended response from one that was cut off. False: the text without them, as
-    function rewards get it."""
+    """Include the response's special tokens, such as its end token, in ``query``, to show
+    truncation. False: text without them, as for function rewards."""
     use_proxy: bool = False
-    """Go through the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY name. False: straight to the
-    server, whatever they say."""
+    """Use the proxy of HTTP_PROXY, HTTPS_PROXY or ALL_PROXY. False: ignore them."""
 
     def rules(self) -> Iterator[str]:
         for i, url in enumerate(self.urls):
@@ -185,39 +178,38 @@ RewardConfig = Annotated[
 
 
 def weigh_nothing(rewards: Sequence[RewardConfig]) -> bool:
-    """Return whether there are rewards and the weighted sum of them is 0 whatever they say."""
+    """Return whether there are rewards and all of their weights are 0, so that the weighted sum is
+    always 0."""
     return bool(rewards) and all(reward.weight == 0 for reward in rewards)
 
 
 class FailurePolicy(Node):
-    """Treatment of a reward that raises, or returns NaN, infinity, a number beyond fp32, or the
-    wrong count or type."""
+    """Treatment of a reward that raises, or returns NaN, infinity, a number beyond fp32, or a wrong
+    count or type."""
 
     retries: int = Field(0, ge=0)
-    """Times the failed call is made again first."""
+    """Retries of the failed call before ``then`` applies."""
     then: Literal["fail", "drop_group"] = "fail"
-    """``fail`` stops the run with the error; ``drop_group`` leaves the whole group out, counted in
-    metrics."""
+    """``fail``: stop the run with the error. ``drop_group``: drop the group, counted in metrics."""
 
 
 class ShapingConfig(Node):
     """Changes to the reward after the weighted sum, before any baseline.
 
-    The order of everything: each reward's score, its ``normalize`` (reward models), its
-    ``running_norm``, its ``weight``; the sum; ``reward_clip``; the penalties, which are not
-    clipped away."""
+    Order: each reward's score, ``normalize`` (reward models), ``running_norm``, ``weight``; the
+    sum; ``reward_clip``; the penalties, which are not clipped."""
 
     reward_clip: float | None = Field(None, gt=0)
     """Clip the weighted sum to [-c, c]. None: no clipping."""
     length_penalty: float = Field(0.0, ge=0)
-    """Taken off for every token of a response (end token included). 0: length costs nothing."""
+    """Penalty per token of a response (end token included). 0: none."""
     truncation_penalty: float = Field(0.0, ge=0)
-    """Taken off where the response hit the length limit."""
+    """Penalty for reaching the length limit."""
     overlong_buffer_len: int = Field(0, ge=0)
     """DAPO's soft length penalty (arXiv 2503.14476): rises linearly from 0 to ``overlong_penalty``
-    over the last this many tokens before ``generate_max_len``. 0: off."""
+    over this many tokens before ``generate_max_len``. 0: off."""
     overlong_penalty: float = Field(1.0, ge=0)
-    """The penalty at the limit."""
+    """Soft length penalty at the limit."""
 
     def rules(self) -> Iterator[str]:
         if self.overlong_penalty != 1.0 and not self.overlong_buffer_len:

@@ -1,4 +1,4 @@
-"""The recipe of the job ``rl``."""
+"""Recipe of the job ``rl``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from burnish.config.sync import sync_rules
 class RLConfig(RLFields):
     """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family).
 
-    Advantages that compare the samples of a prompt need ``n_samples_per_prompt`` of 2 or more.
+    Advantages that compare a prompt's samples need ``n_samples_per_prompt`` of 2 or more.
     ``critic`` is refused without gae, and ``reference`` without a KL weight. ``reinforce`` needs
     one optimizer step per rollout. ``correction`` needs ``top_p: 1`` and ``top_k: 0``."""
 
     job: Literal["rl"] = "rl"
-    """Which job the recipe is for."""
+    """Job of the recipe."""
 
     def rules(self) -> Iterator[str]:
         yield from training_rules(self, self.train)

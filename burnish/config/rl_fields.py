@@ -1,4 +1,4 @@
-"""The fields of the job ``rl``, and what follows from them: its roles and its batch sizes."""
+"""Fields of the job ``rl``, with the roles and batch sizes derived from them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from burnish.config.train import RLTrainConfig
 
 
 class RLFields(TrainingJob):
-    """The fields of ``RLConfig`` (rl.py), whose rules are in ``rl_rules.py``."""
+    """Fields of ``RLConfig`` (rl.py), whose rules are in ``rl_rules.py``."""
 
     max_steps: int = Field(ge=1)
-    """RL steps; each is one rollout and the updates on it."""
+    """Number of RL steps; each is one rollout and its updates."""
     data: PromptDataConfig
     """Training prompts."""
     rollout: RolloutConfig
-    """How responses are sampled."""
+    """Sampling of responses."""
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
-    """What scores them; the total is the weighted sum. (None unless given where the advantage is
-    ``on_policy_distill``, with which they are only measured.)"""
+    """Rewards; the total is their weighted sum. With advantage ``on_policy_distill`` only measured,
+    by default none."""
     on_reward_failure: FailurePolicy = FailurePolicy()
-    """What happens when a reward fails."""
+    """Treatment of failed rewards."""
     shaping: ShapingConfig = ShapingConfig()
     """Changes to the reward after the weighted sum."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -52,14 +52,13 @@ class RLFields(TrainingJob):
     ptx: PtxConfig | None = None
     """Pre-training rows mixed into every update (PPO-ptx). None: none."""
     reference: ReferenceConfig | None = None
-    """Reference model of the KL term. None with a KL term: the policy at the start."""
+    """Reference model of the KL term. None: the policy at the start."""
     teacher: TeacherConfig | None = None
-    """The model to learn from, for ``advantage: on_policy_distill`` only."""
+    """Model to learn from, for ``advantage: on_policy_distill`` only."""
     train: RLTrainConfig
     """Batches, optimizer, schedule."""
     sync: SyncConfig = LinkSync()
-    """How the policy's weights get to the rollout engine: ``auto | inproc | ipc | collective |
-    disk | object_store``, or a node with ``kind`` and its options."""
+    """Weight transfer to the rollout engine: a kind, or a mapping."""
     eval: EvalConfig | None = None
     """Held-out evaluation. None: none."""
 
@@ -129,29 +128,29 @@ class RLFields(TrainingJob):
 
     @property
     def holds_reference(self) -> bool:
-        """Return whether the reference of the KL term is the base of the LoRA policy."""
+        """Return whether the reference model of the KL term is the base of the LoRA policy."""
         own = self.reference.model if self.reference is not None else None
         return bool(self.algorithm.kl.init_kl_coef) and self.model.lora is not None and own is None
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Return whether log-probs of the policy before the update are computed: if they differ
-        from those of the update itself (several updates on one rollout), or are needed before it
-        (KL in the reward, or a teacher to compare them with)."""
+        """Return whether log-probs of the policy before the update are computed. They are needed if
+        a rollout has several updates, because the policy then differs from the one that sampled.
+        They are also needed if the reward contains KL, or if a teacher is compared with them."""
         kl = self.algorithm.kl
         in_reward = bool(kl.init_kl_coef) and kl.placement == "reward"
         return in_reward or self.teacher is not None or self.several_updates
 
     @property
     def several_updates(self) -> bool:
-        """Return whether a rollout is trained on in several optimizer steps."""
+        """Return whether a rollout is used for several optimizer steps."""
         try:
             return (self.batch_plan().optimizer_steps_per_rollout or 1) > 1
         except BatchError:
             return False
 
     def batch_plan(self) -> BatchPlan:
-        """The batch sizes after derivation. Raises BatchError."""
+        """Return the batch sizes after derivation. Raises BatchError."""
         plan = replace(
             derived_batch(self.train, self.cluster),
             rollout_batch_size=self.rollout.rollout_batch_size,
@@ -164,8 +163,8 @@ class RLFields(TrainingJob):
         return check_rollout(plan, unit=part * plan.data_parallel_size)
 
     def launch_table(self) -> list[tuple[str, str, str]]:
-        """The batch, how often each prompt is drawn, and how losses per token become one
-        number."""
+        """Return rows for the batch, the number of draws per prompt, and the aggregation of
+        per-token losses."""
         table, num = super().launch_table(), total_rows(self.data)
         if num is not None:
             drawn = self.max_steps * self.rollout.rollout_batch_size

@@ -1,5 +1,5 @@
-"""Which settings of a recipe for ``rl`` do not go together: advantages, KL, rewards. (What is about
-one node alone stands at the node.)"""
+"""Rules between the settings of a recipe for ``rl``: advantages, KL, rewards. Rules of a single
+node are in its class."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from burnish.config.rewards import ShapingConfig, weigh_nothing
 from burnish.config.rl_fields import RLFields
 
 BROADCAST = frozenset({"grpo", "dr_grpo", "opo"})
-"""Advantages that are one number per response, which KL on single tokens cannot be part of."""
+"""Advantages with one number per response, which cannot include KL on single tokens."""
 
 
 def rl_rules(config: RLFields) -> Iterator[str]:
-    """One sentence for each broken rule between the fields of an ``RLConfig``."""
+    """Yield an error for each broken rule between the fields of an ``RLConfig``."""
     yield from _advantage_rules(config)
     yield from _kl_rules(config)
     yield from _reward_rules(config)
 
 
 def rl_advice(config: RLFields) -> Iterator[str]:
-    """One sentence for each thing between the fields that works and is rarely meant."""
+    """Yield one sentence for each combination of fields that is valid but rarely intended."""
     kind, cut = config.algorithm.advantage.kind, cut_sampling(config)
     if kind == "on_policy_distill" and cut:
         yield (
@@ -32,7 +32,7 @@ def rl_advice(config: RLFields) -> Iterator[str]:
 
 
 def cut_sampling(config: RLFields) -> str | None:
-    """The setting by which tokens are drawn from a part of the distribution only; None: no such."""
+    """Return the setting that restricts sampling to a part of the distribution, or None."""
     return "top_p<1" if config.rollout.top_p < 1 else "top_k>0" if config.rollout.top_k else None
 
 
@@ -97,8 +97,8 @@ def _reward_rules(config: RLFields) -> Iterator[str]:
 
 
 def teacher_rules(config: RLFields) -> Iterator[str]:
-    """One sentence for each thing in a recipe for ``rl`` that does not go with its having, or not
-    having, a teacher."""
+    """Yield an error for each setting of a recipe for ``rl`` that is inconsistent with the presence
+    or absence of a teacher."""
     kind = config.algorithm.advantage.kind
     if not isinstance(config.algorithm.advantage, OnPolicyDistillAdvantage):
         if config.teacher is not None:

@@ -1,8 +1,7 @@
-"""The roles of a job: on which model, trainable or not, in which format, on how many ranks.
+"""Roles of a job: model, trainable or frozen, number format, and number of ranks.
 
 A job's config derives them once (``JobConfig.resolve``). Placement, parallelism checks, builders,
-the memory planner and the probe read them from here. Nothing here imports torch.
-"""
+the memory planner and the probe read them from here. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ from burnish.config.train_engines import TrainEngineConfig
 
 @dataclass(frozen=True)
 class RowLengths:
-    """The longest row that a recipe allows, in tokens."""
+    """Maximum row lengths that a recipe allows, in tokens."""
 
     prompt: int
-    """Longest prompt. 0: rows are given, not sampled."""
+    """Maximum prompt length. 0: rows are given, not sampled."""
     rest: int
-    """Most tokens after the prompt."""
+    """Maximum number of tokens after the prompt."""
 
     def within(self, limit: int) -> tuple[int, int]:
-        """Return (row, its prompt) for a model with ``limit`` positions.
+        """Return (row length, prompt length) for a model with ``limit`` positions.
 
         >>> RowLengths(prompt=1024, rest=256).within(1000)
         (1000, 744)
@@ -50,13 +49,13 @@ class RoleSpec:
     """One group of workers of a job, and its model."""
 
     name: str
-    """Unique in the job: the kind, or ``reward 2``, ``reward 3`` for further reward models."""
+    """Unique in the job: the kind, or ``reward 2``, ``reward 3`` for additional reward models."""
     kind: ClusterRole
     model: ModelConfig
     """The role's own model, or the policy's."""
     precision: PrecisionConfig
     ranks: int
-    """Data-parallel workers."""
+    """Number of data-parallel workers."""
     lengths: RowLengths
 
     @property
@@ -66,13 +65,13 @@ class RoleSpec:
 
     @property
     def tensor_parallel(self) -> int:
-        """Processes among which the heads of each layer are divided."""
+        """Number of processes over which the heads of each layer are split."""
         return 1
 
 
 @dataclass(frozen=True)
 class DistillTarget:
-    """The teacher whose distribution a student's engine computes."""
+    """Teacher whose distribution a student's engine computes."""
 
     model: ModelConfig
     dtype: Dtype
@@ -90,48 +89,49 @@ class TrainRole(RoleSpec):
     lr: float | None = None
     """Peak learning rate. None: ``train.lr``."""
     rows_per_unit: int = 1
-    """Rows that stay together: 2 for pairs."""
+    """Number of rows that must stay together: 2 for pairs."""
     rows_per_pass: int | None = None
-    """Rows of a forward pass of a reward model. None: micro-batches of the job."""
+    """Rows per forward pass of a reward model. None: micro-batches of the job."""
     with_entropy: bool = False
-    """The entropy of the policy is measured in training passes."""
+    """Whether training passes measure the policy's entropy."""
     dropout: bool = True
-    """Training passes have the dropout and router noise of the model's own config."""
+    """Whether training passes apply the dropout and router noise of the model's own config."""
     needs_old_logprobs: bool = False
-    """Log-probs of the policy are computed before the update."""
+    """Whether log-probs of the policy are computed before the update."""
     holds_reference: bool = False
-    """The base of a LoRA policy is the reference, and computes its log-probs."""
+    """Whether the base of a LoRA policy is the reference model and computes its log-probs."""
     returns_states: bool = False
-    """Returns hidden states instead of log-probs (the teacher of a distillation)."""
+    """Whether the engine returns hidden states instead of log-probs (the teacher of a
+    distillation)."""
     distillation: DistillTarget | None = None
-    """Of a student. None: no teacher in the training pass."""
+    """Teacher of a student. None: no teacher in the training pass."""
     ptx: PtxConfig | None = None
     """Pre-training rows mixed into the updates of the policy."""
     sync: SyncConfig | None = None
-    """How the weights get to the rollout engine. None: there is none."""
+    """Transfer of weights to the rollout engine. None: no rollout engine."""
     checkpoint: CheckpointConfig | None = None
-    """None: frozen roles, which are not saved."""
+    """None for frozen roles, which are not saved."""
 
     @property
     def tensor_parallel(self) -> int:
-        """Ranks among which the heads of each layer are divided."""
+        """Number of ranks over which the heads of each layer are split."""
         return self.train.engine.tensor_parallel_size
 
     @property
     def engine_role(self) -> Literal["policy", "reference", "teacher", "critic", "reward"]:
-        """The kind, without the rollout."""
+        """The kind, excluding the rollout."""
         assert self.kind != "rollout"
         return self.kind
 
     @property
     def sequence_parallel(self) -> int:
-        """Ranks among which the tokens of each row are divided."""
+        """Number of ranks over which the tokens of each row are split."""
         return self.train.engine.sequence_parallel_size
 
     def beside(
         self, name: str, model: ModelConfig | None, cluster: ClusterConfig, *, trainable: bool
     ) -> TrainRole:
-        """Return another role on the same batches; ``model`` None: this role's model."""
+        """Return another role on the same batches. ``model`` None: this role's model."""
         kind = role_of(name)
         return TrainRole(
             name=name,
@@ -151,24 +151,25 @@ class TrainRole(RoleSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRole(RoleSpec):
-    """The rollout engine of a job."""
+    """Rollout engine of a job."""
 
     engine: RolloutEngineConfig
     key: str
-    """Where ``engine`` is in the recipe."""
+    """Key of ``engine`` in the recipe."""
     prompts: int = 0
-    """Prompts of one step, over all workers. 0: there is only an evaluation."""
+    """Prompts of one step, over all workers. 0: the engine runs only the evaluation."""
     samples_per_prompt: int = 1
     evaluation: EvalConfig | None = None
-    """Held-out prompts that this engine answers too. None: none."""
+    """Held-out evaluation that also runs on this engine. None: none."""
     of_policy: bool = False
-    """Samples from a policy that the job trains, which gives it its weights."""
+    """Whether it samples from a policy that the job trains and receives its weights."""
     shares_weights: bool = False
-    """In the process of the policy's engine it runs the same tensors, not a copy."""
+    """Whether, in the process of the policy's engine, it uses the same tensors instead of a
+    copy."""
 
     @property
     def tensor_parallel(self) -> int:
-        """Processes, each on a GPU, that share one copy of the model."""
+        """Number of processes, each on a GPU, that share one copy of the model."""
         return self.engine.tensor_parallel_size
 
 
@@ -177,55 +178,55 @@ Role = TrainRole | RolloutRole
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The facts of a job that several modules need."""
+    """Facts of a job that several modules need."""
 
     job: str
     model: ModelConfig
-    """Of the policy; in a job that trains a reward model, of that."""
+    """Model of the policy or, in a job that trains a reward model, of that."""
     roles: tuple[Role, ...]
     cluster: ClusterConfig
     device: str
-    """Of the trainer, or of a job without one."""
+    """Device of the trainer, or of a job without one."""
     batch: BatchPlan | None
-    """None: the job trains nothing."""
+    """None if the job trains nothing."""
     rows_per_step: int
-    """Rows that one step samples, or trains on (once for each epoch over a rollout)."""
+    """Rows that one step samples or trains on (once for each epoch over a rollout)."""
     updates_per_step: int
-    """Optimizer steps of one step."""
+    """Optimizer steps per step."""
 
     @property
     def inline(self) -> bool:
-        """All roles are in one process."""
+        """Return whether all roles are in one process."""
         return self.cluster.runtime == "inline"
 
     @property
     def trained(self) -> TrainRole | None:
-        """The policy or, in a job that trains one, the reward model. None: nothing is trained."""
+        """The policy or, in a job that trains one, the reward model. None if nothing is trained."""
         return next((r for r in self.train_roles if r.trainable), None)
 
     @property
     def train_roles(self) -> tuple[TrainRole, ...]:
-        """All roles but the rollout."""
+        """All roles except the rollout."""
         return tuple(role for role in self.roles if isinstance(role, TrainRole))
 
     @property
     def rollout(self) -> RolloutRole | None:
-        """None: the job samples nothing."""
+        """The rollout engine's role, or None if the job samples nothing."""
         return next((role for role in self.roles if isinstance(role, RolloutRole)), None)
 
     @property
     def samples_per_prompt(self) -> int:
-        """Consecutive rows of a training batch that have the same prompt."""
+        """Number of consecutive rows of a training batch that have the same prompt."""
         return 1 if self.batch is None else self.batch.n_samples_per_prompt
 
     def role(self, name: str) -> TrainRole:
-        """Return a role with a train engine by its name."""
+        """Return the role with a train engine that has this name."""
         return next(role for role in self.train_roles if role.name == name)
 
 
 def samples_with_policy(engine: TrainEngineConfig, precision: PrecisionConfig) -> bool:
-    """Return whether a local rollout engine in the process of a train engine can run the policy's
-    own tensors: their format is the sampler's, and none of them is in shards."""
+    """Return whether a local rollout engine in the process of a train engine can use the policy's
+    own tensors. It can if the sampler has the same format and no tensor is sharded."""
     return precision.sampler_dtype == precision.dtype and engine.shares_weights
 
 
@@ -263,7 +264,7 @@ def reward_roles(
 
 
 def free_name(role: str, taken: Container[str]) -> str:
-    """Return the name of a further group in a role.
+    """Return the name of an additional group with this role.
 
     >>> free_name("reward", ["reward"])
     'reward 2'
@@ -286,8 +287,8 @@ def sharing(cluster: ClusterConfig, roles: Sequence[str]) -> list[str]:
 
 
 def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[str]:
-    """Yield one sentence for each mistake in the places of a job's groups, with the key in
-    front."""
+    """Yield an error, prefixed with its key, for each problem in the placement of a job's
+    groups."""
     names = sharing(cluster, [role.name for role in roles])
     together = [role for role in roles if role.name in names]
     for role in together[1:]:

@@ -1,4 +1,4 @@
-"""How responses are sampled, and how the policy is evaluated."""
+"""Config of sampling, rollouts and evaluation."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class SamplingConfig(Node):
-    """How one response is sampled."""
+    """Options for sampling one response."""
 
     generate_max_len: int = Field(256, ge=1)
-    """Most new tokens per response."""
+    """Maximum new tokens per response."""
     temperature: float = Field(1.0, ge=0)
-    """Softmax temperature. 0: greedy (not where the samples train the policy)."""
+    """Softmax temperature. 0: greedy (refused if the samples train the policy)."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens whose probability reaches this. 1: all."""
+    """Sample from the smallest set of tokens with this total probability. 1: all."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most probable tokens. 0: all."""
     stop: tuple[StopText, ...] = ()
-    """Strings that end a response (the string stays in it)."""
+    """Strings that end a response, and are kept in it."""
     stop_token_ids: tuple[TokenId, ...] = ()
-    """Token ids that end a response, beside the tokenizer's end token."""
+    """Token ids, besides the end token, that end a response."""
 
 
 class LocalEngine(Node):
@@ -38,54 +38,53 @@ class LocalEngine(Node):
 
     kind: Literal["local"] = "local"
     max_batch_size: int = Field(128, ge=1)
-    """Most responses decoded at the same time; the rest wait and take free places."""
+    """Maximum responses decoded at once; others wait for a free slot."""
     max_prefill_tokens: int = Field(8192, ge=1)
-    """Most prompt tokens in one prefill pass."""
+    """Maximum prompt tokens per prefill pass."""
     cuda_graphs: bool = True
-    """On CUDA, replay decode steps as graphs. Their cache holds ``max_batch_size`` sequences of
-    full length."""
+    """CUDA: replay decode steps as graphs. Their cache holds ``max_batch_size`` sequences of full
+    length."""
     sleep_between_rollouts: bool = False
-    """Give the graphs' cache back after every rollout: less memory while training, graphs are
-    recorded again."""
+    """Free the graphs' cache after every rollout: less memory in training, but graphs are recorded
+    again."""
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Each worker has a copy of the model."""
+        """Return 1: each worker has its own copy of the model."""
         return 1
 
 
 class VllmEngine(Node):
-    """vLLM, in the trainer's process or on Ray in each rollout worker (with more processes of
-    its own if tensor_parallel_size > 1). Weights are copied in after every step, checked, and never
-    read from the model's folder."""
+    """vLLM, in the trainer's process or on Ray in each rollout worker (more processes if
+    tensor_parallel_size > 1). Weights are copied in and verified after every step, never read from
+    the model's folder."""
 
     kind: Literal["vllm"]
     tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs (on CPU: processes) that share one copy of the model. Must divide its attention heads
-    and its key/value heads."""
+    """GPUs (on CPU: processes) per copy of the model. Must divide its attention and key/value
+    heads."""
     max_num_seqs: int = Field(128, ge=1)
-    """Most responses decoded at the same time; the rest wait and take free places."""
+    """Maximum responses decoded at once; others wait for a free slot."""
     max_model_len: int | None = Field(None, ge=2)
-    """Longest prompt with its response, in tokens. None: the longest that the recipe allows
-    (prompt_max_len + generate_max_len, of training or evaluation)."""
+    """Maximum tokens of prompt + response. None: the recipe's (prompt_max_len + generate_max_len,
+    of training or evaluation)."""
     gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
-    """CUDA: share of the GPU's memory for vLLM's weights and cache; the trainer needs the rest."""
+    """CUDA: share of GPU memory for vLLM's weights and cache; the trainer needs the rest."""
     kv_cache_bytes: int | None = Field(None, ge=1)
-    """Bytes of each process's key/value cache. None: on CPU room for ``max_num_seqs`` sequences of
-    full length, at most 4 GiB; on CUDA what gpu_memory_utilization leaves."""
+    """Bytes of each process's key/value cache. None: on CPU ``max_num_seqs`` sequences of full
+    length, at most 4 GiB; on CUDA the rest of gpu_memory_utilization."""
     prefix_caching: bool = True
-    """Compute the blocks that prompts have in common once; so the n samples of a prompt share its
-    prefill, but for its last block."""
+    """Compute common blocks of prompts once: n samples of a prompt share its prefill except for the
+    last block."""
     enforce_eager: bool = False
-    """CUDA: no compiled code and no recorded graphs. (On CPU it is always so.)"""
+    """CUDA: disable compilation and graphs. On CPU they are always disabled."""
     sleep_between_rollouts: bool = False
-    """CUDA: after every rollout of a training step free the weights and the cache, for the trainer;
-    the updated weights are loaded before the next one. On CPU vLLM has no sleep, and this does
-    nothing."""
+    """CUDA: free weights and cache after every training rollout; updated weights are loaded before
+    the next. No effect on CPU, where vLLM cannot sleep."""
 
 
 def _kind_left_out(value: Any) -> Any:
-    """A name is a kind; keys without a kind are the local engine's."""
+    """Expand a name to ``{kind: name}``; use the local engine if no kind is given."""
     if isinstance(value, str):
         return {"kind": value}
     return {"kind": "local", **value} if isinstance(value, dict) else value
@@ -98,21 +97,19 @@ RolloutEngineConfig = Annotated[
 
 
 class DynamicSampling(Node):
-    """Groups that teach nothing are left out and replaced by those of fresh prompts within the same
-    step (DAPO, arXiv 2503.14476): those whose scores are all equal, up to rounding, once
-    ``shaping.reward_clip`` has clipped them and before penalties, or outside of the band. The
-    metrics ``reward/mean``, ``reward/<name>`` and ``reward/equal_groups_frac`` are over all groups
-    that were sampled, ``reward/trained_mean`` and ``reward/std`` over those that are trained on."""
+    """Replace groups without a learning signal with groups of new prompts in the same step (DAPO,
+    arXiv 2503.14476): all scores equal up to rounding (after ``shaping.reward_clip``, before
+    penalties), or out of bounds. ``reward/mean``, ``reward/<name>`` and
+    ``reward/equal_groups_frac`` cover all sampled groups; ``reward/trained_mean`` and
+    ``reward/std`` the trained ones."""
 
     above: float | None = None
-    """Leave groups out whose mean score (the plain weighted sum of rewards) is not above this.
-    None: no bound."""
+    """Drop groups whose mean score (plain weighted sum) is not above this. None: no bound."""
     below: float | None = None
-    """Leave groups out whose mean score is not below this. None: no bound."""
+    """Drop groups whose mean score is not below this. None: no bound."""
     max_refills: int = Field(10, ge=1)
-    """Rounds of fresh prompts within one step, each of as many as are missing (so that no group is
-    sampled for nothing). Where they do not fill it, the rest is made up of the newest groups that
-    were left out, and said so."""
+    """Maximum rounds of new prompts per step, each of as many groups as are missing. After that the
+    newest dropped groups fill the step, and this is reported."""
 
     def rules(self) -> Iterator[str]:
         if self.above is not None and self.below is not None and self.above >= self.below:
@@ -120,17 +117,17 @@ class DynamicSampling(Node):
 
 
 class RolloutConfig(SamplingConfig):
-    """One rollout: P prompts with n samples each fill the buffer that one RL step trains on."""
+    """One rollout: P prompts with n samples each fill the buffer for one RL step."""
 
     rollout_batch_size: int = Field(ge=1)
     """PROMPTS per rollout (P)."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Samples per prompt (n); the buffer holds P x n."""
     engine: RolloutEngineConfig = LocalEngine()
-    """Which engine samples."""
+    """Rollout engine."""
     dynamic_sampling: DynamicSampling | None = None
-    """Leave out groups whose scores are all equal, or outside of a band, and sample fresh prompts
-    in their place (``{}`` for the defaults). None: train on every group."""
+    """Replace groups with equal or out-of-bounds scores by new prompts (``{}``: defaults). None:
+    train on every group."""
 
     def rules(self) -> Iterator[str]:
         if self.temperature == 0:
@@ -149,23 +146,22 @@ class EvalConfig(Node):
     """Held-out evaluation: pass@1 and pass@k."""
 
     data: PromptDataConfig
-    """Held-out prompts. Read once, in order, without shuffling."""
+    """Held-out prompts. Read once, in order."""
     num_prompts: int | None = Field(None, ge=1)
-    """Take only the first this many. None: all."""
+    """Use only the first this many prompts. None: all."""
     every_n_steps: int = Field(0, ge=0)
-    """Evaluate every this many steps, beside step 0 and the end. 0: only those two."""
+    """Evaluate every this many steps, and at step 0 and the end. 0: only then."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Samples per prompt."""
     pass_k: tuple[int, ...] = (1,)
-    """For which k pass@k is reported (unbiased estimator of arXiv 2107.03374); each at most
+    """Values of k of pass@k (unbiased estimator, arXiv 2107.03374), at most
     n_samples_per_prompt."""
     pass_threshold: float = 1.0
-    """A response passes if its reward is at least this: the plain score if one reward counts,
-    whatever its weight; of several, their weighted sum."""
+    """Minimum reward to pass: the unweighted score if one reward counts, else the weighted sum."""
     temperature: float = Field(0.0, ge=0)
-    """0: greedy."""
+    """Softmax temperature. 0: greedy."""
     generate_max_len: int | None = Field(None, ge=1)
-    """Most new tokens. None: as in rollout."""
+    """Maximum new tokens. None: as in rollout."""
     stop: tuple[StopText, ...] | None = None
     """Strings that end a response. None: as in rollout."""
     stop_token_ids: tuple[TokenId, ...] | None = None
@@ -186,8 +182,8 @@ class EvalConfig(Node):
 
 
 def pass_advice(config: EvalConfig, rewards: Sequence[RewardConfig]) -> Iterator[str]:
-    """Yield one sentence if no response can pass, unless a score is above 1: the weighted sum of
-    several rewards of 1 each stays below the threshold."""
+    """Yield one sentence if the sum of the positive weights of several rewards is below the
+    threshold. No response can then pass, unless a score is above 1."""
     weights = [entry.weight for entry in rewards if entry.weight]
     most = sum(weight for weight in weights if weight > 0)
     if len(weights) > 1 and most < config.pass_threshold - 1e-9:

@@ -22,7 +22,7 @@ _WORDS: dict[Any, str] = {
 
 
 def nodes_in(annotation: Any) -> list[type[Node]]:
-    """Every node class inside an annotation, in the order written.
+    """Return every node class inside an annotation, in the order written.
 
     >>> from burnish.config.model import ModelConfig
     >>> nodes_in(tuple[ModelConfig, ...] | None) == [ModelConfig]
@@ -35,7 +35,7 @@ def nodes_in(annotation: Any) -> list[type[Node]]:
 
 
 def kinds_of(node: type[Node]) -> tuple[str, ...]:
-    """The values of ``kind`` that choose this node; empty where it is no variant."""
+    """Return the values of ``kind`` that select this node; empty if it is not a variant."""
     field = node.model_fields.get("kind")
     return () if field is None else tuple(typing.get_args(field.annotation))
 
@@ -46,18 +46,18 @@ def is_list(annotation: Any) -> bool:
 
 
 def item_of(annotation: Any) -> Any:
-    """The annotation of the items of a list."""
+    """Return the annotation of the items of a list."""
     return typing.get_args(_without_none(annotation))[0]
 
 
 def value_of(annotation: Any) -> Any:
-    """The annotation of the values of a mapping; None if it is no mapping."""
+    """Return the annotation of the values of a mapping, or None if it is not a mapping."""
     bare = _without_none(annotation)
     return typing.get_args(bare)[1] if typing.get_origin(bare) is dict else None
 
 
 def is_text(annotation: Any) -> bool:
-    """Return whether a field takes text and nothing else (it may also be null).
+    """Return whether a field takes only text (it may also be null).
 
     >>> is_text(str | None), is_text(typing.Literal["on", "off"]), is_text(str | int)
     (True, True, False)
@@ -69,7 +69,7 @@ def is_text(annotation: Any) -> bool:
 
 
 def type_words(annotation: Any) -> str:
-    """An annotation in words.
+    """Return an annotation in words.
 
     >>> type_words(tuple[int, ...] | None)
     'list (whole number each), or null'

@@ -1,4 +1,4 @@
-"""The recipe of the job ``score``."""
+"""Recipe of the job ``score``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from burnish.config.roles import RowLengths
 
 
 class ResponseDataConfig(PromptDataConfig):
-    """Prompts with a response each, such as the rows that ``generate`` writes."""
+    """Prompts with a response each, such as the rows written by ``generate``."""
 
     response_key: str = "response"
     """Column with the response, a string."""
     finish_reason_key: str | None = "finish_reason"
-    """Column with ``stop``, ``length`` or ``aborted``. The default one may be absent, and means
-    ``stop`` then."""
+    """Column with ``stop``, ``length`` or ``aborted``. The default column may be absent:
+    ``stop``."""
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -43,25 +43,25 @@ class ResponseDataConfig(PromptDataConfig):
 
 
 class ScoreConfig(RowsJob):
-    """``burnish score``: the rewards of given responses, as rows of a file. ``running_norm`` is
-    refused."""
+    """``burnish score``: write the rewards of given responses as rows of a file. ``running_norm``
+    is refused."""
 
     job: Literal["score"] = "score"
-    """Which job the recipe is for."""
+    """Job of the recipe."""
     data: ResponseDataConfig
     """Rows to score. Read once, in order."""
     num_rows: int | None = Field(None, ge=1)
-    """Take only the first this many. None: all."""
+    """Use only the first this many rows. None: all."""
     batch_size: int = Field(256, ge=1)
-    """Rows per step: one call of each reward."""
+    """Rows per step, and per call of each reward."""
     rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
-    """What scores the responses."""
+    """Rewards of the responses."""
     shaping: ShapingConfig = ShapingConfig()
     """Changes to the reward after the weighted sum."""
     generate_max_len: int | None = Field(None, ge=1)
     """Length limit of responses, for ``shaping.overlong_buffer_len``."""
     output: PathText = "{run_dir}/scored.jsonl"
-    """As for ``generate``: the columns of the data, ``reward``, and ``rewards`` by name."""
+    """Output file as in ``generate``: the data's columns, ``reward``, and ``rewards`` by name."""
 
     def rollout_role(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""The recipe of the job ``sft``."""
+"""Recipe of the job ``sft``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SFTConfig(SupervisedJob):
     """``burnish sft``: supervised fine-tuning on demonstrations."""
 
     job: Literal["sft"] = "sft"
-    """Which job the recipe is for."""
+    """Job of the recipe."""
     data: SFTDataConfig
     """Demonstrations."""
     eval_data: SFTDataConfig | None = None
@@ -24,7 +24,7 @@ class SFTConfig(SupervisedJob):
 
     @property
     def rows(self) -> SFTDataConfig:
-        """The training data."""
+        """Training data."""
         return self.data
 
     def advice(self) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""Solutions with a label on every step: the data of process reward models (job ``rm``)."""
+"""Config of solutions with a label on every step: the data of process reward models (job
+``rm``)."""
 
 from __future__ import annotations
 
@@ -12,43 +13,41 @@ from burnish.config.data import DataConfig, PreferenceDataConfig
 from burnish.config.templates import template_rules
 
 STEP_KEYS = ("completions", "steps")
-"""Columns that are looked for where ``steps_key`` is not set."""
+"""Columns tried if ``steps_key`` is not set."""
 
 
 class PairsDataConfig(PreferenceDataConfig):
-    """Pairs: a chosen and a rejected response to one prompt."""
+    """Pairs of a chosen and a rejected response to one prompt."""
 
     kind: Literal["pairs"] = "pairs"
-    """Pairs of responses: a reward model that scores whole responses."""
+    """Trains a reward model that scores entire responses."""
 
 
 class StepsDataConfig(DataConfig):
-    """Step-labelled solutions: a prompt, a list of steps and a list with one label for each. The
-    shape of the public sets made of Math-Shepherd and PRM800K (TRL's stepwise supervision)."""
+    """Prompts with a list of steps and a list of their labels, as in the public datasets from
+    Math-Shepherd and PRM800K (TRL's stepwise supervision)."""
 
     kind: Literal["steps"]
-    """Step-labelled solutions: a process reward model, which scores every step."""
+    """Trains a process reward model, which scores every step."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     steps_key: str | None = None
-    """Column with the list of steps (text each). None: ``completions`` or ``steps``, whichever
-    there is."""
+    """Column with the list of steps (texts). None: ``completions`` or ``steps``."""
     labels_key: str = "labels"
-    """Column with one label per step. Hard: true or false, 1 or 0, ``+`` or ``-``, ``good`` or
-    ``bad``. Soft: the probability in [0, 1] that the step is right."""
+    """Column with a label per step. Hard: true or false, 1 or 0, ``+`` or ``-``, ``good`` or
+    ``bad``. Soft: the probability in [0, 1] that the step is correct."""
     step_separator: str = Field("\n", min_length=1)
-    """Text written behind every step (once, where a step has it already), the last one excepted
-    where it gets the end token. Rewards split responses at it."""
+    """Text appended to steps that do not end with it, except a last step with an end token. Rewards
+    split responses at it."""
     add_end_token: bool = True
-    """Write the end token behind the last step, as sampled responses end. False: the separator
-    stands there as well (rows that stop in the middle of a solution)."""
+    """Append the end token to the last step, as in sampled responses. False: append the separator
+    (rows that stop within a solution)."""
     prompt_template: str | None = None
-    """Python format string over the row's columns that makes the prompt. None: the column as it
-    is."""
+    """Prompt as a format string over the columns. None: the column itself."""
     apply_chat_template: bool = False
     """Wrap a string prompt as a user message; the steps are the assistant's answer."""
     max_len: int = Field(2048, ge=2)
-    """Longest prompt + steps in tokens; ``overlong`` says what happens beyond."""
+    """Maximum tokens of prompt + steps; see ``overlong``."""
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -64,7 +63,7 @@ class StepsDataConfig(DataConfig):
 
 
 def _pairs_unless_named(value: Any) -> Any:
-    """Without a kind the rows are pairs."""
+    """Treat rows without a kind as pairs."""
     return {"kind": "pairs", **value} if isinstance(value, dict) else value
 
 
@@ -81,7 +80,7 @@ def reward_data_rules(
     loss: str | None,
     centered: bool,
 ) -> Iterator[str]:
-    """One sentence for each setting of a reward model that does not fit the kind of its data."""
+    """Yield an error for each setting of a reward model that does not fit the kind of its data."""
     if eval_data is not None and eval_data.kind != data.kind:
         yield (
             f"eval_data.kind={eval_data.kind} and data.kind={data.kind}: what is held out has to "

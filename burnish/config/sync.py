@@ -1,4 +1,4 @@
-"""How the policy's weights get from the trainer to the rollout engine."""
+"""Config of the transfer of the policy's weights from the trainer to the rollout engine."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ SyncKind = Literal["inproc", "collective", "ipc", "disk", "object_store"]
 
 
 class InprocSync(Node):
-    """Trainer and rollout engine in one process: nothing is copied where their formats agree."""
+    """Trainer and rollout engine in one process. Nothing is copied if their formats are the
+    same."""
 
     kind: Literal["inproc"]
 
 
 class _Sending(Node):
     bucket_bytes: int = Field(512 << 20, ge=1024, multiple_of=16)
-    """Weights travel in buckets of this many bytes; sender and receivers keep two each. (disk: the
-    size of a file.)"""
+    """Size of transfer buckets; sender and receivers hold two each. (disk: file size.)"""
     timeout_s: float = Field(300.0, gt=0)
-    """Longest wait for the other side, in seconds; then the hand-over fails and names who is
-    missing."""
+    """Seconds to wait for the other side; then the sync fails and names missing processes."""
     verify: bool = True
-    """Compare checksums of what was sent and of what came."""
+    """Compare checksums of sent and received weights."""
 
 
 class LinkSync(_Sending):
     """Trainer and rollout engines in several processes."""
 
     kind: Literal["auto", "collective", "ipc", "object_store"] = "auto"
-    """ipc: memory that processes of one machine (on CUDA: one GPU) share. collective: broadcast
-    over gloo or NCCL. object_store: Ray's, which keeps them for workers that restart. auto: on
-    Ray object_store, else inproc, ipc or collective, the first that fits."""
+    """ipc: memory shared on one machine (on CUDA: on one GPU). collective: gloo or NCCL broadcast.
+    object_store: Ray's, which keeps the weights for restarted workers. auto: object_store on Ray,
+    else the first usable of inproc, ipc, collective."""
 
 
 class DiskSync(_Sending):
-    """Safetensors in a folder that all processes see."""
+    """Safetensors files in a folder shared by all processes."""
 
     kind: Literal["disk"]
     folder: PathText
-    """Where hand-overs are written. A new one for every start of a trainer."""
+    """Folder of the weight files. Use a new one for every start of a trainer."""
     keep: int = Field(2, ge=1)
-    """Newest hand-overs kept. With 1, one that is being read may be deleted."""
+    """Newest weight versions kept. With 1, a version may be deleted while it is read."""
 
 
 def _with_kind(value: Any) -> Any:
@@ -63,7 +62,7 @@ SyncConfig = Annotated[
 def sync_rules(
     sync: LinkSync | InprocSync | DiskSync, runtime: Literal["inline", "ray"]
 ) -> Iterator[str]:
-    """Yield the problems of a ``sync`` that this runtime does not support."""
+    """Yield an error for each ``sync`` setting that this runtime does not support."""
     if runtime == "ray":
         if sync.kind == "inproc":
             yield (
@@ -91,9 +90,9 @@ def resolve_kind(
     same_memory: bool,
     has_store: bool = False,
 ) -> SyncKind:
-    """The kind for engines in these places; ``same_memory``: all on one machine, and on CUDA on one
-    GPU. ``has_store``: there is an object store between them (Ray's), which needs no new connection
-    after a worker is restarted.
+    """Return the kind for engines in these places. ``same_memory``: all are on one machine, and on
+    CUDA on one GPU. ``has_store``: they share an object store (Ray's), which needs no new
+    connection after a worker restarts.
 
     >>> resolve_kind(LinkSync(), same_process=False, same_memory=True)
     'ipc'

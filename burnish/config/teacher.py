@@ -1,4 +1,4 @@
-"""The teacher of a student: which model, what is compared, and which recipes have a use for one."""
+"""Config of a student's teacher: model, divergence, and rules for recipes with a teacher."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 
 
 class TeacherConfig(Node):
-    """The frozen model that a student learns from. It must have the student's tokens."""
+    """Frozen model that a student learns from. It must have the student's vocabulary."""
 
     model: ModelConfig
-    """Where it is loaded from."""
+    """Teacher model."""
     dtype: Dtype | None = None
-    """Number format that it computes in. None: ``precision.dtype``."""
+    """Compute format of the teacher. None: ``precision.dtype``."""
 
     def precision_or(self, precision: PrecisionConfig) -> PrecisionConfig:
-        """Return its own number format, or the job's where it has none."""
+        """Return the teacher's own number format, or the job's if it has none."""
         return precision if self.dtype is None else PrecisionConfig(dtype=self.dtype)
 
     def rules(self) -> Iterator[str]:
@@ -42,12 +42,12 @@ class ReverseKlLoss(Node):
 
 
 class JsdLoss(Node):
-    """Generalised Jensen-Shannon divergence (arXiv 2306.13649)."""
+    """Generalized Jensen-Shannon divergence (arXiv 2306.13649)."""
 
     kind: Literal["jsd"]
     beta: float = Field(0.5, gt=0, lt=1)
-    """Weight of the teacher in the mixture that both are compared with. Towards 0 it pulls as
-    forward KL does, towards 1 as reverse KL (and ever more weakly: raise the learning rate)."""
+    """Teacher's weight in the mixture that both are compared with. Near 0: like forward KL. Near 1:
+    like reverse KL, but ever more weakly (raise the learning rate)."""
 
 
 DistillLossConfig = Annotated[
@@ -57,8 +57,8 @@ DistillLossConfig = Annotated[
 
 
 def without_rewards(recipe: Any) -> Any:
-    """A recipe for ``rl``, before it is read: with no rewards where it names none and its advantage
-    needs none."""
+    """Return a raw recipe for ``rl`` with empty rewards if it sets none and its advantage needs
+    none."""
     if not isinstance(recipe, dict) or "rewards" in recipe:
         return recipe
     algorithm = recipe.get("algorithm")

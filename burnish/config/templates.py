@@ -10,13 +10,14 @@ from burnish.errors import BurnishError
 
 
 class TemplateError(BurnishError, ValueError):
-    """A template that cannot be filled with columns: which part, why, what to write."""
+    """A template that cannot be filled from columns. The message contains the part, the cause and a
+    fix."""
 
 
 def fields_of(template: str) -> list[str]:
-    """Return the columns that ``template`` names, in order.
+    """Return the columns named in ``template``, in order.
 
-    Raises TemplateError for what is no format string, for a field that is no column name
+    Raises TemplateError for an invalid format string, for a field that is not a column name
     (``{}``, ``{0}``, ``{prompt.upper}``), and for a template without a field.
 
     >>> fields_of("Question: {question}\\nAnswer ({level:02d}):")
@@ -47,7 +48,7 @@ def fields_of(template: str) -> list[str]:
 
 
 def template_rules(template: str | None, files: Sequence[str]) -> Iterator[str]:
-    """Yield one sentence for each problem of a ``prompt_template`` over the rows of ``files``."""
+    """Yield an error for each problem of a ``prompt_template`` over the rows of ``files``."""
     if template is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""How gradients become steps."""
+"""Config of training: batches, optimizer, schedule and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,67 +15,62 @@ from burnish.config.train_engines import TorchEngine, TrainEngineConfig
 
 
 class TrainConfig(Node):
-    """Batches, optimizer and schedule."""
+    """Batches, optimizer and learning-rate schedule."""
 
     engine: TrainEngineConfig = TorchEngine()
-    """Which engine trains."""
+    """Train engine."""
     train_batch_size: int | None = Field(None, ge=1)
-    """B: samples per optimizer step, over all micro-batches and ranks. (Give any two of B, b and
-    accumulation.)"""
+    """B: samples per optimizer step, over all micro-batches and ranks. Set two of B, b,
+    gradient_accumulation_steps."""
     micro_train_batch_size: int | None = Field(None, ge=1)
     """b: samples per forward/backward pass on one rank."""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
     """Backward passes per optimizer step = B / (b x ranks)."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Build micro-batches up to this many tokens instead of b samples (dynamic batching). None: by
-    b."""
+    """Tokens per micro-batch, instead of b samples (dynamic batching). None: b samples."""
     layout: Literal["shared_prefix", "packed", "padded"] = "shared_prefix"
-    """How rows stand in a micro-batch. shared_prefix: packed, and a group's prompt is computed
-    once. packed: rows one after another, no padding. padded: a rectangle. The numbers are the
-    same."""
+    """padded: a rectangle. packed: concatenated rows, no padding. shared_prefix: packed, each
+    group's prompt computed once. Results are the same."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "constant"
-    """Shape after warm-up."""
+    """Schedule of the learning rate after warm-up."""
     lr_warmup_ratio: float = Field(0.0, ge=0, le=1)
-    """Fraction of all optimizer steps over which the rate rises linearly from 0."""
+    """Fraction of all optimizer steps with linear warm-up from 0."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Final rate / peak rate (cosine_with_min_lr)."""
+    """Final learning rate / peak learning rate (cosine_with_min_lr)."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled decay, on matrices only (not on norms and biases)."""
+    """AdamW's decoupled weight decay, on matrices only (not on norms and biases)."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's beta1, beta2."""
     adam_eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """Clip the global gradient norm to this. None: no clipping."""
+    """Maximum global gradient norm. None: no clipping."""
     max_consecutive_skips: int = Field(10, ge=1)
-    """Stop the run, after saving, when this many optimizer steps in a row were skipped because the
-    loss or the gradient was not finite. (Overflows that a dynamic loss scale may still cure are
-    not counted: its floor stops the run.)"""
+    """Save and stop after this many consecutive steps with a non-finite loss or gradient. Overflows
+    that a dynamic loss scale may resolve do not count (its floor stops the run)."""
     max_steps_without_signal: int | None = Field(100, ge=1)
-    """Stop the run, after saving, when this many steps in a row gave nothing to learn from: equal
-    rewards in every group (advantages without a group baseline: in the step), chosen equal to
-    rejected in every pair, KTO responses of one verdict only. ``stopped.txt`` has the cause. None:
-    never. (sft, distill and process reward models have no such steps.)"""
+    """Save and stop after this many consecutive steps without a signal: equal rewards in each group
+    (without a group baseline: in the step), chosen equal to rejected in each pair, KTO labels all
+    equal. ``stopped.txt`` gives the cause. None: never. Not for sft, distill, process reward
+    models."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: about a third more compute, much less memory."""
     on_oom: Literal["fail", "retry_smaller"] = "fail"
-    """When a forward/backward pass runs out of memory. fail: the run ends with a report.
-    retry_smaller: micro-batches are halved until they fit, for the rest of the run, and the update
-    is done again; losses divide by counts of the whole batch, so it stays the same. One unit that
-    does not fit alone ends the run. Only where ranks do not wait for each other in a pass: the
-    torch engine's replicas."""
+    """If a pass runs out of memory. fail: end with a report. retry_smaller: halve micro-batches
+    until they fit, for the rest of the run, and repeat the update; it is the same, as losses are
+    divided by counts of the entire batch. Ends if one unit does not fit. Needs ranks that do not
+    wait for each other in a pass (the torch engine's replicas)."""
     moe_aux_loss_coef: float = Field(0.0, ge=0)
-    """Mixtures of experts: weight of the router's load-balancing loss (arXiv 2101.03961), in the
-    training of a policy or reward model; 0.001 to 0.01 is usual. It is measured over the tokens of
-    each micro-batch, weighted by their number, so that small micro-batches are evened out one by
-    one. 0: none."""
+    """Weight of the router's load-balancing loss (arXiv 2101.03961) of policies and reward models
+    with experts; usually 0.001 to 0.01. Computed per micro-batch and weighted by tokens, so small
+    micro-batches are balanced one by one. 0: none."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Keep an exponential moving average of the weights with this decay. None: none."""
+    """Decay of an exponential moving average of the weights. None: no average."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
-    """Log-probs are computed this many tokens at a time; three [chunk, vocab] fp32 buffers are the
-    peak. None: 512 on a CPU, 2048 on a GPU."""
+    """Tokens per log-prob computation, with three [chunk, vocab] fp32 buffers at peak. None: 512 on
+    a CPU, 2048 on a GPU."""
 
     def rules(self) -> Iterator[str]:
         if self.max_tokens_per_micro_batch and (
@@ -99,7 +94,7 @@ class TrainConfig(Node):
 
 
 def on_oom_problem(train: TrainConfig) -> str | None:
-    """Why an engine cannot do a pass again with fewer rows; None: it can."""
+    """Return why an engine cannot repeat a pass with fewer rows, or None if it can."""
     waits_by = train.engine.waits_by
     if waits_by is None:
         return None
@@ -111,7 +106,8 @@ def on_oom_problem(train: TrainConfig) -> str | None:
 
 
 def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
-    """Why the load of experts cannot be evened: no experts, or an engine that does not see them."""
+    """Yield an error if a load-balancing loss is set and the model has no experts, or the engine
+    does not return router outputs."""
     name = f"train.moe_aux_loss_coef={train.moe_aux_loss_coef:g}"
     if not train.moe_aux_loss_coef:
         return
@@ -126,8 +122,8 @@ def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
-    """One sentence for each role whose number of ranks is not a multiple of those that compute the
-    same rows."""
+    """Yield an error for each role whose number of ranks is not a multiple of the ranks that
+    compute the same rows."""
     size = train.engine.ranks_per_row
     roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic")
     given = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
@@ -142,7 +138,7 @@ def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
 
 
 def ranks_per_row(train: TrainConfig) -> int:
-    """Ranks that compute the same rows together."""
+    """Return the number of ranks that compute the same rows together."""
     return train.engine.ranks_per_row
 
 
@@ -154,27 +150,26 @@ class RLTrainConfig(TrainConfig):
 
 
 class CheckpointConfig(Node):
-    """Checkpoints: when they are saved, and which are kept. Saving is on by default."""
+    """When checkpoints are saved and which are kept. Saving is on by default."""
 
     every_n_steps: int = Field(50, ge=0)
     """Save every this many steps. 0: only at the end and on interruption."""
     every_minutes: float | None = Field(30.0, gt=0)
-    """Save also at the end of a step when this many minutes have passed since the last checkpoint,
-    or since the first step began; not with every_n_steps=0. None: by steps alone."""
+    """Also save at the end of a step, this many minutes after the last checkpoint or the first
+    step's start. Ignored with every_n_steps=0. None: by steps alone."""
     keep_last: int = Field(2, ge=1)
-    """Newest checkpoints kept."""
+    """Newest checkpoints to keep."""
     in_background: bool = False
-    """Go on training while a checkpoint is written. Each rank first copies its part of the state to
-    CPU memory, which has to have room for it. With train.engine.sharding=full; the checkpoint
-    counts at the first end of a step after it is whole. What is lost in a crash meanwhile goes back
-    to the one before."""
+    """Train while a checkpoint is written (needs train.engine.sharding=full). Each rank first
+    copies its state to CPU memory, which must have room. A checkpoint is valid at the first end of
+    a step after it is complete; until then a crash resumes from the previous one."""
     best_metric: str | None = None
-    """Also keep the checkpoint that is best by this metric, e.g. ``eval/pass@1``. None: the job's
+    """Also keep the best checkpoint by this metric, e.g. ``eval/pass@1``. None: the job's
     default."""
     best_mode: Literal["max", "min"] | None = None
-    """Whether more or less of ``best_metric`` is better. None: by its name, which the log says
-    (less: losses, kl, nll, lengths, truncated and skipped shares, mismatches, times; more: rewards,
-    pass@k, accuracies, margins). Required for any other metric."""
+    """Whether more or less of ``best_metric`` is better. None: by name, and logged (min: losses,
+    kl, nll, lengths, truncated and skipped shares, mismatches, times; max: rewards, pass@k,
+    accuracies, margins). Required for other metrics."""
 
     def rules(self) -> Iterator[str]:
         name = self.best_metric
@@ -197,7 +192,8 @@ _MORE = re.compile(
 
 
 def better(metric: str) -> Literal["max", "min"] | None:
-    """Return whether more or less of a metric is better, by its name; None if that does not say.
+    """Return whether a larger or smaller value of a metric is better, by its name. Return None if
+    the name does not determine it.
 
     >>> [better(n) for n in ("eval/pass@1", "eval/nll", "reward/exact", "train/ratio")]
     ['max', 'min', 'max', None]
@@ -214,7 +210,7 @@ def better(metric: str) -> Literal["max", "min"] | None:
 def checkpoint_rules(
     checkpoint: CheckpointConfig, train: TrainConfig, *, ranks: int
 ) -> Iterator[str]:
-    """Why nothing can be saved in the background."""
+    """Yield an error if checkpoints cannot be saved in the background."""
     if not checkpoint.in_background:
         return
     if not train.engine.saves_own_shards:

@@ -1,9 +1,8 @@
-"""The options of each train engine, and the facts about it that checks, plans and runtimes need.
+"""Options of each train engine, and the facts about it that checks, plans and runtimes need.
 
-To add an engine: a class here with its options and facts, its name in :data:`TrainEngineConfig`,
-the engine itself (``train/engine.py`` lists the hooks), its memory profile
-(``plan/model_state.py``), and one line in ``tests/contract/pools.py``.
-"""
+To add an engine, write a class here with its options and facts, and add it to
+:data:`TrainEngineConfig`. Implement the engine itself (``train/engine.py`` lists the hooks). Add
+its memory profile (``plan/model_state.py``) and one line in ``tests/contract/pools.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class TrainEngineFacts(ABC):
 
     @property
     def ranks_per_row(self) -> int:
-        """Ranks that compute the same rows together."""
+        """Number of ranks that compute the same rows together."""
         return 1
 
     @property
@@ -33,23 +32,23 @@ class TrainEngineFacts(ABC):
 
     @property
     def shares_weights(self) -> bool:
-        """Return whether another engine in the same process can run the model as it is."""
+        """Return whether another engine in the same process can run the model unchanged."""
         return True
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Return whether masters and moments are in host memory."""
+        """Return whether master weights and moments are in host memory."""
         return False
 
     @property
     def parallel_setting(self) -> str:
-        """The setting by which ranks compute the same rows, as it is written."""
+        """Setting that makes ranks compute the same rows, as written in a recipe."""
         return "train.engine.kind"
 
     @property
     def waits_by(self) -> str | None:
-        """The setting by which ranks wait for each other in every pass; None: they do not. If they
-        do not, a pass can be repeated, and it returns the outputs of routers."""
+        """Setting that makes ranks wait for each other in every pass, or None if they do not. If
+        they do not, a pass can be repeated, and it returns the outputs of routers."""
         return None
 
     @property
@@ -59,49 +58,44 @@ class TrainEngineFacts(ABC):
 
     @abstractmethod
     def implementation(self, *, grouped: bool) -> str:
-        """``module:class`` of the engine. ``grouped``: its ranks have a process group."""
+        """Return ``module:class`` of the engine. ``grouped``: its ranks have a process group."""
 
     def precision_rules(self, precision: PrecisionConfig) -> Iterator[str]:
-        """One sentence for each number format that the engine cannot keep to."""
+        """Yield an error for each number format that the engine does not support."""
         yield from ()
 
 
 class TorchEngine(Node, TrainEngineFacts):
-    """Plain PyTorch, on CPU or one GPU per rank: in the process of the job, or on Ray in each
-    rank's worker."""
+    """Plain PyTorch, on CPU or one GPU per rank: in the job's process, or on Ray in each rank's
+    worker."""
 
     kind: Literal["torch"] = "torch"
     device: str = "auto"
-    """``auto`` (CUDA if there is one, else CPU), or a torch device such as ``cpu`` or
-    ``cuda:1``."""
+    """``auto`` (CUDA if available, else CPU), or a torch device such as ``cpu`` or ``cuda:1``."""
     sharding: Literal["none", "full"] = "none"
-    """What several ranks do with the model. none: each holds all of it (replicas). full: each holds
-    its part of the weights, gradients and optimizer state (FSDP2), and a layer is gathered when it
-    is computed. One rank alone has nothing to shard."""
+    """none: replicas. full: each rank holds a shard of the weights, gradients and optimizer state
+    (FSDP2); layers are gathered for computation. A single rank is never sharded."""
     reshard_after_forward: bool = True
-    """sharding=full: free each layer's gathered weights after its forward pass and gather them
-    again for backward. False: keep them in between, which saves a third of the traffic and costs
-    the memory of the whole model in the compute format."""
+    """sharding=full: free a layer's gathered weights after forward and gather them again for
+    backward. False: keep them (a third less traffic, but memory for the entire model in the compute
+    format)."""
     reduce_gradients: Literal["every_pass", "once"] = "every_pass"
-    """sharding=full: when gradients are summed over ranks. every_pass: after each micro-batch;
-    between passes a rank holds its part of the sums. once: after the last micro-batch of a batch;
-    least traffic, and until then each rank holds an fp32 gradient of the whole model."""
+    """sharding=full: sum gradients over ranks after each micro-batch (every_pass; a rank then holds
+    its shard), or after a batch's last one (once; least traffic, but each rank holds an fp32
+    gradient of the entire model)."""
     cpu_offload: bool = False
-    """sharding=full: keep sharded weights, gradients and optimizer state in CPU memory, and step
-    there."""
+    """sharding=full: keep weights, gradients and optimizer state in CPU memory, and step there."""
     sequence_parallel_size: int = Field(1, ge=1)
-    """This many consecutive ranks compute the same rows, each a stretch of their tokens; around
-    attention tokens are exchanged for heads (Ulysses). It must divide the ranks and the model's
-    attention heads. 1: a rank computes whole rows."""
+    """Consecutive ranks that compute the same rows, each a contiguous part of the tokens; attention
+    exchanges tokens for heads (Ulysses). Must divide ranks and attention heads. 1: off."""
 
     tensor_parallel_size: int = Field(1, ge=1)
-    """This many consecutive ranks compute the same rows, each with its part of every layer's heads
-    and inner width. It must divide the ranks and the model's attention and key/value heads. 1: a
-    layer is whole."""
+    """Consecutive ranks that compute the same rows, each with part of every layer's heads and inner
+    width. Must divide ranks, attention heads and key/value heads. 1: off."""
 
     @property
     def ranks_per_row(self) -> int:
-        """Ranks that compute the same rows together."""
+        """Number of ranks that compute the same rows together."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
@@ -111,18 +105,18 @@ class TorchEngine(Node, TrainEngineFacts):
 
     @property
     def shares_weights(self) -> bool:
-        """Return whether another engine in the same process can run the model as it is. (One
-        process has one rank, whose model is not in shards.)"""
+        """Return whether another engine in the same process can run the model unchanged. A single
+        process has one rank, whose model is not sharded."""
         return self.tensor_parallel_size == 1
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Return whether masters and moments are in host memory."""
+        """Return whether master weights and moments are in host memory."""
         return self.cpu_offload
 
     @property
     def waits_by(self) -> str | None:
-        """The setting by which ranks wait for each other in every pass; None: they do not."""
+        """Setting that makes ranks wait for each other in every pass, or None if they do not."""
         if self.sharding == "full":
             return "train.engine.sharding=full"
         return self.parallel_setting if self.ranks_per_row > 1 else None
@@ -133,13 +127,13 @@ class TorchEngine(Node, TrainEngineFacts):
         return self.sharding == "full"
 
     def implementation(self, *, grouped: bool) -> str:
-        """``module:class`` of the engine. ``grouped``: its ranks have a process group."""
+        """Return ``module:class`` of the engine. ``grouped``: its ranks have a process group."""
         if self.sharding == "full" and grouped:
             return "burnish.train.fsdp:ShardedTrainEngine"
         return "burnish.train.torch:TorchTrainEngine"
 
     def precision_rules(self, precision: PrecisionConfig) -> Iterator[str]:
-        """One sentence for each number format that the engine cannot keep to."""
+        """Yield an error for each number format that the engine does not support."""
         if self.sharding == "full" and precision.grad_accum_dtype != "fp32":
             yield (
                 f"precision.grad_accum_dtype={precision.grad_accum_dtype} with "
@@ -149,14 +143,15 @@ class TorchEngine(Node, TrainEngineFacts):
 
     @property
     def parallel_setting(self) -> str:
-        """The setting by which ranks compute the same rows, as it is written."""
+        """Setting that makes ranks compute the same rows, as written in a recipe."""
         tensor = self.tensor_parallel_size > 1
         name = "tensor_parallel_size" if tensor else "sequence_parallel_size"
         return f"train.engine.{name}={self.ranks_per_row}"
 
     @property
     def parallel_problem(self) -> str | None:
-        """Why ranks cannot compute rows together in this way; None: they can."""
+        """Reason why ranks cannot compute rows together with these settings, or None if they
+        can."""
         if self.sequence_parallel_size == 1 or self.tensor_parallel_size == 1:
             return None
         return (
@@ -176,39 +171,38 @@ class TorchEngine(Node, TrainEngineFacts):
 
 
 class DeepSpeedEngine(Node, TrainEngineFacts):
-    """DeepSpeed's ZeRO over data-parallel ranks: state, gradients and weights in shards (extra
+    """DeepSpeed ZeRO over data-parallel ranks: sharded state, gradients and weights (extra
     ``deepspeed``)."""
 
     kind: Literal["deepspeed"] = "deepspeed"
     device: Literal["auto"] = "auto"
-    """DeepSpeed finds its accelerator itself; the environment variable ``DS_ACCELERATOR`` (cpu,
-    cuda) overrules it."""
+    """DeepSpeed selects it; the environment variable ``DS_ACCELERATOR`` (cpu, cuda) overrides
+    it."""
     zero_stage: int = Field(2, ge=0, le=3)
-    """What is cut into shards. 0: nothing. 1: masters and moments. 2: gradients too. 3: weights
-    too."""
+    """Sharded state. 0: none. 1: master weights and moments. 2: also gradients. 3: also weights."""
     adam_offload: bool = False
-    """Keep masters and moments in host memory and step there (stages 1 to 3)."""
+    """Keep master weights and moments in host memory and step there (stages 1 to 3)."""
     param_offload: bool = False
     """Keep this rank's shard of the weights in host memory (stage 3)."""
     zero_init: bool = False
-    """Cut weights into shards while they are read from files, so that no rank ever holds the whole
-    model (stage 3; models with a ``path``)."""
+    """Shard weights while reading files; no rank ever holds the entire model (stage 3; models with
+    a ``path``)."""
     zero_hpz_partition_size: int = Field(1, ge=1)
-    """ZeRO++: keep a second shard of the weights within groups of this many ranks (the GPUs of a
-    node), so that backward gathers inside the node (stage 3). 1: none."""
+    """ZeRO++: second shard of the weights in groups of this many ranks (a node's GPUs), so backward
+    gathers within the node (stage 3). 1: none."""
     param_persistence_threshold: int = Field(100_000, ge=0)
-    """Stage 3: weights of fewer entries than this stay whole on every rank."""
+    """Stage 3: weights with fewer entries than this are not sharded."""
     reduce_bucket_size: int = Field(50_000_000, ge=1)
-    """Gradient entries that are sent at one time; buffers of this size are held."""
+    """Gradient entries per communication; buffers of this size are allocated."""
 
     @property
     def tensor_parallel_size(self) -> int:
-        """A layer is whole."""
+        """Return 1: layers are not split over ranks."""
         return 1
 
     @property
     def sequence_parallel_size(self) -> int:
-        """A rank computes whole rows."""
+        """Return 1: rows are not split over ranks."""
         return 1
 
     @property
@@ -218,26 +212,26 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
 
     @property
     def shares_weights(self) -> bool:
-        """Return whether another engine in the same process can run the model as it is. (Stage 3
-        has its weights in shards even on one rank.)"""
+        """Return whether another engine in the same process can run the model unchanged. In stage 3
+        the weights are sharded even on one rank."""
         return self.zero_stage < 3
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Return whether masters and moments are in host memory."""
+        """Return whether master weights and moments are in host memory."""
         return self.adam_offload
 
     @property
     def waits_by(self) -> str | None:
-        """The setting by which ranks wait for each other in every pass."""
+        """Setting that makes ranks wait for each other in every pass."""
         return "train.engine.kind=deepspeed"
 
     def implementation(self, *, grouped: bool) -> str:
-        """``module:class`` of the engine."""
+        """Return ``module:class`` of the engine."""
         return "burnish.train.deepspeed:DeepSpeedTrainEngine"
 
     def precision_rules(self, precision: PrecisionConfig) -> Iterator[str]:
-        """One sentence for each number format that the engine cannot keep to."""
+        """Yield an error for each number format that the engine does not support."""
         if self.zero_stage == 0 and precision.dtype == "fp16":
             yield (
                 "train.engine.zero_stage=0 with precision.dtype=fp16: there DeepSpeed ignores "
@@ -276,7 +270,8 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
 
 
 def _torch_unless_named(value: Any) -> Any:
-    """``engine: deepspeed`` is short for its defaults; without a kind it is the torch engine."""
+    """Expand ``engine: deepspeed`` to ``{kind: deepspeed}``; use the torch engine if no kind is
+    given."""
     if isinstance(value, str):
         return {"kind": value}
     return {"kind": "torch", **value} if isinstance(value, dict) else value

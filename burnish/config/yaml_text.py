@@ -1,10 +1,10 @@
-"""YAML as recipes and overrides mean it: text stays text, and what reads as another number than it
-looks like is refused.
+"""YAML for recipes and overrides. Text remains text, and numbers that YAML would read differently
+from their appearance are refused.
 
 Differences from YAML 1.1 (PyYAML): ``1e-6`` is a number; dates are text; ``010`` (octal 8) and
-``1:00`` (base 60) are errors; a key that occurs twice is an error; a plain value of a text field
-(``name: 010``, ``split: no``) is taken as it is written. Size, depth and the expansion of aliases
-are limited, so that no file takes long to read."""
+``1:00`` (base 60) are errors; a repeated key is an error; a plain value of a text field (``name:
+010``, ``split: no``) is text as written. Size, depth and alias expansion are limited, so that no
+file takes long to read."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from burnish.config.schema import allows_none, is_list, is_text, item_of, nodes_
 
 _MAX_CHARACTERS = 4 << 20
 _MAX_NODES = 50_000
-"""Values of one document, each alias counted as what it stands for."""
+"""Maximum number of values of one document; each alias counts as its expansion."""
 _MAX_DEPTH = 64
 
 _STR, _NULL, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "null", "merge"))
 _FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")  # YAML 1.1: 1e-6 is text
 _PROSE = re.compile(r"(^|_)(prompt|template|separator|alphabet)$")
-"""Text fields in which `` #`` is more likely a part of the text than a comment."""
+"""Text fields in which `` #`` is more likely part of the text than the start of a comment."""
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with the differences that the module names."""
+    """PyYAML's safe loader with the differences listed in the module docstring."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
         self._depth = self._num_nodes = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The node, or a YAML error beyond the limits of depth and size."""
+        """Return the node. Raises a YAML error beyond the limits of depth and size."""
         self._depth += 1
         self._num_nodes += 1
         if self._depth > _MAX_DEPTH or self._num_nodes > _MAX_NODES:
@@ -46,12 +46,12 @@ class RecipeLoader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> Any:
-        """The document with its aliases expanded."""
+        """Return the document with its aliases expanded."""
         node = super().get_single_node()
         return None if node is None else _Expansion().copy(node, ())
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """The mapping, or a YAML error that names the line of a repeated key."""
+        """Return the mapping. Raises a YAML error with the line of a repeated key."""
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -62,7 +62,8 @@ class RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def construct_number(self, node: Any) -> int | float:
-        """The number, or a YAML error if YAML 1.1 reads another one than people do."""
+        """Return the number. Raises a YAML error if YAML 1.1 reads a different number than people
+        do."""
         text = self.construct_scalar(node)
         bare = text.lstrip("+-").replace("_", "")
         if ":" in text or (node.tag.endswith("int") and re.fullmatch(r"0[0-7]+", bare)):
@@ -82,7 +83,7 @@ class RecipeLoader(yaml.SafeLoader):
 
 
 def _without(*tags: str) -> dict[str, list[tuple[str, Any]]]:
-    """PyYAML's rules for plain values, without those of ``tags``."""
+    """Return PyYAML's rules for plain values, without those of ``tags``."""
     kept = yaml.SafeLoader.yaml_implicit_resolvers
     names = [f"tag:yaml.org,2002:{tag}" for tag in tags]
     return {c: [rule for rule in rules if rule[0] not in names] for c, rules in kept.items()}
@@ -95,14 +96,15 @@ RecipeLoader.add_constructor("tag:yaml.org,2002:float", RecipeLoader.construct_n
 
 
 class _RecipeDumper(yaml.SafeDumper):
-    """Puts text in quotes that :class:`RecipeLoader` would read as a number."""
+    """Dumper that quotes text that :class:`RecipeLoader` would read as a number."""
 
 
 _RecipeDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
 def compose(text: str, *, name: str = "<text>") -> tuple[RecipeLoader, Any]:
-    """(loader, node) of one document; node: None if it is empty. Raises YAMLError."""
+    """Return (loader, node) of one document. The node is None if the document is empty. Raises
+    YAMLError."""
     if len(text) > _MAX_CHARACTERS:
         raise yaml.YAMLError(
             f"it has {len(text)} characters, and a recipe has at most {_MAX_CHARACTERS}; is it a "
@@ -114,7 +116,7 @@ def compose(text: str, *, name: str = "<text>") -> tuple[RecipeLoader, Any]:
 
 
 def construct(loader: RecipeLoader, node: Any, annotation: Any, *, source: str) -> Any:
-    """The value of ``node``, which :func:`compose` made of ``source``, for a field of the type
+    """Return the value of ``node``, which :func:`compose` made from ``source``, for a field of type
     ``annotation``. Raises YAMLError."""
     if node is None:
         return None
@@ -123,10 +125,10 @@ def construct(loader: RecipeLoader, node: Any, annotation: Any, *, source: str) 
 
 
 def field_value(text: str, annotation: Any) -> Any:
-    """The value that the right side of ``key=value`` gives a field of the type ``annotation``.
+    """Return the value of the right side of ``key=value`` for a field of type ``annotation``.
 
-    A text field gets ``text`` as it is, but for a value wholly in quotes and, where the field may
-    be null, ``null``. Raises YAMLError."""
+    A text field gets ``text`` unchanged, except that enclosing quotes are removed and, if the field
+    may be null, ``null`` becomes None. Raises YAMLError."""
     if is_text(annotation):
         if allows_none(annotation) and text in _NULLS:
             return None
@@ -139,7 +141,7 @@ def field_value(text: str, annotation: Any) -> Any:
 
 
 def dump(tree: Any) -> str:
-    """``tree`` as YAML that :class:`RecipeLoader` reads back to an equal tree."""
+    """Return ``tree`` as YAML that :class:`RecipeLoader` reads back to an equal tree."""
     options: dict[str, Any] = {"Dumper": _RecipeDumper, "sort_keys": False}
     text: str = yaml.dump(tree, allow_unicode=True, **options)
     # YAML folds some rare line breaks (U+0085, U+2028) even inside quotes: escape them then.
@@ -149,7 +151,7 @@ def dump(tree: Any) -> str:
 
 
 class _Expansion:
-    """Copies of nodes in which an alias is a copy of what it stands for."""
+    """Copies of nodes in which each alias is replaced by a copy of its target."""
 
     def __init__(self) -> None:
         self._num_nodes = 0
@@ -174,8 +176,8 @@ class _Expansion:
 
 
 def _keep_text(node: Any, annotation: Any, *, field: str, source: str) -> None:
-    """Make text of the plain values below ``node`` that belong to text fields, or stand for a
-    mapping (a source that is only a path, ``mode: all``)."""
+    """Convert plain values below ``node`` to text if they belong to text fields, or are short forms
+    of a mapping (a source that is only a path, ``mode: all``)."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             below = annotation
@@ -196,7 +198,7 @@ def _keep_text(node: Any, annotation: Any, *, field: str, source: str) -> None:
 
 
 def _below(annotation: Any, key: str) -> Any:
-    """The annotation of ``key`` below ``annotation``; None if it is not known."""
+    """Return the annotation of ``key`` below ``annotation``, or None if it is not known."""
     fields = [node.model_fields[key] for node in nodes_in(annotation) if key in node.model_fields]
     return fields[0].annotation if fields else value_of(annotation)
 
@@ -212,7 +214,7 @@ def _refuse_comment(node: Any, field: str, source: str) -> None:
 
 
 def _quoted(text: str) -> str | None:
-    """The content of a YAML text that is wholly in quotes; None for any other."""
+    """Return the content of a YAML text that is entirely in quotes, or None for any other."""
     try:
         node = compose(text)[1] if text.strip()[:1] in ("'", '"') else None
     except yaml.YAMLError:

@@ -1,1 +1,1 @@
-"""Where engines live. ``inline.py``: all in this process."""
+"""Runtimes, which build and place engines. ``inline.py``: all in this process."""

@@ -1,4 +1,4 @@
-"""Contract of runtimes, which make engines for roles and connect them. One contract, inline and on
+"""Contract of runtimes, which make engines for roles and connect them. It is the same inline and on
 a cluster."""
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ CRITIC_SPANS = {"values": "values", "forward_backward": "critic", "optim_step": 
 
 
 class Sync(Protocol):
-    """Hands one policy's weights to one rollout engine."""
+    """Transfer of one policy's weights to one rollout engine."""
 
     def push(self) -> Metrics:
-        """Afterwards the rollout engine has the policy's weights and version. Returns ``sync/*``,
-        or nothing where nothing was moved."""
+        """Transfer the policy's weights and version to the rollout engine. Return ``sync/*``
+        metrics, or no metrics if nothing was moved."""
         ...
 
 
 class Runtime(Protocol):
-    """Makes engines, each timed on the run's timeline."""
+    """Factory of engines, each timed on the run's timeline."""
 
     tokenizer: PreTrainedTokenizerBase
     precision: PrecisionConfig
@@ -41,47 +41,47 @@ class Runtime(Protocol):
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> TrainEngine:
-        """A train engine over a causal LM (policy, reference)."""
+        """Return a train engine over a causal LM (policy, reference)."""
         ...
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> TrainEngine:
-        """A train engine over a scalar model (critic, reward); a language model gets a new head if
-        it is to be trained."""
+        """Return a train engine over a scalar model (critic, reward). A language model gets a new
+        head if it will be trained."""
         ...
 
     def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
-        """The reference model inside a LoRA policy."""
+        """Return the reference model inside a LoRA policy."""
         ...
 
     def rollout(
         self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
     ) -> RolloutEngine:
-        """A rollout engine that gets its weights from ``policy``, for rows of up to ``max_len``
-        tokens (None: as the model allows)."""
+        """Return a rollout engine that gets its weights from ``policy``, for rows of up to
+        ``max_len`` tokens (None: the model's limit)."""
         ...
 
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
     ) -> RolloutEngine:
-        """A rollout engine without a trainer (evaluation of a finished model)."""
+        """Return a rollout engine without a trainer (evaluation of a finished model)."""
         ...
 
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> Sync:
-        """Return a function that transfers the policy's weights to the rollout engine. The first
+        """Return a sync that transfers the policy's weights to the rollout engine. The first
         transfer is done before this returns."""
         ...
 
     def release(self, engine: HasLogprobs) -> None:
-        """Give back what a train engine that is used no more holds."""
+        """Free the resources of a train engine that is no longer used."""
         ...
 
     def peaks(self) -> list[ProcessPeaks]:
-        """The most memory that each process held in each phase, since the last call. What does not
-        answer soon is left out."""
+        """Return the peak memory of each process in each phase since the last call. Processes that
+        do not respond soon are left out."""
         ...
 
     def close(self) -> None:
@@ -90,9 +90,9 @@ class Runtime(Protocol):
 
 
 class ClusterError(EngineLostError):
-    """A cluster that cannot run the job, or no longer. Says which worker or resource, and what to
-    do."""
+    """A cluster cannot run the job, or can no longer run it. The message contains the worker or
+    resource, and a fix."""
 
 
 class WorkerLostError(ClusterError):
-    """A worker died or hangs. ``RayRuntime.recover`` may bring its group back."""
+    """A worker died or hangs. ``RayRuntime.recover`` may restore its group."""

@@ -21,17 +21,17 @@ def failure(ray: Any, ref: Any) -> BaseException | None:
 
 
 def is_worker_loss(ray: Any, error: BaseException) -> bool:
-    """Return whether an error is about a process or a machine that is gone, and not raised by
-    one."""
+    """Return whether an error is about a lost process or machine, rather than raised by a
+    worker."""
     return isinstance(error, ray.exceptions.RayError) and not isinstance(
         error, ray.exceptions.RayTaskError
     )
 
 
 def constructor_error(ray: Any, error: BaseException, name: str) -> ClusterError | None:
-    """The error of a worker that could not come to be for a reason that the next would have as
-    well: its class could not be loaded or made where it was to run, or what it is to run in could
-    not be set up. None: that is not what ``error`` says."""
+    """Return the error of a worker that cannot be created for a reason that would also stop its
+    replacement, or None for any other error. Examples: its class cannot be loaded or instantiated
+    on the node, or its environment cannot be set up."""
     kinds = ray.exceptions
     broken = isinstance(error, kinds.RayActorError) and error.actor_init_failed
     if not broken and not isinstance(error, kinds.RuntimeEnvSetupError):
@@ -45,8 +45,8 @@ def constructor_error(ray: Any, error: BaseException, name: str) -> ClusterError
 
 
 def loss_reason(ray: Any, error: BaseException) -> str:
-    """How a worker was lost. Raises the error itself if a worker raised it, and WorkerLostError
-    if what it was to be given is lost, as no other worker can do better."""
+    """Return how a worker was lost. Raises the error itself if a worker raised it. Raises
+    WorkerLostError if its input is lost, because a replacement would need the same input."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         error = cause if isinstance(cause, BaseException) else error

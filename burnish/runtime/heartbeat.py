@@ -1,17 +1,16 @@
-"""Which workers still answer, whatever they are busy with.
+"""Detection of unresponsive workers, independent of their current work.
 
-A thread of every worker process reports to one small process beside the controller
-(:class:`HeartbeatRegistry`) a few times per time-out. It can do so only while the worker's
-interpreter runs: a process that is stopped or whose interpreter is held by a deadlock, and a
-machine that is gone, fall silent. One that computes for long, or waits in a collective for another,
-does not.
+A thread of every worker process reports to one small process on the controller's node
+(:class:`HeartbeatRegistry`) several times per timeout. The thread runs only while the worker's
+interpreter runs. Heartbeats stop if the process is stopped, its interpreter is deadlocked, or its
+machine is lost. Long computation and waiting in a collective do not stop them.
 
-:class:`HeartbeatMonitor` is the controller's side: it waits for results and counts silence
-meanwhile. It counts how often it looked in vain and trusts no clock, so a pause of the controller,
-or of everything at once, is taken for nobody's death.
+:class:`HeartbeatMonitor` is the controller's side. It waits for results and polls the registry
+meanwhile. Each poll without a new heartbeat adds the time since the previous poll to the worker's
+timeout, at most two intervals. Pausing the controller or all processes therefore causes no false
+positives.
 
-Plain classes: Ray is handed in.
-"""
+The classes do not depend on Ray, which is passed as an argument."""
 
 from __future__ import annotations
 
@@ -25,32 +24,32 @@ from dataclasses import dataclass
 from typing import Any
 
 HEARTBEATS_PER_TIMEOUT = 6
-"""Silence is counted in whole intervals from the first look that found no beat, so a worker is
-called silent after 5 of them: at most 6 after its last beat."""
+"""Missed heartbeats are counted in full intervals from the first poll without one. A worker is
+unresponsive after 5 of them, which is at most 6 after its last heartbeat."""
 
 
 _MANY, _GATHER_S = 32, 0.05
-"""Looking at a thousand results costs milliseconds, so with many a moment is waited for more."""
+"""Polling a thousand results takes milliseconds, so with many results the poll waits for more."""
 
 
 class HeartbeatRegistry:
-    """The process that workers report to: how often each did."""
+    """Process that counts the heartbeats of each worker."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
 
     def heartbeat(self, worker: int) -> None:
-        """``worker`` is there."""
+        """Count a heartbeat of ``worker``."""
         self.counts[worker] = self.counts.get(worker, 0) + 1
 
     def read(self) -> dict[int, int]:
-        """Worker -> beats so far."""
+        """Return worker -> number of heartbeats so far."""
         return self.counts
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Reports one worker; called in its process."""
+    """Callable that reports one worker; it runs in the worker's process."""
 
     registry: Any
     """Handle of :class:`HeartbeatRegistry`."""
@@ -61,12 +60,12 @@ class Heartbeat:
 
 
 def start_heartbeat(heartbeat: Callable[[], None], every_s: float) -> tuple[str, int]:
-    """Call ``heartbeat`` in a thread of this process from now on. Returns (host name, process
+    """Call ``heartbeat`` periodically in a thread of this process. Return (host name, process
     id)."""
 
     def run() -> None:
         while True:
-            with suppress(Exception):  # a beat that is not heard is the controller's business
+            with suppress(Exception):  # the controller handles lost heartbeats
                 heartbeat()
             time.sleep(every_s)
 
@@ -76,7 +75,7 @@ def start_heartbeat(heartbeat: Callable[[], None], every_s: float) -> tuple[str,
 
 @dataclass
 class _WorkerRecord:
-    handle: Any  # also keeps it, and so its id(), alive
+    handle: Any  # also keeps the object and its id() alive
     name: str
     number: int
     counted: int = 0
@@ -85,41 +84,42 @@ class _WorkerRecord:
 
 
 class HeartbeatMonitor:
-    """Waits for workers and knows who has fallen silent."""
+    """Waits for results of workers and detects unresponsive workers."""
 
     def __init__(self, ray: Any, registry: Any, *, timeout_s: float) -> None:
-        """``registry``: a handle of :class:`HeartbeatRegistry`. ``timeout_s``: the longest
-        silence."""
+        """Store the arguments. ``registry``: a handle of :class:`HeartbeatRegistry`. ``timeout_s``:
+        maximum time without a heartbeat."""
         self.ray, self.registry, self.timeout_s = ray, registry, timeout_s
         self.every_s = timeout_s / HEARTBEATS_PER_TIMEOUT
         self._workers: dict[int, _WorkerRecord] = {}
         self._number = 0
         self._polled_at = time.monotonic()
 
-    # ---- who is who ------------------------------------------------------------------------
+    # ---- names -----------------------------------------------------------------------------
 
     def add(self, handle: Any, name: str) -> Heartbeat:
-        """Know a worker by name. Returns what it has to call."""
+        """Register a worker under a name. Return the heartbeat that it has to call."""
         self._number += 1
         self._workers[id(handle)] = _WorkerRecord(handle, name, self._number)
         return Heartbeat(self.registry, self._number)
 
     def mark_started(self, handle: Any, where: tuple[str, int]) -> None:
-        """It beats from now on, on this node and in this process."""
+        """Mark a worker as started, on this node and in this process. Its heartbeats are required
+        from now on."""
         worker = self._workers[id(handle)]
         node, pid = where
         worker.started, worker.name = True, f"{worker.name} (node {node}, pid {pid})"
 
     def drop(self, handle: Any) -> None:
-        """It is gone, knowingly."""
+        """Unregister a worker that is ended on purpose."""
         self._workers.pop(id(handle), None)
 
     def name(self, handle: Any) -> str:
-        """For messages: role, rank, and node and process where they are known."""
+        """Return the name for messages: role, rank and, if known, node and process."""
         return self._workers[id(handle)].name
 
     def names(self, handles: Iterable[Any]) -> str:
-        """Several of them."""
+        """Return the names of several workers."""
         return ", ".join(self.name(handle) for handle in handles)
 
     # ---- waiting ---------------------------------------------------------------------------
@@ -127,13 +127,13 @@ class HeartbeatMonitor:
     def wait(
         self, refs: Sequence[Any], handles: Sequence[Any], *, limit_s: float
     ) -> tuple[list[Any], list[Any]]:
-        """(results that are ready, workers that are silent), as soon as there is one of either;
-        both empty after ``limit_s``."""
+        """Return (ready results, unresponsive workers) once either is nonempty; both are empty
+        after ``limit_s``."""
         waited = 0.0
         while True:
             part = min(self.every_s, limit_s - waited)
             ready, _ = self.ray.wait(list(refs), num_returns=1, timeout=max(part, 0.0))
-            if ready and len(refs) > 1:  # and whatever else is ready by now
+            if ready and len(refs) > 1:  # and all others that are ready
                 more = _GATHER_S if len(refs) > _MANY else 0
                 ready, _ = self.ray.wait(list(refs), num_returns=len(refs), timeout=more)
             unresponsive = self.unresponsive(handles)
@@ -142,14 +142,14 @@ class HeartbeatMonitor:
                 return ready, unresponsive
 
     def unresponsive(self, handles: Iterable[Any]) -> list[Any]:
-        """Those of ``handles`` that have not been heard for too long."""
+        """Return those of ``handles`` without a heartbeat for too long."""
         self._poll()
         enough = (HEARTBEATS_PER_TIMEOUT - 1) * self.every_s
         return [h for h in handles if self._workers[id(h)].missed_s >= enough]
 
     def wait_for_heartbeats(self, handles: Sequence[Any]) -> list[Any]:
-        """Wait until each of ``handles`` sent a heartbeat or timed out; return the latter."""
-        self._poll(at_once=True)  # beats from before do not count
+        """Wait until each of ``handles`` sent a heartbeat or timed out. Return the latter."""
+        self._poll(at_once=True)  # earlier heartbeats do not count
         before = {id(h): self._workers[id(h)].counted for h in handles}
         while True:
             unresponsive = self.unresponsive(handles)
@@ -159,7 +159,7 @@ class HeartbeatMonitor:
             time.sleep(self.every_s)
 
     def _poll(self, *, at_once: bool = False) -> None:
-        """Count beats, at most once per interval."""
+        """Count heartbeats, at most once per interval."""
         now = time.monotonic()
         if now - self._polled_at < self.every_s and not at_once:
             return
@@ -173,7 +173,7 @@ class HeartbeatMonitor:
                 worker.missed_s += passed
 
     def _read(self) -> dict[int, int]:
-        """Return the heartbeats so far. If the registry does not answer, no worker counts as
+        """Return the heartbeats so far. If the registry does not respond, no worker counts as
         unresponsive: the registry is killed, and Ray restarts it."""
         try:
             counts: dict[int, int] = self.ray.get(

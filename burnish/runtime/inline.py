@@ -1,7 +1,7 @@
-"""One process: builds engines, each timed on the run's timeline, and connects them without copies.
+"""Runtime in one process: builds engines, times each on the run's timeline, and connects them
+without copies.
 
-A runtime answers one question, "give me an engine for this role"; a loop never asks where it runs.
-"""
+A runtime returns an engine for a role. Training loops do not depend on the place of an engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class InlineRuntime:
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> BaseTrainEngine:
-        """A train engine over a causal LM (policy, reference)."""
+        """Return a train engine over a causal LM (policy, reference)."""
         dtype = self._load_dtype(spec)
         with loading(spec, dtype, self.ranks):
             empty = reads_own_shards(spec, self.ranks)
@@ -74,9 +74,9 @@ class InlineRuntime:
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> BaseTrainEngine:
-        """A train engine over a scalar model (critic, reward); a language model gets a new head: a
-        critic's is zero, for values that are noise would be what the policy learns from at first.
-        """
+        """Return a train engine over a scalar model (critic, reward). A trainable language model
+        gets a new head. A critic's is zero, because the policy would otherwise first learn from
+        noisy values."""
         dtype = self._load_dtype(spec)
         new_head: NewHead = "zero" if spec.role == "critic" else "random"
         with loading(spec, dtype, self.ranks):
@@ -91,7 +91,7 @@ class InlineRuntime:
         return self._engine(model, spec, spans)
 
     def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
-        """The reference model inside a LoRA policy."""
+        """Return the reference model inside a LoRA policy."""
         return timed(
             FrozenBase(cast(BaseTrainEngine, policy)), self.timeline, {"logprobs": "reference"}
         )
@@ -99,9 +99,9 @@ class InlineRuntime:
     def rollout(
         self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
     ) -> RolloutEngine:
-        """A rollout engine for ``policy``, for rows of up to ``max_len`` tokens (None: as the
-        model allows): over its own weights, over a copy where the dtype is another or they are in
-        shards, or vLLM (which gets them at the first sync)."""
+        """Return a rollout engine for ``policy``, for rows of up to ``max_len`` tokens (None: the
+        model's limit). It uses the policy's own weights, a copy if the dtype differs or they are
+        sharded, or vLLM, which gets them at the first sync."""
         wanted = self.precision.sampler_dtype
         trainer = cast(BaseTrainEngine, policy)
         model: Any = trainer.model
@@ -118,7 +118,7 @@ class InlineRuntime:
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
     ) -> RolloutEngine:
-        """A rollout engine without a trainer (evaluation of a finished model)."""
+        """Return a rollout engine without a trainer (evaluation of a finished model)."""
         device = "cpu" if isinstance(config, VllmEngine) else self.device
         network = load_causal_lm(model, dtype=self.precision.sampler_dtype, device=device)
         self._add_end_token(network)
@@ -139,17 +139,18 @@ class InlineRuntime:
         engine = make_engine(
             model, own, tokenizer=self.tokenizer, ranks=self.ranks, device=self.device
         )
-        if self.device.type == "cuda":  # what the model took whole, before it was cut
+        if self.device.type == "cuda":  # memory of the model before it was sharded
             torch.cuda.empty_cache()
         return timed(engine, self.timeline, spans)
 
     def _load_dtype(self, spec: EngineSpec) -> Dtype:
-        """fp32 where all weights are trained: they become the masters, unrounded."""
+        """Return fp32 if all weights are trained, because they become the unrounded master
+        weights."""
         whole = spec.trainable and spec.model.lora is None
         return "fp32" if whole else spec.dtype or self.precision.dtype
 
     def _add_end_token(self, model: PreTrainedModel) -> None:
-        """Make the chat template's end of turn an end token of the model, here and in its
+        """Make the chat template's end-of-turn token an end token of the model, here and in its
         exports."""
         turn, config = end_turn_token(self.tokenizer), model.generation_config
         if turn is None or config is None:
@@ -162,7 +163,7 @@ class InlineRuntime:
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> InprocSync:
-        """Return a function that transfers the policy's weights to the rollout engine."""
+        """Return a sync that transfers the policy's weights to the rollout engine."""
         return timed(
             InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
         )

@@ -1,4 +1,4 @@
-"""Limits on how long ranks wait for each other in a collective: a shorter one for passes."""
+"""Timeouts of collectives in which ranks wait for each other: a shorter one for passes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from burnish.train.process_group import CollectiveTimeoutError, timed_out_collec
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a rank waits for the others in one collective, in seconds."""
+    """Timeouts of one rank in one collective, in seconds."""
 
     call_s: float
-    """Of calls in which a rank may wait for a disk or a transfer."""
+    """Timeout of calls in which a rank may wait for a disk or a transfer."""
     pass_s: float
-    """Of passes and optimizer steps."""
+    """Timeout of passes and optimizer steps."""
 
 
 def groups_here() -> list[Any]:
-    """The process groups of this process, those that libraries made included."""
+    """Return the process groups of this process, including those made by libraries."""
     from torch.distributed import distributed_c10d
 
     return list(distributed_c10d._world.pg_map)
 
 
 def limit_collectives(seconds: float, groups: Iterable[Any]) -> None:
-    """Set the longest that a collective of ``groups`` may take. (Libraries make groups with limits
-    of their own.)"""
+    """Set the timeout of collectives of ``groups``. Libraries make groups with their own
+    timeouts."""
     from torch.distributed import distributed_c10d
 
     for group in groups:
@@ -39,10 +39,10 @@ def limit_collectives(seconds: float, groups: Iterable[Any]) -> None:
 
 @contextmanager
 def limited(limits: Limits | None, groups: Sequence[Any]) -> Iterator[None]:
-    """Inside, ``pass_s`` is the limit of ``groups``; afterwards ``call_s``. None: no change.
+    """Set the timeout of ``groups`` to ``pass_s`` inside the context, and to ``call_s`` afterward.
+    None: no change.
 
-    Raises CollectiveTimeoutError when this rank waited until the limit.
-    """
+    Raises CollectiveTimeoutError when this rank reached the timeout."""
     if limits is None:
         yield
         return

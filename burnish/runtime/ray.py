@@ -1,13 +1,12 @@
-"""Engines as groups of Ray workers.
+"""Runtime with engines as groups of Ray workers.
 
-A group of train workers is a train engine: each call goes to all ranks, a batch through Ray's
-object store once, and rank 0 answers. A group of rollout workers is a rollout engine: requests are
-spread over them, and those of a worker that dies are done again by its replacement. So the loops
-are the same as in one process, and so are their numbers.
+A group of train workers is a train engine. Each call goes to all ranks, a batch is put into Ray's
+object store once, and rank 0 returns the result. A group of rollout workers is a rollout engine.
+Requests are distributed over the workers, and those of a worker that dies are repeated by its
+replacement. The training loops and their results are therefore the same as in one process.
 
 The processes are in ``ray_cluster.py``, the engines made of them in ``remote_train.py`` and
-``remote_rollout.py``.
-"""
+``remote_rollout.py``."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from burnish.train.spec import EngineSpec
 
 
 class RayRuntime:
-    """Implements ``runtime.base.Runtime``."""
+    """Implementation of ``runtime.base.Runtime`` on a Ray cluster."""
 
     def __init__(
         self,
@@ -54,8 +53,7 @@ class RayRuntime:
     ) -> None:
         """Join or start Ray and reserve ``placements``.
 
-        Raises ClusterError if the cluster is too small or cannot be reached.
-        """
+        Raises ClusterError if the cluster is too small or cannot be reached."""
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
         self.groups: list[WorkerGroup] = []
         self.rollouts: list[RemoteRolloutEngine] = []
@@ -63,8 +61,8 @@ class RayRuntime:
         self.cluster = RayCluster(own, config, placements=placements, precision=precision)
 
     def recover(self, lost: WorkerLostError) -> None:
-        """Replace all train groups that are not whole, with fresh weights. Raises ClusterError once
-        ``cluster.max_restarts`` is exceeded."""
+        """Replace all train groups with lost workers; the new ones have the initial weights. Raises
+        ClusterError once ``cluster.max_restarts`` is exceeded."""
         self.cluster.count_restart(str(lost))
         for group in self.groups:
             if not group.is_complete():
@@ -73,14 +71,14 @@ class RayRuntime:
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS
     ) -> RemoteTrainEngine:
-        """A group of ranks over a causal LM."""
+        """Return a group of ranks over a causal LM."""
         group = self._group(spec, scalar=False, seed=spec.seed, spans=spans)
         return timed(RemoteTrainEngine(group), self.timeline, spans)
 
     def scalar_model(
         self, spec: EngineSpec, *, seed: int, spans: Mapping[str, str] = CRITIC_SPANS
     ) -> RemoteTrainEngine:
-        """A group of ranks over a scalar model."""
+        """Return a group of ranks over a scalar model."""
         group = self._group(spec, scalar=True, seed=seed, spans=spans)
         return timed(RemoteTrainEngine(group), self.timeline, spans)
 
@@ -94,7 +92,7 @@ class RayRuntime:
         return group
 
     def frozen_base(self, policy: TrainEngine) -> HasLogprobs:
-        """The reference model inside a LoRA policy."""
+        """Return the reference model inside a LoRA policy."""
         return timed(
             RemoteFrozenBase(cast(RemoteTrainEngine, policy)),
             self.timeline,
@@ -104,14 +102,14 @@ class RayRuntime:
     def rollout(
         self, policy: TrainEngine, config: RolloutEngineConfig, *, max_len: int | None = None
     ) -> RemoteRolloutEngine:
-        """Workers that get their weights from ``policy``."""
+        """Return rollout workers that get their weights from ``policy``."""
         base = cast(RemoteTrainEngine, policy).group.spec.model.model_copy(update={"lora": None})
         return self._rollout(base, config, max_len=max_len, ready=False)
 
     def standalone_rollout(
         self, model: ModelConfig, config: RolloutEngineConfig, *, max_len: int | None = None
     ) -> RemoteRolloutEngine:
-        """Workers with a model's own weights."""
+        """Return rollout workers with a model's own weights."""
         return self._rollout(model.with_absolute_paths(), config, max_len=max_len, ready=True)
 
     def _rollout(
@@ -124,7 +122,7 @@ class RayRuntime:
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> Sync:
-        """Return a function that transfers the policy's weights to the rollout workers."""
+        """Return a sync that transfers the policy's weights to the rollout workers."""
         assert not isinstance(config, InprocSync), "refused when the recipe was read"
         if isinstance(config, DiskSync):
             config = config.model_copy(update={"folder": os.path.abspath(config.folder)})
@@ -133,20 +131,21 @@ class RayRuntime:
             try:
                 made = ray_sync(*ends, config, self.precision.sampler_dtype)
                 break
-            except WorkerLostError as lost:  # nothing is trained yet: fresh ranks are as good
+            except WorkerLostError as lost:  # nothing is trained yet: new ranks are equivalent
                 self.recover(lost)
         return timed(made, self.timeline, {"push": "sync"})
 
     def release(self, engine: HasLogprobs) -> None:
-        """End the engine's workers. (One that lives on another's workers has none of its own.)"""
+        """End the engine's workers. An engine that uses another engine's workers has none of its
+        own."""
         for group in self.groups:
             if isinstance(engine, RemoteTrainEngine) and engine.group is group:
                 group.end()
         self.groups = [group for group in self.groups if group.workers]
 
     def peaks(self) -> list[ProcessPeaks]:
-        """Return the peaks of all workers, and of this process (its phases together, as
-        ``controller``)."""
+        """Return the peaks of all workers and of this process, whose phases are combined as
+        ``controller``."""
         groups: list[tuple[str, list[Any]]] = [(g.name, g.workers) for g in self.groups]
         groups += [("rollout", rollout.workers) for rollout in self.rollouts]
         found = worker_peaks(self.cluster.ray, groups)
@@ -169,7 +168,8 @@ class RayRuntime:
 
 
 def with_absolute_paths(spec: EngineSpec) -> EngineSpec:
-    """The spec for workers, which on a cluster that runs already work in another folder."""
+    """Return the spec with absolute paths, because workers on a running cluster have another
+    working directory."""
     distill_target = spec.distill_target
     if distill_target is not None:
         distill_target = replace(

@@ -1,10 +1,9 @@
-"""Worker processes on Ray: placement groups, start, heartbeats, end and the restart budget.
+"""Worker processes on Ray: placement groups, start, heartbeats, shutdown and the restart budget.
 
-The only file that imports ray.
+This is the only file that imports ray.
 
-The engines made of workers (``worker_group.py``, ``remote_rollout.py``) ask the cluster for
-processes and for lost ones; they do not choose where a process runs.
-"""
+The engines made of workers (``worker_group.py``, ``remote_rollout.py``) request processes from the
+cluster and report lost ones. They do not choose the placement of a process."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from burnish.secret import is_secret
 log = logging.getLogger("burnish")
 
 _PEAKS_S = 10.0
-"""How long to wait for the memory peaks of workers; one that is busy or hangs is left out."""
+"""Timeout for the memory peaks of workers; one that is busy or hangs is left out."""
 
 
 class RayCluster:
-    """The workers of one job on a Ray that runs already or is started here."""
+    """Workers of one job on a Ray cluster that is running or is started here."""
 
     def __init__(
         self,
@@ -42,14 +41,14 @@ class RayCluster:
         placements: Sequence[PlacementGroupSpec],
         precision: PrecisionConfig,
     ) -> None:
-        """Join or start Ray and reserve ``placements``. ``model``: the policy's, as workers get it.
+        """Join or start Ray and reserve ``placements``. ``model``: the policy's, as workers receive
+        it.
 
-        Raises ClusterError if the cluster is too small or cannot be reached.
-        """
+        Raises ClusterError if the cluster is too small or cannot be reached."""
         self.model, self.config, self.precision = model, config, precision
         self.ray = _import_ray()
         self.restarts = 0
-        """Workers that were replaced."""
+        """Number of workers that were replaced."""
         self._first_heartbeats: dict[int, Any] = {}
         self._connected_here = False
         self._restore: Callable[[], None] = lambda: None
@@ -77,8 +76,8 @@ class RayCluster:
             join_ray(self.ray, self.config.ray_address, timeout_s=limit, environment=environment)
         else:
             cpus = sum(p.cpus * p.count for p in placements)
-            # Ray's own count of CPUs is what it hands out, not what it uses; a local run may have
-            # more workers than cores (tests, laptops), which is slow and works.
+            # Ray's CPU count limits scheduling, not use. A local run may have more workers than
+            # cores (tests, laptops), which is slow but works.
             most = max(os.cpu_count() or 1, int(cpus + 0.999))
             self._restore = start_ray(self.ray, num_cpus=most, environment=environment)
         self._connected_here = True
@@ -87,7 +86,8 @@ class RayCluster:
         return max(1, int(self.config.cpus_per_worker))
 
     def _reserve(self, placements: Sequence[PlacementGroupSpec]) -> None:
-        """Reserve the placement groups, checked against the resources of the cluster first."""
+        """Reserve the placement groups, after checking them against the resources of the
+        cluster."""
         from ray.util.placement_group import placement_group
 
         have = self.ray.cluster_resources()
@@ -116,7 +116,8 @@ class RayCluster:
                 )
 
     def _check_nodes(self, placements: Sequence[PlacementGroupSpec]) -> None:
-        """Raise ClusterError if a bundle is larger than every node: it would never be ready."""
+        """Raise ClusterError if a bundle is larger than every node, because it would never be
+        ready."""
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         for placement in placements:
             need = {"CPU": placement.cpus, "GPU": placement.gpus}
@@ -133,7 +134,7 @@ class RayCluster:
             )
 
     def _start_registry(self) -> Any:
-        """Start the process that workers report to, on the controller's node."""
+        """Start the process that receives the workers' heartbeats, on the controller's node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = self.ray.get_runtime_context().get_node_id()
@@ -150,8 +151,8 @@ class RayCluster:
     # ---- workers ---------------------------------------------------------------------------
 
     def start(self, group: str, worker_class: type, size: int) -> list[Any]:
-        """Start all workers of a group and wait until they answer. Raises WorkerLostError that
-        names those that do not, once all are ended."""
+        """Start all workers of a group and wait until they respond. If some do not, end all and
+        raise WorkerLostError with their names."""
         workers = [self.start_one(group, worker_class, i, size) for i in range(size)]
         try:
             lost = self.wait_started(workers)
@@ -165,7 +166,7 @@ class RayCluster:
         return workers
 
     def start_one(self, group: str, worker_class: type, rank: int, size: int) -> Any:
-        """Start one worker process; :meth:`wait_started` waits until it answers."""
+        """Start one worker process. :meth:`wait_started` waits until it responds."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         reserved, placement = self._placements[group]
@@ -174,7 +175,7 @@ class RayCluster:
         remote = self.ray.remote(worker_class).options(
             num_cpus=placement.cpus / len(placement.roles),
             num_gpus=gpus,
-            max_restarts=0,  # a worker without its state is of no use: it is replaced, knowingly
+            max_restarts=0,  # no automatic restart, which would lose the worker's state
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 reserved, placement_group_bundle_index=rank
             ),
@@ -194,8 +195,8 @@ class RayCluster:
         return worker
 
     def wait_started(self, workers: Sequence[Any]) -> list[tuple[Any, str]]:
-        """Wait until new workers answer; from then on they are monitored. Return those that do
-        not, with the reason. Raises ClusterError if a worker's constructor fails."""
+        """Wait until new workers respond, and monitor them from then on. Return those that do not
+        respond, with the reason. Raises ClusterError if a worker's constructor fails."""
         refs = [self._first_heartbeats.pop(id(worker)) for worker in workers]
         limit = self.config.start_timeout_s
         ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=limit)
@@ -217,12 +218,12 @@ class RayCluster:
 
     @property
     def unresponsive_reason(self) -> str:
-        """The error text of a worker without heartbeats."""
+        """Error text of a worker without heartbeats."""
         limit = self.config.heartbeat_timeout_s
         return f"hangs: it was not heard for {limit:g} s (cluster.heartbeat_timeout_s)"
 
     def end(self, workers: Iterable[Any]) -> None:
-        """End workers at once, stopped ones too."""
+        """End workers immediately, including stopped ones."""
         for worker in workers:
             self.monitor.drop(worker)
             self.ray.kill(worker)
@@ -249,7 +250,7 @@ class RayCluster:
         if self._registry is not None:
             self.ray.kill(self._registry)
         self._placements, self._registry = {}, None
-        if self._connected_here:  # a Ray that was started here ends; one that was joined goes on
+        if self._connected_here:  # end Ray only if it was started here
             self.ray.shutdown()
             self._connected_here = False
             self._restore()
@@ -257,7 +258,7 @@ class RayCluster:
 
 def _import_ray() -> Any:
     """Return the package ray. Raises ClusterError if it is not installed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run tells nobody of itself
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # disable usage reports
     try:
         import ray
     except ImportError as error:
@@ -269,8 +270,8 @@ def _import_ray() -> Any:
 
 
 def worker_peaks(ray: Any, groups: Iterable[tuple[str, Sequence[Any]]]) -> list[ProcessPeaks]:
-    """Return the peak memory of each worker in each phase since the last call, of the workers that
-    answer within :data:`_PEAKS_S`."""
+    """Return the peak memory of each worker in each phase since the last call. Only workers that
+    respond within :data:`_PEAKS_S` are included."""
     asked = {
         worker.peaks.remote(): (name, rank)
         for name, workers in groups
@@ -286,11 +287,11 @@ _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHIND
 
 
 def worker_environment(*, on_gpu: bool) -> dict[str, str]:
-    """Variables of this process that workers need too: a cluster that runs already has others.
+    """Return the variables of this process that workers also need, because a running cluster has a
+    different environment.
 
-    Without secrets: Ray writes these variables into a log that every user of the machine can read.
-    Workers of a local cluster inherit secrets; nodes of another one need their own.
-    """
+    Secrets are excluded: Ray writes these variables to a log that every user of the machine can
+    read. Workers of a local cluster inherit secrets; nodes of another cluster need their own."""
     names = [name for name in os.environ if name.startswith(_PASSED_ON) and not is_secret(name)]
     own = {name: os.environ[name] for name in names}
     return own if on_gpu else {"DS_ACCELERATOR": "cpu", **own}

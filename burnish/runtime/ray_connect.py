@@ -1,13 +1,11 @@
-"""Starting a Ray of our own, or joining one that runs: with words where that fails, and never
-without end.
+"""Start a Ray cluster, or join a running one, with clear errors and timeouts.
 
-``ray.init`` on an address where nothing (or something else) answers tries again for minutes and
-then ends the process, so the address is tried first: a plain connection, then ``ray.init`` in a
-process of its own, which can be ended. Ray itself is handed in.
+On an address where nothing (or something other than Ray) responds, ``ray.init`` retries for minutes
+and then ends the process. The address is therefore tested first: with a plain connection, then with
+``ray.init`` in a separate process that can be ended. Ray is passed as an argument.
 
-A Ray of our own listens on the loopback interface only and requires a token that only this process
-and its workers have: whoever could talk to it could run code as this user.
-"""
+A Ray started here listens only on the loopback interface and requires a token known only to this
+process and its workers. Anyone with access to it could run code as this user."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ from burnish.messages import library_text
 from burnish.runtime.base import ClusterError
 
 MIN_RAY = (2, 52)
-"""The first Ray version that requires a token."""
+"""First Ray version that supports a token."""
 _ENABLE_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Address at which ranks on one machine meet"""
+"""Network interface for ranks on one machine."""
 PROBE_S = 60.0
-"""Longest wait for a cluster's answer."""
+"""Timeout for a cluster's response, in seconds."""
 _TRY = """
 import sys, ray
 try:
@@ -60,11 +58,10 @@ def join_ray(ray: Any, address: str, *, timeout_s: float, environment: dict[str,
 
 
 def start_ray(ray: Any, *, num_cpus: int, environment: dict[str, str]) -> Callable[[], None]:
-    """Start a Ray on this machine, which ends with this process. Its processes inherit this
-    process's environment. Raises ClusterError.
+    """Start Ray on this machine. It ends with this process, and its processes inherit this
+    environment. Raises ClusterError.
 
-    Returns the function to call after Ray's shutdown: it puts the environment back.
-    """
+    Return a function that restores the environment, to be called after Ray's shutdown."""
     _check_version(ray)
     restore = _set_private(ray)
     try:
@@ -103,15 +100,16 @@ def _check_version(ray: Any) -> None:
 
 
 def _set_private(ray: Any) -> Callable[[], None]:
-    """Have the next Ray use a new token and the loopback; returns what undoes it."""
+    """Make the next Ray use a new token and the loopback interface. Return a function that undoes
+    this."""
     constants = ray._private.ray_constants
     wanted = {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # before the one in ~/.ray, which others may read
-        _ENABLE_CLUSTER: "0",  # Ray's own name for: addresses of other machines may be used
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # overrides ~/.ray, which others may read
+        _ENABLE_CLUSTER: "0",  # Ray's variable that allows addresses of other machines
     }
     before = {name: os.environ.get(name) for name in wanted}
-    enabled = constants.ENABLE_RAY_CLUSTER  # the variable, as it was when Ray was imported
+    enabled = constants.ENABLE_RAY_CLUSTER  # the variable's value when Ray was imported
 
     def restore() -> None:
         constants.ENABLE_RAY_CLUSTER = enabled
@@ -127,13 +125,13 @@ def _set_environment(ray: Any, values: Mapping[str, str | None]) -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    with suppress(AttributeError):  # Ray keeps what it read before; another version may not
+    with suppress(AttributeError):  # Ray caches the environment; other versions may not
         ray._raylet.Config.initialize("")
         ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _check_private(ray: Any) -> None:
-    """Raise ClusterError, with Ray ended, if other machines can reach it."""
+    """Raise ClusterError, after ending Ray, if other machines can reach it."""
     address = str(ray.nodes()[0]["NodeManagerAddress"])
     if ipaddress.ip_address(address).is_loopback:
         return
@@ -147,7 +145,8 @@ def _check_private(ray: Any) -> None:
 
 
 def _check_address(address: str) -> None:
-    """That something takes connections there."""
+    """Raise ClusterError if nothing accepts connections at ``address``, or it is not of a valid
+    form."""
     if address == "auto":
         return
     if address.startswith("ray://"):
@@ -173,7 +172,7 @@ def _check_address(address: str) -> None:
 
 
 def _check_ray_answers(address: str, *, version: str, timeout_s: float) -> None:
-    """That what answers there is a Ray of this version."""
+    """Raise ClusterError unless a Ray of this version responds at ``address``."""
     command = [sys.executable, "-c", _TRY, address]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""Rollout workers in other processes as one rollout engine."""
+"""One rollout engine made of rollout workers in other processes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Refill = Callable[[Sequence[int]], Lost]
 
 
 class RemoteRolloutEngine:
-    """Several rollout workers as one ``rollout.base.RolloutEngine``. One that dies or hangs is
-    replaced here, and nobody else learns of it until that was too often."""
+    """Several rollout workers as one ``rollout.base.RolloutEngine``. Workers that die or hang are
+    replaced here; callers get an error only once ``max_restarts`` is exceeded."""
 
     def __init__(
         self,
@@ -41,12 +41,13 @@ class RemoteRolloutEngine:
         max_len: int | None,
         ready: bool = True,
     ) -> None:
-        """``ready``: they may sample from the model's own weights before the first transfer."""
+        """Start the workers. ``ready``: they may sample from the model's own weights before the
+        first transfer."""
         self.cluster, self.model, self.config, self.max_len = cluster, model, config, max_len
         self.ready, self.version = ready, 0
         self.size = cluster.config.ranks("rollout")
         self.refill: Refill = lambda indices: {}
-        """Gives workers that were replaced the weights that the others have; a sync sets it."""
+        """Sends the current weights to replaced workers. Set by a sync."""
         self.workers: list[Any] = [
             cluster.start_one("rollout", RolloutWorker, i, self.size) for i in range(self.size)
         ]
@@ -57,8 +58,8 @@ class RemoteRolloutEngine:
             raise
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish on any worker. The requests of a worker that dies are done
-        again; what it had finished is kept."""
+        """Yield completions as any worker finishes them. Requests of a worker that dies are
+        repeated, except for its finished completions."""
         done: set[tuple[str, int]] = set()
         streams: dict[Any, tuple[int, list[Request]]] = {}
 
@@ -84,9 +85,9 @@ class RemoteRolloutEngine:
                 start(worker, part)
 
     def _next(self, stream: Any, worker: int, lost: dict[int, str]) -> list[Completion] | None:
-        """Return the completions that are ready in a stream; None at its end. Adds to ``lost`` if
-        its worker is lost, or if completions that it sent are lost unread (its machine died):
-        either way they are sampled again."""
+        """Return the completions that are ready in a stream, or None at its end. Add the worker to
+        ``lost`` if it is lost, or if its machine died and unread completions are lost. In both
+        cases they are sampled again."""
         ray = self.cluster.ray
         try:
             completions: list[Completion] = ray.get(next(stream))
@@ -103,8 +104,8 @@ class RemoteRolloutEngine:
     def _wait(
         self, refs: Sequence[Any], busy: Sequence[int], *, limit_s: float | None = None
     ) -> tuple[list[Any], dict[int, str]]:
-        """(what is ready, worker -> why it is lost), as soon as there is one of either. ``busy``:
-        the worker of each."""
+        """Return (ready references, worker -> why it is lost) once either is nonempty. ``busy``:
+        the worker of each reference."""
         limit = limit_s or self.cluster.config.call_timeout_s
         workers = {id(self.workers[i]): i for i in busy}
         ready, unresponsive = self.cluster.monitor.wait(
@@ -117,7 +118,8 @@ class RemoteRolloutEngine:
         )
 
     def _call(self, indices: Iterable[int], call: Callable[[Any], Any]) -> dict[int, str]:
-        """One call of several workers; worker -> why it was lost in it. Raises what one raised."""
+        """Call a method of several workers. Return worker -> why it was lost. Raises an exception
+        that a worker raised."""
         refs = {call(self.workers[i]): i for i in indices}
         lost: dict[int, str] = {}
         while refs:
@@ -131,8 +133,8 @@ class RemoteRolloutEngine:
         return lost
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Replace lost workers by new ones with the same weights; again if some are lost
-        meanwhile. Raises ClusterError once ``max_restarts`` is exceeded."""
+        """Replace lost workers with new ones that have the same weights, repeatedly if more are
+        lost. Raises ClusterError once ``max_restarts`` is exceeded."""
         while lost:
             monitor = self.cluster.monitor
             said = [f"{monitor.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
@@ -143,7 +145,7 @@ class RemoteRolloutEngine:
             lost = self._prepare(list(lost))
 
     def _prepare(self, indices: Sequence[int]) -> dict[int, str]:
-        """Have fresh workers load the model and the weights; worker -> why it was lost in it."""
+        """Load the model and the weights in new workers. Return worker -> why it was lost."""
         handles = {id(self.workers[i]): i for i in indices}
         missing = self.cluster.wait_started([self.workers[i] for i in indices])
         lost = {handles[id(worker)]: why for worker, why in missing}
@@ -154,8 +156,8 @@ class RemoteRolloutEngine:
         return lost | (self.refill(left) if left else {})
 
     def receive_snapshot(self, kept: WeightSnapshot[Any], *, verify: bool) -> None:
-        """Give all workers one transfer, which stays in the object store until the next, for
-        those that are replaced. Raises SyncError if one does not accept it."""
+        """Send one transfer to all workers. It stays in the object store until the next one, for
+        replaced workers. Raises SyncError if a worker rejects it."""
 
         def give(indices: Sequence[int]) -> Lost:
             version, headers = kept.end.version, kept.headers
@@ -169,7 +171,7 @@ class RemoteRolloutEngine:
         self.version = kept.end.version
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Put weights into the object store and load them."""
+        """Put weights into the object store and load them in all workers."""
         ray = self.cluster.ray
         found = messages(tensors, _new_buffer, push=0, version=version)
         pairs = [(encode(message), ray.put(payload.numpy())) for message, payload in found]
@@ -177,17 +179,17 @@ class RemoteRolloutEngine:
         self.receive_snapshot(WeightSnapshot(headers, payloads[:-1]), verify=True)
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
-        """Free the workers' caches until the next generate. A worker that is lost is replaced."""
+        """Free the workers' caches until the next generate. Lost workers are replaced."""
         drop = new_weights_follow
         everyone = range(self.size)
         self.replace(self._call(everyone, lambda w: w.sleep.remote(new_weights_follow=drop)))
 
     def wake(self) -> None:
-        """Have the workers take memory again. A worker that is lost is replaced."""
+        """Allocate the workers' caches again. Lost workers are replaced."""
         self.replace(self._call(range(self.size), lambda w: w.wake.remote()))
 
     def close(self) -> None:
-        """End the engines, and then their processes. May be called twice."""
+        """Close the engines, then end their processes. May be called twice."""
         if self.workers:
             closing = [w.close.remote() for w in self.workers]
             self.cluster.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
@@ -196,7 +198,7 @@ class RemoteRolloutEngine:
 
 
 def _new(chunk: Iterable[Completion], done: set[tuple[str, int]]) -> Iterator[Completion]:
-    """Those that are not done yet, which then are."""
+    """Yield the completions that are not in ``done``, and add them to it."""
     for completion in chunk:
         key = (completion.request_id, completion.index)
         if key not in done:
@@ -205,7 +207,7 @@ def _new(chunk: Iterable[Completion], done: set[tuple[str, int]]) -> Iterator[Co
 
 
 def _shares(requests: Sequence[Request], count: int) -> list[list[Request]]:
-    """Requests split over workers: the most expensive first, each to the least loaded."""
+    """Split requests over workers: the most expensive first, each to the least loaded."""
     shares: list[list[Request]] = [[] for _ in range(count)]
     loads = [(0, worker) for worker in range(count)]
     for request in sorted(requests, key=lambda r: -r.n * (r.max_tokens or 1)):

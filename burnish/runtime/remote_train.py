@@ -1,4 +1,4 @@
-"""A group of ranks in other processes as one train engine."""
+"""One train engine made of a group of ranks in other processes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class RemoteTrainEngine:
         self.version = 0
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens, without gradient."""
+        """Return [M] fp32 log-probs of the action tokens, without gradient."""
         packed = self._put(batch)
         return to_tensor(self.group.all(lambda w: w.logprobs.remote(packed))[0])
 
     def base_logprobs(self, batch: Batch) -> Tensor:
-        """[M] the same under the base model of a LoRA."""
+        """Return [M] fp32 log-probs of the action tokens under the base model of a LoRA policy."""
         packed = self._put(batch)
         return to_tensor(self.group.all(lambda w: w.base_logprobs.remote(packed))[0])
 
     def values(self, batch: Batch) -> Tensor:
-        """[M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
+        """Return [M] fp32 values (critic) or scores on last tokens (reward), without gradient."""
         packed = self._put(batch)
         return to_tensor(self.group.all(lambda w: w.values.remote(packed))[0])
 
     def states(self, batch: Batch) -> Tensor:
-        """[M, H] hidden states from which action tokens are predicted, without gradient."""
+        """Return [M, H] hidden states from which action tokens are predicted, without gradient."""
         packed = self._put(batch)
         return to_tensor(self.group.all(lambda w: w.states.remote(packed))[0])
 
@@ -55,7 +55,7 @@ class RemoteTrainEngine:
         return stats[0]
 
     def optim_step(self) -> StepStats:
-        """One optimizer step of all ranks. Raises NonFiniteError as a local engine does."""
+        """Run one optimizer step of all ranks. Raises NonFiniteError as a local engine does."""
         stats, failure, self.version = self.group.all(lambda w: w.optim_step.remote())[0]
         if failure is not None:
             raise NonFiniteError(failure, stats)
@@ -63,14 +63,14 @@ class RemoteTrainEngine:
         return result
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HuggingFace name, tensor) on the controller. (A sync moves buckets instead.)"""
+        """Yield (HuggingFace name, tensor) on the controller. A sync transfers buckets instead."""
         kept = self.transfer_weights(0, TransferOptions(BUCKET_BYTES, None, verify=True))
         payloads = [self.group.cluster.ray.get(ref) for ref in kept.payloads]
         with SnapshotSource(kept.headers, payloads, hold=True).open(self.version) as transfer:
             yield from transfer
 
     def transfer_weights(self, push: int, options: TransferOptions) -> WeightSnapshot[Any]:
-        """The weights as rank 0 gives them: headers here, bytes in the object store."""
+        """Return the weights from rank 0: headers here, bytes in the object store."""
         streams: list[Any] = []
 
         def start(worker: Any) -> Any:
@@ -81,28 +81,27 @@ class RemoteTrainEngine:
         self.group.all(start)
         refs = list(streams[-self.group.size])  # rank 0's: a bucket's bytes, then its header
         headers = self.group.cluster.ray.get(refs[1::2])
-        return WeightSnapshot(tuple(headers), tuple(refs[0:-2:2]))  # the end has no bytes
+        return WeightSnapshot(tuple(headers), tuple(refs[0:-2:2]))  # the end message has no bytes
 
     @property
     def state_bytes(self) -> int:
-        """Size of what :meth:`save` writes."""
+        """Size of the files that :meth:`save` writes."""
         size: int = self.group.all(lambda w: w.state_bytes.remote())[0]
         return size
 
     def save(self, folder: Path) -> None:
-        """All ranks write what they have; the folder must be on a file system that all nodes
-        share."""
+        """Write the state of all ranks. The folder must be on a file system shared by all nodes."""
         path = str(Path(folder).absolute())
         self.group.all(lambda w: w.save.remote(path))
 
     def save_async(self, folder: Path) -> PendingSave:
-        """:meth:`save` as of now; ranks that can write while training goes on."""
+        """Start a :meth:`save` of the current state, in the background if the ranks support it."""
         path = str(Path(folder).absolute())
         self.group.all(lambda w: w.save_async.remote(path))
         return RemoteSave(self.group)
 
     def load(self, folder: Path) -> None:
-        """All ranks read."""
+        """Load the state on all ranks."""
         path = str(Path(folder).absolute())
         self.version = self.group.all(lambda w: w.load.remote(path))[0]
 
@@ -111,27 +110,27 @@ class RemoteTrainEngine:
 
 
 class RemoteSave:
-    """A checkpoint that ranks write while training goes on. Implements ``PendingSave``."""
+    """A checkpoint that ranks write during training. Implements ``PendingSave``."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
 
     @property
     def done(self) -> bool:
-        """Return whether all ranks are through. Raises WorkerLostError."""
+        """Return whether all ranks have finished. Raises WorkerLostError."""
         return all(self.group.all(lambda w: w.is_saved.remote()))
 
     def wait(self) -> None:
-        """Until it is whole. Raises what kept a rank from that."""
+        """Wait until the checkpoint is complete. Raises the error of a rank that failed."""
         self.group.all(lambda w: w.finish_save.remote())
 
 
 class RemoteFrozenBase:
-    """The base model of a LoRA policy, on its workers."""
+    """Base model of a LoRA policy, on its workers."""
 
     def __init__(self, policy: RemoteTrainEngine) -> None:
         self.policy = policy
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[M] fp32 log-probs of the action tokens under the base model."""
+        """Return [M] fp32 log-probs of the action tokens under the base model."""
         return self.policy.base_logprobs(batch)

@@ -1,4 +1,4 @@
-"""The worker process of one rollout engine. Like ``worker.py`` it knows nothing of Ray."""
+"""Worker process of one rollout engine. Like ``worker.py`` it does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from burnish.sync.engine import SyncedEngine
 from burnish.sync.snapshot import SnapshotSource
 
 CHUNKS_PER_S = 64
-"""Completions travel to the controller in parcels, so many a second from all workers together: one
-by one they would cost it more than they are worth. What a worker that dies has not sent is sampled
+"""Chunks of completions per second that all workers together send to the controller. Single
+completions would cost it too much time. Completions that a dead worker did not send are sampled
 again."""
 
 
 def chunk_seconds(workers: int) -> float:
-    """Return the seconds that one of ``workers`` rollout workers collects completions."""
+    """Return the seconds for which one of ``workers`` rollout workers collects completions."""
     return max(0.5, workers / CHUNKS_PER_S)
 
 
 class RolloutWorker(Worker):
-    """One rollout engine, which samples only from weights that came whole."""
+    """One rollout engine, which samples only from completely received weights."""
 
     engine: SyncedEngine
     _expected: Mapping[str, Shape] | None
-    """Shapes of the weights that came last."""
+    """Shapes of the weights received last."""
 
     def build(
         self,
@@ -46,7 +46,7 @@ class RolloutWorker(Worker):
         ready: bool = True,
     ) -> None:
         """Load the model and make the engine. ``ready``: it may sample from the model's own
-        weights; else a weight transfer has to come first."""
+        weights. Otherwise it needs a weight transfer first."""
         engine = self.runtime().standalone_rollout(model, config, max_len=max_len)
         self._expected = None
         synced = SyncedEngine(engine, SnapshotSource(), ready=ready)
@@ -56,7 +56,7 @@ class RolloutWorker(Worker):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling
     ) -> Iterator[list[Completion]]:
-        """Completions as they finish, those of :func:`chunk_seconds` together."""
+        """Yield completions as they finish, collected over :func:`chunk_seconds`."""
         every = chunk_seconds(self.info.size)
         finished: list[Completion] = []
         begun = time.monotonic()
@@ -73,7 +73,7 @@ class RolloutWorker(Worker):
         self.engine.sleep(new_weights_follow=new_weights_follow)
 
     def wake(self) -> None:
-        """Take memory again."""
+        """Allocate caches again."""
         self.engine.wake()
 
     def receive_snapshot(
@@ -96,8 +96,8 @@ class RolloutWorker(Worker):
         rank: int,
         num_receivers: int,
     ) -> None:
-        """Join a new connection as receiver ``rank`` (from 1); the one before is closed. ``at``:
-        host and port of the sender's store."""
+        """Join a new connection as receiver ``rank`` (from 1), after closing the previous one.
+        ``at``: host and port of the sender's store."""
         self.engine.source.close()
         rendezvous = None
         if at is not None:
@@ -108,9 +108,10 @@ class RolloutWorker(Worker):
         self.engine.source = open_source(sync, rendezvous)
 
     def receive(self, version: int) -> Metrics:
-        """Take what the trainer pushes through the connection."""
+        """Load the weights that the trainer sends through the connection."""
         return self.engine.receive(version)
 
     def close(self) -> None:
-        """End the engine with all that it started. (A process that is killed leaves it behind.)"""
+        """Close the engine and all processes it started. Killing this process would leave them
+        running."""
         self.engine.close()

@@ -1,14 +1,14 @@
-"""Weights from the policy's ranks to the rollout workers of a Ray cluster.
+"""Transfer of weights from the policy's ranks to the rollout workers of a Ray cluster.
 
-Two ways. :class:`ObjectStoreSync`, the default: rank 0 puts buckets into Ray's object store, the
-controller keeps their headers, and every worker reads them there. No connection is needed, and a
-replaced worker gets the same weights as the others. :class:`ConnectionSync`: rank 0 and the workers
-make a connection of their own (``sync/connect.py``), which is replaced under a new name after a
-process of either side was replaced.
+:class:`ObjectStoreSync`, the default: rank 0 puts buckets into Ray's object store, the controller
+keeps their headers, and every worker reads them there. No connection is needed, and a replaced
+worker gets the same weights as the others.
 
-Both carry versions and checksums that the workers verify; a worker that did not get all of it, as
-it was sent, refuses to sample.
-"""
+:class:`ConnectionSync`: rank 0 and the workers open a connection (``sync/connect.py``). Once a
+process of either side is replaced, the connection is replaced under a new name.
+
+Both carry versions and checksums that the workers verify. A worker with an incomplete or corrupted
+transfer refuses to sample."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from burnish.runtime.worker import TransferOptions
 from burnish.sync.base import Metrics, sync_metrics
 
 Call = tuple[Any, Any]
-"""A worker and what it was asked, a reference to the answer."""
+"""A worker, and the reference to the result of a call on it."""
 
 
 def ray_sync(
@@ -35,7 +35,7 @@ def ray_sync(
     config: LinkSync | DiskSync,
     dtype: Dtype,
 ) -> Sync:
-    """The sync that the recipe asks for, after its first push."""
+    """Return the sync configured in the recipe, after its first push."""
     options = TransferOptions(config.bucket_bytes, dtype, verify=config.verify)
     kind = resolve_kind(config, same_process=False, same_memory=False, has_store=True)
     if kind == "object_store":
@@ -44,7 +44,7 @@ def ray_sync(
 
 
 class ObjectStoreSync:
-    """Through the object store."""
+    """Weight transfer through Ray's object store."""
 
     def __init__(
         self, policy: RemoteTrainEngine, rollout: RemoteRolloutEngine, options: TransferOptions
@@ -54,7 +54,7 @@ class ObjectStoreSync:
         self.push()
 
     def push(self) -> Metrics:
-        """Hand the weights over. Raises SyncError if a worker refuses them."""
+        """Transfer the weights. Raises SyncError if a worker rejects them."""
         started = time.perf_counter()
         kept = self.policy.transfer_weights(self._pushes, self.options)
         self._pushes += 1
@@ -68,7 +68,8 @@ class ObjectStoreSync:
 
 
 class ConnectionSync:
-    """Through a connection of the policy's rank 0 and the workers (or a folder that all see)."""
+    """Weight transfer through a connection of the policy's rank 0 and the workers, or through a
+    shared folder."""
 
     def __init__(
         self,
@@ -80,39 +81,38 @@ class ConnectionSync:
         self.policy, self.rollout, self.config, self.options = policy, rollout, config, options
         self.ray = rollout.cluster.ray
         self._connected: list[Any] = []
-        """The processes that the connection is between."""
+        """Processes that the connection joins."""
         self._names = 0
         self._metrics: Metrics = {}
         rollout.refill = self._refill
         self.push()
 
     def push(self) -> Metrics:
-        """Hand the weights over. Workers that die or hang meanwhile are replaced, and all meet
-        again. Raises SyncError if a worker refuses them, and WorkerLostError if a rank is
-        gone."""
+        """Transfer the weights. Workers that die or hang are replaced, and all processes reconnect.
+        Raises SyncError if a worker rejects the weights, and WorkerLostError if a rank is lost."""
         while lost := self._push(range(self.rollout.size)):
-            self.rollout.replace(lost)  # (what they are given here the push to all overtakes)
+            self.rollout.replace(lost)  # the push to all supersedes this refill
         return self._metrics
 
     def _refill(self, indices: Sequence[int]) -> Lost:
-        """The policy's weights to fresh workers; the connection of all is void then."""
+        """Send the policy's weights to new workers, which invalidates the connection of all."""
         try:
             return self._push(indices)
         finally:
             self._connected = []
 
     def _push(self, indices: Sequence[int]) -> Lost:
-        """Hand over to some of the workers. Returns those that were lost in it."""
+        """Send the weights to some of the workers. Return those that were lost."""
         ranks, workers = self.policy.group.workers, [self.rollout.workers[i] for i in indices]
         processes = [*ranks, *workers]
         if self._connected != processes:
             self._connected = []
             if lost := self._connect(indices):
                 return lost
-        self._connected = []  # a connection on which something failed may be dead
+        self._connected = []  # a connection may be dead after a failure
         version = self.policy.version
         sent = [(w, w.push.remote()) for w in ranks]
-        if isinstance(self.config, DiskSync):  # all of it is written before anybody reads
+        if isinstance(self.config, DiskSync):  # all is written before any worker reads
             self._wait(sent, [], indices)
         received = [(w, w.receive.remote(version)) for w in workers]
         if lost := self._wait(sent, received, indices):
@@ -122,7 +122,7 @@ class ConnectionSync:
         return {}
 
     def _connect(self, indices: Sequence[int]) -> Lost:
-        """Make a new connection of the ranks and these workers. Returns those that were lost."""
+        """Open a new connection of the ranks and these workers. Return those that were lost."""
         self._names += 1
         name, count, at = f"weights-{self._names}", len(indices), None
         ranks = self.policy.group.workers
@@ -141,9 +141,9 @@ class ConnectionSync:
     def _wait(
         self, sending: Sequence[Call], receiving: Sequence[Call], indices: Sequence[int]
     ) -> Lost:
-        """Until every call is done or its worker is lost: those who live give the dead ones up
-        after ``sync.timeout_s``. Returns the receivers that were lost; raises WorkerLostError where
-        a sender was, and what else went wrong."""
+        """Wait until every call is done or its worker is lost. Surviving processes give up on dead
+        ones after ``sync.timeout_s``. Return the lost receivers. Raises WorkerLostError if a sender
+        is lost, and any other error of a call."""
         calls = [*sending, *receiving]
         gone = self._gone(calls)
         ranks = [i for i in gone if i < len(sending)]
@@ -154,13 +154,14 @@ class ConnectionSync:
             return {indices[i - len(sending)]: why for i, why in gone.items()}
         ends = [failure(self.ray, ref) for _, ref in calls]
         told = ends[: len(sending)]
-        for error in (*ends[len(told) :], *told):  # a receiver says more than the sender of it
+        for error in (*ends[len(told) :], *told):  # receivers have the more specific errors
             if error is not None:
                 raise error
         return {}
 
     def _gone(self, calls: Sequence[Call]) -> Lost:
-        """Wait for all calls. Returns those whose workers died or hang, by their place here."""
+        """Wait for all calls. Return those whose workers died or hang, by their index in
+        ``calls``."""
         cluster = self.rollout.cluster
         limit = cluster.config.call_timeout_s
         waiting = dict(enumerate(calls))

@@ -1,9 +1,8 @@
-"""The worker process of one rank of a train engine, and the parts it shares with rollout workers
+"""Worker process of one rank of a train engine, and the parts it shares with rollout workers
 (``rollout_worker.py``).
 
-Plain classes that know nothing of Ray; ``ray.py`` starts them in processes and calls their methods.
-Arguments and results are small or NumPy arrays (Ray shares those without copies, read-only).
-"""
+The classes do not depend on Ray; ``ray.py`` starts them in processes and calls their methods.
+Arguments and results are small or NumPy arrays, which Ray shares read-only without copies."""
 
 from __future__ import annotations
 
@@ -53,34 +52,37 @@ NO_SPANS: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Bf16:
-    """Numbers in bf16, which NumPy has not."""
+    """Numbers in bf16, a format that NumPy lacks."""
 
     bits: Any
-    """int16 array"""
+    """int16 array with the same bits."""
 
 
 def to_array(tensor: Tensor) -> Any:
-    """Return a NumPy array of the memory of a CPU tensor, marked if NumPy lacks the format."""
+    """Return a NumPy array over the memory of a CPU tensor, wrapped in :class:`Bf16` if NumPy lacks
+    the format."""
     if tensor.dtype == torch.bfloat16:
         return Bf16(tensor.view(torch.int16).numpy())
     return tensor.numpy()
 
 
 def to_tensor(array: Any) -> Tensor:
-    """The inverse of :func:`to_array`. Copies: shared arrays are read-only."""
+    """Return the tensor of an array from :func:`to_array`. Copies, because shared arrays are
+    read-only."""
     if isinstance(array, Bf16):
         return torch.from_numpy(array.bits.copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
 
 
 def pack_batch(batch: Batch) -> Packed:
-    """A batch as NumPy arrays and numbers."""
+    """Return a batch as NumPy arrays and numbers."""
     values = {f.name: vars(batch)[f.name] for f in fields(batch)}
     return {n: to_array(v) if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
 def unpack_batch(packed: Packed) -> Batch:
-    """The inverse of :func:`pack_batch`. Copies: shared arrays are read-only."""
+    """Return the batch packed by :func:`pack_batch`. Copies, because shared arrays are
+    read-only."""
     values: dict[str, Any] = {
         name: to_tensor(value) if isinstance(value, (np.ndarray, Bf16)) else value
         for name, value in packed.items()
@@ -94,19 +96,19 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How weights are put into buckets."""
+    """Options for packing weights into buckets."""
 
     bucket_bytes: int
     dtype: Dtype | None
-    """What floating-point weights become on the way. None: as they are."""
+    """Format of floating-point weights in the buckets. None: unchanged."""
     verify: bool
-    """Buckets carry checksums, and receivers compare them."""
+    """Whether buckets carry checksums that receivers compare."""
 
 
 def own_address() -> str:
-    """An address at which the other ranks reach this one. (The machine's host name may mean the
-    loopback.)"""
-    if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":  # all of them are on this machine
+    """Return an address at which the other ranks can reach this one. The machine's host name may
+    resolve to the loopback."""
+    if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":  # all ranks are on this machine
         return "127.0.0.1"
     with suppress(OSError):
         host = socket.gethostbyname(socket.gethostname())
@@ -121,46 +123,46 @@ def own_address() -> str:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Which worker this is, and what it may use."""
+    """Identity of a worker and the resources it may use."""
 
     group: str
-    """Of which group of workers, by its role (``config.roles``)."""
+    """Name of its group of workers (``config.roles``)."""
     rank: int
     size: int
     device: str
     threads: int
     shared: bool = False
-    """Other workers are on the same GPU."""
+    """Whether other workers are on the same GPU."""
 
 
 class Worker:
-    """The common base of train workers and rollout workers."""
+    """Common base of train workers and rollout workers."""
 
     def __init__(self, info: WorkerInfo, policy: ModelConfig, precision: PrecisionConfig) -> None:
-        """``policy``: whose tokenizer it is. Nothing is read here: what a constructor raises would
-        look like a death."""
+        """Store the arguments. ``policy``: the model whose tokenizer is used. Nothing is loaded
+        here, because an exception in a constructor looks like a worker's death."""
         self.info, self.policy, self.precision = info, policy, precision
         self.timeline = Timeline(max_events=1, peaks=PhasePeaks())
         torch.set_num_threads(info.threads)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The policy's."""
+        """Tokenizer of the policy."""
         return load_tokenizer(self.policy)
 
     def ping(self) -> int:
-        """The process id: the worker is there and answers."""
+        """Return the process id, which shows that the worker responds."""
         return os.getpid()
 
     def heartbeat(self, heartbeat: Callable[[], None], every_s: float) -> tuple[str, int]:
-        """Report by ``heartbeat`` from now on, whatever else is computed. Returns node and
-        process."""
+        """Call ``heartbeat`` periodically from a thread, during any computation. Return node and
+        process id."""
         return start_heartbeat(heartbeat, every_s)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """A call after which other workers on this GPU may need its memory: what the allocator
-        keeps and does not use is given back."""
+        """Run a call after which other workers on this GPU may need its memory. The allocator's
+        unused memory is released at the end."""
         try:
             yield
         finally:
@@ -177,7 +179,7 @@ class Worker:
         )
 
     def peaks(self) -> dict[str, MemoryPeak]:
-        """The most memory that this process held in each phase since the last call."""
+        """Return the peak memory of this process in each phase since the last call."""
         assert self.timeline.peaks is not None
         return self.timeline.peaks.collect()
 
@@ -189,21 +191,21 @@ class TrainWorker(Worker):
     store: TCPStore
     limits: Limits | None = None
     _groups: Sequence[Any] = ()
-    """Those that exist once the engine is built. (A group for saves in the background is made
-    later, and keeps its limit while a pass has another.)"""
+    """Process groups that exist once the engine is built. A group for background saves is created
+    later, and keeps its timeout while that of passes changes."""
     _passes = 0
-    """Calls that drew random numbers since the last optimizer step."""
+    """Number of calls that drew random numbers since the last optimizer step."""
     _store: Any = None
     _sender: WeightSender | DiskSender | None = None
     _saving: PendingSave | None = None
 
     def open_rendezvous(self, timeout_s: float) -> tuple[str, int]:
-        """Open the place where the ranks meet, on a port that nothing else can take meanwhile:
-        (host, port)."""
+        """Open the rendezvous store of the ranks, on a port that stays bound so that nothing else
+        can take it. Return (host, port)."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host = own_address()
-        listener = socket.create_server((host, 0))  # the store would listen on every address
+        listener = socket.create_server((host, 0))  # the store itself would listen on every address
         port = int(listener.getsockname()[1])
         self.store = TCPStore(
             host,
@@ -217,8 +219,8 @@ class TrainWorker(Worker):
         return host, port
 
     def join(self, host: str, port: int, *, timeout_s: float, limits: Limits) -> None:
-        """Meet the other ranks. Raises after ``timeout_s`` if rank 0 is not to be found; who
-        waits for the others is ended from outside. Later ``limits`` hold."""
+        """Connect to the other ranks. Raises after ``timeout_s`` if rank 0 is not reachable. The
+        controller ends workers that wait for other ranks. ``limits`` apply after the connection."""
         self.ranks = RankGroup()
         if self.info.size == 1:
             return
@@ -240,8 +242,7 @@ class TrainWorker(Worker):
     def build(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str] = NO_SPANS
     ) -> None:
-        """Load the model and make the engine. ``spans``: the phases of memory that its methods
-        are."""
+        """Load the model and make the engine. ``spans``: engine method -> memory phase."""
         torch.manual_seed(seed)
         self._passes = 0
         runtime = self.runtime(self.ranks)
@@ -256,15 +257,15 @@ class TrainWorker(Worker):
 
     @contextmanager
     def _pass(self) -> Iterator[None]:
-        """A call in which ranks wait for each other's passes alone."""
+        """Run a call in which ranks wait only for each other's passes."""
         with self.turn(), limited(self.limits, self._groups):
             yield
 
     def _seed_pass(self) -> None:
         """Seed the random numbers of the next pass (dropout) from the run's seed, the group, the
-        rank and the steps so far. So ranks draw independently (equally in a tensor-parallel group,
-        which computes one layer together), and a restarted or resumed group draws the same numbers
-        as this one would."""
+        rank and the steps so far. Ranks then draw independently, except that ranks of a
+        tensor-parallel group, which compute one layer together, draw equally. A restarted or
+        resumed group draws the same numbers."""
         engine, spec = self.engine, self.engine.spec
         alike = spec.train.engine.tensor_parallel_size
         steps = engine.version + engine.skipped_total
@@ -275,22 +276,23 @@ class TrainWorker(Worker):
         torch.manual_seed(int(source.generate_state(1, np.uint64)[0]))
 
     def logprobs(self, packed: Packed) -> Any:
-        """[M] log-probs as an array, from rank 0; None from the others, which took part."""
+        """Return [M] log-probs as an array from rank 0. The other ranks take part and return
+        None."""
         with self._pass():
             return self._first(self.engine.logprobs(unpack_batch(packed)))
 
     def base_logprobs(self, packed: Packed) -> Any:
-        """As :meth:`logprobs`, with the adapters off."""
+        """Return [M] log-probs as :meth:`logprobs`, with the adapters disabled."""
         with self._pass(), self.timeline.span("reference"):
             return self._first(FrozenBase(self.engine).logprobs(unpack_batch(packed)))
 
     def states(self, packed: Packed) -> Any:
-        """[M, H] hidden states as an array, from rank 0."""
+        """Return [M, H] hidden states as an array from rank 0, None from the others."""
         with self._pass():
             return self._first(self.engine.states(unpack_batch(packed)))
 
     def values(self, packed: Packed) -> Any:
-        """[M] values as an array, from rank 0."""
+        """Return [M] values as an array from rank 0, None from the others."""
         with self._pass():
             return self._first(self.engine.values(unpack_batch(packed)))
 
@@ -298,13 +300,13 @@ class TrainWorker(Worker):
         return to_array(result) if self.info.rank == 0 else None
 
     def forward_backward(self, packed: Packed, loss: Loss) -> Stats:
-        """Stats over all ranks, as plain numbers."""
+        """Add the gradient of ``loss``. Return statistics over all ranks, as plain numbers."""
         self._seed_pass()
         with self._pass():
             return self.engine.forward_backward(unpack_batch(packed), loss).plain()
 
     def measure(self, packed: Packed, loss: Loss) -> Stats:
-        """As :meth:`forward_backward`, without gradient."""
+        """Return the statistics of :meth:`forward_backward`, without gradient."""
         with self._pass():
             return self.engine.measure(unpack_batch(packed), loss).plain()
 
@@ -321,8 +323,8 @@ class TrainWorker(Worker):
     # ---- weights ---------------------------------------------------------------------------
 
     def transfer_weights(self, push: int, options: TransferOptions) -> Iterator[Any]:
-        """One transfer from rank 0, as pairs: a bucket's bytes, then its header. The others take
-        part in gathering and give none."""
+        """Yield one transfer from rank 0, as pairs: a bucket's bytes, then its header. The other
+        ranks take part in gathering and yield nothing."""
         with self.timeline.span("sync"):
             yield from self._give(push, options)
 
@@ -343,17 +345,16 @@ class TrainWorker(Worker):
                 dtype=dtype,
                 check=options.verify,
             ):
-                # (Ray has copied what was yielded before it asks for the next)
+                # Ray copies each yielded value before it requests the next.
                 yield payload.numpy()
                 yield encode(message)
         finally:
             with self.turn():
-                exhaust(
-                    weights
-                )  # where it was broken off, the other ranks wait in the same gathers
+                exhaust(weights)  # after an early exit, the other ranks still wait in these gathers
 
     def serve_store(self, timeout_s: float) -> tuple[str, int]:
-        """Rank 0: start a store at which receivers find this process; its host and port."""
+        """Start a store on rank 0 through which receivers find this process. Return its host and
+        port."""
         host = own_address()
         self._store = serve_store(host, timeout_s=timeout_s)
         return host, self._store.port
@@ -361,7 +362,8 @@ class TrainWorker(Worker):
     def open_sender(
         self, sync: LinkSync | DiskSync, options: TransferOptions, connection: str, n: int
     ) -> None:
-        """The trainer's end of a new connection to ``n`` receivers; the one before is closed."""
+        """Open the trainer's end of a new connection to ``n`` receivers, after closing the previous
+        one."""
         self.close_sender()
         rendezvous = None
         if self.info.rank == 0:
@@ -369,13 +371,13 @@ class TrainWorker(Worker):
         self._sender = open_sender(sync, self.engine, rendezvous, dtype=options.dtype)
 
     def push(self) -> Metrics:
-        """Hand the weights over through the connection; with metrics on rank 0."""
+        """Send the weights through the connection. Rank 0 returns the metrics."""
         assert self._sender is not None
         with self.timeline.span("sync"):
             return self._sender.push()
 
     def close_sender(self) -> None:
-        """Leave the connection, if there is one."""
+        """Close the connection, if there is one."""
         if self._sender is not None:
             self._sender.close()
         self._sender = None
@@ -383,32 +385,33 @@ class TrainWorker(Worker):
     # ---- state -----------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
-        """Size of what :meth:`save` writes."""
+        """Return the size of the files that :meth:`save` writes."""
         return self.engine.state_bytes
 
     def save(self, folder: str) -> None:
-        """All ranks take part, and return when everything is written."""
+        """Save the engine's state. All ranks take part, and return once everything is written."""
         with self.turn(), self.timeline.span("checkpoint"):
             self.engine.save(Path(folder))
 
     def save_async(self, folder: str) -> None:
-        """:meth:`save` as of now, written while training goes on where the engine can."""
+        """Start a :meth:`save` of the current state, in the background if the engine supports
+        it."""
         with self.turn(), self.timeline.span("checkpoint"):
             self._saving = self.engine.save_async(Path(folder))
 
     def is_saved(self) -> bool:
-        """Return whether :meth:`finish_save` need not wait."""
+        """Return whether :meth:`finish_save` returns without waiting."""
         return self._saving is None or self._saving.done
 
     def finish_save(self) -> None:
-        """Until what :meth:`save_async` began is whole. Raises OSError if a rank could not
-        write."""
+        """Wait until the save started by :meth:`save_async` is complete. Raises OSError if a rank
+        could not write."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
 
     def load(self, folder: str) -> int:
-        """Take back what :meth:`save` wrote; returns the version."""
+        """Load the state written by :meth:`save`. Return the version."""
         self.engine.load(Path(folder))
         self._passes = 0
         return self.engine.version

@@ -1,5 +1,4 @@
-"""The ranks of a train engine as one: they start together, are called together and are lost
-together."""
+"""Ranks of a train engine as one group: started, called and lost together."""
 
 from __future__ import annotations
 
@@ -17,11 +16,12 @@ from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec
 
 _OTHER_RANKS_S = 10.0
-"""How long other ranks get to fail as well once one has: Ray learns of a death after gloo does."""
+"""Seconds that other ranks have to fail after the first failure, because Ray detects a death later
+than gloo does."""
 
 
 class WorkerGroup:
-    """The ranks of one train engine."""
+    """Ranks of one train engine."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class WorkerGroup:
         spans: Mapping[str, str] = NO_SPANS,
         name: str | None = None,
     ) -> None:
-        """``spans``: the phases of memory that its engine's methods are. ``name``: by which the
-        job's places know the group; None: its role."""
+        """Start the ranks. ``spans``: engine method -> memory phase. ``name``: name of the group in
+        the job's placement; None: its role."""
         self.cluster, self.spec, self.scalar, self.seed = cluster, spec, scalar, seed
         self.spans = dict(spans)
         self.role: Role = spec.role
@@ -45,7 +45,7 @@ class WorkerGroup:
         self.restart()
 
     def restart(self) -> None:
-        """Start workers that connect and load the model; again if some are lost meanwhile. Raises
+        """Start workers that connect and load the model, repeatedly if some are lost. Raises
         ClusterError once ``max_restarts`` is exceeded."""
         while not self._complete:
             try:
@@ -67,11 +67,11 @@ class WorkerGroup:
         self._complete = True
 
     def all(self, call: Callable[[Any], Any]) -> list[Any]:
-        """Every rank's answer to one call.
+        """Return every rank's result of one call.
 
-        If a rank dies or hangs, a model that is not trained is loaded again and the call repeated.
-        Otherwise it raises WorkerLostError that names the rank, and the group has to be restarted.
-        """
+        If a rank dies or hangs and the model is not trained, the group is restarted and the call is
+        repeated. Otherwise raises WorkerLostError with the rank's name, and the group has to be
+        restarted."""
         while True:
             try:
                 return self._each(call)
@@ -87,7 +87,7 @@ class WorkerGroup:
         return self.gather([call(worker) for worker in self.workers], limit_s=limit_s)
 
     def gather(self, refs: Sequence[Any], *, limit_s: float | None = None) -> list[Any]:
-        """The results of calls, the first of rank 0 and so on. Raises WorkerLostError."""
+        """Return the results of calls, ordered by rank. Raises WorkerLostError."""
         monitor = self.cluster.monitor
         limit = limit_s or self.cluster.config.call_timeout_s
         waiting = list(refs)
@@ -109,7 +109,8 @@ class WorkerGroup:
         return "cluster.call_timeout_s" if limit_s is None else "cluster.start_timeout_s"
 
     def _raise(self, refs: Sequence[Any], failed: BaseException) -> NoReturn:
-        """A dead or hung rank makes its neighbours fail as well: it is the one to name."""
+        """Raise the error that names the cause. A dead or hung rank also makes the other ranks
+        fail, so it is searched for first."""
         ray = self.cluster.ray
         done, undone = ray.wait(list(refs), num_returns=len(refs), timeout=_OTHER_RANKS_S)
         failures = {refs.index(ref): failure(ray, ref) for ref in done}
@@ -127,14 +128,14 @@ class WorkerGroup:
             late = [self.workers[refs.index(ref)] for ref in undone]
             raise self._wait(waited, late) from failed
         for index, error in failures.items():
-            if error is not None and is_out_of_memory(error):  # why the others failed as well
+            if error is not None and is_out_of_memory(error):  # the cause of the other failures
                 error.add_note(f"in {self.cluster.monitor.name(self.workers[index])}")
                 raise error
         raise failed
 
     def _wait(self, waited: Mapping[int, BaseException], late: Sequence[Any]) -> WorkerLostError:
-        """The error for ranks that waited for others in vain. ``waited``: by rank, what it said;
-        ``late``: those that report, and did not come."""
+        """Return the error for ranks whose wait for others timed out. ``waited``: rank -> its
+        error. ``late``: workers that still report but did not reach the collective."""
         monitor, self._complete = self.cluster.monitor, False
         said = [f"{monitor.name(self.workers[i])} {error}" for i, error in sorted(waited.items())]
         if late:
@@ -145,12 +146,12 @@ class WorkerGroup:
         )
 
     def loss(self, workers: Sequence[Any], how: str) -> WorkerLostError:
-        """The error that names ranks that are gone; the group has to be restarted."""
+        """Return the error with the names of lost ranks. The group has to be restarted."""
         self._complete = False
         return WorkerLostError(f"{self.cluster.monitor.names(workers)} {how}")
 
     def is_complete(self) -> bool:
-        """Return whether every rank answers."""
+        """Return whether every rank responds."""
         if not self._complete:
             return False
         try:
@@ -161,7 +162,7 @@ class WorkerGroup:
         return True
 
     def end(self) -> None:
-        """End the workers at once."""
+        """End the workers immediately."""
         self._complete = False
         self.cluster.end(self.workers)
         self.workers = []

@@ -1,5 +1,5 @@
-"""The command line. Every command is a few lines around the Python API; what is heavy loads inside
-them.
+"""Command line. Every command is a thin wrapper of the Python API; heavy modules are imported
+inside the commands.
 
 Exit codes are in ``cli_errors.py``."""
 
@@ -51,7 +51,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The command ``burnish``. Exits the process."""
+    """Run the command ``burnish``. Exits the process."""
     app(prog_name="burnish")
 
 
@@ -124,17 +124,17 @@ def _job(
 
 
 def _check_head_divisibility(config: JobConfig) -> None:
-    """Check the head counts of models that a recipe divides among ranks, if their configs are on
+    """Check the head counts of models whose heads are split over ranks, if their configs are on
     this machine."""
-    if parallel_degrees(config.roles()):  # else nothing heavy is imported
+    if parallel_degrees(config.roles()):  # otherwise no heavy import is needed
         from burnish.jobs.parallelism import check_head_divisibility
 
         check_head_divisibility(config, download=False)
 
 
 def _dry_run_text(config: JobConfig) -> str:
-    """The resolved recipe; the batch table stands above it as comments, so the whole is a recipe
-    again."""
+    """Return the resolved recipe below the batch table as comments, so the output is a valid
+    recipe."""
     lines: list[str] = []
     if isinstance(config, TrainingJob):
         lines = [f"# {n:<30} {value:>8}  {how}".rstrip() for n, value, how in config.launch_table()]
@@ -164,7 +164,7 @@ def doctor(
         ),
     ] = False,
 ) -> None:
-    """Versions, devices, links, known-bad combinations, and a self-test of every installed
+    """Check versions, devices, links and known-bad combinations, and self-test every installed
     engine."""
     if model is not None and calibrate:
         raise ConfigError(f"give a model ({model}) or --calibrate, not both")
@@ -186,7 +186,7 @@ def config(
         bool, typer.Option("--markdown", help="As Markdown; with --all: docs/config.md.")
     ] = False,
 ) -> None:
-    """Every key of a job's recipe, with its type, default and meaning."""
+    """Print every key of a job's recipe, with its type, default and meaning."""
     if job is not None and job not in JOBS:
         raise ConfigError(f"job {job!r} is not known{nearest(job, JOBS)}; jobs: {', '.join(JOBS)}")
     if job is not None and every:
@@ -219,8 +219,8 @@ def _print_fields(job: str, rows: list[FieldRow]) -> None:
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]) -> None:
-    """Write report.html of a run: curves, the time split, every kept sample. Needs no network to
-    read."""
+    """Write report.html of a run: curves, the time split, every kept sample. It is readable
+    offline."""
     import burnish
 
     typer.echo(f"wrote {burnish.build_report(run)}")
@@ -298,8 +298,8 @@ def plan(  # house: ok typer makes the options from the signature
         ),
     ] = False,
 ) -> None:
-    """Check whether a recipe fits into a cluster's memory, and estimate the time of a step,
-    without weights and without a GPU. Exit code 4: it does not fit."""
+    """Check whether a recipe fits into a cluster's memory, and estimate the time of a step, without
+    weights and without a GPU. Exit code 4: it does not fit."""
     from burnish.plan.command import PlanOptions, check_probe_options, plan_text
 
     recipe, overrides = split("plan", arguments or [], resume=None)
@@ -369,7 +369,7 @@ def serve_reward(  # house: ok typer makes the options from the signature
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Size of a request.")] = 16 << 20,
     max_queue: Annotated[int, typer.Option(min=1, help="Texts that may wait.")] = 4096,
 ) -> None:
-    """Answer HTTP requests with the scores of a reward model, in the form of OpenRLHF's servers."""
+    """Serve the scores of a reward model over HTTP, compatible with OpenRLHF's servers."""
     if problem := folder_problem(model):
         raise ConfigError(problem.replace("--out DIR", "--model reward --out DIR"))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -408,7 +408,7 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="Run folder.", show_default=False)
     ] = None,
 ) -> None:
-    """A real model learns a real task on this machine: accuracy before and after, and the
+    """Train a real model on a real task on this machine: accuracy before and after, and the
     report."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from burnish.demo import run_demo

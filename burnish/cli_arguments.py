@@ -1,5 +1,4 @@
-"""Arguments and options that several commands take, and the checks of arguments that need nothing
-heavy."""
+"""Arguments and options shared by several commands, and argument checks without heavy imports."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ Force = Annotated[
 
 
 class Dtype(StrEnum):
-    """Number formats that weights can be written in."""
+    """Number formats of exported weights."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -63,7 +62,7 @@ class Dtype(StrEnum):
 
 
 class LoraForm(StrEnum):
-    """How low-rank adapters are written."""
+    """Export format of low-rank adapters."""
 
     merge = "merge"
     adapter = "adapter"
@@ -77,7 +76,7 @@ class ServedOverlong(StrEnum):
 
 
 def on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
-    """The arguments with the overrides that ``--ray-address`` stands for."""
+    """Return the arguments with the overrides set by ``--ray-address``."""
     if address is not None and not address.strip():
         raise ConfigError("--ray-address is empty; give auto, or host:port of the cluster's head")
     more = [] if address is None else ["cluster.runtime=ray", f"cluster.ray_address={address}"]
@@ -85,7 +84,8 @@ def on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
 
 
 def split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path, list[str]]:
-    """The recipe and the overrides. Raises ConfigError if it is not clear which is which."""
+    """Split the arguments into the recipe and the overrides. Raises ConfigError if they are
+    ambiguous."""
     recipe = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
     overrides = arguments[1:] if recipe is not None else arguments
     for override in overrides:
@@ -105,7 +105,7 @@ def split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path,
 
 
 def check_export(checkpoint: Path, out: Path) -> None:
-    """Raise ConfigError for folders that cannot be right, before anything heavy is imported."""
+    """Raise ConfigError for invalid folders, before heavy modules are imported."""
     if not checkpoint.is_dir():
         what = "is a file, not a folder" if checkpoint.exists() else "does not exist"
         raise ConfigError(

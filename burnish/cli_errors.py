@@ -1,9 +1,9 @@
-"""From the exception that ended a command to its message and exit code.
+"""Convert the exception that ended a command to its message and exit code.
 
-Exit codes: 0 done; 1 anything else, with a traceback; 2 an error with a known cause, with a message
-on stderr; 3 stopped by itself after saving (numbers not finite, nothing to learn); 4 a plan that
-does not fit; 128 + n stopped by signal n, after saving if the job trains or generates.
-(docs/commands.md lists them too.)"""
+Exit codes: 0 done; 1 any other error, with a traceback; 2 an error with a known cause, with a
+message on stderr; 3 stopped by itself after saving (non-finite numbers, no learning signal); 4 a
+plan that does not fit; 128 + n stopped by signal n, after saving if the job trains or generates.
+docs/commands.md also lists them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from burnish.errors import BurnishError
 
 
 class CommandGroup(TyperGroup):
-    """The commands; turns an exception of any of them into a message and an exit code."""
+    """Command group that converts an exception of any command to a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (
-            KeyboardInterrupt
-        ):  # before a run has installed its own handlers: nothing to save yet
+        except KeyboardInterrupt:  # no run has installed its handlers yet: nothing to save
             raise typer.Exit(128 + signal.SIGINT) from None
         except BurnishError as error:
             command = ctx.invoked_subcommand

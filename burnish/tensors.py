@@ -1,8 +1,7 @@
-"""Tensor helpers that know nothing of learning: masked statistics, ragged rows to rectangles.
+"""Tensor helpers independent of any algorithm: masked statistics, and ragged rows to rectangles.
 
-What stands outside a mask never matters: it may be NaN or infinite, and neither a result nor a
-gradient changes. Sums are taken in fp32 at least.
-"""
+Entries outside a mask never affect a result or a gradient, even if they are NaN or infinite. Sums
+are computed in fp32 or wider."""
 
 from __future__ import annotations
 
@@ -11,36 +10,40 @@ from torch import Tensor
 
 
 def upload(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy ``x`` to ``device``. To a GPU the copy goes through pinned memory and the host does not
-    wait for it, so work that is queued on the GPU goes on."""
+    """Copy ``x`` to ``device``. Copies to a GPU use pinned memory and are asynchronous, so work
+    queued on the GPU continues."""
     if torch.device(device).type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """``x`` in fp32, or as it is where it is wider: fp16, bf16 and integers go up, fp64 stays."""
+    """Convert ``x`` to fp32 if it is narrower: fp16, bf16 and integers are converted, fp64 is
+    unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of ``x`` where ``mask`` (bool, broadcast to ``x``) is true, a scalar."""
+    """Return the sum of ``x`` over the entries with a true ``mask`` (bool, broadcast to ``x``), a
+    scalar."""
     return torch.where(mask, at_least_fp32(x), 0.0).sum()
 
 
 def masked_max(x: Tensor, mask: Tensor) -> Tensor:
-    """Largest entry of a non-negative ``x`` where ``mask`` is true, a scalar. 0 over nothing."""
+    """Return the largest entry of a non-negative ``x`` with a true ``mask``, a scalar. 0 if there
+    is none."""
     inside = torch.where(mask, at_least_fp32(x), 0.0).flatten()
     return torch.cat([inside, inside.new_zeros(1)]).max()
 
 
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """``x`` brought to mean 0 and population variance 1 where ``mask`` is true; 0 elsewhere.
+    """Normalize the entries of ``x`` with a true ``mask`` to mean 0 and population variance 1; 0
+    elsewhere.
 
-    (x - mean) / sqrt(max(var, eps)): a variance below ``eps`` is not blown up, and equal entries
-    give exactly 0 (they are measured from the smallest, so no rounding of the mean is left over).
-    In fp64, as squares of a spread of 1.8e19 overflow fp32; the result is in fp32 at least.
-    """
+    (x - mean) / sqrt(max(var, eps)): a variance below ``eps`` is not amplified. Equal entries give
+    exactly 0, because they are measured from the smallest entry, which leaves no rounding error of
+    the mean. Computed in fp64, because squares of a spread of 1.8e19 overflow fp32. The result is
+    fp32 or wider."""
     wanted = at_least_fp32(x).dtype
     x = x.double()
     if x.numel() == 0:
@@ -53,10 +56,11 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def pad_rows(flat: Tensor, offsets: Tensor, value: float = 0) -> Tensor:
-    """Ragged rows [M] as a rectangle [N, Tmax], ``value`` behind each row. Differentiable.
+    """Return ragged rows [M] as a rectangle [N, Tmax], with ``value`` after the end of each row.
+    Differentiable.
 
-    ``offsets`` [N + 1] as in :class:`burnish.types.Batch`: row i is tokens
-    ``offsets[i]`` up to ``offsets[i + 1]``.
+    ``offsets`` [N + 1] as in :class:`burnish.types.Batch`: row i is tokens ``offsets[i]`` up to
+    ``offsets[i + 1]``.
 
     >>> pad_rows(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])).tolist()
     [[1, 2], [3, 0]]
@@ -69,7 +73,7 @@ def pad_rows(flat: Tensor, offsets: Tensor, value: float = 0) -> Tensor:
 
 
 def unpad_rows(padded: Tensor, offsets: Tensor) -> Tensor:
-    """A rectangle [N, T], T >= Tmax, as ragged rows [M]: the inverse of :func:`pad_rows`."""
+    """Return a rectangle [N, T], T >= Tmax, as ragged rows [M]: the inverse of :func:`pad_rows`."""
     num_rows, width = padded.shape
     lengths = offsets.diff()
     longest = int(lengths.max()) if lengths.numel() else 0
@@ -82,7 +86,7 @@ def unpad_rows(padded: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _slots(offsets: Tensor, width: int, device: torch.device) -> Tensor:
-    """[M]: where each token of the ragged rows stands in the flattened [N, width] rectangle."""
+    """Return [M] indices of the tokens of the ragged rows in the flattened [N, width] rectangle."""
     lengths = offsets.diff()
     row_starts = torch.arange(lengths.numel(), device=offsets.device) * width
     shift = torch.repeat_interleave(row_starts - offsets[:-1], lengths)

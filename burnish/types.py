@@ -1,13 +1,12 @@
-"""The data that moves through a run: Prompt -> Sample -> Group -> Batch, and Stats beside them.
+"""Data types of a run: Prompt -> Sample -> Group -> Batch, and Stats.
 
 Read this file first; every other module consumes or produces these types. All are frozen: a stage
-returns a new value (``dataclasses.replace``) instead of writing into one it was given.
+returns a new value (``dataclasses.replace``) instead of modifying its input.
 
-Shapes: N rows (one row = one prompt with one response), M tokens in all rows together. Token
-arrays are
-*ragged*: rows stand one after another in one flat array and ``offsets`` says where each begins.
-Nothing is padded at rest or in transit; padding and packing are choices of ``train/batching.py``.
-"""
+Shapes: N rows (one row = one prompt with one response), M tokens in all rows together. Token arrays
+are *ragged*: rows are concatenated in one flat array, and ``offsets`` contains the start of each
+row. Stored and transferred data are never padded; padding and packing are choices of
+``train/batching.py``."""
 
 from __future__ import annotations
 
@@ -26,41 +25,41 @@ from burnish.tensors import upload
 FinishReason = Literal["stop", "length", "aborted"]
 
 ROUNDING = 1e-9
-"""Weighted sums of rewards that should be equal may differ in their last bits."""
+"""Tolerance of equal weighted sums of rewards, which may differ in their last bits."""
 
 
 def all_equal(scores: Sequence[float]) -> bool:
-    """Return whether scores are the same number, up to :data:`ROUNDING`."""
+    """Return whether all scores are equal, up to :data:`ROUNDING`."""
     return max(scores) - min(scores) <= ROUNDING
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing to be answered.
+    """One prompt to respond to.
 
     Example: ``Prompt(id="train:17@0", token_ids=(5, 9, 2), text="1+1=", label="2",
     source="train")``.
     """
 
     id: str
-    """Unique within a run and stable over resumes: ``source:row@epoch``."""
+    """Unique within a run and stable across resumes: ``source:row@epoch``."""
     token_ids: tuple[int, ...]
-    """Exactly the tokens the model reads. Never made again from ``text``."""
+    """Exact input tokens of the model. Never recomputed from ``text``."""
     text: str
-    """The same prompt as text, for rewards and for people."""
+    """The same prompt as text, for rewards and logs."""
     label: Any = None
-    """The reference answer (or whatever the reward needs), untouched from the data row."""
+    """Reference answer (or any other value the reward needs), unchanged from the data row."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the data row, for rewards and environments."""
+    """All other columns of the data row, for rewards and environments."""
     source: str = ""
-    """Name of the data source the row came from."""
+    """Name of the row's data source."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """The conversation that ``text`` was rendered from. None: the prompt is plain text."""
+    """Conversation that ``text`` was rendered from. None: the prompt is plain text."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt, with what is known about each of its tokens.
+    """One response to one prompt, with per-token data.
 
     ``response_ids``, ``sampler_logprobs``, ``action_mask`` and ``versions`` have one entry per
     response token [T].
@@ -76,16 +75,17 @@ class Sample:
     sample_id: str
     prompt_id: str
     group_id: int
-    """Samples with the same id are compared with each other. By id, never by position."""
+    """Samples with the same id are compared with each other. Groups are formed by id, never by
+    position."""
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    """What follows the prompt, end token included."""
+    """Token ids after the prompt, end token included."""
     sampler_logprobs: tuple[float, ...]
-    """log p(token) as the rollout engine computed it, at the sampling temperature, in nats."""
+    """log p(token) from the rollout engine, at the sampling temperature, in nats."""
     action_mask: tuple[bool, ...]
-    """True where the policy chose the token; False where an environment or tool wrote it."""
+    """True if the policy sampled the token; False if an environment or tool wrote it."""
     versions: tuple[int, ...]
-    """Optimizer steps the weights had taken when each token was sampled."""
+    """Number of optimizer steps of the weights that sampled each token."""
     text: str
     finish_reason: FinishReason
     reward: float = float("nan")
@@ -112,30 +112,29 @@ class Batch:
         tokens      = [5 9 2 7 1  5 9 2 8]        offsets     = [0 5 9]
         action_mask = [0 0 0 1 1  0 0 0 1]        prompt_lens = [3 3]       group_ids = [4 4]
 
-    Every per-token array is aligned with ``tokens``: entry t belongs to token t (its
-    log-probability is computed from the tokens before it). Entries outside ``action_mask`` are 0
-    and mean nothing. ``num_tokens`` and ``num_sequences`` are counts over the whole optimizer
-    step, all micro-batches and all ranks, and survive every split, so a loss that divides by them
-    does not depend on how the step was split.
-    """
+    Every per-token array is aligned with ``tokens``: entry t belongs to token t, whose
+    log-probability is computed from the tokens before it. Entries outside ``action_mask`` are 0 and
+    have no meaning. ``num_tokens`` and ``num_sequences`` are counts over the entire optimizer step,
+    all micro-batches and all ranks. Every split keeps them, so a loss that divides by them does not
+    depend on how the step was split."""
 
     tokens: Tensor
     """[M] int64"""
     offsets: Tensor
     """[N + 1] int64, on the CPU; row i is ``tokens[offsets[i]:offsets[i + 1]]``"""
     prompt_lens: Tensor
-    """[N] int64, on the CPU; leading tokens of the row that rows of the same group share"""
+    """[N] int64, on the CPU; number of leading tokens that the row shares with its group"""
     action_mask: Tensor
-    """[M] bool: tokens that are trained on"""
+    """[M] bool: tokens to train on"""
     group_ids: Tensor
     """[N] int64, on the CPU"""
     num_tokens: int
-    """Action tokens in the whole optimizer step."""
+    """Action tokens in the entire optimizer step."""
     num_sequences: int
-    """Rows in the whole optimizer step."""
+    """Rows in the entire optimizer step."""
     num_read_tokens: int = 0
-    """Tokens in the whole optimizer step, prompts included (only the balance of experts is measured
-    over all of them)."""
+    """Tokens in the entire optimizer step, prompts included. Only the load-balancing loss of
+    experts is averaged over all of them."""
     rows_per_unit: int = 1
     """Rows that must stay in one micro-batch (2 for preference pairs: row 2i chosen, 2i + 1
     rejected)."""
@@ -148,33 +147,33 @@ class Batch:
     teacher_logprobs: Tensor | None = None
     """[M] fp32"""
     teacher_states: Tensor | None = None
-    """[M, H] in the teacher's format: its last hidden state before token t (only the job distill
-    uses them)"""
+    """[M, H] in the teacher's format: its last hidden state before token t (only for the job
+    distill)"""
     advantages: Tensor | None = None
     """[M] fp32"""
     values: Tensor | None = None
-    """[M] fp32, the critic's at the start of the update"""
+    """[M] fp32, the critic's values at the start of the update"""
     returns: Tensor | None = None
     """[M] fp32"""
     rewards: Tensor | None = None
     """[N] fp32, one scalar per row"""
     margins: Tensor | None = None
-    """[N] fp32, preference margins (only reward models use them)"""
+    """[N] fp32, preference margins (only for reward models)"""
     labels: Tensor | None = None
-    """[N] bool, whether somebody liked the response (only KTO uses them)"""
+    """[N] bool, whether the response was liked (only for KTO)"""
     step_labels: Tensor | None = None
-    """[M] fp32, on the last token of each step the probability that it is right (process reward
-    models). Where it is there a reward model scores every action token, not the last of the row."""
+    """[M] fp32: probability that a step is correct, on the last token of each step (process reward
+    models). If set, a reward model scores every action token instead of the row's last token."""
     kl_estimate: float = 0.0
-    """Of the whole optimizer step, in nats per response: how far the policy is from the reference
-    (only KTO uses it)."""
+    """Distance of the policy from the reference over the entire optimizer step, in nats per
+    response (only for KTO)."""
     host: Batch | None = field(default=None, repr=False, compare=False)
     """The same batch in host memory, if this one was moved to a device (see :attr:`on_host`)."""
 
     @property
     def on_host(self) -> Batch:
-        """The batch from which indices are computed: reading a device's tensors would wait for all
-        the work that is queued there."""
+        """Batch to compute indices from. Reading a device's tensors would wait for all work queued
+        there."""
         return self if self.host is None else self.host
 
     @property
@@ -183,12 +182,12 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """[N] int64: tokens in each row."""
+        """[N] int64: number of tokens in each row."""
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
     def row_ids(self) -> Tensor:
-        """[M] int64: the row each token belongs to."""
+        """[M] int64: row of each token."""
         rows = torch.repeat_interleave(torch.arange(self.num_rows), self.lengths)
         return upload(rows, self.tokens.device)
 
@@ -198,7 +197,7 @@ class Batch:
         return self.offsets[1:] - 1
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """The given rows, in the given order, as a batch that keeps this batch's global
+        """Return a batch of the given rows, in the given order, with this batch's global
         denominators."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         starts, lengths = self.offsets[index], self.lengths[index]
@@ -216,7 +215,7 @@ class Batch:
         return replace(self, **changed)
 
     def with_global_counts(self) -> Batch:
-        """This batch taken as a whole optimizer step: its own counts become the denominators."""
+        """Return this batch as an entire optimizer step, with its own counts as denominators."""
         return replace(
             self,
             num_tokens=int(self.action_mask.sum()),
@@ -225,8 +224,9 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """Token arrays on ``device``, without waiting for it. Offsets and ids stay on the CPU, and
-        :attr:`host` is the batch as it was, because indices are computed there."""
+        """Return the batch with token arrays on ``device``, without waiting for the copy. Offsets
+        and ids stay on the CPU. :attr:`host` of the result is the original batch, because indices
+        are computed there."""
         moved: dict[str, Any] = {
             name: upload(value, device)
             for name, value in self._arrays()
@@ -252,11 +252,10 @@ Number = float | int | Tensor
 class Stats:
     """Measurements that add up exactly over micro-batches and ranks.
 
-    A mean is kept as (numerator, denominator), so the mean over any split of the data is the mean
-    over the data: ``Stats(means={"clip_frac": (3, 40)}) + Stats(means={"clip_frac": (1, 10)})``
-    has clip_frac 4/50. Values may be detached tensors; nothing waits for the device until
-    :meth:`floats` or :meth:`plain` reads them all in one copy.
-    """
+    A mean is stored as (numerator, denominator), so the mean over any split of the data equals the
+    mean over all data: ``Stats(means={"clip_frac": (3, 40)}) + Stats(means={"clip_frac": (1,
+    10)})`` has clip_frac 4/50. Values may be detached tensors. Only :meth:`floats` and
+    :meth:`plain` wait for the device, and they read all values in one copy."""
 
     means: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
     maxima: Mapping[str, Number] = field(default_factory=dict)
@@ -276,7 +275,7 @@ class Stats:
         return Stats(means, maxima, sums)
 
     def floats(self, prefix: str = "") -> dict[str, float]:
-        """Plain numbers. A mean over nothing is NaN."""
+        """Return the values as Python floats. A mean with denominator 0 is NaN."""
         plain = self.plain()
         out: dict[str, float] = {}
         for name, (num, den) in plain.means.items():
@@ -287,7 +286,7 @@ class Stats:
         return out
 
     def plain(self) -> Stats:
-        """The same numbers as Python floats, read from their device in one copy."""
+        """Return the same numbers as Python floats, read from their device in one copy."""
         flat = [number for pair in self.means.values() for number in pair]
         flat += [*self.maxima.values(), *self.sums.values()]
         found = iter(_floats(flat))
@@ -299,15 +298,16 @@ class Stats:
 
 
 def _larger(one: Number, other: Number) -> Number:
-    """The maximum; NaN if either is. With a tensor it is a tensor, on that device."""
+    """Return the maximum, or NaN if either is NaN. The result is a tensor if either input is, on
+    the same device."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
     return other if other > one or math.isnan(other) else one
 
 
 def _floats(numbers: Sequence[Number]) -> list[float]:
-    """Each number as a float. Scalar tensors of one device are read together, in fp64, in which
-    fp32 numbers and counts are exact."""
+    """Return each number as a float. Scalar tensors of one device are read together, in fp64, which
+    represents fp32 numbers and counts exactly."""
     devices: dict[torch.device, list[int]] = {}
     for i, number in enumerate(numbers):
         if isinstance(number, Tensor):
@@ -327,11 +327,11 @@ def rows_to_batch(
     prompt_lens: Sequence[int],
     group_ids: Sequence[int] | None = None,
 ) -> Batch:
-    """Lists of token ids and masks as a :class:`Batch` whose denominators are its own counts.
+    """Build a :class:`Batch` from lists of token ids and masks, with its own counts as
+    denominators.
 
-    ``group_ids`` default to one group per row. Raises ValueError if a mask is not as long as
-    its row.
-    """
+    ``group_ids`` default to one group per row. Raises ValueError if a mask and its row differ in
+    length."""
     for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         if len(row) != len(mask):
             raise ValueError(f"row {i} has {len(row)} tokens and a mask of {len(mask)}")
@@ -354,7 +354,7 @@ def rows_to_batch(
 def steps_to_batch(
     rows: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], *, prompt_lens: Sequence[int]
 ) -> Batch:
-    """Rows of token ids to be scored at the tokens ``ends`` of each row, without labels (all
+    """Build a batch of rows to be scored at the tokens ``ends`` of each row, without labels (all
     0)."""
     marked = [set(places) for places in ends]
     masks = [[t in at for t in range(len(row))] for row, at in zip(rows, marked, strict=True)]
@@ -363,12 +363,12 @@ def steps_to_batch(
 
 
 def _flat(rows: Iterable[Iterable[Any]], dtype: Any, *, count: int) -> Tensor:
-    """All entries of all rows; several times as fast as a list of them all in between."""
+    """Return all entries of all rows, several times as fast as through an intermediate list."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype, count=count))
 
 
 def groups_to_batch(groups: Sequence[Group]) -> Batch:
-    """Scored groups as one :class:`Batch`, rows in group order, with sampler log-probs and
+    """Build one :class:`Batch` from scored groups, rows in group order, with sampler log-probs and
     rewards."""
     samples = [sample for group in groups for sample in group.samples]
     batch = rows_to_batch(
@@ -386,22 +386,22 @@ def groups_to_batch(groups: Sequence[Group]) -> Batch:
 
 
 class PendingSave(Protocol):
-    """A part of a checkpoint that is written while other things go on."""
+    """A part of a checkpoint that may be written in the background."""
 
     @property
     def done(self) -> bool:
-        """Return whether it is over, for good or ill."""
+        """Return whether the save has ended, successfully or not."""
         ...
 
     def wait(self) -> None:
-        """Until it is whole. Raises what kept it from that."""
+        """Wait until the save is complete. Raises its error if it failed."""
         ...
 
 
 class FinishedSave:
-    """A part that was written at once. Implements :class:`PendingSave`."""
+    """A part that was written synchronously. Implements :class:`PendingSave`."""
 
     done = True
 
     def wait(self) -> None:
-        """It is whole."""
+        """Return at once, because the save is complete."""

@@ -71,7 +71,7 @@ def first_sentence(path: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Check or write; returns the exit code."""
+    """Check or write the page. Return the exit code."""
     root = Path(__file__).resolve().parent.parent
     page, want = root / "docs" / "code-map.md", code_map(root)
     if "--write" in arguments:

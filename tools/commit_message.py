@@ -40,7 +40,7 @@ def problems(message: str) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Check the message in the given file; returns the exit code."""
+    """Check the message in the given file. Return the exit code."""
     found = problems(Path(arguments[0]).read_text(encoding="utf-8"))
     for problem in found:
         print(problem)

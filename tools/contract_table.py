@@ -1,10 +1,10 @@
-"""The table of docs/engine-tests.md: which engine passes which property of the contract suite.
+"""Write the table of docs/engine-tests.md: the engines that pass each property of the contract
+suite.
 
-``python tools/contract_table.py`` runs ``tests/contract`` (some minutes) and writes what it saw
-between the markers; ``--check`` only collects the suite and says whether the table lists the same
-engines and properties (exit 1 where it does not). Run it where vLLM is installed: what could not
-be run is written as such.
-"""
+``python tools/contract_table.py`` runs ``tests/contract`` (some minutes) and writes the results
+between the markers. ``--check`` only collects the suite and checks that the table lists the same
+engines and properties (exit code 1 if not). Run it on a machine with vLLM: properties that could
+not be run are written as "not run"."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "engine-tests.md"
 SUITE = "tests/contract"
 WORST = ("FAILED", "refused", "not run", "pass")
-"""Of a property with several cases the first of these that one of them has is written."""
+"""Order of outcomes. A property with several cases gets the first of these that one of its cases
+has."""
 
 
 @dataclass
 class Results:
-    """Results of a run of the suite. A pytest plugin."""
+    """A pytest plugin with the results of a run of the suite."""
 
     seen: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
     """(suite, engine, property) -> outcome of every case, in the order of collection."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why something was refused or not run, by outcome and engine."""
+    """Reason of a refusal or of a missing run, by outcome and engine."""
     _keys: dict[str, tuple[str, str, str]] = field(default_factory=dict)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
-        """Every property of every engine."""
+        """Collect every property of every engine."""
         for item in items:
             suite = "rollout" if "rollout" in item.path.name else "train"
             sentence = item.originalname.removeprefix("test_").replace("_", " ")
@@ -45,7 +46,7 @@ class Results:
             self.seen.setdefault(key, [])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One phase of one case."""
+        """Record one phase of one case."""
         told: dict[str, Any] = dict(report.user_properties)
         key = self._keys[report.nodeid]
         if report.failed:
@@ -63,14 +64,14 @@ class Results:
 
 
 def run(*options: str) -> Results:
-    """The suite with pytest's ``options``."""
+    """Run the suite with pytest's ``options``."""
     found = Results()
     pytest.main([str(ROOT / SUITE), "-q", "-p", "no:cacheprovider", *options], plugins=[found])
     return found
 
 
 def table(found: Results) -> str:
-    """Markdown: a list of properties and a table of engines for each suite."""
+    """Return Markdown: a list of properties and a table of engines for each suite."""
     lines: list[str] = []
     for suite in ("train", "rollout"):
         keys = [key for key in found.seen if key[0] == suite]
@@ -88,7 +89,7 @@ def table(found: Results) -> str:
 
 
 def listed(page: str) -> set[tuple[str, str, str]]:
-    """(suite, engine, property) of everything that the page's table lists."""
+    """Return (suite, engine, property) of every entry in the page's table."""
     found: set[tuple[str, str, str]] = set()
     suite, properties = "", list[str]()
     for line in between(page).splitlines():

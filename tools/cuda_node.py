@@ -16,7 +16,7 @@ import sysconfig
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 """Python versions that the lock has wheels for."""
 GLIBC = (2, 31)
-"""The oldest C library for which every compiled package of the lock but pycosat has a wheel."""
+"""Oldest C library for which every compiled package of the lock except pycosat has a wheel."""
 
 
 def problems(
@@ -30,8 +30,7 @@ def problems(
 ) -> list[str]:
     """Return every reason why the lock cannot be installed, as sentences.
 
-    ``libc`` is what ``platform.libc_ver`` returns; ``headers`` the folder of ``Python.h``.
-    """
+    ``libc``: the result of ``platform.libc_ver``. ``headers``: the folder of ``Python.h``."""
     found = []
     if (system, machine) != ("Linux", "x86_64"):
         found.append(

@@ -1,9 +1,8 @@
 """Configs of the models that ``make models`` runs.
 
 There is one row for each type of causal language model that transformers maps, with its default
-config, and variants that differ in behavior. ``families.yaml`` has the configs of types whose
-defaults cannot be built or leave a mechanism out (a scale of 1, no window, one kind of layer).
-"""
+config, and variants that differ in behavior. ``families.yaml`` contains the configs of types whose
+defaults cannot be built or disable a mechanism (a scale of 1, no window, one kind of layer)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _LISTS = ("_types", "short_factor", "long_factor", "_sparsity_pattern")
 
 
 def names() -> list[str]:
-    """All rows: every mapped type, each followed by its variants."""
+    """Return all rows: every mapped type, each followed by its variants."""
     variants = [name for name in _written() if " (" in name]
     rows = []
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -31,12 +30,12 @@ def names() -> list[str]:
 
 
 def model_type_of(name: str) -> str:
-    """The model type of a row."""
+    """Return the model type of a row."""
     return name.split(" (")[0]
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """The config of a row, full-size. Raises whatever transformers raises for a type whose default
+    """Return the config of a row, in full size. Raises transformers' error for a type whose default
     is not valid."""
     model_type = model_type_of(name)
     fields = _written().get(name, {})
@@ -52,7 +51,7 @@ def _written() -> dict[str, Fields]:
 
 
 def _expanded(fields: Fields) -> Fields:
-    """``fields`` with lists in place of their short form, such as ``mamba*5 attention``."""
+    """Return ``fields`` with lists instead of their short form, such as ``mamba*5 attention``."""
     found = dict(fields)
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -65,6 +64,6 @@ def _expanded(fields: Fields) -> Fields:
 
 
 def _items(text: str) -> list[Any]:
-    """``a*3 b`` -> [a, a, a, b]; numbers are numbers."""
+    """Return the list of a short form: ``a*3 b`` -> [a, a, a, b]. Numbers are converted."""
     runs = [part.partition("*") for part in text.split()]
     return [yaml.safe_load(value) for value, _, count in runs for _ in range(int(count or 1))]

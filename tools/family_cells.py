@@ -1,11 +1,10 @@
-"""Measure one small random model through every path of the project, against transformers' own
-forward of each row by itself.
+"""Measure one small random model on every path of the project, against transformers' own forward
+pass of each single row.
 
 :func:`measure` returns one :class:`Cell` per path. The reference is plain transformers in fp32: one
 row at a time, no padding, no cache, its own attention. Every path of the project must give the same
-numbers (``exact``), or be refused with a sentence (``refused``). ``WRONG`` and ``failed`` are
-defects.
-"""
+numbers (``exact``), or be refused with a message (``refused``). ``WRONG`` and ``failed`` are
+defects."""
 
 from __future__ import annotations
 
@@ -44,11 +43,11 @@ from burnish.types import Batch, Stats, rows_to_batch
 Layout = Literal["padded", "packed", "shared_prefix"]
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared_prefix")
 CELLS = ("load", *LAYOUTS, "greedy", "sampled", "lora", "checkpoint", "export", "tensor_parallel")
-"""In the order of the columns."""
+"""Names of the cells, in column order."""
 
 TOLERANCE = 1e-4
-"""Nats, and of the largest gradient. Rounding in fp32 gives up to 3e-5; a token that reads another
-row gives 1e-3 and more."""
+"""Tolerance in nats, and relative to the largest gradient. Rounding in fp32 gives up to 3e-5; a
+token that reads another row gives 1e-3 and more."""
 STATES = ("exact", "plan", "refused", "WRONG", "failed", "not run")
 
 
@@ -64,19 +63,18 @@ class Cell:
     difference: float | None = None
     """Largest difference from the reference: nats, or of the largest gradient if that is larger."""
     text: str = ""
-    """The sentence of a refusal, the place of an exception, or a note."""
+    """Message of a refusal, place of an exception, or a note."""
 
 
 class Refusal(Exception):
-    """The project refuses a path, and says why."""
+    """Refusal of a path by the project, with its reason."""
 
 
 def measure(config: PretrainedConfig, folder: Path, *, shrunk: bool = False) -> dict[str, Cell]:
     """Return the cells of the model family of ``config``.
 
     ``folder``: an empty folder for the model, its checkpoint and its export. ``shrunk``: the config
-    is small already.
-    """
+    is already small."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # peft draws the adapters from the global generator
         warnings.simplefilter("ignore")
@@ -114,7 +112,7 @@ def _measure(config: PretrainedConfig, folder: Path, shrunk: bool) -> list[tuple
 
 
 def _cell(step: Callable[[], Cell]) -> Cell:
-    """The result of ``step``; exceptions become data."""
+    """Return the result of ``step``; exceptions become data."""
     try:
         cell = step()
     except (ModelError, Refusal) as error:
@@ -161,11 +159,11 @@ class Subject:
     # ---- the reference ---------------------------------------------------------------------
 
     def _logits(self, ids: Tensor) -> Tensor:
-        """[T, V] of one row [T]."""
+        """Return [T, V] logits of one row [T]."""
         return self.reference(input_ids=ids[None], use_cache=False).logits[0].float()
 
     def row_logprobs(self, batch: Batch) -> Tensor:
-        """[M] log-probs of the action tokens, one row at a time."""
+        """Return [M] log-probs of the action tokens, computed one row at a time."""
         rows = []
         for begin, end in zip(batch.offsets.tolist(), batch.offsets[1:].tolist(), strict=False):
             ids = batch.tokens[begin:end]
@@ -189,8 +187,8 @@ class Subject:
     # ---- the paths -------------------------------------------------------------------------
 
     def load(self) -> float:
-        """Largest difference of log-probs between the model as built and as transformers loads
-        it from its own files, after the project has loaded it without a refusal."""
+        """Return the largest difference of log-probs between the original model and the one that
+        transformers loads from its files, after the project has loaded it without a refusal."""
         load_causal_lm(self.model)
         again = _plain(self.folder)
         ids = self.batch.tokens[: int(self.batch.offsets[1])][None]
@@ -199,13 +197,13 @@ class Subject:
         return _difference(one.log_softmax(-1), two.log_softmax(-1))
 
     def engine(self, layout: Layout = "shared_prefix", **options: Any) -> BaseTrainEngine:
-        """A train engine over the model in the folder."""
+        """Return a train engine over the model in the folder."""
         config = self.model.model_copy(update=options)
         spec = EngineSpec("policy", TrainConfig(layout=layout, lr=1e-3), config, dropout=False)
         return make_engine(load_causal_lm(config), spec, tokenizer=self.tokenizer)
 
     def layout(self, layout: Layout) -> Cell:
-        """Log-probs, and the gradient of their mean, through the train engine."""
+        """Compare log-probs, and the gradient of their mean, through the train engine."""
         engine = self.engine(layout)
         difference = _difference(engine.logprobs(self.batch), self.logprobs)
         engine.forward_backward(self.batch, _mean_nll)
@@ -224,8 +222,8 @@ class Subject:
     def _generate(
         self, temperature: float, n: int
     ) -> tuple[str, list[tuple[tuple[int, ...], Completion]]]:
-        """(way of sampling, [(prompt, completion)]) of four prompts of different lengths, ten
-        tokens each."""
+        """Return (sampling method, [(prompt, completion)]) for four prompts of different lengths,
+        ten tokens each."""
         limit = num_positions(self.model)
         room = 10 if limit is None else min(10, limit // 2)
         lengths = [3, 7, 5, 12] if limit is None or limit >= 24 else [1, 2, 3, limit - room]
@@ -246,7 +244,7 @@ class Subject:
 
     @torch.no_grad()
     def greedy(self) -> Cell:
-        """Tokens at temperature 0, against the arg max of the reference after each of them."""
+        """Compare tokens at temperature 0 with the argmax of the reference after each of them."""
         worst, agreed, total = 0.0, 0, 0
         way, completions = self._generate(0.0, 1)
         for prompt, completion in completions:
@@ -261,7 +259,7 @@ class Subject:
 
     @torch.no_grad()
     def sampled(self) -> Cell:
-        """Log-probs that the sampler reports, against those of the reference."""
+        """Compare the sampler's log-probs with those of the reference."""
         worst = 0.0
         way, completions = self._generate(1.0, 2)
         for prompt, completion in completions:
@@ -272,7 +270,7 @@ class Subject:
         return Cell("exact", worst, way)
 
     def lora(self) -> Cell:
-        """Log-probs with adapters, against the reference with the merged weights."""
+        """Compare log-probs with adapters with the reference with merged weights."""
         engine = self.engine(lora=LoraConfig(lora_rank=4, lora_alpha=8))
         engine.forward_backward(self.batch, _mean_nll)
         generator, used, idle = torch.Generator().manual_seed(3), 0, 0
@@ -293,7 +291,8 @@ class Subject:
         return Cell("exact", _difference(found, wanted), text)
 
     def checkpoint(self) -> Cell:
-        """Log-probs of a new engine that loaded the checkpoint of a trained one, bit for bit."""
+        """Compare log-probs of a trained engine with those of a new one that loaded its checkpoint,
+        bit for bit."""
         engine = self._trained()
         again = self.engine()
         again.load(self._checkpoint_folder() / "policy")
@@ -301,7 +300,8 @@ class Subject:
         return Cell("exact" if difference == 0 else "WRONG", difference)
 
     def export(self) -> Cell:
-        """Every key and the log-probs of the exported folder, loaded by plain transformers."""
+        """Compare every key and the log-probs of the exported folder, loaded by plain
+        transformers."""
         engine = self._trained()
         plain = _plain(export(self._checkpoint_folder(), self.work / "export"))
         state, own = plain.state_dict(), engine.model.state_dict()
@@ -320,7 +320,7 @@ class Subject:
         return Cell("exact", _difference(found, wanted), f"{len(state)} keys")
 
     def tensor_parallel(self) -> Cell:
-        """Return whether the layers can be divided over two ranks."""
+        """Check whether the layers can be split over two ranks."""
         model = load_causal_lm(self.model)
         body = model.get_decoder()
         check_head_counts(body.config, 2)
@@ -329,7 +329,7 @@ class Subject:
     # ---- parts -----------------------------------------------------------------------------
 
     def _trained(self) -> BaseTrainEngine:
-        """An engine after one step, whose checkpoint is in :meth:`_checkpoint_folder`."""
+        """Return an engine after one step, whose checkpoint is in :meth:`_checkpoint_folder`."""
         if self._engine is None:
             engine = self.engine()
             engine.forward_backward(self.batch, _mean_nll)
@@ -349,7 +349,7 @@ class Subject:
 
 
 class _Weights:
-    """Inside, ``model`` has the given parameters and buffers."""
+    """Context in which ``model`` has the given parameters and buffers."""
 
     def __init__(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
         self.own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -377,7 +377,7 @@ def _mean_nll(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
 
 
 def _difference(one: Tensor, two: Tensor) -> float:
-    """Largest absolute difference; infinite if a number is not finite."""
+    """Return the largest absolute difference, or infinity if a number is not finite."""
     found = (one.detach().float() - two.detach().float()).abs()
     return float(found.max()) if bool(found.isfinite().all()) else math.inf
 
@@ -387,8 +387,8 @@ def _worst(*values: float) -> float:
 
 
 def _batch(limit: int | None, top: int) -> Batch:
-    """Three groups of 3, 1 and 2 rows, with rows longer than the small windows. ``limit``: the
-    longest row; ``top``: one more than the largest token."""
+    """Return three groups of 3, 1 and 2 rows, with rows longer than the small windows. ``limit``:
+    the longest row. ``top``: one more than the largest token id."""
     generator = torch.Generator().manual_seed(7)
 
     def tokens(count: int) -> list[int]:
@@ -410,7 +410,7 @@ def _batch(limit: int | None, top: int) -> Batch:
 
 
 def as_json(cells: dict[str, Cell]) -> dict[str, Any]:
-    """Cells as plain data, without empty fields."""
+    """Return cells as plain data, without empty fields."""
     return {
         name: {field: value for field, value in asdict(cell).items() if value not in (None, "")}
         for name, cell in cells.items()

@@ -39,7 +39,7 @@ _BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, as
 
 
 def check_file(path: Path, text: str) -> list[Finding]:
-    """Every broken rule of one file as (line, message), sorted. ``path`` is relative to the
+    """Return every broken rule of one file as (line, message), sorted. ``path`` is relative to the
     repository."""
     tree = ast.parse(text, str(path))
     marks = _exceptions(text)
@@ -68,7 +68,7 @@ def check_file(path: Path, text: str) -> list[Finding]:
 
 
 def _exceptions(text: str) -> dict[int, str]:
-    """Line -> reason of every exception comment (strings that look like one do not count)."""
+    """Return line -> reason of every exception comment. Strings that look like one do not count."""
     found = {}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         match = _MARK.match(token.string) if token.type == tokenize.COMMENT else None
@@ -92,7 +92,7 @@ def _sizes(node: Function) -> Iterator[Finding]:
 
 
 def _depth(body: list[ast.stmt]) -> int:
-    """Return how deep blocks are nested. ``elif`` is no deeper than its ``if``; inner functions
+    """Return the nesting depth of blocks. ``elif`` is not deeper than its ``if``; inner functions
     start at 0."""
     deepest = 0
     for node in body:
@@ -116,8 +116,8 @@ def _depth_of_block(node: ast.stmt) -> int:
 
 
 def _documentation(tree: ast.Module, marks: dict[int, str]) -> Iterator[Finding]:
-    """Public modules, classes and module-level functions have docstrings; public functions are
-    typed."""
+    """Check that public modules, classes and module-level functions have docstrings, and that
+    public functions are typed."""
     if tree.body and ast.get_docstring(tree) is None:
         yield 1, "the module says nothing about what it is for (docstring)"
     for node in tree.body:
@@ -159,8 +159,8 @@ def _typed_and_keyword_only(node: Function) -> Iterator[Finding]:
 
 
 def _prose(tree: ast.Module) -> Iterator[Finding]:
-    """Docstrings open with a verb or a noun, conditions with "if", and some words have better ones.
-    The strings below fields count as docstrings, except for their opening."""
+    """Check that docstrings open with a verb or a noun, state conditions with "if", and use none of
+    the listed words. Strings below fields count as docstrings, except for their opening."""
     for node in ast.walk(tree):
         if not isinstance(node, (Function, ast.ClassDef, ast.Module)):
             continue
@@ -196,7 +196,7 @@ def _getattr(tree: ast.Module, marks: dict[int, str]) -> Iterator[Finding]:
 
 
 def main(arguments: list[str]) -> int:
-    """Check the given files, or all; returns the exit code."""
+    """Check the given files, or all files. Return the exit code."""
     root = Path(__file__).resolve().parent.parent
     paths = [Path(a).resolve() for a in arguments if a.endswith(".py")]
     if not arguments:

@@ -25,8 +25,8 @@ def own_modules(root: Path) -> dict[str, ast.Module]:
 
 
 def find_cycle(modules: Mapping[str, ast.Module]) -> list[str]:
-    """Return the names along one import cycle, the first repeated at the end; empty if there is
-    none. Imports inside functions count, those for type checkers only do not."""
+    """Return the names along one import cycle, the first repeated at the end, or an empty list.
+    Imports inside functions count; imports only for type checkers do not."""
     graph = {name: set(_imported(tree, modules)) - {name} for name, tree in modules.items()}
     try:
         TopologicalSorter(graph).prepare()
@@ -50,7 +50,7 @@ def _imported(tree: ast.Module, modules: Mapping[str, ast.Module]) -> Iterator[s
 
 
 def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those below ``if TYPE_CHECKING``."""
+    """Yield all nodes except those below ``if TYPE_CHECKING``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -85,5 +85,5 @@ def _is_private(name: str) -> bool:
 
 
 def _is_class(name: str) -> bool:
-    """A class's own private attributes are a type checker's matter."""
+    """Return whether a name is a class, whose private attributes a type checker handles."""
     return name.rpartition(".")[2][:1].isupper()

@@ -1,11 +1,9 @@
 """Run every causal language model that transformers maps through the project: ``make models``.
 
 ``python tools/models.py [--types llama,gpt2] [--jobs 2]`` measures each row of ``families.py`` with
-``family_cells.py``, in a process of its own with a time limit, and writes docs/models.json after
-every row and docs/models.md at the end. A run that was interrupted continues: rows that this code
-measured with these versions are kept (``--fresh``: none is). The exit code is 1 if a cell is wrong
-or failed.
-"""
+``family_cells.py``, in a separate process with a timeout. It writes docs/models.json after every
+row and docs/models.md at the end. An interrupted run continues: rows measured by this code with
+these versions are kept (``--fresh``: none). The exit code is 1 if a cell is wrong or failed."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ Row = dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and write; returns the exit code."""
+    """Measure and write. Return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--types", help="rows to measure, with commas between them (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
@@ -68,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Store:
-    """The results in a file, of one set of versions."""
+    """Results in a file, for one set of versions."""
 
     def __init__(self, file: Path, *, fresh: bool = False) -> None:
         self.file, self.versions = file, {name: version(name) for name in PACKAGES}
@@ -80,11 +78,11 @@ class Store:
                 self.rows = found["rows"]
 
     def has(self, name: str) -> bool:
-        """Return whether this code measured the row, and it need not be measured again."""
+        """Return whether this code measured the row already."""
         return not self._fresh and self.rows.get(name, {}).get("code") == self._code
 
     def add(self, name: str, row: Row) -> None:
-        """Keep a row and write the file."""
+        """Store a row and write the file."""
         self.rows[name] = {**row, "code": self._code}
         order = {known: i for i, known in enumerate(names())}
         rows = dict(sorted(self.rows.items(), key=lambda item: order.get(item[0], len(order))))
@@ -97,7 +95,7 @@ class Store:
 
 
 def code_digest() -> str:
-    """Digest of everything a result depends on in this repository."""
+    """Return a digest of everything in this repository that a result depends on."""
     files = [*ROOT.glob("burnish/**/*.py"), *ROOT.glob("tools/famil*")]
     content = [file.read_bytes() for file in sorted(files) if file.is_file()]
     return hashlib.sha256(b"".join(content)).hexdigest()[:16]
@@ -114,7 +112,7 @@ class _Job:
     started: float
 
     def result(self) -> Row | None:
-        """The row once the process has ended, or has run for too long; None before."""
+        """Return the row once the process has ended or timed out, and None before."""
         seconds = time.monotonic() - self.started
         if self.process.is_alive() and seconds < TIME_LIMIT_S:
             return None
@@ -167,18 +165,18 @@ def _child(name: str, folder: str) -> None:
 
 
 def defects(row: Row) -> list[str]:
-    """Names of the cells that are wrong or failed."""
+    """Return the names of the cells that are wrong or failed."""
     return [name for name, cell in row["cells"].items() if cell["state"] in ("WRONG", "failed")]
 
 
 def summary_of(row: Row) -> str:
-    """One line for the terminal."""
+    """Return one line for the terminal."""
     states = Counter(cell["state"] for cell in row["cells"].values())
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
 _WAY = "computed "
-"""How notes of exact cells begin that belong into the table."""
+"""Prefix of notes of exact cells that are shown in the table."""
 _TITLES = {
     "load": "load",
     "padded": "padded",
@@ -232,7 +230,7 @@ from configs alone:
 
 
 def page(rows: dict[str, Row], versions: dict[str, str]) -> str:
-    """docs/models.md."""
+    """Return the text of docs/models.md."""
     notes: dict[str, int] = {}
     lines = ["| model | " + " | ".join(_TITLES[name] for name in CELLS) + " |"]
     lines.append("| --- |" + " --- |" * len(CELLS))
@@ -279,7 +277,7 @@ def _shown(cell: Row | None, model_type: str, notes: dict[str, int]) -> str:
 
 
 def _general(text: str, model_type: str) -> str:
-    """A note without the names of one model, so that models share it."""
+    """Return a note without model-specific names, so that models can share it."""
     text = re.sub(r"does not fit [\w-]+: ", "does not fit this model: ", text)
     text = text.removeprefix(f"{model_type} cannot be used: ").replace(f"{model_type}: ", "")
     text = re.sub(r"this [\w-]+ model( \(\w+\))?", "this model", text)

@@ -1,9 +1,8 @@
-"""The small mistakes that ``tools/mutate.py`` makes: from the source of a module to its mutants.
+"""Mutants of a module for ``tools/mutate.py``, made from its source.
 
 A mutant is the module with one change: a sign, a mask, a denominator, a comparison, a constant, a
-bound, a detach, an order of arguments. Text for people (docstrings, messages of errors,
-annotations) is left alone. Reading order: mutants, then one function per kind of node.
-"""
+bound, a detach, an order of arguments. Text for people (docstrings, error messages, annotations) is
+not changed. Reading order: mutants, then one function per kind of node."""
 
 from __future__ import annotations
 
@@ -44,13 +43,13 @@ RENAMED = {
     **{"masked_sum": "masked_max", "masked_max": "masked_sum", "logsigmoid": "sigmoid"},
     **{"zeros_like": "ones_like", "ones_like": "zeros_like", "k3": "k2", "k2": "k1"},
 }
-"""One function for another that takes the same arguments."""
+"""Function -> another one that takes the same arguments."""
 
 NOT_LEFT_OUT = {
     *("dim", "numel", "item", "items", "update", "expand_as", "index_add", "new_zeros"),
     *("scatter_reduce", "view"),
 }
-"""Methods without which the rest could not run: that mistake needs no test to be seen."""
+"""Methods that nothing runs without; their removal is detected without a test."""
 SYMMETRIC = {"maximum", "minimum", "max", "min", "index_add", "isinstance", "masked_sum"}
 
 CONFUSED = (
@@ -67,7 +66,7 @@ CONFUSED = (
     *(("mean_chosen", "mean_rejected"), ("desirable_weight", "undesirable_weight")),
     *(("trainer", "sampler"), ("values", "old_values"), ("ratio", "mean"), ("raw", "bounded")),
 )
-"""Names that one may write for the other, in whichever functions both are known."""
+"""Names that are easily confused, replaced in functions in which both are known."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -79,10 +78,10 @@ class Mutant:
     where: str
     """``file.py:function``, or ``file.py:module``."""
     change: str
-    """``before -> after``, with ``#2`` behind it for the second of the kind in this place."""
+    """``before -> after``, followed by ``#2`` for the second of the kind in this place."""
     line: int
     source: str
-    """The whole module."""
+    """Source of the entire module."""
 
     @property
     def name(self) -> str:
@@ -90,8 +89,8 @@ class Mutant:
 
 
 def mutants(name: str, source: str) -> list[Mutant]:
-    """All mutants of the module ``name`` (a file's name), none twice and none that compiles to the
-    same."""
+    """Return all mutants of the module ``name`` (a file's name), without duplicates and without
+    mutants that compile to the same code."""
     tree = ast.parse(source)
     unchanged = ast.unparse(tree)
     found: list[Mutant] = []
@@ -120,11 +119,11 @@ class _Site:
     index: int | None
     function: str
     names: frozenset[str]
-    """Names known in the function: its arguments, and what it assigns."""
+    """Names known in the function: its arguments and the names it assigns."""
 
 
 def _sites(tree: ast.Module) -> Iterator[_Site]:
-    """Every expression and statement that means something to the machine."""
+    """Yield every expression and statement with an effect on execution."""
 
     def walk(node: ast.AST, function: str, names: frozenset[str]) -> Iterator[_Site]:
         for field, child, index in _children(node):
@@ -156,7 +155,8 @@ def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST, int | None]]:
 
 
 def _forget_unread_defaults(function: Function) -> None:
-    """Defaults of keywords that the body never reads (a shared signature) mean nothing: None."""
+    """Replace the defaults of keywords that the body never reads (a shared signature) with None,
+    because they have no effect."""
     read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
     args = function.args
     for i, arg in enumerate(args.kwonlyargs):
@@ -165,7 +165,7 @@ def _forget_unread_defaults(function: Function) -> None:
 
 
 def _is_type(node: ast.AST) -> bool:
-    """Return whether it is an alias like ``Mode = Literal[...]``, or ``__all__``."""
+    """Return whether the node is an alias such as ``Mode = Literal[...]``, or ``__all__``."""
     if not isinstance(node, ast.Assign):
         return False
     target, value = node.targets[0], node.value
@@ -191,7 +191,7 @@ def _names(function: Function) -> frozenset[str]:
 
 
 def _with(tree: ast.Module, site: _Site, changed: ast.AST) -> str:
-    """The module's source with ``changed`` in the place of the site's node."""
+    """Return the module's source with the site's node replaced by ``changed``."""
     value = getattr(site.parent, site.field)  # house: ok any field of any ast node
     before = value[site.index] if site.index is not None else value
 
@@ -228,7 +228,8 @@ def _changes(site: _Site) -> Iterator[ast.AST]:
 
 
 def _statement(site: _Site, node: ast.stmt) -> Iterator[ast.AST]:
-    """Left out, where the rest still runs; a return with its sign or its order changed."""
+    """Yield the removal of a statement if the rest still runs, and a return with another sign or
+    order."""
     if isinstance(node, ast.Raise | ast.AugAssign | ast.Expr):
         yield ast.Pass()
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -289,7 +290,8 @@ def _constant(node: ast.Constant) -> Iterator[ast.AST]:
 
 
 def _call(node: ast.Call) -> Iterator[ast.AST]:
-    """Another function; a step left out; two arguments exchanged; a mask or bound left out."""
+    """Yield another function, a removed step, two exchanged arguments, and a removed mask or
+    bound."""
     name = node.func.attr if isinstance(node.func, ast.Attribute) else None
     name = node.func.id if isinstance(node.func, ast.Name) else name
     if name in RENAMED:

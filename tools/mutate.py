@@ -1,16 +1,18 @@
-"""Do the tests notice small mistakes? ``python tools/mutate.py`` makes them one by one and counts.
+"""Mutation testing: ``python tools/mutate.py`` makes small mistakes one by one and counts those
+that the tests detect.
 
     python tools/mutate.py [FILE ...] [--min-rate 0.95] [--max-survivors N] [--list]
 
-Works on a copy of the tree; the checkout is not touched. The tests of ``--tests`` run once as they
-are, and it is noted which function each of them calls; then every mutant (``mutants.py``) gets the
-tests that call its function, those first that found the most mistakes so far, up to the first that
-fails. Each runs in a fork of one process in which pytest has collected the tests, so that
-everything is imported once. A mutant that no test fails on survives. Those that cannot be told from
-the original stand in ``--equivalent`` with the reason; they are counted apart and still run: one
-that is caught, or that no longer exists, is an error. Reading order: main, run_all, Plugin,
-install.
-"""
+Works on a copy of the tree; the checkout is not modified. The tests of ``--tests`` first run
+unchanged, and the functions that each test calls are recorded. Every mutant (``mutants.py``) is
+then tested by the tests that call its function, up to the first failure. Tests that found the most
+mistakes so far run first. Each mutant runs in a fork of one process in which pytest has collected
+the tests, so that everything is imported once.
+
+A mutant survives if no test fails on it. ``--equivalent`` lists the mutants that cannot be
+distinguished from the original, with the reasons. They are counted separately and still run; one
+that is detected, or that no longer exists, is an error. Reading order: main, run_all, Plugin,
+install."""
 
 from __future__ import annotations
 
@@ -44,25 +46,25 @@ CACHES = shutil.ignore_patterns("__pycache__", ".*", "*.pyc")
 
 @dataclass
 class Project:
-    """A copy of what is needed to run the tests, and what is known of them."""
+    """A copy of the files needed to run the tests, and recorded facts about them."""
 
     folder: Path
     source: Path
-    """The folder with the modules to change, relative to ``folder``."""
+    """Folder with the modules to change, relative to ``folder``."""
     tests: str
     seconds: float
-    """A mutant that takes longer has hung."""
+    """Timeout of a mutant; a longer one counts as hung."""
     calls: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """``file.py:function`` -> tests that call it, the quickest first."""
+    """``file.py:function`` -> tests that call it, the fastest first."""
     kills: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """``file.py:function`` -> how many of its mutants each test caught."""
+    """``file.py:function`` -> number of its mutants that each test detected."""
 
     def module(self, file: str) -> str:
-        """The dotted name of a file of the source."""
+        """Return the dotted name of a file of the source."""
         return ".".join([*self.source.parts, file.removesuffix(".py")]).removesuffix(".__init__")
 
     def order(self, where: str) -> list[str]:
-        """The tests for a mutant in ``where``, the likeliest to fail first."""
+        """Return the tests for a mutant in ``where``, the most likely to fail first."""
         tests = self.calls[where] if self.calls[where] else self.calls["*"]
         caught = self.kills[where]
         return sorted(tests, key=lambda test: -caught[test])
@@ -80,7 +82,7 @@ class Result:
 
 
 def copy_of(root: Path, source: Path, tests: str, into: Path) -> Path:
-    """The packages and the tests of ``root`` in a new folder."""
+    """Copy the packages and the tests of ``root`` to a new folder."""
     for name in {source.parts[0], Path(tests).parts[0]}:
         shutil.copytree(root / name, into / name, ignore=CACHES)
     for path in ("pyproject.toml",):
@@ -120,7 +122,7 @@ def in_fork(work: Callable[[], Any], seconds: float) -> Any:
 
 
 class Plugin:
-    """In pytest: once the tests are collected, forks that run some of them."""
+    """A pytest plugin that runs some of the collected tests in forks."""
 
     def __init__(self, project: Project, todo: Sequence[Mutant]) -> None:
         self.project, self.todo = project, todo
@@ -129,7 +131,7 @@ class Plugin:
         self.failed, self.assertion, self.error = "", False, ""
 
     def pytest_collection(self) -> None:
-        """Hypothesis: always the same examples, and no search for smaller ones."""
+        """Configure Hypothesis: always the same examples, without shrinking."""
         with contextlib.suppress(ImportError):
             from hypothesis import Phase, settings
 
@@ -140,7 +142,7 @@ class Plugin:
             settings.load_profile("mutate")
 
     def pytest_runtestloop(self, session: Any) -> bool:
-        """All mutants, instead of the tests."""
+        """Run all mutants instead of the tests."""
         if session.testsfailed:
             return False
         self.items = {item.nodeid: item for item in session.items}
@@ -155,7 +157,7 @@ class Plugin:
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """The first test that failed, and whether it was the test that said so."""
+        """Record the first test that failed, and whether its assertion failed."""
         if report.failed and not self.failed:
             self.failed, self.error = report.nodeid, str(report.longrepr)
             crash = getattr(report.longrepr, "reprcrash", None)  # house: ok pytest's own object
@@ -171,7 +173,8 @@ class Plugin:
                 return
 
     def _baseline(self) -> None:
-        """Run the tests unchanged: who calls what. Raises SystemExit if one fails."""
+        """Run the tests unchanged, and record the functions that each calls. Raises SystemExit if
+        one fails."""
         source = str(self.project.folder / self.project.source)
         calls: dict[str, list[str]] = {}
         seconds: dict[str, float] = {}
@@ -196,7 +199,7 @@ class Plugin:
                 self.project.calls[where].append(test)
 
     def _attempt(self, mutant: Mutant) -> Result:
-        """The tests of the mutant's function against it."""
+        """Run the tests of the mutant's function against it."""
         project, order = self.project, self.project.order(mutant.where)
         file = mutant.where.partition(":")[0]
         name = project.module(file)
@@ -227,9 +230,9 @@ def _note(source: str, seen: set[str], frame: Any, event: str, argument: Any) ->
 
 
 def install(module: ModuleType, source: str) -> None:
-    """Make ``module`` what ``source`` says, also for everybody who already imported from it:
-    functions keep their identity and get new code, dicts get new entries, other values are replaced
-    wherever they stand under the same name."""
+    """Replace the content of ``module`` with ``source``, also for modules that already imported
+    from it. Functions keep their identity and get new code, and dicts get new entries. Other values
+    are replaced under the same name wherever they occur."""
     new: dict[str, Any] = {"__name__": module.__name__, "__package__": module.__package__}
     exec(compile(source, str(module.__file__), "exec"), new)
     old = vars(module)
@@ -259,14 +262,15 @@ def _become_class(known: type, other: type) -> None:
 
 
 def _become(function: FunctionType, other: FunctionType) -> None:
-    """Also where both are wrapped by a decorator from elsewhere (``torch.no_grad``)."""
+    """Replace the code of a function, also if both are wrapped by an external decorator
+    (``torch.no_grad``)."""
     function, other = inspect.unwrap(function), inspect.unwrap(other)
     function.__code__ = other.__code__
     function.__defaults__, function.__kwdefaults__ = other.__defaults__, other.__kwdefaults__
 
 
 def run_all(project: Project, todo: Sequence[Mutant]) -> list[Result]:
-    """Every mutant's result. Raises SystemExit if the tests cannot be collected or fail."""
+    """Return every mutant's result. Raises SystemExit if the tests cannot be collected or fail."""
     import pytest
 
     os.chdir(project.folder)
@@ -281,8 +285,8 @@ def run_all(project: Project, todo: Sequence[Mutant]) -> list[Result]:
 
 
 def read_equivalent(path: Path) -> dict[str, str]:
-    """``file.py:function: change`` -> reason, of mutants that no test can tell from the
-    original."""
+    """Return ``file.py:function: change`` -> reason, of mutants that no test can distinguish from
+    the original."""
     if not path.is_file():
         return {}
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])
@@ -290,8 +294,8 @@ def read_equivalent(path: Path) -> dict[str, str]:
 
 
 def report(results: Sequence[Result], equivalent: dict[str, str], whole: bool) -> tuple[float, int]:
-    """Print the table and the survivors; the rate and the number of survivors. Raises SystemExit
-    if the list of equivalent mutants is wrong."""
+    """Print the table and the survivors. Return the rate and the number of survivors. Raises
+    SystemExit if the list of equivalent mutants is wrong."""
     apart = [r for r in results if r.mutant.name in equivalent]
     counted = [r for r in results if r.mutant.name not in equivalent]
     survivors = [r for r in counted if r.outcome == "survived"]
@@ -316,7 +320,7 @@ def report(results: Sequence[Result], equivalent: dict[str, str], whole: bool) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run all mutants, report; 1 where too many survive."""
+    """Parse the arguments, run all mutants and report. Return 1 if too many survive."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

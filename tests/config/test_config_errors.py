@@ -170,8 +170,8 @@ def test_a_key_named_like_a_kind_keeps_its_place_in_the_path(rl_recipe):
 def test_a_required_key_that_is_missing_is_explained(rl_recipe):
     del rl_recipe["max_steps"]
     assert only_problem(rl_recipe) == (
-        "max_steps: is required and not set (max_steps: RL steps; each is one rollout and the "
-        "updates on it.)"
+        "max_steps: is required and not set (max_steps: Number of RL steps; each is one rollout "
+        "and its updates.)"
     )
 
 

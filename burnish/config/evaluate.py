@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from burnish.config.base import PathText
@@ -11,12 +12,11 @@ from burnish.config.observe import TrackersConfig
 from burnish.config.rewards import (
     FunctionReward,
     RewardConfig,
-    weigh_nothing,
+    no_weight_advice,
 )
 from burnish.config.roles import (
     RolloutRole,
     RowLengths,
-    rollout_precision,
 )
 from burnish.config.rollout import (
     EvalConfig,
@@ -57,15 +57,8 @@ class EvaluateConfig(InferenceJob):
         return (self.eval.num_prompts or 1000) * self.eval.n_samples_per_prompt
 
     def rollout_role(self) -> RolloutRole:
-        return RolloutRole(
-            name="rollout",
-            kind="rollout",
-            model=self.model,
-            precision=rollout_precision(self.precision),
-            ranks=self.cluster.ranks("rollout"),
-            lengths=self.row_lengths,
-            engine=self.engine,
-            key="engine",
+        return replace(
+            self.rollout_on(self.engine, key="engine", lengths=self.row_lengths),
             evaluation=self.eval,
         )
 
@@ -75,8 +68,4 @@ class EvaluateConfig(InferenceJob):
 
     def advice(self) -> Iterator[str]:
         yield from pass_advice(self.eval, self.rewards)
-        if weigh_nothing(self.rewards):
-            yield (
-                "every entry of rewards has weight 0, so every response has the score 0; give one "
-                "a weight"
-            )
+        yield from no_weight_advice(self.rewards)

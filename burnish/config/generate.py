@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -12,8 +13,8 @@ from pydantic import BeforeValidator, Field
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig
 from burnish.config.job import RowsJob
-from burnish.config.rewards import FailurePolicy, RewardConfig, weigh_nothing
-from burnish.config.roles import RolloutRole, RowLengths, rollout_precision
+from burnish.config.rewards import FailurePolicy, RewardConfig, running_norm_rules, weigh_nothing
+from burnish.config.roles import RolloutRole, RowLengths
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, SamplingConfig
 
 
@@ -154,15 +155,8 @@ class GenerateConfig(RowsJob):
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
 
     def rollout_role(self) -> RolloutRole:
-        return RolloutRole(
-            name="rollout",
-            kind="rollout",
-            model=self.model,
-            precision=rollout_precision(self.precision),
-            ranks=self.cluster.ranks("rollout"),
-            lengths=self.row_lengths,
-            engine=self.rollout.engine,
-            key="rollout.engine",
+        return replace(
+            self.rollout_on(self.rollout.engine, key="rollout.engine", lengths=self.row_lengths),
             prompts=self.rollout.rollout_batch_size,
             samples_per_prompt=self.rollout.n_samples_per_prompt,
         )
@@ -190,13 +184,7 @@ class GenerateConfig(RowsJob):
         yield from self._condition_rules(kind)
 
     def _reward_rules(self, kind: str) -> Iterator[str]:
-        for i, reward in enumerate(self.rewards):
-            if reward.running_norm is not None:
-                yield (
-                    f"rewards[{i}].running_norm={reward.running_norm} measures a score in the mean "
-                    "and spread of all so far, so a response would be worth more or less by when "
-                    "it was sampled; rows have the plain score: remove it"
-                )
+        yield from running_norm_rules(self.rewards)
         if kind != "all" and weigh_nothing(self.rewards):
             what = "states the reward" if kind == "conditioned" else "chooses by reward"
             yield (

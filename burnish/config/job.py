@@ -24,7 +24,9 @@ from burnish.config.roles import (
     TrainRole,
     placement_rules,
     reward_roles,
+    rollout_precision,
 )
+from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.steps import PairsDataConfig, StepsDataConfig
 from burnish.config.train import (
     CheckpointConfig,
@@ -72,6 +74,22 @@ class JobConfig(Node):
     @abstractmethod
     def resolve(self) -> JobSpec:
         """Return the facts of the job that several modules need. Raises BatchError."""
+
+    def rollout_on(
+        self, engine: RolloutEngineConfig, *, key: str, lengths: RowLengths
+    ) -> RolloutRole:
+        """Return the role of a rollout engine for the job's model. ``key``: the place of
+        ``engine`` in the recipe."""
+        return RolloutRole(
+            name="rollout",
+            kind="rollout",
+            model=self.model,
+            precision=rollout_precision(self.precision),
+            ranks=self.cluster.ranks("rollout"),
+            lengths=lengths,
+            engine=engine,
+            key=key,
+        )
 
 
 class TrainingJob(JobConfig):

@@ -183,6 +183,26 @@ def weigh_nothing(rewards: Sequence[RewardConfig]) -> bool:
     return bool(rewards) and all(reward.weight == 0 for reward in rewards)
 
 
+def no_weight_advice(rewards: Sequence[RewardConfig]) -> Iterator[str]:
+    """Yield advice if all scores are 0 because no reward has a weight."""
+    if weigh_nothing(rewards):
+        yield (
+            "every entry of rewards has weight 0, so every response has the score 0; give one a "
+            "weight"
+        )
+
+
+def running_norm_rules(rewards: Sequence[RewardConfig]) -> Iterator[str]:
+    """Yield an error for each reward with ``running_norm``, which rows of data cannot have."""
+    for i, reward in enumerate(rewards):
+        if reward.running_norm is not None:
+            yield (
+                f"rewards[{i}].running_norm={reward.running_norm} normalizes each score by the "
+                "statistics of all scores so far, so a response's score would depend on its "
+                "position; rows have the plain score: remove it"
+            )
+
+
 class FailurePolicy(Node):
     """Treatment of a reward that raises, or returns NaN, infinity, a number beyond fp32, or a wrong
     count or type."""

@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
-from burnish.config.data import (
-    held_out_advice,
+from pydantic import Field, model_validator
+
+from burnish.config.algorithm import (
+    AlgorithmConfig,
+    GaeAdvantage,
+    GroupAdvantage,
+    OnPolicyDistillAdvantage,
 )
-from burnish.config.job import training_rules
-from burnish.config.model import lora_advice, random_reference_advice
-from burnish.config.ptx import ptx_rules
-from burnish.config.rl_fields import RLFields
-from burnish.config.rl_rules import cut_sampling, rl_advice, rl_rules, teacher_rules
-from burnish.config.rollout import (
-    pass_advice,
+from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout
+from burnish.config.data import PromptDataConfig, held_out_advice
+from burnish.config.job import TrainingJob, derived_batch, training_rules
+from burnish.config.model import (
+    CriticConfig,
+    ReferenceConfig,
+    lora_advice,
+    random_reference_advice,
 )
-from burnish.config.sync import sync_rules
+from burnish.config.passes import passes_lines, total_rows
+from burnish.config.ptx import PtxConfig, ptx_rules
+from burnish.config.rewards import (
+    FailurePolicy,
+    FunctionReward,
+    RewardConfig,
+    ShapingConfig,
+    weigh_nothing,
+)
+from burnish.config.roles import (
+    Role,
+    RolloutRole,
+    RowLengths,
+    TrainRole,
+    reward_roles,
+    samples_with_policy,
+)
+from burnish.config.rollout import EvalConfig, RolloutConfig, pass_advice
+from burnish.config.sync import LinkSync, SyncConfig, sync_rules
+from burnish.config.teacher import TeacherConfig, without_rewards
+from burnish.config.train import RLTrainConfig
+
+BROADCAST = frozenset({"grpo", "dr_grpo", "opo"})
+"""Advantages with one number per response, which cannot include KL on single tokens."""
 
 
-class RLConfig(RLFields):
+class RLConfig(TrainingJob):
     """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family).
 
     Advantages that compare a prompt's samples need ``n_samples_per_prompt`` of 2 or more.
@@ -28,12 +58,144 @@ class RLConfig(RLFields):
 
     job: Literal["rl"] = "rl"
     """Job of the recipe."""
+    max_steps: int = Field(ge=1)
+    """Number of RL steps; each is one rollout and its updates."""
+    data: PromptDataConfig
+    """Training prompts."""
+    rollout: RolloutConfig
+    """Sampling of responses."""
+    rewards: tuple[RewardConfig, ...] = (FunctionReward(),)
+    """Rewards; the total is their weighted sum. With advantage ``on_policy_distill`` only measured,
+    by default none."""
+    on_reward_failure: FailurePolicy = FailurePolicy()
+    """Treatment of failed rewards."""
+    shaping: ShapingConfig = ShapingConfig()
+    """Changes to the reward after the weighted sum."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantage, loss, KL."""
+    critic: CriticConfig | None = None
+    """Value model, for ``advantage: gae`` only. None with gae: defaults."""
+    ptx: PtxConfig | None = None
+    """Pre-training rows mixed into every update (PPO-ptx). None: none."""
+    reference: ReferenceConfig | None = None
+    """Reference model of the KL term. None: the policy at the start."""
+    teacher: TeacherConfig | None = None
+    """Model to learn from, for ``advantage: on_policy_distill`` only."""
+    train: RLTrainConfig
+    """Batches, optimizer, schedule."""
+    sync: SyncConfig = LinkSync()
+    """Weight transfer to the rollout engine: a kind, or a mapping."""
+    eval: EvalConfig | None = None
+    """Held-out evaluation. None: none."""
+
+    _no_rewards = model_validator(mode="before")(without_rewards)
+
+    def roles(self) -> tuple[Role, ...]:
+        policy, rollout = self._policy(), self._rollout()
+        roles: list[Role] = [policy, rollout]
+        roles += reward_roles(
+            self.rewards,
+            self.cluster,
+            train=self.train,
+            precision=self.precision,
+            lengths=policy.lengths,
+        )
+        if isinstance(self.algorithm.advantage, GaeAdvantage):
+            own = self.critic or CriticConfig()
+            critic = policy.beside("critic", own.model, self.cluster, trainable=True)
+            roles.append(replace(critic, lr=own.lr))
+        if self.algorithm.kl.init_kl_coef and not policy.holds_reference:
+            model = self.reference.model if self.reference is not None else None
+            roles.append(policy.beside("reference", model, self.cluster, trainable=False))
+        if self.teacher is not None:
+            teacher = policy.beside("teacher", self.teacher.model, self.cluster, trainable=False)
+            precision = self.teacher.precision_or(self.precision)
+            roles.append(replace(teacher, precision=precision))
+        return tuple(roles)
+
+    def _policy(self) -> TrainRole:
+        return TrainRole(
+            name="policy",
+            kind="policy",
+            model=self.model,
+            precision=self.precision,
+            ranks=self.cluster.ranks("policy"),
+            lengths=self._lengths,
+            train=self.train,
+            with_entropy=True,
+            dropout=False,
+            needs_old_logprobs=self.needs_old_logprobs,
+            holds_reference=self.holds_reference,
+            ptx=self.ptx,
+            sync=self.sync,
+            checkpoint=self.checkpoint,
+        )
+
+    def _rollout(self) -> RolloutRole:
+        return replace(
+            self.rollout_on(self.rollout.engine, key="rollout.engine", lengths=self._lengths),
+            prompts=self.rollout.rollout_batch_size,
+            samples_per_prompt=self.rollout.n_samples_per_prompt,
+            evaluation=self.eval,
+            of_policy=True,
+            shares_weights=samples_with_policy(self.train.engine, self.precision),
+        )
+
+    @property
+    def _lengths(self) -> RowLengths:
+        return RowLengths(self.data.prompt_max_len, self.rollout.generate_max_len)
+
+    @property
+    def holds_reference(self) -> bool:
+        """Return whether the reference model of the KL term is the base of the LoRA policy."""
+        own = self.reference.model if self.reference is not None else None
+        return bool(self.algorithm.kl.init_kl_coef) and self.model.lora is not None and own is None
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Return whether log-probs of the policy before the update are computed. They are needed if
+        a rollout has several updates, because the policy then differs from the one that sampled.
+        They are also needed if the reward contains KL, or if a teacher is compared with them."""
+        kl = self.algorithm.kl
+        in_reward = bool(kl.init_kl_coef) and kl.placement == "reward"
+        return in_reward or self.teacher is not None or self.several_updates
+
+    @property
+    def several_updates(self) -> bool:
+        """Return whether a rollout is used for several optimizer steps."""
+        try:
+            return (self.batch_plan().optimizer_steps_per_rollout or 1) > 1
+        except BatchError:
+            return False
+
+    def batch_plan(self) -> BatchPlan:
+        """Return the batch sizes after derivation. Raises BatchError."""
+        plan = replace(
+            derived_batch(self.train, self.cluster),
+            rollout_batch_size=self.rollout.rollout_batch_size,
+            n_samples_per_prompt=self.rollout.n_samples_per_prompt,
+            epochs_per_rollout=self.train.epochs_per_rollout,
+        )
+        train = self.train
+        given = 1 if train.max_tokens_per_micro_batch else None
+        part = given or train.micro_train_batch_size or train.gradient_accumulation_steps or 1
+        return check_rollout(plan, unit=part * plan.data_parallel_size)
+
+    def launch_table(self) -> list[tuple[str, str, str]]:
+        """Return rows for the batch, the number of draws per prompt, and the aggregation of
+        per-token losses."""
+        table, num = super().launch_table(), total_rows(self.data)
+        if num is not None:
+            drawn = self.max_steps * self.rollout.rollout_batch_size
+            more = " or more" if self.rollout.dynamic_sampling is not None else ""
+            table += passes_lines(self.data, num, drawn=drawn, steps=self.max_steps, more=more)
+        return [*table, self.algorithm.table_row()]
 
     def rules(self) -> Iterator[str]:
         yield from training_rules(self, self.train)
-        yield from rl_rules(self)
+        yield from _field_rules(self)
         yield from ptx_rules(self.ptx, temperature=self.rollout.temperature)
-        yield from teacher_rules(self)
+        yield from _teacher_rules(self)
         yield from sync_rules(self.sync, self.cluster.runtime)
         if self.algorithm.policy_loss.kind == "reinforce" and self.several_updates:
             yield (
@@ -41,7 +203,7 @@ class RLConfig(RLFields):
                 "step per rollout only; use ppo, or train_batch_size = rollout_batch_size x "
                 "n_samples_per_prompt with epochs_per_rollout=1"
             )
-        cut = cut_sampling(self)
+        cut = _cut_sampling(self)
         if self.algorithm.correction is not None and cut:
             yield (
                 f"algorithm.correction weighs tokens by what the sampler's log-probs are, and with "
@@ -53,7 +215,7 @@ class RLConfig(RLFields):
             yield f"checkpoint.best_metric={best} is measured by eval, which is not set"
 
     def advice(self) -> Iterator[str]:
-        yield from rl_advice(self)
+        yield from _sampling_advice(self)
         yield from lora_advice(self.model)
         if self.eval is not None:
             yield from held_out_advice(self.data, self.eval.data, "eval.data")
@@ -76,3 +238,126 @@ class RLConfig(RLFields):
                 f"measures {', '.join(normed)} in a mean that moves, so the best checkpoint would "
                 f"say little; set checkpoint.best_metric=reward/{normed[0]} (the plain score)"
             )
+
+
+def _field_rules(config: RLConfig) -> Iterator[str]:
+    """Yield an error for each broken rule between the fields of an ``RLConfig``."""
+    yield from _advantage_rules(config)
+    yield from _kl_rules(config)
+    yield from _reward_rules(config)
+
+
+def _sampling_advice(config: RLConfig) -> Iterator[str]:
+    """Yield one sentence for each combination of fields that is valid but rarely intended."""
+    kind, cut = config.algorithm.advantage.kind, _cut_sampling(config)
+    if kind == "on_policy_distill" and cut:
+        yield (
+            f"rollout.{cut} with algorithm.advantage={kind}: tokens are drawn from another "
+            "distribution than the one that the teacher is compared with, so what is made small is "
+            "not the reverse KL; use top_p=1 and top_k=0"
+        )
+
+
+def _cut_sampling(config: RLConfig) -> str | None:
+    """Return the setting that restricts sampling to a part of the distribution, or None."""
+    return "top_p<1" if config.rollout.top_p < 1 else "top_k>0" if config.rollout.top_k else None
+
+
+def _advantage_rules(config: RLConfig) -> Iterator[str]:
+    advantage = config.algorithm.advantage
+    uses_gae = isinstance(advantage, GaeAdvantage)
+    if config.critic is not None and not uses_gae:
+        yield (
+            f"critic is set, and algorithm.advantage={advantage.kind} uses none; remove critic "
+            "or use gae"
+        )
+    needs_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
+    if needs_group and config.rollout.n_samples_per_prompt < 2:
+        yield (
+            f"algorithm.advantage={advantage.kind} compares samples of one prompt, and "
+            "rollout.n_samples_per_prompt=1 leaves nothing to compare; use 2 or more (8 is "
+            "usual)"
+        )
+    if advantage.kind == "reinforce_pp_baseline" and advantage.gamma != 1.0:
+        yield (
+            f"algorithm.advantage.gamma={advantage.gamma} with a group baseline: the baseline "
+            "is not discounted; use gamma=1"
+        )
+
+
+def _kl_rules(config: RLConfig) -> Iterator[str]:
+    advantage, kl = config.algorithm.advantage, config.algorithm.kl
+    if advantage.kind in BROADCAST and kl.init_kl_coef and kl.placement == "reward":
+        yield (
+            "algorithm.kl.placement=reward puts KL on every token's reward, and "
+            f"advantage={advantage.kind} sees one reward per response; use placement=loss "
+            "(estimator k3 is usual), or advantage=rloo"
+        )
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    if kl.kl_target is not None and samples >= 5 * kl.kl_horizon:
+        yield (
+            f"algorithm.kl.kl_horizon={kl.kl_horizon} is too short for {samples} samples per "
+            "rollout: the weight could reach 0 in one step; use more than "
+            f"{samples // 5} (10000 is usual)"
+        )
+    if config.reference is not None and not kl.init_kl_coef:
+        yield (
+            "reference is set and algorithm.kl.init_kl_coef=0 never reads it; remove it or set "
+            "a KL weight"
+        )
+
+
+def _reward_rules(config: RLConfig) -> Iterator[str]:
+    shaping = config.shaping
+    penalties = (shaping.length_penalty, shaping.truncation_penalty, shaping.overlong_buffer_len)
+    measured_only = config.algorithm.advantage.kind == "on_policy_distill"
+    if weigh_nothing(config.rewards) and not any(penalties) and not measured_only:
+        yield (
+            "every entry of rewards has weight 0, so every response is worth the same and nothing "
+            "is learned; give one a weight"
+        )
+    if shaping.overlong_buffer_len >= config.rollout.generate_max_len:
+        yield (
+            f"shaping.overlong_buffer_len={shaping.overlong_buffer_len} must be below "
+            f"rollout.generate_max_len={config.rollout.generate_max_len}"
+        )
+
+
+def _teacher_rules(config: RLConfig) -> Iterator[str]:
+    """Yield an error for each setting of a recipe for ``rl`` that is inconsistent with the presence
+    or absence of a teacher."""
+    kind = config.algorithm.advantage.kind
+    if not isinstance(config.algorithm.advantage, OnPolicyDistillAdvantage):
+        if config.teacher is not None:
+            yield (
+                f"teacher is set and algorithm.advantage={kind} never reads it; remove it, or use "
+                "on_policy_distill"
+            )
+        if not config.rewards:
+            yield f"rewards is empty and algorithm.advantage={kind} learns from them; add one"
+        return
+    if config.teacher is None:
+        yield (
+            f"algorithm.advantage={kind} measures every token against a teacher, and there is "
+            "none; set teacher.model.path"
+        )
+    kl = config.algorithm.kl
+    if kl.init_kl_coef and kl.placement == "reward":
+        yield (
+            f"algorithm.kl.placement=reward with advantage={kind}, which learns from no reward; "
+            "use placement=loss (estimator k3 is usual)"
+        )
+    if config.rollout.dynamic_sampling is not None:
+        yield (
+            f"rollout.dynamic_sampling leaves groups out by their rewards, and advantage={kind} "
+            "learns from every token; remove it"
+        )
+    if config.shaping != ShapingConfig():
+        yield (
+            f"shaping changes rewards, and with advantage={kind} they are only measured; remove it"
+        )
+    if config.eval is not None and not config.rewards:
+        yield (
+            f"eval measures rewards, and the recipe has none (advantage={kind} needs none); add "
+            "some, which are then measured in training too, or remove eval"
+        )

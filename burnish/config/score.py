@@ -15,7 +15,8 @@ from burnish.config.rewards import (
     FunctionReward,
     RewardConfig,
     ShapingConfig,
-    weigh_nothing,
+    no_weight_advice,
+    running_norm_rules,
 )
 from burnish.config.roles import RowLengths
 
@@ -82,13 +83,7 @@ class ScoreConfig(RowsJob):
         yield from super().rules()
         if not self.rewards:
             yield "rewards is empty, so there is nothing to score with; add an entry"
-        for i, reward in enumerate(self.rewards):
-            if reward.running_norm is not None:
-                yield (
-                    f"rewards[{i}].running_norm={reward.running_norm} measures a score in the mean "
-                    "and spread of all so far, so a response would be worth more or less by its "
-                    "place in the file; rows have the plain score: remove it"
-                )
+        yield from running_norm_rules(self.rewards)
         buffer = self.shaping.overlong_buffer_len
         if buffer and self.generate_max_len is None:
             yield (
@@ -102,8 +97,4 @@ class ScoreConfig(RowsJob):
             )
 
     def advice(self) -> Iterator[str]:
-        if weigh_nothing(self.rewards):
-            yield (
-                "every entry of rewards has weight 0, so every response has the score 0; give one "
-                "a weight"
-            )
+        yield from no_weight_advice(self.rewards)

@@ -64,8 +64,8 @@ class GenerationPrompt:
     """The row's other columns, except for those in OWN_COLUMNS."""
 
 
-class GenerationPrompts:
-    """All prompts of a recipe, in file order. They are read again at every access."""
+class GenerationPrompts(EncodedTable[GenerationPrompt]):
+    """All prompts of a recipe. Prompts that exceed the length limit are dropped."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class GenerationPrompts:
         Raises one DataError for all unusable prompts.
         """
         encoder = _GenerationPromptEncoder(config, tokenizer, condition)
-        self._table = EncodedTable(config, encoder, limit=limit)
-        check_label_key(config, self._table.sources)
+        super().__init__(config, encoder, limit=limit)
+        check_label_key(config, self.sources)
         if one_form and len(encoder.forms) > 1:
             raise DataError(
                 "some prompts are texts and others messages, but a column of a Parquet file has "
@@ -96,18 +96,6 @@ class GenerationPrompts:
         self.left_out = sorted(encoder.left_out)
         """Columns of the data that are not copied to the output (see OWN_COLUMNS)."""
         encoder.scanned = True
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    @property
-    def dropped(self) -> int:
-        """Number of prompts dropped because they exceed the length limit."""
-        return self._table.dropped
-
-    def take(self, first: int, count: int) -> list[GenerationPrompt]:
-        """Return the prompts ``first`` to ``first + count``, fewer at the end."""
-        return self._table.take(first, count)
 
 
 def with_reward(content: Content, template: str, reward: float) -> Content:

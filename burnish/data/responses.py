@@ -28,8 +28,8 @@ class GivenResponse:
     columns: Mapping[str, Any]
 
 
-class GivenResponses:
-    """All rows of a recipe, in file order. They are read again at every access."""
+class GivenResponses(EncodedTable[GivenResponse]):
+    """All rows of a recipe. Rows whose prompt exceeds the length limit are dropped."""
 
     def __init__(
         self,
@@ -40,23 +40,11 @@ class GivenResponses:
     ) -> None:
         """Raises one DataError for all unusable rows."""
         encoder = _ResponseEncoder(config, tokenizer)
-        self._table = EncodedTable(config, encoder, limit=limit)
-        check_label_key(config, self._table.sources)
+        super().__init__(config, encoder, limit=limit)
+        check_label_key(config, self.sources)
         self.digest = encoder.digest.hexdigest()
         """Digest of all rows. A resumed run must have the same digest."""
         encoder.scanned = True
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    @property
-    def dropped(self) -> int:
-        """Number of rows dropped because their prompt exceeds the length limit."""
-        return self._table.dropped
-
-    def take(self, first: int, count: int) -> list[GivenResponse]:
-        """Return rows ``first`` to ``first + count``, fewer at the end."""
-        return self._table.take(first, count)
 
 
 class _ResponseEncoder:
@@ -85,8 +73,8 @@ class _ResponseEncoder:
         prompt = replace(prompt, metadata=self._metadata(prompt))
         ids = self._response_ids(row, prompt, text, ended=ended == "stop")
         if not self.scanned:
-            told = f"{prompt.id} {prompt.token_ids} {ids} {row.values!r}\n"
-            self.digest.update(told.encode(errors="replace"))
+            line = f"{prompt.id} {prompt.token_ids} {ids} {row.values!r}\n"
+            self.digest.update(line.encode(errors="replace"))
         sample = Sample(
             sample_id=f"{ref.id}/0",
             prompt_id=prompt.id,
@@ -105,7 +93,7 @@ class _ResponseEncoder:
         return len(item.group.prompt.token_ids)
 
     def truncate(self, item: GivenResponse) -> GivenResponse | None:
-        raise NotImplementedError("overlong: truncate_left is refused when the recipe is read")
+        raise NotImplementedError("overlong: truncate_left is refused when the recipe is loaded")
 
     def _finish_reason(self, row: Row) -> FinishReason:
         key = self._config.finish_reason_key
@@ -122,13 +110,13 @@ class _ResponseEncoder:
         return cast(FinishReason, value)
 
     def _metadata(self, prompt: Prompt) -> dict[str, Any]:
-        """The columns that a reward got when the response was sampled."""
+        """Return the columns that a reward received when the response was sampled."""
         own = OWN_COLUMNS | {self._config.response_key, self._config.finish_reason_key}
         return {key: value for key, value in prompt.metadata.items() if key not in own}
 
     def _response_ids(self, row: Row, prompt: Prompt, text: str, *, ended: bool) -> tuple[int, ...]:
-        """The sampled ids, if the row has them and they decode to ``text``; else ``text``
-        tokenized."""
+        """Return the sampled ids if the row has them and they decode to ``text``; else the tokens
+        of ``text``."""
         head, given = prompt.token_ids, row.values.get(f"{self._config.response_key}_tokens")
         if isinstance(given, (list, tuple)) and all(type(i) is int for i in given):
             ids = tuple(given)

@@ -25,7 +25,7 @@ from burnish.config.algorithm import (
     OnPolicyDistillAdvantage,
     ReinforceAdvantage,
 )
-from burnish.config.rl_rules import BROADCAST
+from burnish.config.rl import BROADCAST
 from burnish.rewards.base import RewardError
 from burnish.tensors import pad_rows, unpad_rows, whiten
 from burnish.types import Batch

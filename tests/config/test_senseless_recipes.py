@@ -211,7 +211,8 @@ SENSELESS = {
     "a score in its running mean in rows": (
         "generate",
         ["rewards=[{kind: math, running_norm: mean_std}]"],
-        "recipe: rewards[0].running_norm=mean_std measures a score in the mean and spread",
+        "recipe: rewards[0].running_norm=mean_std normalizes each score by the "
+        "statistics of all scores so far",
     ),
     "held-out margins for a loss without any": (
         "preference",

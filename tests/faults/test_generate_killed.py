@@ -24,10 +24,20 @@ def noisy(responses):  # draws random numbers, as a reward that samples would
 """
 
 
-def files_of(run_dir: Path) -> list[str]:
-    """Names of a run's files, without the clocks of its last process: a run killed between its
-    output and its end has none."""
-    return sorted(p.name for p in run_dir.iterdir() if p.name != "timeline.json")
+@pytest.fixture
+def same_results(measured: Callable[[Path], list[dict[str, Any]]]) -> Callable[..., None]:
+    """``same_results(one, other, kind)`` asserts that two runs left the same output, metrics,
+    samples and files. ``timeline.json`` is left out: a run that is killed between its output and
+    its end has none."""
+
+    def check(one: Path, other: Path, kind: str) -> None:
+        assert (one / f"rows.{kind}").read_bytes() == (other / f"rows.{kind}").read_bytes()
+        assert measured(one) == measured(other)
+        assert read_samples(one) == read_samples(other)
+        names = [{path.name for path in folder.iterdir()} for folder in (one, other)]
+        assert names[0] ^ names[1] <= {"timeline.json"}
+
+    return check
 
 
 @pytest.mark.parametrize(("mode", "kind", "seed"), [("all", "jsonl", 1), ("pairs", "parquet", 2)])
@@ -37,7 +47,7 @@ def test_no_prompt_is_lost_or_answered_twice_however_often_the_run_is_killed(
     seed: int,
     tmp_path: Path,
     children: Any,
-    measured: Callable[[Path], list[dict[str, Any]]],
+    same_results: Callable[..., None],
 ) -> None:
     (tmp_path / "my_reward.py").write_text(REWARD)
     rows = [{"prompt": f"{i}+1="} for i in range(70)]
@@ -65,20 +75,16 @@ def test_no_prompt_is_lost_or_answered_twice_however_often_the_run_is_killed(
     children.run(whole)
     seen = children.run_with_kills(killed, kills=4, seed=seed)
     assert seen and max(seen) > 1, "no kill came in time, so nothing was tried"
-    one, other = Path(whole.run_dir), Path(killed.run_dir)
-    assert (one / f"rows.{kind}").read_bytes() == (other / f"rows.{kind}").read_bytes()
-    assert measured(one) == measured(other)
-    assert read_samples(one) == read_samples(other)
-    assert files_of(one) == files_of(other)
+    same_results(Path(whole.run_dir), Path(killed.run_dir), kind)
     if mode == "all":
-        lines = (other / "rows.jsonl").read_text().splitlines()
+        lines = (Path(killed.run_dir) / "rows.jsonl").read_text().splitlines()
         ids = Counter(json.loads(line)["prompt_id"] for line in lines)
         assert ids == {f"rows:{i}@0": 4 for i in range(70)}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_no_row_is_lost_or_scored_twice_however_often_the_run_is_killed(
-    kind: str, tmp_path: Path, children: Any, measured: Callable[[Path], list[dict[str, Any]]]
+    kind: str, tmp_path: Path, children: Any, same_results: Callable[..., None]
 ) -> None:
     (tmp_path / "my_reward.py").write_text(REWARD)
     rows = [{"prompt": f"{i}+1=", "response": str(i + 1), "n": i} for i in range(70)]
@@ -101,11 +107,7 @@ def test_no_row_is_lost_or_scored_twice_however_often_the_run_is_killed(
     children.run(whole)
     seen = children.run_with_kills(killed, kills=4, seed=3)
     assert seen and max(seen) > 1, "no kill came in time, so nothing was tried"
-    one, other = Path(whole.run_dir), Path(killed.run_dir)
-    assert (one / f"rows.{kind}").read_bytes() == (other / f"rows.{kind}").read_bytes()
-    assert measured(one) == measured(other)
-    assert read_samples(one) == read_samples(other)
-    assert files_of(one) == files_of(other)
+    same_results(Path(whole.run_dir), Path(killed.run_dir), kind)
     if kind == "jsonl":
-        lines = (other / "rows.jsonl").read_text().splitlines()
+        lines = (Path(killed.run_dir) / "rows.jsonl").read_text().splitlines()
         assert [json.loads(line)["n"] for line in lines] == list(range(70))

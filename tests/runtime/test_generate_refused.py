@@ -43,7 +43,7 @@ RowsOf = Callable[..., list[dict[str, Any]]]
         (["mode=best"], "best_of_n"),
         (["mode.kind=all", "mode.min_reward=1"], "min_reward"),
         (["shaping.reward_clip=1"], "shaping"),
-        (["rewards.0.running_norm=std"], r"rewards\[0\].running_norm=std measures a score in"),
+        (["rewards.0.running_norm=std"], r"rewards\[0\].running_norm=std normalizes each score by"),
         (["mode=pairs", "rewards.0.weight=0"], "chooses by reward, and every entry of rewards has"),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_row_that_cannot_be_scored_is_refused_before_anything_is(
     ("override", "said"),
     [
         ("data.response_key=answer", "response_key=answer: .*no such column; its columns are"),
-        ("rewards.0.running_norm=std", "running_norm=std measures a score in the mean"),
+        ("rewards.0.running_norm=std", "running_norm=std normalizes each score by the statistics"),
         ("rewards=[]", "rewards is empty"),
         ("shaping.overlong_buffer_len=4", "counts from generate_max_len, which is not set"),
         ("generate_max_len=8", "does nothing without shaping.overlong_buffer_len"),

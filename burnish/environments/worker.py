@@ -1,0 +1,260 @@
+"""The worker process of multi-turn environments. Run by path, not imported.
+
+``python worker.py`` reads one JSON request per line from stdin and writes one JSON reply per line
+to the original stdout. Requests of different episodes run concurrently. The first request is
+``load``; every other one names an episode::
+
+    {"id": 0, "op": "load", "spec": "file.py:Class", "options": {...}}
+    {"id": 1, "op": "open", "episode": "a", "task": {...}, "seed": 7}
+    {"id": 2, "op": "step", "episode": "a", "message": {...}}
+    {"id": 3, "op": "close", "episode": "a"}
+
+A reply is ``{"id", "ok": ...}`` or ``{"id", "error": {"type", "message", "traceback"}}``.
+
+This file only uses the standard library and supports Python 3.9, because it may run under another
+interpreter that has none of Burnish's dependencies. Output of user code on stdout goes to stderr.
+The methods of one environment object always run in the same thread, so that it may hold objects
+that are bound to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+REQUIRED = ("reset", "step")
+
+
+class Episode:
+    """One environment object and the thread in which its sync methods run."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.environment: Any = None
+        self._loop = loop
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a sync function (run in the episode's thread) or of a coroutine
+        function."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        result = await self._in_thread(function, *args)
+        return await result if inspect.isawaitable(result) else result
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        future: asyncio.Future[Any] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result, error = function(*args), None
+            except BaseException as raised:  # exit() in user code must not end the worker
+                result, error = None, raised
+            self._loop.call_soon_threadsafe(_finish, future, result, error)
+
+        self._calls.put(run)
+        return await future
+
+    def _run(self) -> None:
+        while True:
+            call = self._calls.get()
+            if call is None:
+                return
+            call()
+
+    def end(self) -> None:
+        """End the thread after its current call."""
+        self._calls.put(None)
+
+
+def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+        future.set_exception(error)
+    else:  # asyncio would treat SystemExit and KeyboardInterrupt as its own
+        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+class Worker:
+    """Handler of requests."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.make: Callable[[], Any] = lambda: None
+        self.episodes: dict[str, Episode] = {}
+
+    async def handle(self, request: dict[str, Any]) -> Any:
+        """Return the reply's content. Raises whatever user code raises."""
+        op = request["op"]
+        if op == "load":
+            return self.load(request["spec"], request["options"])
+        name = request["episode"]
+        if op == "open":
+            episode = self.episodes[name] = Episode(self.loop)
+            episode.environment = await episode.call(self.make)
+            start = await episode.call(episode.environment.reset, request["task"], request["seed"])
+            return as_mapping(start, "reset", ("messages", "tools"))
+        if op == "step":
+            episode = self.episodes[name]
+            step = await episode.call(episode.environment.step, request["message"])
+            return as_mapping(step, "step", ("messages", "done", "rewards", "counts"))
+        ended = self.episodes.pop(name, None)
+        if ended is None:
+            return None
+        try:
+            close = getattr(ended.environment, "close", None)  # house: ok a user's object
+            if close is not None:
+                await ended.call(close)
+        finally:
+            ended.end()
+        return None
+
+    def load(self, spec: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Import the environment class and check its methods."""
+        found = load_object(spec)
+        have = {
+            name for name in REQUIRED if callable(getattr(found, name, None))
+        }  # house: ok a user's
+        missing = [name for name in REQUIRED if name not in have]
+        if missing:
+            raise TypeError(
+                f"{spec} has no method {' and no method '.join(missing)}; an environment needs "
+                "reset(task, seed) and step(message)"
+            )
+        if inspect.isclass(found):
+            try:
+                inspect.signature(found).bind(**options)
+            except TypeError as error:
+                what = f"{spec} cannot be created with options {options!r}: {error}"
+                raise TypeError(what) from None
+            except ValueError:  # a class without an inspectable signature
+                pass
+            check = getattr(found, "check_options", None)  # house: ok a user's class
+            if check is not None:
+                check(**options)
+        self.make = lambda: found(**options)
+        return {"python": sys.version.split()[0]}
+
+
+def as_mapping(value: Any, method: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a result as a dict. Raises TypeError for another kind of object."""
+    if isinstance(value, dict):
+        unknown = set(value) - set(keys)
+        if unknown:
+            raise TypeError(
+                f"{method}() returned the unknown keys {', '.join(sorted(map(str, unknown)))}; "
+                f"known are {', '.join(keys)}"
+            )
+        return value
+    if not hasattr(value, "messages"):  # house: ok a user's object
+        raise TypeError(
+            f"{method}() returned {short(value)}; return a {'Start' if method == 'reset' else 'Step'}"
+            f", or a mapping with the keys {', '.join(keys)}"
+        )
+    found = {k: getattr(value, k) for k in keys if hasattr(value, k)}  # house: ok a user's object
+    return {k: list(v) if k in ("messages", "tools") else v for k, v in found.items()}
+
+
+def plain(value: Any) -> Any:
+    """Return the Python number of an array scalar. Raises TypeError for other objects."""
+    if hasattr(value, "item"):  # house: ok a user's object
+        return value.item()
+    raise TypeError(f"{short(value)} cannot be sent as JSON")
+
+
+def short(value: Any) -> str:
+    """Return the type and the beginning of a value as text."""
+    return f"{type(value).__name__} {value!r:.80}"
+
+
+def load_object(spec: str) -> Any:
+    """Return the object named ``path/to/file.py:name`` or ``package.module:name``."""
+    where, _, name = spec.rpartition(":")
+    if where.endswith(".py"):
+        module_name = "environment_" + os.path.basename(where)[:-3]
+        found = importlib.util.spec_from_file_location(module_name, where)
+        if found is None or found.loader is None or not os.path.isfile(where):
+            raise FileNotFoundError(f"there is no file {os.path.abspath(where)}")
+        module = importlib.util.module_from_spec(found)
+        sys.modules[module_name] = module
+        sys.path.insert(0, os.path.dirname(os.path.abspath(where)))
+        found.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    if not hasattr(module, name):  # house: ok a user's module
+        raise AttributeError(f"{where} has no {name!r}")
+    return getattr(module, name)  # house: ok a user's module
+
+
+async def serve(out: Any) -> None:
+    """Answer requests until stdin ends."""
+    loop = asyncio.get_running_loop()
+    worker = Worker(loop)
+    running = set()
+
+    async def answer(request: dict[str, Any]) -> None:
+        reply: dict[str, Any] = {"id": request["id"]}
+        try:
+            reply["ok"] = await worker.handle(request)
+            line = json.dumps(reply, default=plain)
+        except BaseException as error:  # every failure becomes a reply
+            line = json.dumps({"id": request["id"], "error": describe(error)})
+        out.write(line + "\n")
+        out.flush()
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(start, json.loads(line))
+        loop.call_soon_threadsafe(ended.set)
+
+    def start(request: dict[str, Any]) -> None:
+        task = loop.create_task(answer(request))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    ended = asyncio.Event()
+    threading.Thread(target=read, daemon=True).start()
+    await ended.wait()
+
+
+def describe(error: BaseException) -> dict[str, str]:
+    """Return type, message and traceback of an error as text. The traceback begins in user code and
+    is empty if the error was not raised there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if frame.filename != __file__ and "importlib" not in frame.filename
+    ]
+    text = "".join(traceback.format_list(own))
+    return {"type": type(error).__name__, "message": str(error), "traceback": text}
+
+
+def main() -> None:
+    """Answer requests until stdin ends, then exit."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # prints of user code go to stderr
+    sys.path.insert(0, os.getcwd())
+    asyncio.run(serve(out))
+    os._exit(0)  # threads of user code that hang must not keep the process
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this file's folder, whose modules would hide others of the same name
+    main()

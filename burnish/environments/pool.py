@@ -137,7 +137,9 @@ class _Worker:
                 await self.process.stdin.drain()
                 return await future
         finally:
-            self._waiting.pop(number, None)
+            del self._waiting[number]
+            if future.done() and not future.cancelled():
+                future.exception()  # read, or asyncio reports it as forgotten
 
     async def _read_replies(self) -> None:
         assert self.process.stdout is not None

@@ -128,10 +128,9 @@ class Worker:
     def load(self, spec: str, options: dict[str, Any]) -> dict[str, Any]:
         """Import the environment class and check its methods."""
         found = load_object(spec)
-        have = {
-            name for name in REQUIRED if callable(getattr(found, name, None))
-        }  # house: ok a user's
-        missing = [name for name in REQUIRED if name not in have]
+        missing = [
+            n for n in REQUIRED if not callable(getattr(found, n, None))
+        ]  # house: ok a user's
         if missing:
             raise TypeError(
                 f"{spec} has no method {' and no method '.join(missing)}; an environment needs "
@@ -164,8 +163,9 @@ def as_mapping(value: Any, method: str, keys: tuple[str, ...]) -> dict[str, Any]
         return value
     if not hasattr(value, "messages"):  # house: ok a user's object
         raise TypeError(
-            f"{method}() returned {short(value)}; return a {'Start' if method == 'reset' else 'Step'}"
-            f", or a mapping with the keys {', '.join(keys)}"
+            f"{method}() returned {short(value)}; return a "
+            f"{'Start' if method == 'reset' else 'Step'}, or a mapping with the keys "
+            f"{', '.join(keys)}"
         )
     found = {k: getattr(value, k) for k in keys if hasattr(value, k)}  # house: ok a user's object
     return {k: list(v) if k in ("messages", "tools") else v for k, v in found.items()}

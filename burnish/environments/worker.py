@@ -128,9 +128,10 @@ class Worker:
     def load(self, spec: str, options: dict[str, Any]) -> dict[str, Any]:
         """Import the environment class and check its methods."""
         found = load_object(spec)
-        missing = [
-            n for n in REQUIRED if not callable(getattr(found, n, None))
-        ]  # house: ok a user's
+        methods = {
+            name: getattr(found, name, None) for name in REQUIRED
+        }  # house: ok a user's class
+        missing = [name for name in REQUIRED if not callable(methods[name])]
         if missing:
             raise TypeError(
                 f"{spec} has no method {' and no method '.join(missing)}; an environment needs "

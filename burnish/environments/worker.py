@@ -128,10 +128,7 @@ class Worker:
     def load(self, spec: str, options: dict[str, Any]) -> dict[str, Any]:
         """Import the environment class and check its methods."""
         found = load_object(spec)
-        methods = {
-            name: getattr(found, name, None) for name in REQUIRED
-        }  # house: ok a user's class
-        missing = [name for name in REQUIRED if not callable(methods[name])]
+        missing = [name for name in REQUIRED if not is_callable(found, name)]
         if missing:
             raise TypeError(
                 f"{spec} has no method {' and no method '.join(missing)}; an environment needs "
@@ -182,6 +179,11 @@ def plain(value: Any) -> Any:
 def short(value: Any) -> str:
     """Return the type and the beginning of a value as text."""
     return f"{type(value).__name__} {value!r:.80}"
+
+
+def is_callable(value: Any, name: str) -> bool:
+    """Return whether a user's class has a method."""
+    return callable(getattr(value, name, None))  # house: ok a user's object
 
 
 def load_object(spec: str) -> Any:

@@ -89,7 +89,7 @@ def test_every_row_has_a_recipe_or_an_option_that_selects_the_name(section: str)
 
 def test_every_row_about_something_else_has_valid_recipes_and_options_and_a_test() -> None:
     """Options stand behind their job: ``job`` ``key=value`` ... or ``job`` ``key``."""
-    found = table("What else")
+    found = table("Other terms and")
     assert len(found) >= 15
     for what, formula, choices, oracle in found:
         assert what and formula and ".py" in oracle

@@ -62,8 +62,8 @@ def test_the_limits_are_those_of_torch(name: str) -> None:
     assert limit(name, "Largest finite number") == info.max == -info.min
     assert limit(name, "Smallest normal number") == info.smallest_normal
     assert limit(name, "Spacing above 1") == info.eps
-    assert 10.0 ** -int(cells["Decimal digits that survive"]) == pytest.approx(info.resolution)
-    assert int(cells["Bytes of a number"]) == DTYPES[name].itemsize
+    assert 10.0 ** -int(cells["Decimal digits preserved"]) == pytest.approx(info.resolution)
+    assert int(cells["Bytes per number"]) == DTYPES[name].itemsize
     assert eval(cells["Sign, exponent, mantissa bits"]) == info.bits
 
 
@@ -84,7 +84,7 @@ def test_values_round_to_infinity_and_to_zero_exactly_from_the_limits_on(name: s
 def test_small_updates_are_lost_and_whole_numbers_exact_up_to_the_limits(name: str) -> None:
     lost = limit(name, "1 + x is 1 up to x =")
     assert rounded(name, 1 + lost) == 1 and rounded(name, 1 + lost * 9 / 8) > 1
-    top = int(table()[name]["Whole numbers are exact up to"].replace(",", ""))
+    top = int(table()[name]["Integers are exact up to"].replace(",", ""))
     near = list(range(max(0, top - 5000), top + 1))
     assert torch.tensor(near, dtype=WIDER[name]).to(DTYPES[name]).double().tolist() == near
     assert rounded(name, top + 1) == top
@@ -101,10 +101,10 @@ def test_tf32_has_the_range_of_fp32_and_the_precision_of_fp16() -> None:
     assert limit("tf32", "Rounds to infinity from") == (largest + 2.0**128) / 2
     assert one == 1 and limit("tf32", "Spacing above 1") == next_to_one - 1
     cells = {name: table()[name] for name in NAMES}
-    for row in ("1 + x is 1 up to x =", "Whole numbers are exact up to"):
+    for row in ("1 + x is 1 up to x =", "Integers are exact up to"):
         assert cells["tf32"][row] == cells["fp16"][row]
     assert cells["tf32"]["Smallest normal number"] == cells["fp32"]["Smallest normal number"]
-    assert cells["tf32"]["Bytes of a number"] == "4 (stored as fp32)"
+    assert cells["tf32"]["Bytes per number"] == "4 (stored as fp32)"
 
 
 def test_a_small_update_moves_an_fp32_weight_and_never_a_half_one() -> None:

@@ -157,14 +157,14 @@ def _trace(shape: ModelShape, depth: int, kinds: Sequence[str] | None, work: Pas
     if kinds is not None and text.to_dict().get("layer_types"):
         text.layer_types = list(kinds)
     try:
-        with _mended(), FakeTensorMode(), torch.random.fork_rng(devices=[]):
+        with _without_value_checks(), FakeTensorMode(), torch.random.fork_rng(devices=[]):
             return _Trace(config, shape, work).run()
     except Exception as error:  # any operation that needs values and not only sizes
         raise TraceError(f"{type(error).__name__}: {library_text(error)}") from error
 
 
 @contextmanager
-def _mended() -> Iterator[None]:
+def _without_value_checks() -> Iterator[None]:
     """Silence the warnings of transformers, and disable its search for packed rows in position ids,
     which needs their values. Padded rows are not packed, and packed rows bring a plan."""
     level = logging.getLogger("transformers").level

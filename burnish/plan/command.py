@@ -47,8 +47,8 @@ def check_probe_options(options: PlanOptions) -> None:
     if given:
         names = ", ".join("--" + name.removeprefix("as_").replace("_", "-") for name in given)
         raise PlanError(
-            f"--probe measures the recipe on this machine and does not take {names}; leave "
-            f"{'it' if len(given) == 1 else 'them'} out, or leave --probe out for the plan"
+            f"--probe measures the recipe on this machine, so {names} would have no effect; "
+            f"remove {'it' if len(given) == 1 else 'them'}, or remove --probe to get the plan"
         )
 
 
@@ -80,14 +80,14 @@ def plan_text(
     if found is not None:
         parts.append(_fit_text(found, options.write))
     elif not plan.fits:
-        parts.append("what would fit: the same command with --fit")
+        parts.append("To find settings that fit, repeat the command with --fit.")
     return "\n\n".join(parts), plan.fits
 
 
 def _fit_text(found: Fitting, written: Path | None) -> str:
     text = found.to_text()
     if written is not None and found.proposals:
-        text += f"\nwrote the first as a whole recipe: {written}"
+        text += f"\nwrote the first as a complete recipe: {written}"
     return text
 
 
@@ -97,11 +97,11 @@ def _check(options: PlanOptions) -> None:
         return
     if not options.fit:
         raise PlanError(
-            "--write keeps the first recipe that --fit finds, and --fit is not given; add --fit"
+            "--write writes the first recipe that --fit finds, but --fit is not given; add --fit"
         )
     if options.write.is_dir() or not options.write.absolute().parent.is_dir():
-        what = "is a folder" if options.write.is_dir() else "is in a folder that does not exist"
-        raise PlanError(f"--write {options.write} {what}; name a file in a folder that exists")
+        why = "is a folder" if options.write.is_dir() else "is in a folder that does not exist"
+        raise PlanError(f"--write {options.write} {why}; give a file in an existing folder")
 
 
 def _write(file: Path, config: JobConfig, *, cluster: str | None) -> None:
@@ -112,9 +112,9 @@ def _write(file: Path, config: JobConfig, *, cluster: str | None) -> None:
     try:
         file.write_text(dump_yaml(config), encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"--write {file}: {error.strerror}; name a file that can be written") from (
-            error
-        )
+        raise PlanError(
+            f"--write {file} cannot be written: {error.strerror}; give a writable file"
+        ) from error
 
 
 def _hardware(config: JobConfig, options: PlanOptions, tables: Tables) -> Hardware:

@@ -27,6 +27,7 @@ from burnish.plan.time import estimate
 
 SHOWN = 3
 """Maximum number of proposals."""
+UNCHANGED = "the unchanged recipe"
 _MOST_GPUS = 4096
 
 
@@ -54,11 +55,12 @@ class Fitting:
     def to_text(self) -> str:
         """Return the result as text."""
         if not self.proposals:
-            head = f"none of {self.tried} settings fits."
-            return f"{head} {self.smallest or 'No larger cluster of such GPUs was found to do.'}"
-        lines = [f"fits ({self.tried} settings tried, the fastest first):"]
+            head = f"none of the {self.tried} settings tried fits."
+            larger = self.smallest or "No larger cluster of these GPUs was found on which it fits."
+            return f"{head} {larger}"
+        lines = [f"{self.tried} settings tried; those that fit, fastest first:"]
         for i, found in enumerate(self.proposals, 1):
-            changes = " ".join(found.overrides) or "the recipe as it is"
+            changes = " ".join(found.overrides) or UNCHANGED
             lines += [f"  {i}. {changes}", f"     {found.reason}"]
         return "\n".join(lines)
 
@@ -66,13 +68,13 @@ class Fitting:
 def fit(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) -> Fitting:
     """Return the fastest few settings that fit. If possible, only settings that leave a share of
     ``TIGHT`` free are returned."""
-    supposed = tuple(assume)
-    found, tried = _search(config, hardware, supposed)
+    assumptions = tuple(assume)
+    found, tried = _search(config, hardware, assumptions)
     if found:
         roomy = [p for p in found if _free(p.plan) >= TIGHT] or found
         best = sorted(roomy, key=lambda p: (p.seconds, len(p.overrides)))
         return Fitting(tried, tuple(_distinct(best)))
-    return Fitting(tried, (), _smallest(config, hardware, supposed))
+    return Fitting(tried, (), _smallest(config, hardware, assumptions))
 
 
 def _free(plan: Plan) -> float:
@@ -120,8 +122,8 @@ def _reason(plan: Plan, seconds: float, rate: float) -> str:
         default=plan.worst,
     )
     return (
-        f"about {seconds:.0f} s a step ({rate:.2f} samples/s); {worst.margin / 1e9:.1f} GB "
-        f"({worst.margin / worst.limit:.0%}) of {worst.where} memory stay free on {worst.place}, "
+        f"about {seconds:.0f} s per step ({rate:.2f} samples/s); {worst.margin / 1e9:.1f} GB "
+        f"({worst.margin / worst.limit:.0%}) of {worst.where} memory free on {worst.place} "
         f"in {worst.phase}"
     )
 
@@ -179,13 +181,13 @@ def _engines(role: TrainRole) -> list[list[str]]:
 
 
 def _stage(role: TrainRole, stage: int, adam_offload: bool, param_offload: bool) -> list[str]:
-    whole = stage < 3
+    unsharded = stage < 3  # weights
     values = {
         "zero_stage": stage,
         "adam_offload": str(adam_offload).lower(),
         "param_offload": str(param_offload).lower(),
-        "zero_init": str(not whole and bool(role.model.path)).lower(),
-        **({"zero_hpz_partition_size": 1} if whole else {}),
+        "zero_init": str(not unsharded and bool(role.model.path)).lower(),
+        **({"zero_hpz_partition_size": 1} if unsharded else {}),
     }
     return [f"train.engine.{name}={value}" for name, value in values.items()]
 
@@ -239,7 +241,7 @@ def _smallest(config: JobConfig, hardware: Hardware, assume: Sequence[str]) -> s
             best = min(found, key=lambda p: p.seconds)
             words = " ".join([*more, *best.overrides])
             name = f"{nodes}x{hardware.gpus_per_node}x{hardware.gpu.name}"
-            return f"The smallest cluster of such nodes that would: {name}, with {words}"
+            return f"The smallest cluster of these nodes on which it fits: {name}, with {words}"
         factor *= 2
     return None
 
@@ -253,9 +255,12 @@ def _larger_gpu(config: JobConfig, hardware: Hardware, assume: Sequence[str]) ->
         found, _ = _search(config, replace(hardware, gpu=gpu), assume)
         if found:
             best = min(found, key=lambda p: p.seconds)
-            changes = " ".join(best.overrides) or "the recipe as it is"
+            changes = " ".join(best.overrides) or UNCHANGED
             return (
-                f"The smallest GPU of the table that would: {gpu.name}, with {changes}; or several "
-                "GPUs (cluster.runtime=ray, cluster.policy_ranks)"
+                f"The smallest known GPU on which it fits: {gpu.name}, with {changes}; or use "
+                "several GPUs (cluster.runtime=ray, cluster.policy_ranks)"
             )
-    return "One process has one GPU; use several (cluster.runtime=ray, cluster.policy_ranks)"
+    return (
+        "A recipe with cluster.runtime=inline uses one GPU; use several (cluster.runtime=ray, "
+        "cluster.policy_ranks)"
+    )

@@ -113,8 +113,8 @@ def load_tables(extra: Path | None = None) -> Tables:
     text = (importlib.resources.files("burnish.plan") / "hardware.yaml").read_text("utf-8")
     tree = yaml.safe_load(text)
     if extra is not None and not extra.is_file():
-        what = "is a folder, not a file" if extra.is_dir() else "does not exist"
-        raise PlanError(f"--gpus {extra} {what}")
+        why = "is a folder, not a file" if extra.is_dir() else "does not exist"
+        raise PlanError(f"--gpus {extra} {why}; give a YAML file with GPUs")
     for path in (USER_FILE.expanduser(), extra):
         if path is not None and path.is_file():
             _merge(tree, path)
@@ -129,13 +129,16 @@ def _merge(tree: dict[str, Any], path: Path) -> None:
         raise PlanError(f"{path} cannot be read as YAML: {error}") from None
     for part, entries in more.items() if isinstance(more, dict) else [("?", None)]:
         if part not in tree or not isinstance(entries, dict):
-            raise PlanError(f"{path}: {part!r} is not one of {', '.join(tree)} with entries below")
+            raise PlanError(
+                f"{path}: {part!r} is not a known section with entries; use {', '.join(tree)}"
+            )
         for name, value in entries.items():
             if part == "gpus":
                 _check_gpu(path, name, value)
             elif name not in tree[part] or not isinstance(value, (int, float)):
                 raise PlanError(
-                    f"{path}: {part}.{name} must be a number, and one of {', '.join(tree[part])}"
+                    f"{path}: {part}.{name}={value!r} is not a known key with a number; keys of "
+                    f"{part}: {', '.join(tree[part])}"
                 )
             tree[part][name] = value
 
@@ -150,8 +153,8 @@ def _check_gpu(path: Path, name: str, value: Any) -> None:
     )
     if wrong:
         raise PlanError(
-            f"{path}: the GPU {name} needs a positive {', '.join(_FIELDS)}, and besides may "
-            "have a capability"
+            f"{path}: the GPU {name} needs positive numbers for {', '.join(_FIELDS)}; only "
+            "capability may be added"
         )
 
 
@@ -172,19 +175,19 @@ def parse_cluster(
     if found is None or 0 in counts:
         raise PlanError(
             f"{source}{text!r} is not of the form NODESxGPUSxNAME, e.g. 4x8xA800-80GB (8xNAME: "
-            f"one node; NAME: one GPU). GPUs: {', '.join(tables.gpus)}"
+            f"one node; NAME: one GPU). Known GPUs: {', '.join(tables.gpus)}"
         )
     nodes, each = [1, 1, *counts][-2:]
     gpu = _find_gpu(found.group(3), tables)
     notes = []
     if host_gb is None:
         host = tables.machines["host_gib_per_gpu"] * GIB * each
-        notes.append(f"a node has {host / GB:.0f} GB of host memory (--host-gb says otherwise)")
+        notes.append(f"a node has {host / GB:.0f} GB of host memory (default; set --host-gb)")
     else:
         host = host_gb * GB
     network = tables.machines["network_gbs"] if network_gbs is None else network_gbs
     if nodes > 1 and network_gbs is None:
-        notes.append(f"a GPU sends {network:g} GB/s to other nodes (--network-gbs says otherwise)")
+        notes.append(f"a GPU sends {network:g} GB/s to other nodes (default; set --network-gbs)")
     return Hardware(nodes, each, gpu, host, network, tables, tuple(notes))
 
 
@@ -197,7 +200,7 @@ def _find_gpu(name: str, tables: Tables) -> Gpu:
     if len(short) == 1:
         return short[0]
     hint = (
-        nearest(wanted, known) if not short else f"; say which: {', '.join(g.name for g in short)}"
+        nearest(wanted, known) if not short else f"; choose from {', '.join(g.name for g in short)}"
     )
     raise PlanError(
         f"the GPU {name!r} is not known{hint}. Known: {', '.join(tables.gpus)}. Add it to "
@@ -247,7 +250,8 @@ def visible_gpus(tables: Tables | None = None, *, nodes: int = 1) -> Hardware | 
         memory_gib=found.total_memory / GIB,
         capability=found.major + found.minor / 10,
     )
-    notes = () if near else (f"speeds of {base.name}: {found.name} is not in the table",)
+    note = f"{found.name} is not in the table of GPUs: the speeds of {base.name} are used"
+    notes = () if near else (note,)
     count = torch.cuda.device_count()
     network = tables.machines["network_gbs"]
     return Hardware(nodes, count, gpu, float(host_memory()), network, tables, notes)

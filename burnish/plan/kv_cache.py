@@ -70,7 +70,7 @@ def local_logits(shape: ModelShape, slots: int, *, graphs: bool, longest: int) -
     if graphs:  # each recorded graph keeps its own result
         lengths = max(1, (_power_of_two(longest) // 64).bit_length())
         size += 2 * 4 * _power_of_two(slots) * vocabulary * lengths
-        how += f", and the results of graphs for {lengths} lengths"
+        how += f", and the outputs of CUDA graphs for {lengths} lengths"
     return Item("logits/loss", size, how)
 
 
@@ -114,27 +114,25 @@ def vllm_on_gpu(
     pass_bytes = tokens * (6 * int(text["hidden_size"]) + 3 * width / parts) * SIZES[dtype]
     pass_bytes += config.max_num_seqs * int(text["vocab_size"]) * 4 * 3
     graphs = 0.0 if config.enforce_eager else overhead["vllm_graphs_gb"] * 1e9
-    how = (
-        f"profiling pass of {tokens} tokens, logits of {config.max_num_seqs} rows, recorded graphs"
-    )
+    how = f"profiling pass of {tokens} tokens, logits of {config.max_num_seqs} rows, CUDA graphs"
     rest = Item("activations", pass_bytes + graphs, how)
     share = config.gpu_memory_utilization * gpu_bytes
     left = config.kv_cache_bytes or share - weights.bytes - rest.bytes
     per_token = bytes_per_token(shape, dtype) / min(parts, shape.kv_heads)
     held = int(max(left, 0) / per_token)
-    said = (
-        f"kv_cache_bytes: room for {held} tokens"
+    cache_how = (
+        f"kv_cache_bytes: {held} tokens"
         if config.kv_cache_bytes
         else f"rest of {config.gpu_memory_utilization:g} x {gpu_bytes / 1e9:.1f} GB: {held} tokens"
     )
     problem = None
     if held < demand.longest:
         problem = (
-            f"vLLM's share leaves a cache of {held} tokens, and a row has up to {demand.longest}; "
-            f"weights take {weights.bytes / 1e9:.1f} GB of {share / 1e9:.1f}: raise "
+            f"vLLM's KV cache has space for {held} tokens, but a row has up to {demand.longest}; "
+            f"weights take {weights.bytes / 1e9:.1f} of vLLM's {share / 1e9:.1f} GB: raise "
             "rollout.engine.gpu_memory_utilization or tensor_parallel_size"
         )
-    cache = Item("KV cache", max(left, 0), said)
+    cache = Item("KV cache", max(left, 0), cache_how)
     return VllmMemory(weights, cache, rest, held, problem)
 
 
@@ -149,5 +147,5 @@ def vllm_on_cpu(
     cache = config.kv_cache_bytes or wanted // config.tensor_parallel_size
     return (
         Item("parameters", size, f"{shape.parameters} x {SIZES[dtype]} B"),
-        Item("KV cache", cache, f"room for {config.max_num_seqs} rows, at most 4 GiB"),
+        Item("KV cache", cache, f"{config.max_num_seqs} rows, at most 4 GiB"),
     )

@@ -37,7 +37,9 @@ def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Pl
         if hardware is None and config.cluster.hardware is not None:
             hardware = parse_cluster(config.cluster.hardware)
         if hardware is None:
-            raise LookupError("which GPUs the workers will have cannot be seen from here")
+            raise LookupError(
+                "this process cannot detect the workers' GPUs; set cluster.hardware to get a plan"
+            )
         plan = make_plan(config, hardware)
         text = plan.to_text(details=True)
     except Exception as error:  # the plan is optional: a run must not fail without it
@@ -49,11 +51,11 @@ def check_memory(config: JobConfig, run_dir: Path, *, force: bool = False) -> Pl
         return plan
     if not force:
         raise DoesNotFitError(
-            f"this run cannot fit into memory, and nothing was loaded.\n{plan.verdict()}\n"
-            f"The whole plan is in {run_dir / PLAN_FILE}. What fits: burnish plan RECIPE --fit. "
-            "To run all the same: --force (Python: burnish.run(..., force=True))"
+            f"this run does not fit into memory; nothing was loaded.\n{plan.verdict()}\n"
+            f"Full plan: {run_dir / PLAN_FILE}. To find settings that fit: burnish plan RECIPE "
+            "--fit. To run anyway: --force (Python: burnish.run(..., force=True))"
         )
-    log.warning("this run is planned not to fit, and is run by --force: %s", plan.verdict())
+    log.warning("this run does not fit according to its plan; --force: %s", plan.verdict())
     return plan
 
 

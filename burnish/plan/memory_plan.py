@@ -116,7 +116,7 @@ class Plan:
         lines = [_peak_text(peak) for peak in worst.values()]
         if self.fits:
             tight = self.worst.margin / self.worst.limit < TIGHT
-            head = "fits, tightly" if tight else "fits"
+            head = "fits, with a small margin" if tight else "fits"
         else:
             head = "does not fit"
         return "\n".join([f"verdict: {head}", *(f"  {x}" for x in (*lines, *self.problems))])
@@ -139,7 +139,7 @@ class Plan:
             _batch_text(self.batch),
             _table(self.rows),
             _places_text(self.peaks),
-            f"disk: {_gb(self.disk_per_checkpoint)} GB for each checkpoint",
+            f"disk: {_gb(self.disk_per_checkpoint)} GB per checkpoint",
         ]
         if details:
             parts.append(_details(self.rows))
@@ -150,10 +150,10 @@ class Plan:
 
 def _peak_text(peak: Peak) -> str:
     share = 100 * peak.margin / peak.limit
-    what = "free" if peak.margin >= 0 else "missing"
+    state = "free" if peak.margin >= 0 else "over the limit"
     return (
         f"{peak.place}, {peak.where} memory: {_gb(peak.bytes)} of {_gb(peak.limit)} GB in "
-        f"{peak.phase}; {_gb(abs(peak.margin))} GB ({abs(share):.0f}%) {what}"
+        f"{peak.phase}; {_gb(abs(peak.margin))} GB ({abs(share):.0f}%) {state}"
     )
 
 
@@ -190,7 +190,7 @@ def _places_text(peaks: Iterable[Peak]) -> str:
     places: dict[tuple[str, str], list[Peak]] = {}
     for peak in peaks:
         places.setdefault((peak.place, peak.where), []).append(peak)
-    lines = ["most in one place, GB:"]
+    lines = ["peak memory of each GPU or node, GB:"]
     for (place, where), found in places.items():
         by_phase = ", ".join(f"{p.phase} {_gb(p.bytes)}" for p in found)
         lines.append(f"  {place} ({where}, {_gb(found[0].limit)}): {by_phase}")
@@ -203,7 +203,7 @@ def _details(rows: Iterable[Row]) -> str:
     for row in rows:
         key = (row.role, row.where, row.item, row.bytes, row.how)
         phases.setdefault(key, []).append(row.phase)
-    lines = ["how:"]
+    lines = ["calculation:"]
     for (role, where, item, size, how), found in phases.items():
         when = (
             ", ".join(dict.fromkeys(found)) if len(set(found)) < 4 else f"{len(set(found))} phases"

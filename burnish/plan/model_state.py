@@ -170,7 +170,7 @@ def _deepspeed_state(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
     items += _ema(s, part, where)
     if stage < 3:
         whole = n + s.frozen
-        items.append(Item("parameters", whole * w, f"{_m(whole)} x {w} B, whole on every rank"))
+        items.append(Item("parameters", whole * w, f"{_m(whole)} x {w} B, replicated"))
         return items
     held: Where = "host" if engine.param_offload else "device"
     both = rounded_up(n + s.frozen, s.ranks)
@@ -178,7 +178,7 @@ def _deepspeed_state(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
     small = sum(
         x for u in s.shape.units for x in u.numels if x < engine.param_persistence_threshold
     )
-    items.append(Item("parameters", small * w, f"small ones stay whole: {_m(small)} x {w} B"))
+    items.append(Item("parameters", small * w, f"small ones, replicated: {_m(small)} x {w} B"))
     if engine.zero_hpz_partition_size > 1 and s.ranks > 1:
         hpz = min(engine.zero_hpz_partition_size, s.ranks)
         size = rounded_up(n + s.frozen, hpz) * w
@@ -187,7 +187,7 @@ def _deepspeed_state(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
         sums = SIZES[s.precision.grad_accum_dtype]
         items.append(Item("gradients", part * sums, f"sums: {share} x {sums} B", where))
         if engine.adam_offload:
-            items.append(Item("gradients", part * 4, f"of the step: {share} x 4 B", "host"))
+            items.append(Item("gradients", part * 4, f"fp32, for the step: {share} x 4 B", "host"))
         bucket = engine.reduce_bucket_size * sums
         items.append(
             Item(
@@ -203,7 +203,7 @@ def _being_written(s: EngineSetup, entries: int) -> list[Item]:
     if not s.saves_in_background or not s.trainable:
         return []
     size = 12 + 4 * (s.train.ema_decay is not None)
-    how = f"while it is written: {_part(s, s.trained)} x {size} B"
+    how = f"copy being written: {_part(s, s.trained)} x {size} B"
     return [Item("checkpoint", entries * size, how, "host")]
 
 
@@ -230,18 +230,22 @@ def gathered(setup: EngineSetup, stage: str = "forward") -> list[Item]:
         units = [u.numel for u in setup.shape.units]
         live = min(whole, max(MAX_LIVE, *units) + PREFETCH)
         how = (
-            f"at most max(stage3_max_live_parameters 1e9, largest unit {_m(max(units))}) and "
-            f"5e7 prefetched of {_m(whole)} x {w} B"
+            f"at most max(stage3_max_live_parameters 1e9, largest unit {_m(max(units))}) + "
+            f"5e7 prefetched, of {_m(whole)} x {w} B"
         )
         return [Item("gathered layers", live * w, how)]
     rest = setup.largest("rest") + setup.largest("embedding")
     if not engine.reshard_after_forward:
-        return [Item("gathered layers", whole * w, f"all, kept for backward: {_m(whole)} x {w} B")]
+        return [
+            Item(
+                "gathered layers", whole * w, f"all layers, kept for backward: {_m(whole)} x {w} B"
+            )
+        ]
     if stage in ("bottom", "ends"):  # there is no next layer
-        how = f"the first layer {_m(layer)}, ends {_m(rest)}; x {w} B"
+        how = f"(first layer {_m(layer)} + embedding and head {_m(rest)}) x {w} B"
         return [Item("gathered layers", min(whole, layer + rest) * w, how)]
     live = min(whole, 2 * layer + rest)
-    how = f"this layer and the next 2 x {_m(layer)}, ends {_m(rest)}; x {w} B"
+    how = f"(current and next layer 2 x {_m(layer)} + embedding and head {_m(rest)}) x {w} B"
     items = [Item("gathered layers", live * w, how)]
     return [*items, Item("communication", layer * w, f"all-gather: {_m(layer)} x {w} B")]
 
@@ -262,9 +266,9 @@ def gradients_in_pass(setup: EngineSetup, stage: str, *, accumulates: bool) -> l
         items += _shard_sums(setup, engine, without=0 if accumulates else left * unit)
     if engine.reduce_gradients == "once" and (accumulates or backward):
         n = setup.trained
-        items.append(Item("gradients", n * 4, f"until the last pass: {_m(n)} x 4 B"))
+        items.append(Item("gradients", n * 4, f"unsharded until the last pass: {_m(n)} x 4 B"))
     if backward:
-        items.append(Item("gradients", unit * w, f"of a whole layer: {_m(unit)} x {w} B"))
+        items.append(Item("gradients", unit * w, f"unsharded, largest layer: {_m(unit)} x {w} B"))
     if left or stage == "ends":
         items.append(Item("communication", unit * 4, f"reduce-scatter: {_m(unit)} x 4 B"))
     return items
@@ -289,7 +293,7 @@ def _shard_sums(s: EngineSetup, engine: TorchEngine, without: int = 0) -> list[I
 def _replica_step(s: EngineSetup) -> list[Item]:
     items = [Item("gradients", s.trained * 4, f"{_m(s.trained)} x 4 B")]
     if s.ranks > 1:
-        items.append(Item("communication", REDUCE_BUCKET, "sums over ranks, 64 MiB at a time"))
+        items.append(Item("communication", REDUCE_BUCKET, "all-reduce in chunks of 64 MiB"))
     return items
 
 
@@ -301,7 +305,7 @@ def _deepspeed_gradients(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
     if stage == 0:
         return [Item("gradients", n * s.weight_size, f"{_m(n)} x {s.weight_size} B")]
     if stage == 1:
-        return [Item("gradients", n * sums, f"sums, whole: {_m(n)} x {sums} B")]
+        return [Item("gradients", n * sums, f"sums, replicated: {_m(n)} x {sums} B")]
     if stage == 2:
         where: Where = "host" if engine.adam_offload else "device"
         part = rounded_up(n, s.ranks)
@@ -334,7 +338,7 @@ def _deepspeed_buckets(s: EngineSetup, engine: DeepSpeedEngine) -> list[Item]:
     if s.largest_tensor > engine.reduce_bucket_size:
         copies = 2 if engine.zero_stage == 3 else 1
         size = s.largest_tensor * sums * copies
-        how = f"{copies} x the largest gradient {_m(s.largest_tensor)} x {sums} B"
+        how = f"{copies} x largest gradient {_m(s.largest_tensor)} x {sums} B"
         items.append(Item("communication", size, how))
     return items
 
@@ -352,12 +356,12 @@ def weight_transfer(setup: EngineSetup) -> list[Item]:
         if setup.unsharded is None:
             return []
         size = max(n for u in setup.unsharded.units for n in u.numels)
-        return [Item("gathered layers", size * w, f"the largest weight, whole: {_m(size)} x {w} B")]
+        return [Item("gathered layers", size * w, f"largest weight, unsharded: {_m(size)} x {w} B")]
     if isinstance(setup.train.engine, DeepSpeedEngine):
         size = max(WEIGHT_BUCKET, setup.largest_tensor * w)
-        return [Item("gathered layers", size, "a bucket of 256 MiB, or the largest weight")]
+        return [Item("gathered layers", size, "bucket of 256 MiB, or the largest weight")]
     unit = max(setup.largest(kind) for kind in ("layer", "rest", "embedding"))
-    how = f"the largest unit and a copy: 2 x {_m(unit)} x {w} B"
+    how = f"largest unit and a copy: 2 x {_m(unit)} x {w} B"
     return [Item("gathered layers", 2 * unit * w, how)]
 
 

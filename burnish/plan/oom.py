@@ -62,9 +62,9 @@ def oom_text(config: JobConfig, failure: Failure, lines: Sequence[PlanVsActual])
                 *(f"  {note}" for note in notes),
             ]
         ),
-        "the plan beside what was measured until then:\n" + _indented(plan_vs_actual_text(lines)),
-        "what to change, the cheapest first:\n" + "\n".join(_suggestion_lines(config, phase)),
-        _go_on(config, failure),
+        "planned and measured memory so far:\n" + _indented(plan_vs_actual_text(lines)),
+        "suggested changes, cheapest first:\n" + "\n".join(_suggestion_lines(config, phase)),
+        _resume_hint(config, failure),
     ]
     return "\n\n".join(parts)
 
@@ -73,15 +73,15 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def _go_on(config: JobConfig, failure: Failure) -> str:
+def _resume_hint(config: JobConfig, failure: Failure) -> str:
     if config.job == "evaluate":
-        return "An evaluation is done in one go: run it again with one of these."
-    again = f"burnish {config.job} --resume {failure.run_dir} KEY=VALUE"
+        return "An evaluation cannot be resumed: run it again with one of these changes."
+    command = f"burnish {config.job} --resume {failure.run_dir} KEY=VALUE"
     if isinstance(config, RowsJob):
-        return f"The steps before are kept. Go on with them by: {again}"
+        return f"The output of completed steps is kept. Resume with: {command}"
     if failure.checkpoint is None:
-        return f"There is no checkpoint yet. Start again from step 0 by: {again}"
-    return f"The checkpoint {failure.checkpoint} is good. Go on from it by: {again}"
+        return f"No checkpoint was written yet. Restart from step 0 with: {command}"
+    return f"The checkpoint {failure.checkpoint} is valid. Resume from it with: {command}"
 
 
 # ---- suggested changes -----------------------------------------------------------------------
@@ -92,13 +92,13 @@ def _suggestion_lines(config: JobConfig, phase: str) -> Iterator[str]:
     it."""
     hardware = _hardware(config)
     now = _planned(config, (), phase, hardware)
-    for number, suggestion in enumerate(_that_load(config, suggestions(config, phase)), 1):
+    for number, suggestion in enumerate(_valid_only(config, suggestions(config, phase)), 1):
         then = _planned(config, suggestion.overrides, phase, hardware)
         planned = ""
         if now is not None and then is not None:
             same = _gb(now) == _gb(then)
             planned = f"; planned {_gb(now)} -> {_gb(then)} GB in {phase}"
-            planned = "; the plan sees no difference" if same else planned
+            planned = "; same planned memory" if same else planned
         yield f"  {number}. {' '.join(suggestion.overrides)}\n     {suggestion.cost}{planned}"
 
 
@@ -109,7 +109,7 @@ def _hardware(config: JobConfig) -> Hardware | None:
         return None
 
 
-def _that_load(config: JobConfig, found: Iterator[Suggestion]) -> Iterator[Suggestion]:
+def _valid_only(config: JobConfig, found: Iterator[Suggestion]) -> Iterator[Suggestion]:
     for suggestion in found:
         try:
             load_config(config.model_dump(mode="json"), list(suggestion.overrides), job=config.job)
@@ -121,7 +121,8 @@ def _that_load(config: JobConfig, found: Iterator[Suggestion]) -> Iterator[Sugge
 def _planned(
     config: JobConfig, overrides: Sequence[str], phase: str, hardware: Hardware | None
 ) -> float | None:
-    """Return the planned bytes of the fullest place in a phase; None if no plan can be made."""
+    """Return the largest planned bytes of any GPU (or node) in a phase; None if no plan can be
+    made."""
     if hardware is None:
         return None
     try:
@@ -158,10 +159,10 @@ def suggestions(config: JobConfig, phase: str) -> Iterator[Suggestion]:
 def _pass_suggestions(role: TrainRole, plan: BatchPlan, device: str) -> Iterator[Suggestion]:
     """Yield suggestions that reduce the size of each pass."""
     train = role.train
-    same = "the same result in more passes"
+    same = "same result, more passes"
     if train.on_oom == "fail" and on_oom_problem(train) is None:
-        what = "a micro-batch that does not fit is halved and done again"
-        yield Suggestion(("train.on_oom=retry_smaller",), f"{what}: {same}")
+        retry = "retries a micro-batch that does not fit at half its size"
+        yield Suggestion(("train.on_oom=retry_smaller",), f"{retry}: {same}")
     budget, micro = train.max_tokens_per_micro_batch, plan.micro_train_batch_size
     if budget is not None:
         yield Suggestion((f"train.max_tokens_per_micro_batch={max(1, budget // 2)}",), same)
@@ -170,38 +171,36 @@ def _pass_suggestions(role: TrainRole, plan: BatchPlan, device: str) -> Iterator
         size = f"train.micro_train_batch_size={smaller}"
         yield Suggestion((size, "train.gradient_accumulation_steps=null"), same)
     if not train.gradient_checkpointing:
-        more = "activations are computed again in backward: about a third more compute"
+        more = "recomputes activations in backward: about a third more compute"
         yield Suggestion(("train.gradient_checkpointing=true",), more)
     tokens = chunk_tokens(train.logprob_chunk_tokens, device)
     if tokens > 64:
         chunk = f"train.logprob_chunk_tokens={tokens // 4}"
-        yield Suggestion((chunk,), "fewer logits at a time; slower on small chunks")
+        yield Suggestion((chunk,), "fewer logits in memory; small chunks are slower")
 
 
 def _state_suggestions(job: JobSpec, role: TrainRole) -> Iterator[Suggestion]:
     """Yield suggestions that reduce the part of the model on each rank."""
     engine, ranks, key = role.train.engine, role.ranks, "train.engine."
-    moved = "moved to host memory; the step is slower"
+    moved = "offloaded to host memory; slower optimizer step"
     if isinstance(engine, DeepSpeedEngine):
         for stage in range(engine.zero_stage + 1, 4) if ranks > 1 else ():
             held = {1: "masters and moments", 2: "gradients", 3: "weights"}[stage]
-            yield Suggestion((f"{key}zero_stage={stage}",), f"{held} in shards; more traffic")
+            yield Suggestion((f"{key}zero_stage={stage}",), f"shards {held}; more communication")
         if not engine.adam_offload and engine.zero_stage:
-            yield Suggestion((f"{key}adam_offload=true",), f"masters and moments are {moved}")
+            yield Suggestion((f"{key}adam_offload=true",), f"masters and moments {moved}")
         if not engine.param_offload and engine.zero_stage == 3:
             yield Suggestion(
-                (f"{key}param_offload=true",), "shards of weights in host memory; slower"
+                (f"{key}param_offload=true",), "weight shards offloaded to host memory; slower"
             )
     elif ranks > 1:
         if engine.sharding == "none" and engine.ranks_per_row == 1:
-            what = "weights, gradients and moments in shards; more traffic"
-            yield Suggestion((f"{key}sharding=full",), what)
+            full = "shards weights, gradients and moments; more communication"
+            yield Suggestion((f"{key}sharding=full",), full)
         elif engine.sharding == "full" and not engine.cpu_offload:
-            yield Suggestion(
-                (f"{key}cpu_offload=true",), f"weights, gradients and moments are {moved}"
-            )
+            yield Suggestion((f"{key}cpu_offload=true",), f"weights, gradients and moments {moved}")
     if not job.inline:
-        more = "more ranks share the work, and sharded state"
+        more = "fewer rows per rank, and smaller shards if the state is sharded"
         yield Suggestion((f"cluster.policy_ranks={2 * ranks}",), more)
 
 
@@ -209,14 +208,14 @@ def _rollout_suggestions(role: RolloutRole) -> Iterator[Suggestion]:
     engine, key = role.engine, f"{role.key}."
     if isinstance(engine, VllmEngine):
         share = round(0.75 * engine.gpu_memory_utilization, 2)
-        what = "vLLM takes less of the GPU: fewer samples at a time"
-        yield Suggestion((f"{key}gpu_memory_utilization={share}",), what)
+        fewer = "less GPU memory for vLLM: fewer concurrent samples"
+        yield Suggestion((f"{key}gpu_memory_utilization={share}",), fewer)
     elif engine.max_batch_size > 1:
-        what = "fewer samples at a time"
-        yield Suggestion((f"{key}max_batch_size={engine.max_batch_size // 2}",), what)
+        fewer = "fewer concurrent samples"
+        yield Suggestion((f"{key}max_batch_size={engine.max_batch_size // 2}",), fewer)
 
 
 def _length_suggestions(role: TrainRole) -> Iterator[Suggestion]:
     key = "rollout.generate_max_len" if role.lengths.prompt else "data.max_len"
     half = max(1, role.lengths.rest // 2)
-    yield Suggestion((f"{key}={half}",), "shorter rows: this changes what is learned")
+    yield Suggestion((f"{key}={half}",), "shorter rows; this changes training results")

@@ -119,7 +119,7 @@ def _total(plan: Plan, role: str | None, phase: str, where: str, *, overhead: bo
 def plan_vs_actual_text(lines: Sequence[PlanVsActual]) -> str:
     """Return the comparison as a table in GB."""
     if not lines:
-        return "no phase was measured"
+        return "no phase has been measured"
     on_gpu = any(line.allocated is not None for line in lines)
     heads = ["process", "phase"]
     heads += ["planned", "allocated", "plan/meas.", "reserved"] if on_gpu else []
@@ -140,9 +140,9 @@ def plan_vs_actual_text(lines: Sequence[PlanVsActual]) -> str:
         for cells in (list(zip(row, widths, strict=True)) for row in table)
     ]
     note = (
-        "GB, the most of all ranks. planned: tensors; allocated, reserved: torch's allocator"
+        "GB, maximum over ranks. planned: tensors; allocated, reserved: torch's allocator"
         if on_gpu
-        else "GB of resident memory, the most of all ranks"
+        else "GB of resident memory, maximum over ranks"
     )
     return "\n".join([note, *(row.rstrip() for row in rows)])
 

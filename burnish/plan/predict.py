@@ -26,9 +26,9 @@ log = logging.getLogger("burnish")
 
 ASSUMPTIONS = {
     "unreleased-gathers": "weights that DeepSpeed's stage 3 gathers are never released, as in "
-    "0.16.0 to 0.16.7 (which Burnish refuses)",
-    "kept-cache": "processes that share a GPU keep what they reserved at their worst, loading "
-    "included (Burnish's give it back after every call)",
+    "0.16.0 to 0.16.7 (which Burnish rejects)",
+    "kept-cache": "processes that share a GPU keep their peak reserved memory, loading included "
+    "(Burnish's processes release it after every call)",
 }
 """Name -> description of each assumption that ``--assume`` accepts."""
 
@@ -36,21 +36,22 @@ ASSUMPTIONS = {
 def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = ()) -> Plan:
     """Return the plan of a recipe on ``hardware``. Raises PlanError if the recipe needs other
     hardware, if the job loads no model, or if a model's sizes or an assumption are unknown."""
-    supposed = frozenset(assume)
-    if unknown := supposed - set(ASSUMPTIONS):
+    assumptions = frozenset(assume)
+    if unknown := assumptions - set(ASSUMPTIONS):
         raise PlanError(
-            f"--assume {sorted(unknown)[0]} is not known; known: {', '.join(ASSUMPTIONS)}"
+            f"--assume {sorted(unknown)[0]} is not a known assumption; use "
+            f"{' or '.join(ASSUMPTIONS)}"
         )
     job, placements = config.resolve(), _placements(config)
     if not job.roles:
-        raise PlanError(f"this {job.job} job loads no model, so there is nothing to plan")
+        raise PlanError(f"this {job.job} job loads no model: it needs no memory plan")
     check_room(config, hardware, placements)
-    roles = {r.role: r for r in roles_memory(job, hardware, supposed)}
+    roles = {r.role: r for r in roles_memory(job, hardware, assumptions)}
     host = hardware.host_bytes
     if config.cluster.runtime == "ray":
         host *= hardware.tables.overhead["ray_limit"]
     peaks = [
-        *_device_peaks(placements, roles, hardware, supposed),
+        *_device_peaks(placements, roles, hardware, assumptions),
         *_host_peaks(placements, roles, replace(hardware, host_bytes=host)),
     ]
     disk = sum(r.disk for r in roles.values())
@@ -62,7 +63,7 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
         rows=tuple(_rows(roles.values())),
         peaks=tuple(peaks),
         disk_per_checkpoint=disk,
-        assumptions=tuple(_assumptions(job, hardware, roles.values(), supposed, disk)),
+        assumptions=tuple(_assumptions(job, hardware, roles.values(), assumptions, disk)),
         problems=tuple(r.problem for r in roles.values() if r.problem),
         guessed=max((r.guessed for r in roles.values()), default=0.0),
     )
@@ -84,31 +85,29 @@ def check_room(
     if hardware.gpu is None:
         if need:
             raise PlanError(
-                f"the recipe's workers need {need:g} GPUs ({total_text(placements)}), and this "
-                f"machine "
-                "has none that torch sees: say which cluster the plan is for, e.g. --cluster "
-                f"{max(1, round(need / 8))}x8xA100-80GB, or cluster.hardware in the recipe"
+                f"the recipe's workers need {need:g} GPUs ({total_text(placements)}), but torch "
+                "detects no GPU on this machine: give the cluster to plan for, e.g. --cluster "
+                f"{max(1, round(need / 8))}x8xA100-80GB, or set cluster.hardware in the recipe"
             )
         return
     if not need:
         raise PlanError(
-            "the recipe's workers compute on CPUs (cluster.gpus_per_worker=0), and the plan is for "
-            f"the GPUs of {hardware}; set cluster.gpus_per_worker=1, or leave --cluster and "
-            "cluster.hardware out"
+            "the recipe's workers compute on CPUs (cluster.gpus_per_worker=0), but the plan is for "
+            f"the GPUs of {hardware}; set cluster.gpus_per_worker=1, or remove --cluster and "
+            "cluster.hardware"
         )
     if need > hardware.num_gpus:
         raise PlanError(
-            f"the recipe needs {need:g} GPUs ({'; '.join(map(str, placements))}), and {hardware} "
-            f"has "
-            f"{hardware.num_gpus}; use fewer ranks or workers, a layout that shares more, or a "
-            "larger cluster"
+            f"the recipe needs {need:g} GPUs ({'; '.join(map(str, placements))}), but {hardware} "
+            f"has {hardware.num_gpus}; use fewer ranks or workers, a layout that shares more GPUs, "
+            "or a larger cluster"
         )
     for placement in placements:
         if placement.gpus > hardware.gpus_per_node:
             raise PlanError(
-                f"{placement}: one worker's GPUs have to be in one node, and a node of {hardware} "
-                f"has "
-                f"{hardware.gpus_per_node}"
+                f"{placement}: one worker's GPUs have to be in one node, but a node of {hardware} "
+                f"has {hardware.gpus_per_node}; use nodes with more GPUs, or a smaller "
+                "tensor_parallel_size"
             )
 
 
@@ -141,7 +140,7 @@ def _device_peaks(
 
 
 def _phases(roles: Sequence[RoleMemory]) -> list[str]:
-    """Return the phases in which one of the roles works."""
+    """Return the phases in which one of the roles computes."""
     working = {phase for r in roles for phase in r.passing}
     if any(r.pool == "vllm" for r in roles):
         working |= {"load", "rollout", "sync"}
@@ -162,7 +161,7 @@ def _in_place(roles: Sequence[RoleMemory], phase: str, *, keeps: bool) -> tuple[
             parts[name] = _held(members, "load")
         else:
             parts[name] = max(_held(members, p) for p in PHASES)
-    if not keeps:  # one role works at a time
+    if not keeps:  # roles compute one after the other
         idle = {n: sum(total(m.resident[phase]) for m in ms) for n, ms in pools.items()}
         most = max(parts, key=lambda n: parts[n] - idle[n])
         parts = {n: parts[n] if n == most else idle[n] for n in parts}
@@ -172,7 +171,7 @@ def _in_place(roles: Sequence[RoleMemory], phase: str, *, keeps: bool) -> tuple[
 
 def _held(members: Sequence[RoleMemory], phase: str) -> float:
     """Return the bytes of one process: resident memory of all its roles, and the temporary memory
-    of the role that works."""
+    of the role that computes."""
     there = sum(total(m.resident[phase]) for m in members)
     return there + max(total(m.passing.get(phase, ())) for m in members)
 
@@ -254,7 +253,7 @@ def _model_lines(roles: Iterable[RoleMemory]) -> Iterable[str]:
         if role.setup is None:
             continue
         shape = role.setup.model
-        adapters = f" and {shape.adapters:,} of adapters" if shape.adapters else ""
+        adapters = f" + {shape.adapters:,} of adapters" if shape.adapters else ""
         count = f"{shape.parameters:,} parameters{adapters}"
         yield f"{role.role}: {shape.name}, {count} ({shape.source})"
 
@@ -270,7 +269,7 @@ def _assumptions(
     yield from hardware.notes
     for role in roles:
         yield from role.notes
-        for work in role.works[-1:]:
+        for work in role.passes[-1:]:
             longest = max(r.length for r in work.rows)
             yield (
                 f"{role.role}: the largest micro-batch is {len(work.rows)} rows of {longest} "
@@ -281,21 +280,21 @@ def _assumptions(
         disk *= kept + 1
         yield f"keep_last checkpoints and one being written take {disk / 1e9:.1f} GB of disk"
     if hardware.gpu is None:
-        yield f"a process takes {over['process_gb']:g} GB besides tensors"
-        yield "the memory of one operation while it runs is not counted"
+        yield f"a process takes {over['process_gb']:g} GB in addition to tensors"
+        yield "temporary memory inside a single operation is not counted"
     else:
         yield (
-            f"a process takes {over['context_gb']:g} GB of a GPU for CUDA and, with ranks, "
-            f"{over['nccl_gb']:g} GB for NCCL; {over['fragmentation']:.0%} of passing memory is "
-            "lost between blocks"
+            f"a process takes {over['context_gb']:g} GB of a GPU for CUDA and, with several ranks, "
+            f"{over['nccl_gb']:g} GB for NCCL; fragmentation adds {over['fragmentation']:.0%} of "
+            "temporary memory"
         )
         yield _about_attention(hardware)
     if not job.inline:
-        yield f"Ray ends workers beyond {over['ray_limit']:.0%} of a node's memory"
+        yield f"Ray kills workers above {over['ray_limit']:.0%} of a node's memory"
         if hardware.gpu is not None and "kept-cache" not in assume:
             yield (
-                "processes that share a GPU give unused memory back after every call, and a vLLM "
-                "that sleeps gives back its own"
+                "processes that share a GPU release unused memory after every call; a sleeping "
+                "vLLM releases its own"
             )
     yield from _unknown_models(job)
     yield from (ASSUMPTIONS[name] for name in sorted(assume))
@@ -306,19 +305,19 @@ def _about_attention(hardware: Hardware) -> str:
     assert kernels is not None
     major, minor = kernels.torch_version
     return (
-        f"attention uses the kernels that torch {major}.{minor} (installed here) has for this GPU; "
-        "if no fused kernel takes a format or head size, the scores are counted"
+        f"attention uses the kernels of torch {major}.{minor} (installed here) for this GPU; if no "
+        "fused kernel supports a format or head size, the attention scores are counted"
     )
 
 
 def _unknown_models(job: JobSpec) -> Iterable[str]:
     kinds = {"critic": "critic", "reference": "reference", "teacher": "teacher"}
     kinds["reward"] = "reward model"
-    for kind, what in kinds.items():
+    for kind, name in kinds.items():
         for role in job.train_roles:
             model = role.model
             if role.kind == kind and resolve_model(model, job.model) is not model:
                 yield (
-                    f"the {what} {model.path} has no config here: it is taken to be of the "
-                    "policy's size"
+                    f"the config of the {name} {model.path} is not on this machine: its size is "
+                    "assumed to be the policy's"
                 )

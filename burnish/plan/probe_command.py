@@ -32,7 +32,7 @@ class Probed:
 
     factors: Factors
     """Measured / planned memory of the last completed stage, by phase."""
-    whole: bool
+    completed: bool
     """True if the last stage, the recipe's full size, was completed."""
 
 
@@ -40,40 +40,47 @@ def probe_recipe(config: JobConfig, say: Callable[[str], None]) -> Probed:
     """Probe a recipe on this machine and print the result of each stage. Raises PlanError."""
     hardware = hardware_of(config)
     if hardware is None:
-        raise PlanError("--probe measures this machine, and the recipe's GPUs are not in it")
+        raise PlanError(
+            "--probe measures this machine, which has none of the recipe's GPUs; run it on a node "
+            "with GPUs, or remove --probe to get the plan"
+        )
     limit = _free(hardware)
-    say(f"probe on {hardware}; {limit / 1e9:.2f} GB free, tried up to {ROOM:.0%} of it")
+    say(f"probe on {hardware}; {limit / 1e9:.2f} GB free, of which stages may use {ROOM:.0%}")
     factors: Factors = {}
     stages = probe_stages(config, hardware)
-    whole = planned(stages[-1], hardware)
+    full_size = planned(stages[-1], hardware)
     for number, stage in enumerate(stages, 1):
         plans = planned(stage, hardware)
-        say(f"\nrung {number} of {len(stages)}: {stage.name} ({' '.join(stage.overrides)})")
+        say(f"\nstage {number} of {len(stages)}: {stage.name} ({' '.join(stage.overrides)})")
         need = _predicted(plans, factors, sharing=stage.ranks if hardware.gpu is None else 1)
         if need > ROOM * limit:
-            say(f"  not tried: {need / 1e9:.2f} GB predicted of {limit / 1e9:.2f}")
-            return _ended(factors, whole, say, reached=False)
+            say(f"  skipped: predicted {need / 1e9:.2f} of {limit / 1e9:.2f} GB")
+            return _summary(factors, full_size, say, completed=False)
         found = _run(stage, list(plans), on_gpu=hardware.gpu is not None)
         if isinstance(found, str):
-            say(f"  {found} ({need / 1e9:.2f} GB were predicted of {limit / 1e9:.2f})")
-            return _ended(factors, whole, say, reached=False)
-        factors = _told(plans, found, say)
-    return _ended(factors, whole, say, reached=True)
+            say(f"  {found} (predicted: {need / 1e9:.2f} of {limit / 1e9:.2f} GB)")
+            return _summary(factors, full_size, say, completed=False)
+        factors = _measurements(plans, found, say)
+    return _summary(factors, full_size, say, completed=True)
 
 
-def _ended(
-    factors: Factors, whole: Mapping[str, PlannedPeak], say: Callable[[str], None], *, reached: bool
+def _summary(
+    factors: Factors,
+    full_size: Mapping[str, PlannedPeak],
+    say: Callable[[str], None],
+    *,
+    completed: bool,
 ) -> Probed:
     """Print the correction factors of the last stage, and the corrected memory of the recipe's full
     size."""
     if factors:
         words = ", ".join(f"{phase} {value:.2f}" for phase, value in factors.items())
-        say(f"\ncorrection (measured / planned, last rung): {words}")
-        sizes = {p: x.overhead + x.tensors * factors.get(p, 1.0) for p, x in whole.items()}
+        say(f"\ncorrection factors (measured / planned, last completed stage): {words}")
+        sizes = {p: x.overhead + x.tensors * factors.get(p, 1.0) for p, x in full_size.items()}
         words = ", ".join(f"{phase} {_gb(size)}" for phase, size in sizes.items())
-        say(f"the recipe's own size, corrected, in GB a rank: {words}")
-    say("the recipe's own size was reached" if reached else "stopped before the recipe's own size")
-    return Probed(factors, reached)
+        say(f"corrected plan at the recipe's full size, GB per rank: {words}")
+    say(f"the probe {'completed' if completed else 'stopped before'} the recipe's full size")
+    return Probed(factors, completed)
 
 
 def _free(hardware: Hardware) -> float:
@@ -139,7 +146,7 @@ def _start(task: dict[str, Any]) -> subprocess.Popen[str]:
     )
     assert process.stdin is not None
     process.stdin.write(json.dumps(task) + "\n")
-    process.stdin.flush()  # and keep it open while this process lives
+    process.stdin.flush()  # kept open until this process exits
     return process
 
 
@@ -149,7 +156,7 @@ def _result(process: subprocess.Popen[str]) -> dict[str, Any]:
     code = process.wait()
     if not lines:
         raise _FailedError(
-            f"a rank was ended by signal {-code}: out of host memory, most likely"
+            f"a rank was killed by signal {-code}, probably because host memory ran out"
             if code < 0
             else f"a rank failed with exit code {code}"
         )
@@ -169,13 +176,13 @@ def _most(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _told(
+def _measurements(
     plans: Mapping[str, PlannedPeak], found: Mapping[str, Any], say: Callable[[str], None]
 ) -> Factors:
     """Print the measurements and return measured / planned by phase."""
     factors: Factors = {}
     counted = all(values["tensors"] is not None for values in found.values())
-    say(f"  GB of {'tensors' if counted else 'the whole process'}")
+    say(f"  GB of {'tensors' if counted else 'the process (resident)'}")
     say(_HEAD)
     for phase, values in found.items():
         plan = plans[phase]

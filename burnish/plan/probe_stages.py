@@ -40,25 +40,26 @@ def probe_stages(config: JobConfig, hardware: Hardware) -> list[ProbeStage]:
     role = job.trained
     if role is None or job.batch is None:
         raise PlanError(
-            f"--probe trains a model, and the job {job.job} has none; leave it out for the plan"
+            f"--probe measures training, but the job {job.job} trains no model; remove --probe to "
+            "get the plan"
         )
     if role.distillation is not None:
         raise PlanError(
-            "--probe does not run the teacher that a distillation needs; leave it out for the plan"
+            "--probe cannot run the teacher of a distillation; remove --probe to get the plan"
         )
     most = _ranks_here(role, hardware)
     sizes = list(_sizes(role, job.batch))
     found = [
-        (f"{share:.0%} of the length", (*_lengths(role, share), *_one_rank(config), *sizes[0]))
+        (f"{share:.0%} of the row length", (*_lengths(role, share), *_one_rank(config), *sizes[0]))
         for share in LENGTHS
     ]
     found += [("larger micro-batch", (*_one_rank(config), *size)) for size in sizes[1:]]
     counts = [2**k for k in range(1, most.bit_length()) if 2**k < most] + [most] * (most > 1)
     found += [(f"{n} ranks", (*_on_ranks(n), *sizes[-1])) for n in counts]
-    return list(_that_load(config, found))
+    return list(_valid_only(config, found))
 
 
-def _that_load(
+def _valid_only(
     config: JobConfig, found: Iterable[tuple[str, tuple[str, ...]]]
 ) -> Iterator[ProbeStage]:
     """Yield the stages whose recipe is valid, skipping batch sizes that do not divide."""
@@ -142,7 +143,7 @@ def probed_roles(config: JobConfig) -> tuple[TrainRole, ...]:
     """Return the roles with a train engine that are colocated with the trained role."""
     job = config.resolve()
     first = job.trained
-    assert first is not None, "refused by ladder"
+    assert first is not None, "probe_stages rejects jobs that train no model"
     if job.inline:
         return job.train_roles
     together = next(place.roles for place in placement_groups(config) if first.name in place.roles)

@@ -30,14 +30,14 @@ class RoleMemory:
     pool: str
     """Name of the process. Roles with the same pool share a process and its allocator."""
     resident: Mapping[str, Items]
-    """Phase -> items that exist whether the role works or not."""
+    """Phase -> items that exist in the phase even if the role is idle."""
     passing: Mapping[str, Items]
-    """Phase -> items that exist while the role works."""
+    """Phase -> items that exist only while the role computes."""
     first: Mapping[str, Items] = field(default_factory=dict)
     """Phase -> host memory of the first rank only."""
     setup: EngineSetup | None = None
     disk: float = 0.0
-    works: tuple[Pass, ...] = ()
+    passes: tuple[Pass, ...] = ()
     """Traced passes."""
     notes: tuple[str, ...] = ()
     problem: str | None = None
@@ -115,7 +115,7 @@ def peaks_of(setup: EngineSetup, work: Pass, margin: float) -> tuple[Peaks, floa
         )
         note = (
             f"{setup.shape.name} could not be traced on fake tensors ({error}); its activations "
-            f"are from the formula in docs/memory.md, with {margin:.0%} added"
+            f"are computed by the formula in docs/memory.md, with {margin:.0%} added"
         )
         return wider, extra, note
 
@@ -152,7 +152,7 @@ def with_fragmentation(context: Context, items: Items) -> Items:
         return items
     share = context.over["fragmentation"]
     size = share * model_state.total(items)
-    lost = Item("overhead", size, f"{share:.0%} of passing memory, lost between blocks")
+    lost = Item("overhead", size, f"fragmentation: {share:.0%} of temporary memory")
     return (*items, lost) if size else items
 
 

@@ -83,7 +83,7 @@ def _local_role(
     resident["load"] = always
     loads: Items = ()
     if own and gpu:
-        loads = (Item("parameters", own[0].bytes, f"read: {own[0].how}", "host"),)
+        loads = (Item("parameters", own[0].bytes, f"model file: {own[0].how}", "host"),)
     return RoleMemory(
         role=role.name,
         ranks=role.ranks,
@@ -93,7 +93,7 @@ def _local_role(
             "load": loads,
             "rollout": with_fragmentation(context, tuple(i for i in passing if i not in kept)),
         },
-        works=(work,),
+        passes=(work,),
         notes=(f"rollout: {note}",) if note else (),
         guessed=extra,
     )
@@ -112,8 +112,8 @@ def _vllm_role(
     dtype = role.dtype
     common: dict[str, Any] = {"role": role.name, "ranks": role.ranks, "pool": "vllm"}
     size = shape.parameters * SIZES[dtype]
-    whole = Item("parameters", size, "the model read by the worker", "host")
-    reads = () if context.job.inline and role.of_policy else (whole,)
+    model = Item("parameters", size, "model read by the worker", "host")
+    reads = () if context.job.inline and role.of_policy else (model,)
     if context.hardware.gpu is None:
         weights, cache = vllm_on_cpu(shape, engine, demand, dtype)
         always: Items = (*overhead(context, 1), weights, cache)
@@ -141,10 +141,10 @@ def _vllm_role(
         resident["sync"] = (*process, found.weights, found.rest)  # cache not yet allocated
     first: dict[str, Items] = {"load": reads}
     if engine.tensor_parallel_size > 1:
-        copy = replace(whole, how="weights for the other processes, in /dev/shm")
+        copy = replace(model, how="weights for the other processes, in /dev/shm")
         first = {"load": (*reads, copy), "sync": (copy,)}
     if context.has_store:
-        store = replace(whole, how="Ray's object store: weights of the last sync, pulled here")
+        store = replace(model, how="weights of the last sync, in this node's object store")
         for phase in ("sync", "rollout"):
             first[phase] = (*first.get(phase, ()), store)
     return RoleMemory(
@@ -154,7 +154,7 @@ def _vllm_role(
         first=first,
         problem=found.problem,
         notes=(
-            f"rollout: vLLM's cache holds {found.cache_tokens} tokens, "
+            f"rollout: vLLM's KV cache has space for {found.cache_tokens} tokens, "
             f"{found.cache_tokens / demand.longest:.1f} rows of {demand.longest}",
         ),
     )

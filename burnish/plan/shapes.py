@@ -145,7 +145,8 @@ def shape_from_config(
             network: Any = AutoModelForCausalLM.from_config(config)
     except (ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
         raise PlanError(
-            f"{name}: transformers cannot make a language model of its config ({source}): {error}"
+            f"{name}: transformers cannot build a language model from its config ({source}): "
+            f"{error}"
         ) from error
     return ModelShape(
         name=name,
@@ -208,7 +209,7 @@ def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
 def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
     """Return the HuggingFace config of a model and its origin. Raises PlanError."""
     if model.scratch is not None:
-        return _scratch_config(model.scratch), "made from scratch"
+        return _scratch_config(model.scratch), "model.scratch"
     path = str(model.path)
     options: dict[str, Any] = {"gguf_file": model.gguf_file} if model.gguf_file else {}
     try:
@@ -222,7 +223,10 @@ def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
     except (OSError, ValueError, KeyError, ImportError) as error:
         return _from_table(path, error)
     is_folder = Path(path).is_dir()
-    return found, f"{path}/config.json" if is_folder else f"config of {path} in the hub's cache"
+    return (
+        found,
+        f"{path}/config.json" if is_folder else f"config of {path} in the HuggingFace cache",
+    )
 
 
 def _scratch_config(scratch: ScratchConfig) -> PretrainedConfig:
@@ -248,13 +252,13 @@ def _from_table(path: str, error: Exception) -> tuple[PretrainedConfig, str]:
         reason = library_text(error)
         raise PlanError(
             f"the sizes of the model {path} are not known: no config.json could be read ({reason}),"
-            f" and it is not in the table of well-known models ({names}); put the model's "
-            "config.json into a folder and give that folder as model.path"
+            f" and it is not in the table of known models ({names}); put its config.json into a "
+            "folder and set model.path to that folder"
         ) from error
     fields = copy.deepcopy(entry["config"])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     source = entry.get("recipe") or f"huggingface.co/{entry['source']}"
-    return config, f"built-in table, after {source}"
+    return config, f"built-in table, from {source}"
 
 
 @functools.lru_cache(maxsize=1)

@@ -58,7 +58,7 @@ class TimePlan:
     def to_text(self) -> str:
         """Return the estimate as text, slowest phase first."""
         lines = [
-            f"time (an estimate from peaks and assumed shares of them): {self.seconds:.1f} s for a "
+            f"time (estimated from peak speeds and assumed efficiencies): {self.seconds:.1f} s per "
             f"step, {self.samples_per_s:.2f} samples/s"
         ]
         for part in sorted(self.parts, key=lambda p: -p.seconds):
@@ -83,12 +83,12 @@ def estimate(config: JobConfig, hardware: Hardware) -> TimePlan:
 
 
 def _idle(config: JobConfig, parts: Sequence[Part]) -> dict[str, float]:
-    whole = sum(p.seconds for p in parts)
-    if config.cluster.runtime == "inline" or not whole:
+    duration = sum(p.seconds for p in parts)
+    if config.cluster.runtime == "inline" or not duration:
         return {}
     return {
         "+".join(placement.roles): 1.0
-        - sum(p.seconds for p in parts if p.role in placement.roles or p.phase == "sync") / whole
+        - sum(p.seconds for p in parts if p.role in placement.roles or p.phase == "sync") / duration
         for placement in placement_groups(config)
     }
 
@@ -175,23 +175,23 @@ class _Clock:
             sent = 2 * sums * (passes if once else self.updates)
         wait = sent / self.link_bytes_per_s(setup.ranks)
         if wait > compute:
-            return wait, f"waits for links: {sent / 1e9:.0f} GB a rank (computing: {compute:.1f} s)"
-        return compute, f"computes {work:.2e} FLOPs a rank" + (
-            f" (links: {wait:.1f} s)" if wait else ""
+            return wait, (f"communication: {sent / 1e9:.0f} GB per rank (compute: {compute:.1f} s)")
+        return compute, f"compute: {work:.2e} FLOPs per rank" + (
+            f" (communication: {wait:.1f} s)" if wait else ""
         )
 
     def _step(self, setup: EngineSetup, role: str) -> Part:
         engine = setup.train.engine
-        cut = setup.sharded or (isinstance(engine, DeepSpeedEngine) and engine.zero_stage > 0)
-        own = setup.trained / (setup.ranks if cut else 1)
+        sharded = setup.sharded or (isinstance(engine, DeepSpeedEngine) and engine.zero_stage > 0)
+        own = setup.trained / (setup.ranks if sharded else 1)
         if engine.offloads_optimizer and self.hardware.gpu is not None:
             node = min(setup.ranks, self.hardware.gpus_per_node)
             host = own * 28 * node / (self.share["host_adam_gbs"] * 1e9)
             seconds = host + own * (4 + setup.weight_size) / self.pcie_bytes_per_s()
-            how = f"on the host: {own * node / 1e9:.1f}e9 parameters of a node"
+            how = f"Adam on the host: {own * node / 1e9:.1f}e9 parameters per node"
         else:
             seconds = own * 28 / self.memory_bytes_per_s()
-            how = f"Adam over {own / 1e9:.2f}e9 parameters a rank"
+            how = f"Adam: {own / 1e9:.2f}e9 parameters per rank"
         return Part(role, "step", self.updates * seconds, f"{self.updates} x {how}")
 
     def _sync(self, setup: EngineSetup) -> Part:
@@ -201,7 +201,7 @@ class _Clock:
             copies = rollout is not None and isinstance(rollout.engine, VllmEngine)
             seconds = size / self.memory_bytes_per_s() * (2 if copies else 0)
             return Part(
-                "policy", "sync", seconds, "copied inside of the GPU" if copies else "shared"
+                "policy", "sync", seconds, "copy within the GPU" if copies else "shared weights"
             )
         steps = 2 * size / self.pcie_bytes_per_s()
         if self.hardware.nodes > 1:
@@ -236,7 +236,7 @@ class _Clock:
         prefill = sequences / role.samples_per_prompt * prompt * flops(shape, prompt) / parts
         seconds = prefill / self.flops_per_s(dtype != "fp32")
         return [
-            Part("rollout", "prefill", seconds, f"{prefill:.2e} FLOPs a GPU"),
+            Part("rollout", "prefill", seconds, f"compute: {prefill:.2e} FLOPs per GPU"),
             Part(
                 "rollout",
                 "decode",

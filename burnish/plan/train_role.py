@@ -62,8 +62,8 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
     resident = {phase: always for phase in PHASES}
     resident["load"] = tuple(i for i in always if not i.how.startswith("moments"))
     worst = max(model_state.total(items) for items in passing.values())
-    unsharded, said = _unsharded(setup, model_state.total(always) + worst)
-    notes += [f"{role.name}: {said}"] if said else []
+    unsharded, note = _unsharded(setup, model_state.total(always) + worst)
+    notes += [f"{role.name}: {note}"] if note else []
     return RoleMemory(
         role=role.name,
         ranks=role.ranks,
@@ -73,7 +73,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
         first=first,
         setup=setup,
         disk=model_state.checkpoint_bytes(setup),
-        works=tuple(passes.values()),
+        passes=tuple(passes.values()),
         notes=tuple(dict.fromkeys(notes)),
         guessed=guessed + unsharded,
     )
@@ -122,9 +122,9 @@ def _unsharded(setup: EngineSetup, held: float) -> tuple[float, str | None]:
     if parts == 1 or setup.unsharded is not None:
         return 0.0, None
     return held * (1 - 1 / parts), (
-        f"tensor_parallel_size={parts} is counted as if every rank had whole layers, because no "
-        f"config describes a part of {setup.shape.name}: an upper bound, for which no run is "
-        "refused"
+        f"the plan assumes complete layers on every rank despite tensor_parallel_size={parts}, "
+        f"because no config describes a part of {setup.shape.name}: an upper bound, for which no "
+        "run is refused"
     )
 
 
@@ -219,7 +219,7 @@ def _at_stage(setup: EngineSetup, peaks: Peaks, stage: str, accumulates: bool) -
     output = min(peaks.output, others) if stage in ("forward", "head") else 0.0
     items = [
         Item("activations", others - output, f"{peaks.how}; stage {stage}"),
-        Item("logits/loss", output, "log-prob head, logits of one chunk at a time"),
+        Item("logits/loss", output, "log-prob head, logits of one chunk"),
     ]
     trains = setup.trainable and any(peaks.total[s] > peaks.other[s] for s in peaks.total)
     if setup.sharded or isinstance(setup.train.engine, DeepSpeedEngine):
@@ -228,7 +228,7 @@ def _at_stage(setup: EngineSetup, peaks: Peaks, stage: str, accumulates: bool) -
             items += model_state.gradients_in_pass(setup, stage, accumulates=accumulates)
     elif trains:
         grad = peaks.total[stage] - others
-        items.append(Item("gradients", grad, f"there in the stage {stage}, traced"))
+        items.append(Item("gradients", grad, f"traced; stage {stage}"))
     return tuple(i for i in items if i.bytes)
 
 
@@ -239,28 +239,28 @@ def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[
     engine, whole = setup.train.engine, setup.model.parameters
     in_parts = model.path is not None and model.gguf_file is None
     if in_parts and setup.sharded and isinstance(engine, TorchEngine):
-        how = "each rank reads its own rows, one weight at a time"
+        how = "largest weight; each rank reads its own rows"
         largest = Item("parameters", 4.0 * setup.largest_tensor / setup.ranks, how)
         return (largest,), ()
     lora = bool(setup.shape.adapters)
     size = 4 if setup.trainable and not lora else setup.weight_size
-    host = Item("parameters", whole * size, f"read: {whole / 1e9:.3f}e9 x {size} B", "host")
+    host = Item("parameters", whole * size, f"model file: {whole / 1e9:.3f}e9 x {size} B", "host")
     zero = isinstance(engine, DeepSpeedEngine)
     if isinstance(engine, DeepSpeedEngine) and engine.zero_init:
         part = whole / setup.ranks * (0 if size == setup.weight_size else size)
-        how = "zero_init: shards as they were read, and the largest weight whole"
+        how = "zero_init: shards in the format of the file + largest weight, unsharded"
         return (Item("parameters", setup.largest_tensor * size + part, how),), ()
     if context.hardware.gpu is None:
         host = replace(host, where="device")
-    cut = setup.sharded or setup.unsharded is not None or (zero and setup.trainable)
-    if not cut:
+    sharded = setup.sharded or setup.unsharded is not None or (zero and setup.trainable)
+    if not sharded:
         return (), (host,) if context.hardware.gpu is not None else ()
     if zero and setup.trainable:  # the fp32 weights stay in host memory: train/engines.py
         size = setup.weight_size
     elif isinstance(engine, TorchEngine) and engine.cpu_offload:
-        return (Item("parameters", 4.0 * setup.largest_tensor, "one weight at a time"),), (host,)
+        return (Item("parameters", 4.0 * setup.largest_tensor, "largest weight"),), (host,)
     kept = model_state.total(i for i in model_state.state(setup) if i.name == "parameters")
-    how = f"whole on every rank before it is cut: {whole / 1e9:.3f}e9 x {size} B"
+    how = f"unsharded on every rank while loading: {whole / 1e9:.3f}e9 x {size} B"
     item = Item("parameters", max(0.0, whole * size - kept), how)
     return (item,), (host,) if context.hardware.gpu is not None else ()
 
@@ -270,7 +270,7 @@ def _saving(context: Context, setup: EngineSetup) -> Items:
     where: Where = "device" if context.hardware.gpu is None else "host"
     if isinstance(setup.train.engine, DeepSpeedEngine):
         size = 8.0 * setup.largest_tensor
-        return (Item("parameters", size, "one whole fp32 weight and its bytes", where),)
+        return (Item("parameters", size, "largest weight in fp32, and its bytes", where),)
     if setup.sharded:
         if where == "device":  # already in host memory
             return ()
@@ -278,8 +278,15 @@ def _saving(context: Context, setup: EngineSetup) -> Items:
         if setup.unsharded is not None:
             parts *= setup.train.engine.tensor_parallel_size
         size = model_state.checkpoint_bytes(setup) / parts
-        return (Item("optimizer", size, "this rank's state, copied to be written", where),)
-    return (Item("optimizer", 4.0 * setup.trained, "one kind of tensors as bytes", where),)
+        return (Item("optimizer", size, "copy of this rank's state", where),)
+    return (
+        Item(
+            "optimizer",
+            4.0 * setup.trained,
+            "bytes of one set of tensors (masters or a moment)",
+            where,
+        ),
+    )
 
 
 def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
@@ -287,5 +294,5 @@ def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:
     if not context.has_store:
         return {}
     size = setup.model.parameters * setup.weight_size
-    item = Item("parameters", size, "Ray's object store: weights of the last sync", "host")
+    item = Item("parameters", size, "weights of the last sync, in Ray's object store", "host")
     return {phase: (item,) for phase in PHASES if phase != "load"}

@@ -1,4 +1,4 @@
-"""What a train step really holds, counted on real tensors, against what fake tensors said."""
+"""Peak memory of a train step: counted on real tensors and predicted from fake ones."""
 
 import itertools
 from dataclasses import replace
@@ -43,7 +43,7 @@ def batch_of(rows):
 
 
 def measured(config, work, passes):
-    """Most bytes of a real forward_backward beside weights, masters and moments."""
+    """Return the peak bytes of a real forward_backward, excluding weights, masters and moments."""
     train = TrainConfig(
         train_batch_size=1,
         layout=work.layout,
@@ -102,7 +102,7 @@ def case(hidden, layers, count, length, passes=1, **more):
 @pytest.mark.parametrize(
     "settings", GRID, ids=lambda s: " ".join(f"{k}={v}" for k, v in s.items() if k != "lora")
 )
-def test_a_real_pass_holds_what_was_predicted_within_a_tenth(settings):
+def test_measured_peak_of_a_pass_is_within_10_percent_of_the_prediction(settings):
     config, work, passes = case(**settings)
     predicted = measure(key_of(shape_of(config)), work).peak
     real = measured(config, work, passes)
@@ -113,7 +113,7 @@ def test_a_real_pass_holds_what_was_predicted_within_a_tenth(settings):
 @pytest.mark.parametrize(
     "name", ["HuggingFaceTB/SmolLM2-135M", "google/gemma-3-270m", "Qwen/Qwen3-0.6B"]
 )
-def test_two_depths_extended_are_the_whole_model(name, checkpointing):
+def test_extrapolation_from_two_depths_equals_the_full_trace(name, checkpointing):
     """Every layer of the real shapes traced, against the line through two depths (three for two
     kinds of layers): equal but for 0.1%, single tensors that are freed a moment earlier."""
     shape = shape_of(ModelConfig(path=name))
@@ -122,7 +122,7 @@ def test_two_depths_extended_are_the_whole_model(name, checkpointing):
     assert measure(key_of(shape), work).peak == pytest.approx(whole.peak, rel=1e-3)
 
 
-def test_activations_under_checkpointing_grow_by_one_row_of_states_per_layer():
+def test_checkpointing_adds_one_hidden_state_per_layer():
     """28 layers more keep 28 x 2048 tokens x 3584 x 2 B = 411 MB more, and nothing else."""
     shape = shape_of(ModelConfig(path="Qwen/Qwen2.5-7B"))
     deeper = {"num_hidden_layers": 56, "layer_types": None}
@@ -175,7 +175,7 @@ def test_one_mask_is_planned_for_all_layers():
     assert masked - plain <= 0  # one token less
 
 
-def test_scores_are_counted_where_no_fused_kernel_takes_the_format():
+def test_attention_scores_are_counted_if_no_fused_kernel_supports_the_dtype():
     """bf16 before compute capability 8.0: [2, 4, 300, 300] scores in fp32 are 2.9 MB a layer, kept
     for backward with their softmax."""
     shape, rows = shape_of(model(64, 4)), rows_of(2, 300, 150)
@@ -186,7 +186,7 @@ def test_scores_are_counted_where_no_fused_kernel_takes_the_format():
     assert scores - fused > 4 * 2 * 4 * 300 * 300 * 4
 
 
-def test_the_counter_sees_what_is_freed():
+def test_the_counter_subtracts_freed_tensors():
     """1000 x 1000 fp32 are 4e6 bytes: a product of two, one of which goes, then a view."""
     x = torch.randn(1000, 1000)
     with LiveBytes() as live:

@@ -1,4 +1,4 @@
-"""Public out-of-memory reports, planned: the verdicts that docs/memory.md tells."""
+"""Public out-of-memory reports, planned: the verdicts that docs/memory.md lists."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def plan_of(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['report']} {c['fits']}")
-def test_a_reported_run_is_planned_as_the_documentation_says(case):
+def test_the_verdict_on_a_reported_run_matches_the_documentation(case):
     assert plan_of(case).fits == case["fits"]
 
 

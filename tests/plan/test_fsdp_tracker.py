@@ -101,7 +101,7 @@ def settings(hidden: int, layers: int, **more: Any) -> tuple[EngineSpec, Pass]:
 
 
 @pytest.mark.parametrize("case", GRID, ids=lambda c: " ".join(f"{k}={v}" for k, v in c.items()))
-def test_the_plan_of_a_sharded_engine_is_what_torchs_tracker_counts(
+def test_plan_of_a_sharded_engine_matches_torchs_memory_tracker(
     case: dict[str, Any], ranks: RankGroup
 ) -> None:
     """Between 0.98 and 1.10 of it, once a layer is taken off that is gathered ahead only where
@@ -121,6 +121,6 @@ def test_the_plan_of_a_sharded_engine_is_what_torchs_tracker_counts(
 
 
 def gathered_ahead(setup: EngineSetup, items: tuple[Item, ...]) -> float:
-    """Of one pass: the next layer's weights, beside its all-gather."""
-    ahead = any(i.how.startswith("this layer and the next") for i in items)
+    """Return the bytes of the next layer's weights in a pass, without its all-gather buffer."""
+    ahead = any(i.how.startswith("(current and next layer") for i in items)
     return setup.largest("layer") * setup.weight_size * ahead

@@ -59,11 +59,11 @@ def per_parameter(s, where="device"):
         ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
     ],
 )
-def test_a_well_known_model_has_the_number_of_parameters_of_its_model_card(name, count):
+def test_parameter_counts_match_the_model_cards(name, count):
     assert shape_of(ModelConfig(path=name)).parameters == count
 
 
-def test_every_entry_of_the_table_of_models_can_be_made():
+def test_every_model_in_the_table_can_be_built():
     for name, entry in known_models().items():
         least = 1e8 if "source" in entry else 1e5  # models of the hub, and of shipped recipes
         assert shape_of(ModelConfig(path=f"owner/{name}")).parameters > least
@@ -72,7 +72,7 @@ def test_every_entry_of_the_table_of_models_can_be_made():
 @pytest.mark.parametrize(
     "lora", [None, LoraConfig(lora_rank=4), LoraConfig(target_modules=("q_proj", "down_proj"))]
 )
-def test_a_shape_counts_what_the_loaded_model_has(lora):
+def test_shape_matches_the_loaded_model(lora):
     config = SCRATCH.model_copy(update={"lora": lora})
     model, shape = load_causal_lm(config), shape_of(config)
     adapters = sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n)
@@ -80,14 +80,14 @@ def test_a_shape_counts_what_the_loaded_model_has(lora):
     assert shape.parameters + shape.adapters == sum(p.numel() for p in model.parameters())
 
 
-def test_a_scalar_model_has_one_output_in_place_of_the_vocabulary():
+def test_scalar_model_has_one_output():
     shape = shape_of(SCRATCH, scalar=True)
     assert shape.parameters == sum(
         p.numel() for p in load_scalar_model(SCRATCH, new_head="random").parameters()
     )
 
 
-def test_units_are_what_fsdp_gathers():
+def test_units_match_fsdp_gathers():
     """Llama-3-8B: 32 layers of 218,112,000; embedding and head 128256 x 4096 each, and a norm."""
     shape = shape_of(ModelConfig(path="meta-llama/Meta-Llama-3-8B"))
     assert [u.numel for u in shape.layers] == [218_112_000] * 32
@@ -132,8 +132,8 @@ def test_deepspeed_divides_by_stage(stage, options, device, host):
     assert per_parameter(s, "host") == pytest.approx(host)
 
 
-def test_hpz_keeps_a_second_shard_inside_of_the_node():
-    """2 B / 8 more than without, over groups of 8 of 32 ranks."""
+def test_hpz_adds_a_second_shard_within_the_node():
+    """2 B / 8 more than without hpZ, over groups of 8 of 32 ranks."""
     plain = setup(ranks=32, engine={"kind": "deepspeed", "zero_stage": 3})
     more = setup(
         ranks=32, engine={"kind": "deepspeed", "zero_stage": 3, "zero_hpz_partition_size": 8}
@@ -154,7 +154,7 @@ def test_lora_trains_the_adapters_only():
 
 
 @pytest.mark.parametrize(("ema", "size"), [(None, 12), (0.99, 16)])
-def test_a_checkpoint_that_is_written_in_the_background_is_held_twice_on_the_host(ema, size):
+def test_background_checkpoint_adds_a_host_copy(ema, size):
     """Masters, two moments and the moving average, 4 B each, of this rank's part."""
     plain = setup(ranks=8, engine={"kind": "torch", "sharding": "full"}, ema_decay=ema)
     copied = replace(plain, saves_in_background=True)
@@ -170,7 +170,7 @@ def test_a_frozen_model_has_weights_only():
     assert per_parameter(s) == pytest.approx(2 / 32, abs=0.0002)
 
 
-def test_what_fsdp_gathers_does_not_grow_with_depth():
+def test_fsdp_gathers_are_independent_of_depth():
     """M4: two layers, and the ends."""
     short = shape_of(ModelConfig(path="Qwen/Qwen2.5-7B"))
     config = type(short.config)(
@@ -183,7 +183,7 @@ def test_what_fsdp_gathers_does_not_grow_with_depth():
     assert sizes[0] == sizes[1]
 
 
-def test_a_checkpoint_is_12_bytes_per_trained_parameter_whatever_the_ranks():
+def test_checkpoint_is_12_bytes_per_trained_parameter_for_any_number_of_ranks():
     s = setup(ranks=32, engine={"kind": "deepspeed", "zero_stage": 3})
     assert checkpoint_bytes(s) == 12 * LLAMA_8B
     assert checkpoint_bytes(setup(ema_decay=0.9)) == 16 * LLAMA_8B

@@ -1,4 +1,4 @@
-"""Plans of whole recipes: the nine-node one, this machine, bad input, what is refused."""
+"""Plans of complete recipes: the nine-node recipe, this machine, invalid input, rejected runs."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_the_nine_node_recipe_fits_with_a_wide_margin():
 
 
 def test_gathers_that_are_never_released_do_not_fit():
-    """DeepSpeed 0.16.0 to 0.16.7: all 70.55e9 x 2 B = 141 GB are whole on every GPU."""
+    """DeepSpeed 0.16.0 to 0.16.7: all 70.55e9 x 2 B = 141 GB are replicated on every GPU."""
     plan = nine(assume=["unreleased-gathers"])
     assert not plan.fits and plan.cannot_run
     worst = max(peaks_of(plan, "policy"), key=lambda p: p.bytes)
@@ -70,7 +70,7 @@ def test_gathers_that_are_never_released_do_not_fit():
     assert max(p.bytes for p in peaks_of(plan, "reference")) < 30e9  # has no checkpointing
 
 
-def test_a_cluster_with_too_few_gpus_is_an_error_with_both_numbers():
+def test_too_few_gpus_is_an_error_with_both_counts():
     with pytest.raises(PlanError, match=r"needs 72 GPUs.*8x8xA800-80GB has 64"):
         nine(cluster="8x8xA800-80GB")
     with pytest.raises(PlanError, match="one worker's GPUs have to be in one node"):
@@ -79,7 +79,7 @@ def test_a_cluster_with_too_few_gpus_is_an_error_with_both_numbers():
         make_plan(load_config(NINE), this_machine())
 
 
-def test_host_memory_is_that_of_the_fullest_node():
+def test_host_memory_is_checked_on_the_fullest_node():
     """8 ranks x 70.55e9 / 32 x 20 B (masters, moments, sums, gradient of the step) = 353 GB, with
     processes. Where weights go through Ray's object store 70.55e9 x 2 B = 141 GB more."""
     plan = nine()
@@ -102,7 +102,7 @@ def test_a_plan_as_json_has_its_verdict_and_every_row():
     assert {row["phase"] for row in tree["rows"]} == set(PHASES)
 
 
-def test_every_number_of_the_table_has_its_sum():
+def test_every_number_of_the_table_has_its_calculation():
     text = nine().to_text(details=True)
     assert "fp32 masters: 70.554e9 / 32 x 4 B" in text
     assert "train_batch_size (B)                128" in text
@@ -115,8 +115,8 @@ RECIPES = sorted(set((ROOT / "recipes").glob("*.yaml")) - {ROOT / "recipes" / "t
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_shipped_recipe_is_planned_and_fits_without_options(recipe, monkeypatch, tmp_path):
-    """Where the recipe before it has not run, and on the cluster that the recipe names."""
+def test_every_shipped_recipe_fits_without_options(recipe, monkeypatch, tmp_path):
+    """On the cluster of the recipe, and before the preceding recipe of a chain has run."""
     monkeypatch.chdir(tmp_path)
     config = load_config(recipe)
     text, fits = plan_text(config, PlanOptions())
@@ -124,7 +124,7 @@ def test_every_shipped_recipe_is_planned_and_fits_without_options(recipe, monkey
     assert config.cluster.hardware is None or config.cluster.hardware.split("x")[-1] in text
 
 
-def test_a_recipe_that_fits_its_own_cluster_is_planned_for_another_by_the_option():
+def test_cluster_option_overrides_the_cluster_of_the_recipe():
     config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
     text, _ = plan_text(config, PlanOptions(cluster="RTX4090-24GB"))
     assert "1x1xRTX4090-24GB" in text
@@ -133,20 +133,20 @@ def test_a_recipe_that_fits_its_own_cluster_is_planned_for_another_by_the_option
     assert "10x8xH100-80GB" in plan_text(named, PlanOptions(cluster="10x8xH100-80GB"))[0]
 
 
-def test_the_table_has_the_model_that_the_first_recipe_makes():
+def test_table_contains_the_scratch_model_of_the_first_recipe():
     made = shape_of(load_config(ROOT / "recipes" / "tiny_1_sft.yaml").model)
     listed = shape_of(load_config(ROOT / "recipes" / "tiny_grpo.yaml").model)
     assert listed.units == made.units and listed.parameters == made.parameters
 
 
-def test_a_cluster_that_the_recipe_names_must_be_of_the_form_and_known():
+def test_cluster_of_the_recipe_must_have_the_right_form_and_a_known_gpu():
     with pytest.raises(ConfigError, match="hardware='8 GPUs' is not of the form NODESxGPUSxNAME"):
         load_config(NINE, ["cluster.hardware=8 GPUs"])
     with pytest.raises(PlanError, match="the GPU 'Z9' is not known"):
         plan_text(load_config(NINE, ["cluster.hardware=9x8xZ9"]), PlanOptions())
 
 
-def test_write_needs_fit_and_a_file_that_can_be_written(tmp_path):
+def test_write_needs_fit_and_a_writable_file(tmp_path):
     config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
     with pytest.raises(PlanError, match="--fit is not given; add --fit"):
         plan_text(config, PlanOptions(write=tmp_path / "fits.yaml"))
@@ -156,19 +156,19 @@ def test_write_needs_fit_and_a_file_that_can_be_written(tmp_path):
         plan_text(config, PlanOptions(fit=True, write=tmp_path))
 
 
-def test_host_memory_and_network_that_are_given_are_this_machines_too():
+def test_host_memory_and_network_options_apply_to_this_machine():
     config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
     text, fits = plan_text(config, PlanOptions(host_gb=0.5))
     assert not fits and "on this machine, 0.5 GB" in text
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_the_recipes_for_one_node_fit_one_node(name):
+def test_recipes_for_one_node_fit_one_node(name):
     config = load_config(ROOT / "recipes" / f"llama3_8b_{name}_8gpu.yaml")
     assert make_plan(config, parse_cluster("8xA100-80GB")).fits
 
 
-def test_a_sequence_over_several_ranks_halves_what_passes_and_not_what_stays():
+def test_sequence_parallelism_halves_activations_but_not_state():
     base = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
     base["train"] = {**TINY["train"], "layout": "padded"}
     spread = {**base["train"], "engine": {"kind": "torch", "sequence_parallel_size": 2}}
@@ -189,7 +189,7 @@ def test_a_sequence_over_several_ranks_halves_what_passes_and_not_what_stays():
     assert rows[1]["activations"] <= 1.1 * rows[0]["activations"]
 
 
-def test_a_tensor_parallel_rank_has_its_part_and_nothing_is_guessed():
+def test_tensor_parallel_plan_needs_no_guess():
     tree = {**TINY, "cluster": {"runtime": "ray", "policy_ranks": 2, "gpus_per_worker": 1}}
     engine = {"kind": "torch", "tensor_parallel_size": 2}
     parallel = {**tree, "train": {**TINY["train"], "engine": engine}}
@@ -207,8 +207,8 @@ def test_a_tensor_parallel_rank_has_its_part_and_nothing_is_guessed():
     assert plans[0].models == plans[1].models
 
 
-def test_roles_that_share_a_gpu_take_turns_and_a_sleeping_vllm_counts_nothing():
-    """With caches that are kept, the worst of every process adds up, but for vLLM's."""
+def test_colocated_roles_take_turns_and_a_sleeping_vllm_is_not_counted():
+    """With kept caches, the peaks of all processes add up, except vLLM's."""
     config = load_config(ROOT / "recipes" / "llama3_8b_grpo_8gpu.yaml")
     hardware = parse_cluster("8xA100-80GB")
     turns, kept = (
@@ -231,7 +231,7 @@ def test_on_cpus_all_processes_share_the_memory_of_the_machine():
     )  # and the second copies of tiny tensors
 
 
-def test_a_local_cache_grows_as_the_engine_grows_it():
+def test_local_cache_is_planned_as_the_engine_grows_it():
     """4 slots of 16 + 8 positions; 2 layers x 2 x 2 heads x 16 x 4 B = 512 B a token, and one of
     four tensors twice while it grows."""
     from burnish.config.model import ModelConfig
@@ -245,7 +245,7 @@ def test_a_local_cache_grows_as_the_engine_grows_it():
     assert slots == 4 and item.bytes == 4 * 24 * 512 * 1.25
 
 
-def test_more_ranks_more_length_and_less_checkpointing_move_the_peak_the_right_way():
+def test_ranks_length_and_checkpointing_change_the_peak_in_the_right_direction():
     base = max(p.bytes for p in peaks_of(nine(), "policy"))
     assert max(p.bytes for p in peaks_of(nine("rollout.generate_max_len=4096"), "policy")) > base
     without = nine("train.gradient_checkpointing=false")
@@ -255,7 +255,7 @@ def test_more_ranks_more_length_and_less_checkpointing_move_the_peak_the_right_w
 # ---- what cannot be traced -------------------------------------------------------------------
 
 
-def test_a_model_that_cannot_be_traced_is_planned_by_the_formula_with_a_margin(monkeypatch):
+def test_model_that_cannot_be_traced_is_planned_by_formula_with_a_margin(monkeypatch):
     traced = make_plan(load_config(TINY), this_machine())
 
     def fail(*_):
@@ -270,7 +270,7 @@ def test_a_model_that_cannot_be_traced_is_planned_by_the_formula_with_a_margin(m
 
 
 @pytest.mark.parametrize("overrides", [(), ("train.gradient_checkpointing=true",)])
-def test_the_formula_is_near_the_trace(monkeypatch, overrides):
+def test_formula_is_within_a_factor_of_two_of_the_trace(monkeypatch, overrides):
     """Within a factor of two of what is traced; the margin is for that."""
     config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml", overrides)
     first = make_plan(config, this_machine())
@@ -292,19 +292,19 @@ def test_the_formula_is_near_the_trace(monkeypatch, overrides):
     ("text", "message"),
     [
         ("4x8xB300", "GPU 'B300' is not known.*Known: A100-80GB"),
-        ("8xA100", "say which: A100-80GB, A100-40GB"),
+        ("8xA100", "choose from A100-80GB, A100-40GB"),
         ("4x8", "not of the form"),
         ("0x8xA800-80GB", "not of the form"),
         ("", "not of the form"),
         ("2x2x2xH100-80GB", "not of the form"),
     ],
 )
-def test_a_cluster_that_is_not_known_says_what_is(text, message):
+def test_unknown_cluster_error_lists_the_known_gpus(text, message):
     with pytest.raises(PlanError, match=message):
         parse_cluster(text)
 
 
-def test_a_model_without_a_config_says_what_is_known(tmp_path):
+def test_model_without_a_config_error_lists_the_known_models(tmp_path):
     cases = {
         "nobody/nothing-9b": r"the sizes of the model nobody/nothing-9b are not known",
         str(tmp_path): r"model\.path: the model folder .* is empty",
@@ -314,7 +314,7 @@ def test_a_model_without_a_config_says_what_is_known(tmp_path):
             make_plan(load_config({**TINY, "model": {"path": path}}), this_machine())
 
 
-def test_a_folder_with_a_config_alone_is_enough(tmp_path, tiny_model):
+def test_a_folder_with_only_a_config_is_sufficient(tmp_path, tiny_model):
     tiny_model.config.save_pretrained(tmp_path)
     plan = make_plan(load_config({**TINY, "model": {"path": str(tmp_path)}}), this_machine())
     assert f"{sum(p.numel() for p in tiny_model.parameters()):,} parameters" in plan.to_text()
@@ -344,7 +344,7 @@ def test_users_add_gpus_in_a_file(tmp_path):
         load_tables(tmp_path / "none.yaml")
 
 
-def test_an_assumption_that_is_not_known_says_what_is():
+def test_unknown_assumption_error_lists_the_known_ones():
     with pytest.raises(PlanError, match="unreleased-gathers"):
         nine(assume=["good-luck"])
 
@@ -363,7 +363,7 @@ def test_fit_proposes_recipes_that_fit_the_fastest_first():
     assert again == found.proposals[0].config and make_plan(again, hardware).fits
 
 
-def test_where_nothing_fits_the_smallest_cluster_is_named():
+def test_if_nothing_fits_the_smallest_cluster_is_reported():
     """Masters and moments of 70e9 parameters: 1.1 TB do not go into 8 x 79 GiB with offload to a
     host of 100 GB."""
     recipe = {
@@ -393,7 +393,7 @@ def test_flops_are_two_per_parameter_and_token_and_attention():
     assert flops(shape, 2048) == pytest.approx(expected)
 
 
-def test_of_a_mixture_of_experts_a_token_uses_three_of_thirty_billion():
+def test_mixture_of_experts_counts_only_the_active_parameters():
     from burnish.config.model import ModelConfig
 
     shape = shape_of(ModelConfig(path="Qwen/Qwen3-30B-A3B"))
@@ -431,7 +431,7 @@ def test_fit_writes_the_first_proposal_as_a_recipe(tmp_path):
     result = CliRunner().invoke(app, ["plan", str(recipe), *options])
     assert result.exit_code == 0 and "settings tried" in result.stdout
     written = load_config(out)
-    assert written.cluster.hardware == "A100-80GB", "where it fits"
+    assert written.cluster.hardware == "A100-80GB", "the cluster on which it fits"
     assert plan_text(written, PlanOptions())[1]
 
 
@@ -439,33 +439,33 @@ def huge():
     return load_config({**TINY, "model": {"path": "meta-llama/Meta-Llama-3-70B"}})
 
 
-def test_a_run_that_cannot_fit_is_refused_before_anything_is_loaded(tmp_path):
+def test_run_that_does_not_fit_is_rejected_before_loading(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "label": "2"}\n' * 4, encoding="utf-8")
     data = huge().data.model_copy(update={"sources": (FileSource(path=str(rows)),)})
     config = huge().model_copy(update={"run_dir": str(tmp_path / "run"), "data": data})
-    with pytest.raises(DoesNotFitError, match=r"cannot fit(?s:.)*--force"):
+    with pytest.raises(DoesNotFitError, match=r"does not fit(?s:.)*--force"):
         burnish.run(config)
     assert "verdict: does not fit" in (tmp_path / "run" / "plan.txt").read_text()
     with pytest.raises(DoesNotFitError):  # the folder of a refused run can be used again
         burnish.run(config)
 
 
-def test_force_runs_all_the_same(tmp_path):
+def test_force_runs_despite_the_plan(tmp_path):
     plan = check_memory(huge(), tmp_path, force=True)
     assert plan is not None and not plan.fits
 
 
-def test_a_failure_of_the_planner_stops_no_run(tmp_path, monkeypatch):
+def test_planner_error_does_not_stop_a_run(tmp_path, monkeypatch):
     def fail(*_, **__):
-        raise ZeroDivisionError("a mistake in the planner")
+        raise ZeroDivisionError("error in the planner")
 
     monkeypatch.setattr(launch, "make_plan", fail)
     assert check_memory(load_config(TINY), tmp_path) is None
-    assert "a mistake in the planner" in (tmp_path / "plan.txt").read_text()
+    assert "error in the planner" in (tmp_path / "plan.txt").read_text()
 
 
-def test_a_guess_alone_refuses_nothing(tmp_path, monkeypatch):
+def test_the_margin_alone_does_not_reject_a_run(tmp_path, monkeypatch):
     """Over the limit by less than the margin that was added to the formula's activations."""
     plan = make_plan(load_config(TINY), this_machine())
     from dataclasses import replace
@@ -477,14 +477,14 @@ def test_a_guess_alone_refuses_nothing(tmp_path, monkeypatch):
     assert check_memory(load_config(TINY), tmp_path) is near
 
 
-def test_workers_on_gpus_that_cannot_be_seen_are_judged_only_if_the_recipe_names_them(tmp_path):
+def test_invisible_gpus_are_planned_only_if_the_recipe_sets_hardware(tmp_path):
     assert check_memory(load_config(NINE, ["cluster.hardware=null"]), tmp_path) is None
-    assert "cannot be seen from here" in (tmp_path / "plan.txt").read_text()
+    assert "cannot detect the workers' GPUs" in (tmp_path / "plan.txt").read_text()
     plan = check_memory(load_config(NINE), tmp_path)
     assert plan is not None and plan.hardware == "9x8xA800-80GB"
 
 
-def test_a_step_of_generate_is_planned_as_the_rollout_of_rl_and_nothing_else():
+def test_generate_is_planned_as_the_rollout_of_rl():
     """4 prompts x 4 samples of 16 + 8 tokens in both."""
     generate = {k: v for k, v in TINY.items() if k not in ("max_steps", "train")}
     cluster = parse_cluster("1x1xA800-80GB")

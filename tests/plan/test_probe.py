@@ -1,4 +1,4 @@
-"""``burnish plan --probe`` climbs a ladder in fresh processes, and stops before what cannot fit."""
+"""``burnish plan --probe`` runs stages in new processes and stops before one that cannot fit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SFT = {
 }
 
 
-def test_the_ladder_goes_from_short_rows_and_one_row_to_the_recipe_itself() -> None:
+def test_stages_grow_from_short_rows_and_one_row_to_the_recipe() -> None:
     stages = probe_stages(load_config(TREE), this_machine())
     sizes = [
         (r.config.rollout.generate_max_len, r.config.train.micro_train_batch_size)  # type: ignore
@@ -55,7 +55,9 @@ def test_the_ladder_goes_from_short_rows_and_one_row_to_the_recipe_itself() -> N
     assert peaks == sorted(peaks)
 
 
-def test_ranks_come_last_and_no_more_than_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_with_several_ranks_come_last_and_are_limited_by_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     on_ray = ["cluster.runtime=ray", "cluster.policy_ranks=8", "train.micro_train_batch_size=2"]
     stages = probe_stages(load_config(TREE, on_ray), this_machine())
@@ -64,7 +66,7 @@ def test_ranks_come_last_and_no_more_than_are_here(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_stage_is_measured_within_a_tenth_of_its_plan(capsys: Any, tmp_path: Path) -> None:
+def test_every_stage_is_within_10_percent_of_its_plan(capsys: Any, tmp_path: Path) -> None:
     """Live tensors are counted, as the plan counts them; a tenth is the planner's own limit."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(TREE))
@@ -78,7 +80,7 @@ def test_every_stage_is_measured_within_a_tenth_of_its_plan(capsys: Any, tmp_pat
     assert {len(found) for found in ratios.values()} == {5}
     for phase, found in ratios.items():
         assert all(0.9 < ratio < 1.1 for ratio in found), (phase, found)
-    assert "correction (measured / planned, last rung): rollout" in done.output
+    assert "correction factors (measured / planned, last completed stage): rollout" in done.output
 
 
 @pytest.mark.slow
@@ -95,11 +97,11 @@ def test_two_ranks_are_two_processes(sharding: str, monkeypatch: pytest.MonkeyPa
     assert (found["step"]["tensors"] is None) == (sharding == "full")
 
 
-def test_it_stops_before_a_stage_that_is_predicted_not_to_fit(
+def test_probe_stops_before_a_stage_that_would_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each rung is measured at 1.02 times its plan; the limit lies between the plan of the third
-    rung and that plan times 1.02."""
+    """Each stage is measured at 1.02 times its plan; the limit is between the plan of the third
+    stage and that plan times 1.02."""
     config = load_config(TREE)
     stages = probe_stages(config, this_machine())
     tried: list[str] = []
@@ -120,12 +122,12 @@ def test_it_stops_before_a_stage_that_is_predicted_not_to_fit(
     monkeypatch.setattr(probe_command, "_free", lambda _: limit)
     said: list[str] = []
     result = probe_recipe(config, said.append)
-    assert not result.whole and tried == [r.name for r in stages[:2]]
+    assert not result.completed and tried == [r.name for r in stages[:2]]
     assert result.factors["step"] == pytest.approx(1.02)
-    assert any("not tried" in line for line in said)
+    assert any("skipped" in line for line in said)
 
 
-def test_a_rank_that_runs_out_of_memory_ends_the_probe_in_words(
+def test_out_of_memory_in_a_rank_ends_the_probe_with_a_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code = 'print(\'{"out_of_memory": "CUDA out of memory"}\')'
@@ -137,18 +139,18 @@ def test_a_rank_that_runs_out_of_memory_ends_the_probe_in_words(
         ),
     )
     said: list[str] = []
-    assert not probe_recipe(load_config(SFT), said.append).whole
+    assert not probe_recipe(load_config(SFT), said.append).completed
     assert any("out of memory: CUDA out of memory" in line for line in said)
 
 
-def test_a_job_without_a_policy_is_refused() -> None:
+def test_a_job_without_training_is_rejected() -> None:
     tree = {
         "job": "evaluate",
         "model": TREE["model"],
         "rewards": TREE["rewards"],
         "eval": {"data": TREE["data"], "generate_max_len": 8},
     }
-    with pytest.raises(PlanError, match="--probe trains a model, and the job evaluate has none"):
+    with pytest.raises(PlanError, match="the job evaluate trains no model"):
         probe_stages(load_config(tree), this_machine())
 
 
@@ -194,10 +196,10 @@ PPO = [
         ),
     ],
 )
-def test_every_role_and_phase_is_measured_beside_the_others(
+def test_every_role_and_phase_is_measured(
     tree: dict[str, Any], overrides: list[str], expected: set[str]
 ) -> None:
-    """Within a tenth of the plan, as everything that it says."""
+    """Within a tenth of the plan, the planner's own limit."""
     stage = probe_stages(load_config(tree, overrides), this_machine())[-1]
     plans = planned(stage, this_machine())
     assert set(plans) == expected
@@ -209,7 +211,7 @@ def test_every_role_and_phase_is_measured_beside_the_others(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_probe_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+def test_a_killed_probe_leaves_no_process(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(TREE))
     command_line = [sys.executable, "-m", "burnish", "plan", str(recipe), "--probe"]

@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank has, by the plan and in the real engine (whose other ranks are
+"""Memory of a tensor-parallel rank, in the plan and in the real engine (whose other ranks are
 pretended: a process group of the backend ``fake``)."""
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def ranks(request: Any) -> Iterator[RankGroup]:
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=8)], ids=["whole", "lora"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_part_is_planned_as_the_engine_has_it(
+def test_tensor_parallel_part_matches_the_engine(
     lora: LoraConfig | None, checkpointing: bool, ranks: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters exactly; the peak of a pass within a tenth, like any other model's."""
@@ -82,7 +82,7 @@ def test_a_part_is_planned_as_the_engine_has_it(
     assert predicted == pytest.approx(real, rel=0.1), f"{predicted / real:.3f}"
 
 
-def test_heads_that_cannot_be_shared_are_an_error_of_the_plan() -> None:
+def test_indivisible_heads_are_a_plan_error() -> None:
     shape = shape_of(ModelConfig(scratch=ScratchConfig(hidden_size=64, num_heads=4)))
     with pytest.raises(PlanError, match="tensor_parallel_size=3 does not divide"):
         rank_shape(shape, 3, None)

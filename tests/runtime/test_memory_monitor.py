@@ -85,7 +85,7 @@ def test_a_phase_that_holds_more_shows_it_and_the_others_do_not(
     assert last["memory/peak_rss_bytes"] >= last["memory/reward/host_peak_bytes"]
 
 
-def test_a_run_out_of_memory_says_where_and_what_to_change_and_goes_on(
+def test_out_of_memory_report_has_the_phase_and_suggestions_and_the_run_can_resume(
     rl: MakeConfig, reward: Reward, full_at: Callable[..., None], tmp_path: Path
 ) -> None:
     config = rl("max_steps=3", "checkpoint.every_n_steps=1", "train.micro_train_batch_size=8")
@@ -101,7 +101,7 @@ def test_a_run_out_of_memory_says_where_and_what_to_change_and_goes_on(
     order = ["on_oom=retry_smaller", "micro_train_batch_size=4", "gradient_checkpointing=true"]
     places = [text.index(words) for words in [*order, "generate_max_len=2"]]
     assert places == sorted(places)
-    assert "the plan sees no difference" in text.split("on_oom=retry_smaller")[1].split("\n")[1]
+    assert "same planned memory" in text.split("on_oom=retry_smaller")[1].split("\n")[1]
     newest = CheckpointStore(run_dir / "checkpoints", keep_last=1, best_mode="max").latest()
     assert newest is not None and str(newest) in text and f"--resume {run_dir}" in text
     assert "Memory" in (run_dir / "report.html").read_text()
@@ -111,7 +111,7 @@ def test_a_run_out_of_memory_says_where_and_what_to_change_and_goes_on(
     assert not (run_dir / "oom.txt").exists()
 
 
-def test_the_command_says_it_without_a_traceback(
+def test_the_command_reports_out_of_memory_without_a_traceback(
     rl: MakeConfig, full_at: Callable[..., None], tmp_path: Path
 ) -> None:
     full_at(1, torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -125,7 +125,7 @@ def test_the_command_says_it_without_a_traceback(
     assert done.exit_code == 2, done.output
     assert "error: out of memory in forward/backward" in done.output
     assert "Traceback" not in done.output
-    assert "no checkpoint yet" in done.output
+    assert "No checkpoint was written yet" in done.output
 
 
 def test_smaller_passes_are_counted_in_the_metrics(

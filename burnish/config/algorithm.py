@@ -27,14 +27,14 @@ class GroupAdvantage(Node):
     def rules(self) -> Iterator[str]:
         if self.kind != "grpo" and self.eps != _default(self, "eps"):
             yield (
-                f"eps={self.eps:g} is added to a standard deviation, and {self.kind} divides by "
-                "none; remove it"
+                f"eps={self.eps:g} is added to a standard deviation, but {self.kind} does not "
+                "divide by one; remove it"
             )
         if self.gamma != 1.0:
             yield (
-                f"gamma={self.gamma:g} with the group baseline {self.kind}: it compares whole "
-                "responses, and the baseline would not be discounted; use gamma=1, or an "
-                "advantage with returns per token (gae, reinforce_pp)"
+                f"gamma={self.gamma:g} with the group baseline {self.kind}: the baseline "
+                "compares complete responses and is not discounted; use gamma=1, or an advantage "
+                "with returns per token (gae, reinforce_pp)"
             )
 
 
@@ -127,8 +127,9 @@ class CispoLoss(Node):
     def rules(self) -> Iterator[str]:
         if self.max_ratio is not None and self.clip_high != _default(self, "clip_high"):
             yield (
-                f"clip_high={self.clip_high:g} and max_ratio={self.max_ratio:g} are both the upper "
-                "bound of the weight, and only max_ratio would count; remove one of the two"
+                f"clip_high={self.clip_high:g} and max_ratio={self.max_ratio:g} both set the "
+                "upper bound of the weight, and only max_ratio would take effect; remove one of "
+                "the two"
             )
 
 
@@ -162,8 +163,8 @@ class CorrectionConfig(Node):
     def rules(self) -> Iterator[str]:
         if self.mode == "truncate" and self.low != _default(self, "low"):
             yield (
-                f"low={self.low:g} does nothing with mode=truncate, which bounds weights from "
-                "above only; remove it, or use mode=clip"
+                f"low={self.low:g} has no effect with mode=truncate, which bounds weights only "
+                "from above; remove it, or use mode=clip"
             )
 
 
@@ -188,8 +189,8 @@ class KlConfig(Node):
     def rules(self) -> Iterator[str]:
         if self.init_kl_coef and self.placement == "reward" and self.estimator != "k1":
             yield (
-                f"estimator={self.estimator} in the reward biases the return; placement=reward "
-                "takes k1"
+                f"estimator={self.estimator} in the reward biases the return; use estimator=k1 "
+                "with placement=reward"
             )
         if self.kl_target is not None and not self.init_kl_coef:
             yield (
@@ -198,15 +199,15 @@ class KlConfig(Node):
             )
         if self.kl_target is None and self.kl_horizon != _default(self, "kl_horizon"):
             yield (
-                f"kl_horizon={self.kl_horizon} does nothing without kl_target, which makes the "
-                "weight move; set both or neither"
+                f"kl_horizon={self.kl_horizon} has no effect without kl_target, which enables "
+                "the adaptive weight; set both or neither"
             )
 
     def advice(self) -> Iterator[str]:
         if self.init_kl_coef and self.placement == "loss" and self.estimator == "k1":
             yield (
-                "estimator=k1 as a loss has a gradient that is 0 on average, so it adds noise and "
-                "holds nothing back; use k2 or k3, or placement=reward"
+                "estimator=k1 as a loss has a gradient of mean 0, so it adds noise and does not "
+                "limit the KL divergence; use k2 or k3, or placement=reward"
             )
 
 

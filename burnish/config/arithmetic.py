@@ -88,7 +88,7 @@ def derive_batch(
     )
     if big is None and (micro is None or accum is None):
         raise BatchError(
-            "the size of an optimizer step is not known: set train_batch_size, or both "
+            "the size of an optimizer step is not set: set train_batch_size, or both "
             "micro_train_batch_size and gradient_accumulation_steps"
         )
     if big is None:
@@ -101,8 +101,8 @@ def derive_batch(
     if big % ranks:
         works = nearest_multiples(ranks * (micro or accum or 1), big)
         raise BatchError(
-            f"train_batch_size={big} is not a multiple of the {ranks} data-parallel ranks; nearest "
-            f"that works: {_join(works)}"
+            f"train_batch_size={big} is not a multiple of the {ranks} data-parallel ranks; "
+            f"nearest valid: {_join(works)}"
         )
     per_rank = big // ranks
     for name, value in (
@@ -112,9 +112,8 @@ def derive_batch(
         if value is not None and per_rank % value:
             raise BatchError(
                 f"{name}={value} does not divide train_batch_size={big} / {ranks} rank(s) = "
-                f"{per_rank}; nearest {name} that does: "
-                f"{_join(nearest_divisors(per_rank, value))}, or train_batch_size: "
-                f"{_join(nearest_multiples(value * ranks, big))}"
+                f"{per_rank}; nearest valid {name}: {_join(nearest_divisors(per_rank, value))}, "
+                f"or train_batch_size: {_join(nearest_multiples(value * ranks, big))}"
             )
     if token_budget:
         return BatchPlan(big, None, None, ranks)
@@ -130,9 +129,10 @@ def _disagreement(big: int, micro: int, *, accum: int, ranks: int) -> str:
         ways.append(f"micro_train_batch_size={big // (accum * ranks)}")
     ways.append(f"train_batch_size={micro * accum * ranks}")
     return (
-        f"train_batch_size={big}, micro_train_batch_size={micro} and gradient_accumulation_steps="
-        f"{accum} disagree over {ranks} rank(s): {micro} x {accum} x {ranks} = "
-        f"{micro * accum * ranks}; drop one of the three, or set {' or '.join(ways)}"
+        f"train_batch_size={big}, micro_train_batch_size={micro} and "
+        f"gradient_accumulation_steps={accum} contradict each other with {ranks} rank(s): "
+        f"{micro} x {accum} x {ranks} = {micro * accum * ranks}; remove one of the three, or set "
+        f"{' or '.join(ways)}"
     )
 
 
@@ -153,7 +153,7 @@ def check_rollout(plan: BatchPlan, *, unit: int = 1) -> BatchPlan:
     whole = big // math.gcd(big, n)  # prompts whose samples fill complete steps
     ways.append(f"nearest rollout_batch_size: {_join(nearest_multiples(whole, prompts))}")
     raise BatchError(
-        f"the rollout buffer holds rollout_batch_size={prompts} prompts x n_samples_per_prompt={n} "
+        f"the rollout buffer has rollout_batch_size={prompts} prompts x n_samples_per_prompt={n} "
         f"= {samples} samples, which train_batch_size={big} does not divide; {', '.join(ways)}"
     )
 
@@ -167,7 +167,7 @@ def batch_table(plan: BatchPlan) -> list[tuple[str, str, str]]:
         (
             "micro_train_batch_size (b)",
             "by tokens" if by_tokens else str(plan.micro_train_batch_size),
-            "samples per backward pass and rank",
+            "samples per rank and backward pass",
         ),
         (
             "gradient_accumulation_steps",

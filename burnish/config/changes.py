@@ -15,7 +15,7 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     """
     old, new = _flat(then), _flat(now)
     return {
-        key: f"{old.get(key)!r} then, {new.get(key)!r} now"
+        key: f"was {old.get(key)!r}, now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }

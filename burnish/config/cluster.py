@@ -92,11 +92,14 @@ class ClusterConfig(Node):
             )
         if self.runtime == "inline":
             if self.ray_address is not None:
-                yield "ray_address is set and runtime=inline uses no Ray; set runtime=ray"
+                yield (
+                    "ray_address={self.ray_address!r} has no effect with runtime=inline, which "
+                    "does not use Ray; set runtime=ray"
+                )
             roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic", "rollout")
             several = [r for r in roles if self.ranks(r) > 1]
             if several:
                 yield (
-                    f"{several[0]} has {self.ranks(several[0])} workers and runtime=inline has one "
-                    "process; set runtime=ray"
+                    f"{several[0]} has {self.ranks(several[0])} workers, but runtime=inline has "
+                    "one process; set runtime=ray"
                 )

@@ -108,8 +108,8 @@ class DataConfig(Node):
         weighted = [source.weight for source in self.sources if source.weight != 1.0]
         if self.mix == "size" and weighted:
             yield (
-                f"mix=size draws all rows equally often, and a source has weight={weighted[0]:g}; "
-                "remove the weights, or use mix=weight"
+                "mix=size draws all rows equally often, but a source has "
+                f"weight={weighted[0]:g}; remove the weights, or use mix=weight"
             )
         if self.is_own("tools_key"):
             yield from missing_columns(self.files, {"tools_key": self.tools_key})
@@ -125,8 +125,9 @@ def held_out_advice(data: DataConfig, held_out: DataConfig | None, name: str) ->
         set_here = key in data.model_fields_set and key in then
         if set_here and key not in held_out.model_fields_set and now[key] != then[key]:
             yield (
-                f"data.{key} is set and {name}.{key} is not, so evaluation measures another prompt "
-                f"than training uses; set {name}.{key} to the same (or to null, if it is meant)"
+                f"data.{key} is set but {name}.{key} is not, so evaluation would use another "
+                f"prompt than training; set {name}.{key} to the same value (or to null, if this "
+                "is intended)"
             )
 
 
@@ -213,14 +214,14 @@ class SFTDataConfig(DataConfig):
         kinds = {self._kind_of(path) for path in self.files}
         if kinds == {"text"} and self.apply_chat_template:
             yield (
-                f"apply_chat_template=true with plain text (column {self.text_key!r}), which is "
-                "learned as it is: the setting has no effect; remove it, or give a prompt and a "
+                "apply_chat_template=true has no effect on plain text (column "
+                f"{self.text_key!r}), which is used unchanged; remove it, or use a prompt and a "
                 "response, or messages"
             )
         if len(kinds) == 1 and kinds <= {"text", "messages"} and self.prompt_template is not None:
             yield (
-                f"prompt_template makes the prompt of rows with a prompt and a response, and these "
-                f"rows are {' '.join(map(str, kinds))}: the setting has no effect; remove it"
+                f"prompt_template has no effect on rows of {' '.join(map(str, kinds))}: it "
+                "builds the prompt of rows with a prompt and a response; remove it"
             )
 
     def _kind_of(self, path: str) -> str | None:

@@ -46,9 +46,12 @@ class DistillConfig(SupervisedJob):
         model = self.teacher.model
         target = DistillTarget(model, precision.dtype, self.loss.kind)
         student = replace(self.trained_role("policy"), distillation=target)
-        teacher = student.beside("teacher", model, self.cluster, trainable=False)
+        teacher = student.derived_role("teacher", model, self.cluster, trainable=False)
         return student, replace(teacher, precision=precision, returns_states=True)
 
     def advice(self) -> Iterator[str]:
         if self.teacher.model == self.model:
-            yield "teacher.model is the student's own model: there is nothing to learn from it"
+            yield (
+                "teacher.model is the student's own model, so the distillation loss is 0; set "
+                "another model"
+            )

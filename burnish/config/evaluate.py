@@ -64,7 +64,10 @@ class EvaluateConfig(InferenceJob):
 
     def rules(self) -> Iterator[str]:
         if self.eval.generate_max_len is None:
-            yield "eval.generate_max_len is not set, and this job has no rollout to take it from"
+            yield (
+                "eval.generate_max_len is not set, and this job has no rollout to inherit it "
+                "from; set it"
+            )
 
     def advice(self) -> Iterator[str]:
         yield from pass_advice(self.eval, self.rewards)

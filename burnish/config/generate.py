@@ -104,7 +104,7 @@ class ConditionConfig(Node):
             if not {"prompt", "reward"} - set(names):
                 self.template.format(prompt="", reward=0.5)
         except (ValueError, LookupError, AttributeError, TypeError) as error:
-            yield f"template {self.template!r} cannot be filled: {error}; {example}"
+            yield f"template {self.template!r} cannot be filled in: {error}; {example}"
             return
         for name in ("prompt", "reward"):
             if name not in names:
@@ -165,21 +165,20 @@ class GenerateConfig(RowsJob):
         kind, n = self.mode.kind, self.rollout.n_samples_per_prompt
         if kind != "all" and not self.rewards:
             what = "states rewards in prompts" if kind == "conditioned" else "chooses by reward"
-            yield f"mode={kind} {what}, and there is none; add an entry to rewards"
+            yield f"mode={kind} {what}, but the recipe has none; add an entry to rewards"
         if kind in ("best_of_n", "pairs") and n == 1:
             yield (
-                f"mode={kind} chooses among samples of one prompt, and "
-                "rollout.n_samples_per_prompt=1 leaves nothing to choose; use 2 or more (8 is "
-                "usual)"
+                f"mode={kind} chooses among the samples of one prompt, but "
+                "rollout.n_samples_per_prompt=1; use 2 or more (8 is usual)"
             )
         yield from self._reward_rules(kind)
         if not self.rewards and self.on_reward_failure != FailurePolicy():
-            yield "on_reward_failure is set and there are no rewards; remove it"
+            yield "on_reward_failure has no effect without rewards; remove it"
         yield from super().rules()
         if self.data.overlong == "truncate_left":
             yield (
-                "data.overlong=truncate_left would sample from prompts that are not those in the "
-                "output; use drop, or raise data.prompt_max_len"
+                "data.overlong=truncate_left would sample from prompts that differ from those in "
+                "the output; use drop, or raise data.prompt_max_len"
             )
         yield from self._condition_rules(kind)
 
@@ -188,19 +187,19 @@ class GenerateConfig(RowsJob):
         if kind != "all" and weigh_nothing(self.rewards):
             what = "states the reward" if kind == "conditioned" else "chooses by reward"
             yield (
-                f"mode={kind} {what}, and every entry of rewards has weight 0, so all are equal; "
-                "give one a weight"
+                f"mode={kind} {what}, but every entry of rewards has weight 0, so all rewards "
+                "are equal; set a weight above 0"
             )
 
     def _condition_rules(self, kind: str) -> Iterator[str]:
         if kind == "conditioned" and self.condition is None:
             yield (
-                "mode=conditioned states each reward in its prompt, and condition.template, which "
-                "says how, is not set; set it, e.g. 'Quality: {reward:.1f}\\n{prompt}'"
+                "mode=conditioned states each reward in its prompt, but condition.template is "
+                "not set; set it, e.g. 'Quality: {reward:.1f}\\n{prompt}'"
             )
         unused = self.condition is not None and self.condition.wanted_reward is None
         if unused and kind != "conditioned":
             yield (
-                f"condition does nothing with mode={kind} and without condition.wanted_reward; "
+                f"condition has no effect with mode={kind} and without condition.wanted_reward; "
                 "remove it, or set one of the two"
             )

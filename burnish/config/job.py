@@ -206,8 +206,8 @@ class SupervisedJob(TrainingJob):
         yield from training_rules(self, self.train)
         if not self.drop_last and len(self.rows.sources) > 1 and self.rows.mix == "weight":
             yield (
-                "drop_last=false with several sources that are drawn by weight: an epoch has no "
-                "last row; set data.mix=size, or drop_last=true"
+                "drop_last=false with sources drawn by weight: such an epoch has no last row; "
+                "set data.mix=size, or drop_last=true"
             )
 
 
@@ -274,11 +274,14 @@ class RowsJob(InferenceJob):
     def rules(self) -> Iterator[str]:
         if PurePath(self.output).suffix.lower() not in OUTPUT_KINDS:
             yield (
-                f"output={self.output} has to end in {' or '.join(OUTPUT_KINDS)}, which says what "
-                "is written"
+                f"output={self.output} must end in {' or '.join(OUTPUT_KINDS)}, which sets the "
+                "format"
             )
         if set("{}") & set(self.output.replace("{run_dir}", "")):
-            yield f"output={self.output} has braces, and only {{run_dir}} is filled in; remove them"
+            yield (
+                f"output={self.output} contains braces, but only {{run_dir}} is replaced; remove "
+                "the others"
+            )
 
 
 def derived_batch(train: TrainConfig, cluster: ClusterConfig) -> BatchPlan:

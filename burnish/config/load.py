@@ -92,7 +92,7 @@ def _read(
         raise ConfigError(f"recipe {path} cannot be read as YAML: {error}") from None
     if not isinstance(tree, dict):
         found = "empty" if tree is None else f"a {type(tree).__name__}"
-        raise ConfigError(f"recipe {path} must be a mapping of keys to values, and it is {found}")
+        raise ConfigError(f"recipe {path} must be a mapping of keys to values, but it is {found}")
     return str(path), _copy(tree), cls
 
 
@@ -122,15 +122,15 @@ def _job_name(
     named = str(said[-1] if said else tree.get("job") or wanted or "")
     jobs = ", ".join(JOBS)
     if not named:
-        raise ConfigError(f"{where}: no job is named; add a line such as 'job: rl' (jobs: {jobs})")
-    if named not in JOBS:
         raise ConfigError(
-            f"{where}: job {named!r} is not known{nearest(named, JOBS)}; jobs: {jobs}"
+            f"{where}: the recipe does not set job; add a line such as 'job: rl' (jobs: {jobs})"
         )
+    if named not in JOBS:
+        raise ConfigError(f"{where}: unknown job {named!r}{nearest(named, JOBS)}; jobs: {jobs}")
     if wanted is not None and named != wanted:
         raise ConfigError(
-            f"{where}: this recipe is for the job {named!r}, and {wanted!r} was asked for; "
-            f"run 'burnish {named} {where}', or give a recipe with 'job: {wanted}'"
+            f"{where}: this recipe is for the job {named!r}, not {wanted!r}; run 'burnish "
+            f"{named} {where}', or give a recipe with 'job: {wanted}'"
         )
     return named
 

@@ -88,16 +88,16 @@ class ModelConfig(Node):
                 "set exactly one of path (a folder or hub name) and scratch (a small random model)"
             )
         if self.gguf_file and not self.path:
-            yield "gguf_file names a file inside path, and path is not set"
+            yield "gguf_file is a file inside path, but path is not set; set both"
 
 
 def lora_advice(model: ModelConfig) -> Iterator[str]:
     """Warn about adapter dropout with a loss that compares two policies."""
     if model.lora is not None and model.lora.lora_dropout:
         yield (
-            f"model.lora.lora_dropout={model.lora.lora_dropout:g} is active in training passes and "
-            "not where old and reference log-probs are computed, so ratios are not 1 before the "
-            "first update and clip fractions are above 0; use lora_dropout=0, unless you want this"
+            f"model.lora.lora_dropout={model.lora.lora_dropout:g} applies to training passes but "
+            "not to old and reference log-probs, so ratios are not 1 before the first update and "
+            "clip fractions are above 0; use lora_dropout=0, unless this is intended"
         )
 
 
@@ -162,20 +162,21 @@ class PrecisionConfig(Node):
             for name in ("loss_scale", *_DYNAMIC):
                 if self._is_set(name):
                     yield (
-                        f"{name} is set and dtype={self.dtype} needs no loss scaling (its smallest "
-                        "numbers are as small as fp32's); remove it (on a command line: "
-                        f"precision.{name}={self._default(name)}), or use dtype=fp16"
+                        f"{name} has no effect with dtype={self.dtype}, which needs no loss "
+                        "scaling (its smallest numbers are as small as fp32's); remove it (on a "
+                        f"command line: precision.{name}={self._default(name)}), or use "
+                        "dtype=fp16"
                     )
         if self.grad_accum_dtype not in ("fp32", self.dtype):
             yield (
-                f"grad_accum_dtype={self.grad_accum_dtype} with dtype={self.dtype}: gradients add "
-                f"up in fp32 or in the compute format itself; use fp32 or {self.dtype}"
+                f"grad_accum_dtype={self.grad_accum_dtype} with dtype={self.dtype}: gradients "
+                f"are accumulated in fp32 or in the compute format; use fp32 or {self.dtype}"
             )
         dynamic = self.dtype == "fp16" and not self.loss_scale
         if dynamic and self.min_loss_scale > 2.0**self.initial_scale_power:
             yield (
-                f"min_loss_scale={self.min_loss_scale:g} is above the first loss scale, 2^"
-                f"{self.initial_scale_power} = {2.0**self.initial_scale_power:g}; lower it, or "
+                f"min_loss_scale={self.min_loss_scale:g} is above the initial loss scale, "
+                f"2^{self.initial_scale_power} = {2.0**self.initial_scale_power:g}; lower it, or "
                 "raise initial_scale_power"
             )
 
@@ -185,14 +186,13 @@ class PrecisionConfig(Node):
                 below = 2.0 ** (math.frexp(self.loss_scale)[1] - 1)
                 yield (
                     f"loss_scale={self.loss_scale:g} is not a power of two, so scaling rounds "
-                    "every "
-                    f"gradient; use {below:g} or {2 * below:g}"
+                    f"every gradient; use {below:g} or {2 * below:g}"
                 )
             for name in _DYNAMIC:
                 if self._is_set(name):
                     yield (
-                        f"{name} acts on a dynamic loss scale only, and loss_scale="
-                        f"{self.loss_scale:g} is constant; remove one of the two"
+                        f"{name} applies only to a dynamic loss scale, but "
+                        f"loss_scale={self.loss_scale:g} is constant; remove one of the two"
                     )
 
     def overrides_for(self, dtype: Dtype) -> str:
@@ -225,7 +225,7 @@ def random_reference_advice(what: str) -> str:
     """Return the advice for ``what``, which needs a reference model, if none is given and the
     policy starts with random weights."""
     return (
-        f"{what} measures against a reference model, none is given, and the policy as it starts "
-        "(model.scratch) has random weights; set reference.model.path, or begin from a trained "
+        f"{what} measures against a reference model, but none is set, and the initial policy "
+        "(model.scratch) has random weights; set reference.model.path, or start from a trained "
         "model"
     )

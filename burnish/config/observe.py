@@ -45,14 +45,14 @@ class WandbConfig(Node):
         if found:
             yield (
                 f"project={self.project} contains {' '.join(found)}, which Weights & Biases does "
-                f"not allow in a project (none of {_NOT_IN_PROJECTS}); choose another name"
+                f"not allow in a project name (none of {_NOT_IN_PROJECTS}); choose another name"
                 + (", and set entity for the part before the slash" if "/" in found else "")
             )
         for tag in self.tags:
             if not 1 <= len(tag) <= _MAX_TAG_CHARS:
                 yield (
-                    f"tags has one of {len(tag)} characters ({tag[:20]!r}); Weights & Biases "
-                    f"allows 1 to {_MAX_TAG_CHARS}"
+                    f"tags contains one of {len(tag)} characters ({tag[:20]!r}); Weights & "
+                    f"Biases allows 1 to {_MAX_TAG_CHARS}"
                 )
 
 

@@ -40,7 +40,9 @@ def apply_override(tree: dict[str, Any], override: str, cls: type[Node]) -> None
         node[slot] = field_value(text, annotation)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise OverrideError(f"override {override!r}: the value is not YAML: {reason}") from None
+        raise OverrideError(
+            f"override {override!r}: the value is not valid YAML: {reason}"
+        ) from None
 
 
 def _parse(override: str) -> tuple[list[str], str]:
@@ -69,8 +71,8 @@ def _opened(node: Any, annotation: Any, *, path: str, override: str) -> Any:
     below = nodes_in(annotation)
     if node is None and is_list(annotation):
         raise OverrideError(
-            f"override {override!r}: the recipe does not set {path}, so it has no items to change; "
-            f"give the whole list: '{path}=[...]'"
+            f"override {override!r}: the recipe does not set {path}, so it has no items to "
+            f"change; set the complete list: '{path}=[...]'"
         )
     if node is None and (annotation is None or below or typing.get_origin(annotation) is dict):
         return {}
@@ -91,5 +93,5 @@ def _slot(parent: Any, key: str, *, path: str, override: str) -> Any:
         return key
     if not key.isdigit() or int(key) >= len(parent):
         items = f"items 0..{len(parent) - 1}" if parent else "no items"
-        raise OverrideError(f"override {override!r}: {path} has {items}, and no {key!r}")
+        raise OverrideError(f"override {override!r}: {path} has {items}, but no {key!r}")
     return int(key)

@@ -35,14 +35,14 @@ def folder_problem(path: str) -> str | None:
     folder = Path(path)
     if folder.is_file():
         gguf = f", and model.gguf_file={folder.name}" if folder.suffix == ".gguf" else ""
-        return f"the model {path} is a file; give the folder that it is in, {folder.parent}{gguf}"
+        return f"the model {path} is a file; set the folder that contains it, {folder.parent}{gguf}"
     if folder.is_dir():
         return _content_problem(folder)
     if not looks_local(path):
         return None
     hint = ""
     if path.startswith("~"):
-        hint = f"; ~ is not expanded here, write {Path(path).expanduser()}"
+        hint = f"; ~ is not expanded in recipes, use {Path(path).expanduser()}"
     elif folder.parent.is_dir():
         siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()]
         hint = nearest(str(folder), siblings)
@@ -53,11 +53,14 @@ def _content_problem(folder: Path) -> str | None:
     if (folder / "checkpoints").is_dir() or (folder / "manifest.json").is_file():
         what = "a run folder" if (folder / "checkpoints").is_dir() else "a checkpoint"
         return (
-            f"{folder} is {what}, not a model; write its model to a folder first: "
-            f"burnish export {folder} --out DIR"
+            f"{folder} is {what}, not a model; export its model to a folder first: burnish "
+            f"export {folder} --out DIR"
         )
     if not any(folder.iterdir()):
-        return f"the model folder {folder} is empty"
+        return (
+            f"the model folder {folder} is empty; set a folder with a model (config.json and "
+            "weights)"
+        )
     return None
 
 

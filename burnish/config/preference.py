@@ -82,7 +82,7 @@ class PreferenceConfig(SupervisedJob):
         own = self.reference.model if self.reference is not None else None
         if not self.needs_reference or (own is None and self.model.lora is not None):
             return (policy,)
-        return policy, policy.beside("reference", own, self.cluster, trainable=False)
+        return policy, policy.derived_role("reference", own, self.cluster, trainable=False)
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -90,26 +90,26 @@ class PreferenceConfig(SupervisedJob):
         for name, data in (("data", self.data), ("eval_data", self.eval_data)):
             if data is not None and data.margin_key is not None:
                 yield (
-                    f"{name}.margin_key={data.margin_key}: margins are for reward models (job rm), "
-                    "and no preference loss reads them; remove it"
+                    f"{name}.margin_key={data.margin_key} has no effect: margins are used only "
+                    "by reward models (job rm), not by preference losses; remove it"
                 )
         if self.reference is not None and not self.needs_reference:
-            yield f"reference is set and loss={kind} uses none; remove it, or use dpo"
+            yield f"reference is set, but loss={kind} does not use one; remove it, or use dpo"
         if kind != "kto":
             for name, data in (("data", self.data), ("eval_data", self.eval_data)):
                 if data is not None:
                     yield from data.missing_pairs(name)
                 if data is not None and data.label_key is not None:
                     yield (
-                        f"{name}.label_key={data.label_key} says that rows are single responses, "
-                        f"and loss={kind} compares two; remove it, or use loss=kto"
+                        f"{name}.label_key={data.label_key} means that rows are single "
+                        f"responses, but loss={kind} compares two; remove it, or use loss=kto"
                     )
         elif self.nll_coef:
-            yield "nll_coef is a term of the chosen response, and loss=kto has none; remove it"
+            yield "nll_coef is a term of the chosen response, but loss=kto has none; remove it"
         if kind == "orpo" and self.nll_coef:
             yield (
                 f"nll_coef={self.nll_coef:g} adds the chosen response's negative log-likelihood, "
-                "which is in loss=orpo already; remove it (loss.beta weighs the other term)"
+                "which loss=orpo already contains; remove it (loss.beta weights the other term)"
             )
         if kind == "kto":
             yield from self._kto_rules()
@@ -125,12 +125,12 @@ class PreferenceConfig(SupervisedJob):
         if not self.drop_last:
             yield (
                 "drop_last=false with loss=kto: its reference point needs other prompts in every "
-                "batch, and the last may hold a single one; use drop_last=true"
+                "batch, but the last batch may contain only one; use drop_last=true"
             )
         if self.reference is not None and self.reference.precompute:
             yield (
-                "reference.precompute with loss=kto: its reference point needs the reference model "
-                "on rows that are made in every step; remove precompute"
+                "reference.precompute with loss=kto: its reference point needs the reference "
+                "model on rows that are built in every step; remove precompute"
             )
         for name, data in (("data", self.data), ("eval_data", self.eval_data)):
             if data is None or data.label_key is not None:
@@ -138,8 +138,9 @@ class PreferenceConfig(SupervisedJob):
             for path in data.files_without_pairs():
                 yield (
                     f"loss=kto without labels: {name}.label_key is not set, and {path} has no "
-                    f"columns {data.chosen_key!r} and {data.rejected_key!r} to make labels of; set "
-                    f"{name}.label_key to the column that says whether a response was liked"
+                    f"columns {data.chosen_key!r} and {data.rejected_key!r} to derive labels "
+                    f"from; set {name}.label_key to the column that says whether a response was "
+                    "liked"
                 )
         try:
             rows = self.batch_plan().train_batch_size
@@ -148,7 +149,7 @@ class PreferenceConfig(SupervisedJob):
         least = 2 if self.data.label_key is not None else 4
         if rows < least or (self.data.label_key is None and rows % 2):
             yield (
-                f"train.train_batch_size={rows} with loss=kto: it counts single responses, puts "
-                f"them behind other prompts of the batch, and needs {least} or more"
+                f"train.train_batch_size={rows} with loss=kto: it counts single responses, pairs "
+                f"them with other prompts of the batch, and needs {least} or more"
                 + ("" if least == 2 else ", an even number (two for each pair)")
             )

@@ -28,6 +28,7 @@ def ptx_rules(ptx: PtxConfig | None, *, temperature: float) -> Iterator[str]:
     """Yield an error for each setting of a run that is inconsistent with ``ptx``."""
     if ptx is not None and temperature != 1.0:
         yield (
-            f"ptx with rollout.temperature={temperature:g}: the policy's log-probs are computed at "
-            "that temperature, and a language-model loss is at 1; use temperature=1.0, or no ptx"
+            f"ptx with rollout.temperature={temperature:g}: the policy's log-probs are computed "
+            "at that temperature, but a language-model loss needs 1; use temperature=1.0, or "
+            "remove ptx"
         )

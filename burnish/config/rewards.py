@@ -61,8 +61,8 @@ class ModelReward(_Reward):
     def rules(self) -> Iterator[str]:
         if self.normalize and self.running_norm is not None:
             yield (
-                f"normalize=true and running_norm={self.running_norm} measure the score twice; "
-                "choose one (normalize: as on the held-out rows of burnish rm)"
+                f"normalize=true and running_norm={self.running_norm} would both normalize the "
+                "score; remove one (normalize: by the held-out rows of burnish rm)"
             )
 
 
@@ -131,11 +131,11 @@ class RemoteReward(_Reward):
         for i, url in enumerate(self.urls):
             yield from (f"urls[{i}] {problem}" for problem in _url_problems(url))
         if len(set(self.urls)) < len(self.urls):
-            yield "urls has the same URL twice; give each once"
+            yield "urls contains the same URL twice; remove one"
         if self.token_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.token_env):
             yield (
-                "token_env is not the name of an environment variable (letters, digits and "
-                "underscores); put the token into a variable, and the variable's name here"
+                "token_env must be the name of an environment variable (letters, digits and "
+                "underscores); put the token into a variable, and set token_env to its name"
             )
         if self.max_backoff_s < self.backoff_s:
             yield (
@@ -147,24 +147,24 @@ class RemoteReward(_Reward):
         plain = [url for url in self.urls if url.startswith("http:") and not _is_local(url)]
         if self.token_env is not None and plain:
             host = urlsplit(plain[0]).hostname
-            yield f"the token goes to {host} unencrypted (http); use https"
+            yield f"the token would be sent to {host} unencrypted (http); use https"
 
 
 def _url_problems(url: str) -> Iterator[str]:
     """Yield the problems of a reward server's URL, without repeating a password in it."""
-    example = "write it as http://host:5000/get_reward"
+    example = "use the form http://host:5000/get_reward"
     try:
         parts = urlsplit(url)
         port_ok = parts.port is None or parts.port > 0
     except ValueError:  # the port, or an IPv6 address
-        yield f"has a host or port that cannot be read; {example}"
+        yield f"has an invalid host or port; {example}"
         return
     if parts.username is not None or parts.password is not None:
-        yield "has a user name or password in it; use token_env"
+        yield "contains a user name or password; use token_env"
     elif parts.scheme not in ("http", "https"):
-        yield f"is {url!r}, which begins with neither http:// nor https://; {example}"
+        yield f"is {url!r}, which starts with neither http:// nor https://; {example}"
     elif not parts.hostname or not port_ok or re.search(r"[\s#\x00-\x1f]", url):
-        yield f"is {url!r}, which is no address of a server; {example}"
+        yield f"is {url!r}, which is not a valid server URL; {example}"
 
 
 def _is_local(url: str) -> bool:
@@ -187,8 +187,8 @@ def no_weight_advice(rewards: Sequence[RewardConfig]) -> Iterator[str]:
     """Yield advice if all scores are 0 because no reward has a weight."""
     if weigh_nothing(rewards):
         yield (
-            "every entry of rewards has weight 0, so every response has the score 0; give one a "
-            "weight"
+            "every entry of rewards has weight 0, so every response would have the score 0; set "
+            "a weight above 0"
         )
 
 
@@ -198,8 +198,8 @@ def running_norm_rules(rewards: Sequence[RewardConfig]) -> Iterator[str]:
         if reward.running_norm is not None:
             yield (
                 f"rewards[{i}].running_norm={reward.running_norm} normalizes each score by the "
-                "statistics of all scores so far, so a response's score would depend on its "
-                "position; rows have the plain score: remove it"
+                "statistics of all previous scores, so a response's score would depend on its "
+                "position, but rows need the raw score; remove it"
             )
 
 
@@ -234,5 +234,5 @@ class ShapingConfig(Node):
     def rules(self) -> Iterator[str]:
         if self.overlong_penalty != 1.0 and not self.overlong_buffer_len:
             yield (
-                "overlong_penalty does nothing while overlong_buffer_len is 0; set both or neither"
+                "overlong_penalty has no effect while overlong_buffer_len is 0; set both or neither"
             )

@@ -102,13 +102,15 @@ class RLConfig(TrainingJob):
         )
         if isinstance(self.algorithm.advantage, GaeAdvantage):
             own = self.critic or CriticConfig()
-            critic = policy.beside("critic", own.model, self.cluster, trainable=True)
+            critic = policy.derived_role("critic", own.model, self.cluster, trainable=True)
             roles.append(replace(critic, lr=own.lr))
         if self.algorithm.kl.init_kl_coef and not policy.holds_reference:
             model = self.reference.model if self.reference is not None else None
-            roles.append(policy.beside("reference", model, self.cluster, trainable=False))
+            roles.append(policy.derived_role("reference", model, self.cluster, trainable=False))
         if self.teacher is not None:
-            teacher = policy.beside("teacher", self.teacher.model, self.cluster, trainable=False)
+            teacher = policy.derived_role(
+                "teacher", self.teacher.model, self.cluster, trainable=False
+            )
             precision = self.teacher.precision_or(self.precision)
             roles.append(replace(teacher, precision=precision))
         return tuple(roles)
@@ -199,20 +201,23 @@ class RLConfig(TrainingJob):
         yield from sync_rules(self.sync, self.cluster.runtime)
         if self.algorithm.policy_loss.kind == "reinforce" and self.several_updates:
             yield (
-                "algorithm.policy_loss=reinforce has no ratio, so it is right for one optimizer "
-                "step per rollout only; use ppo, or train_batch_size = rollout_batch_size x "
+                "algorithm.policy_loss=reinforce has no ratio, so it is correct only for one "
+                "optimizer step per rollout; use ppo, or train_batch_size = rollout_batch_size x "
                 "n_samples_per_prompt with epochs_per_rollout=1"
             )
         cut = _cut_sampling(self)
         if self.algorithm.correction is not None and cut:
             yield (
-                f"algorithm.correction weighs tokens by what the sampler's log-probs are, and with "
-                f"rollout.{cut} tokens are drawn from another distribution than those; use "
-                "top_p=1 and top_k=0, or no correction"
+                "algorithm.correction weights tokens by the sampler's log-probs, but with "
+                f"rollout.{cut} tokens are drawn from another distribution; use top_p=1 and "
+                "top_k=0, or remove correction"
             )
         best = self.checkpoint.best_metric
         if best and best.startswith("eval/") and self.eval is None:
-            yield f"checkpoint.best_metric={best} is measured by eval, which is not set"
+            yield (
+                f"checkpoint.best_metric={best} is measured by eval, which is not set; set eval, "
+                "or another metric"
+            )
 
     def advice(self) -> Iterator[str]:
         yield from _sampling_advice(self)
@@ -223,10 +228,10 @@ class RLConfig(TrainingJob):
         trainer, sampler = self.precision.dtype, self.precision.sampler_dtype
         if sampler != trainer:
             yield (
-                f"precision.rollout_dtype: the trainer computes in {trainer} and the rollout "
-                f"engine in {sampler}: their log-probs differ for the same weights, and the "
-                "update takes the difference for a change of the policy; leave rollout_dtype out "
-                "to use one format (the gap is measured at every step: train/mismatch_*)"
+                f"precision.rollout_dtype: the trainer computes in {trainer} but the rollout "
+                f"engine in {sampler}, so their log-probs differ for the same weights, and the "
+                "update treats the difference as a change of the policy; remove rollout_dtype to "
+                "use one format (every step measures the gap: train/mismatch_*)"
             )
         own = self.reference is not None and self.reference.model is not None
         if self.algorithm.kl.init_kl_coef and not own and self.model.scratch is not None:
@@ -234,9 +239,9 @@ class RLConfig(TrainingJob):
         normed = [entry.name or entry.kind for entry in self.rewards if entry.running_norm]
         if normed and self.eval is None and self.checkpoint.best_metric is None:
             yield (
-                "checkpoint.best_metric is reward/mean where there is no eval, and running_norm "
-                f"measures {', '.join(normed)} in a mean that moves, so the best checkpoint would "
-                f"say little; set checkpoint.best_metric=reward/{normed[0]} (the plain score)"
+                "checkpoint.best_metric defaults to reward/mean without eval, but running_norm "
+                f"normalizes {', '.join(normed)} by a mean that changes, so the best checkpoint "
+                f"would mean little; set checkpoint.best_metric=reward/{normed[0]} (the raw score)"
             )
 
 
@@ -253,8 +258,8 @@ def _sampling_advice(config: RLConfig) -> Iterator[str]:
     if kind == "on_policy_distill" and cut:
         yield (
             f"rollout.{cut} with algorithm.advantage={kind}: tokens are drawn from another "
-            "distribution than the one that the teacher is compared with, so what is made small is "
-            "not the reverse KL; use top_p=1 and top_k=0"
+            "distribution than the one that is compared with the teacher, so the loss does not "
+            "minimize the reverse KL; use top_p=1 and top_k=0"
         )
 
 
@@ -268,15 +273,14 @@ def _advantage_rules(config: RLConfig) -> Iterator[str]:
     uses_gae = isinstance(advantage, GaeAdvantage)
     if config.critic is not None and not uses_gae:
         yield (
-            f"critic is set, and algorithm.advantage={advantage.kind} uses none; remove critic "
-            "or use gae"
+            f"critic is set, but algorithm.advantage={advantage.kind} does not use one; remove "
+            "critic or use gae"
         )
     needs_group = isinstance(advantage, GroupAdvantage) or advantage.kind == "reinforce_pp_baseline"
     if needs_group and config.rollout.n_samples_per_prompt < 2:
         yield (
-            f"algorithm.advantage={advantage.kind} compares samples of one prompt, and "
-            "rollout.n_samples_per_prompt=1 leaves nothing to compare; use 2 or more (8 is "
-            "usual)"
+            f"algorithm.advantage={advantage.kind} compares the samples of one prompt, but "
+            "rollout.n_samples_per_prompt=1; use 2 or more (8 is usual)"
         )
     if advantage.kind == "reinforce_pp_baseline" and advantage.gamma != 1.0:
         yield (
@@ -289,20 +293,20 @@ def _kl_rules(config: RLConfig) -> Iterator[str]:
     advantage, kl = config.algorithm.advantage, config.algorithm.kl
     if advantage.kind in BROADCAST and kl.init_kl_coef and kl.placement == "reward":
         yield (
-            "algorithm.kl.placement=reward puts KL on every token's reward, and "
-            f"advantage={advantage.kind} sees one reward per response; use placement=loss "
+            "algorithm.kl.placement=reward adds the KL penalty to every token's reward, but "
+            f"advantage={advantage.kind} uses one reward per response; use placement=loss "
             "(estimator k3 is usual), or advantage=rloo"
         )
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     if kl.kl_target is not None and samples >= 5 * kl.kl_horizon:
         yield (
             f"algorithm.kl.kl_horizon={kl.kl_horizon} is too short for {samples} samples per "
-            "rollout: the weight could reach 0 in one step; use more than "
-            f"{samples // 5} (10000 is usual)"
+            f"rollout: the weight could reach 0 in one step; use more than {samples // 5} (10000 "
+            "is usual)"
         )
     if config.reference is not None and not kl.init_kl_coef:
         yield (
-            "reference is set and algorithm.kl.init_kl_coef=0 never reads it; remove it or set "
+            "reference is set, but algorithm.kl.init_kl_coef=0 does not use it; remove it or set "
             "a KL weight"
         )
 
@@ -313,8 +317,8 @@ def _reward_rules(config: RLConfig) -> Iterator[str]:
     measured_only = config.algorithm.advantage.kind == "on_policy_distill"
     if weigh_nothing(config.rewards) and not any(penalties) and not measured_only:
         yield (
-            "every entry of rewards has weight 0, so every response is worth the same and nothing "
-            "is learned; give one a weight"
+            "every entry of rewards has weight 0, so all responses have the same reward and "
+            "nothing is learned; set a weight above 0"
         )
     if shaping.overlong_buffer_len >= config.rollout.generate_max_len:
         yield (
@@ -330,34 +334,34 @@ def _teacher_rules(config: RLConfig) -> Iterator[str]:
     if not isinstance(config.algorithm.advantage, OnPolicyDistillAdvantage):
         if config.teacher is not None:
             yield (
-                f"teacher is set and algorithm.advantage={kind} never reads it; remove it, or use "
-                "on_policy_distill"
+                f"teacher is set, but algorithm.advantage={kind} does not use it; remove it, or "
+                "use on_policy_distill"
             )
         if not config.rewards:
-            yield f"rewards is empty and algorithm.advantage={kind} learns from them; add one"
+            yield (
+                f"rewards is empty, but algorithm.advantage={kind} learns from them; add an entry"
+            )
         return
     if config.teacher is None:
         yield (
-            f"algorithm.advantage={kind} measures every token against a teacher, and there is "
-            "none; set teacher.model.path"
+            f"algorithm.advantage={kind} compares every token with a teacher, but none is set; "
+            "set teacher.model.path"
         )
     kl = config.algorithm.kl
     if kl.init_kl_coef and kl.placement == "reward":
         yield (
-            f"algorithm.kl.placement=reward with advantage={kind}, which learns from no reward; "
-            "use placement=loss (estimator k3 is usual)"
+            f"algorithm.kl.placement=reward with advantage={kind}, which uses no reward; use "
+            "placement=loss (estimator k3 is usual)"
         )
     if config.rollout.dynamic_sampling is not None:
         yield (
-            f"rollout.dynamic_sampling leaves groups out by their rewards, and advantage={kind} "
+            f"rollout.dynamic_sampling drops groups by their rewards, but advantage={kind} "
             "learns from every token; remove it"
         )
     if config.shaping != ShapingConfig():
-        yield (
-            f"shaping changes rewards, and with advantage={kind} they are only measured; remove it"
-        )
+        yield (f"shaping changes rewards, but advantage={kind} does not learn from them; remove it")
     if config.eval is not None and not config.rewards:
         yield (
-            f"eval measures rewards, and the recipe has none (advantage={kind} needs none); add "
+            f"eval measures rewards, but the recipe has none (advantage={kind} needs none); add "
             "some, which are then measured in training too, or remove eval"
         )

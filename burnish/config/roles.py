@@ -128,7 +128,7 @@ class TrainRole(RoleSpec):
         """Number of ranks over which the tokens of each row are split."""
         return self.train.engine.sequence_parallel_size
 
-    def beside(
+    def derived_role(
         self, name: str, model: ModelConfig | None, cluster: ClusterConfig, *, trainable: bool
     ) -> TrainRole:
         """Return another role on the same batches. ``model`` None: this role's model."""
@@ -295,9 +295,9 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
         first = together[0]
         if first.ranks != role.ranks:
             yield (
-                f"cluster: layout={cluster.layout} puts {first.name} and {role.name} into the same "
-                f"places, and they have {first.ranks} and {role.ranks} workers; give "
-                "them equal numbers (a reward model has policy_ranks), or use layout=separate"
+                f"cluster: layout={cluster.layout} puts {first.name} and {role.name} on the same "
+                f"GPUs, but they have {first.ranks} and {role.ranks} workers; set equal numbers "
+                "(a reward model has policy_ranks), or use layout=separate"
             )
     rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
     size = 1 if rollout is None else rollout.tensor_parallel
@@ -306,9 +306,9 @@ def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[s
     if rollout in together and len(together) > 1:
         other = next(name for name in names if name != "rollout")
         yield (
-            f"recipe: cluster.layout={cluster.layout} puts each rollout worker on its {other} "
-            f"rank's GPU, and tensor_parallel_size={size} needs {size} GPUs for one; use "
-            "tensor_parallel_size=1, or a layout that keeps the rollout apart (separate)"
+            f"recipe: cluster.layout={cluster.layout} puts each rollout worker on the GPU of its "
+            f"{other} rank, but with tensor_parallel_size={size} a worker needs {size} GPUs; use "
+            "tensor_parallel_size=1, or layout=separate"
         )
     elif cluster.gpus_per_worker != 1:
         yield (

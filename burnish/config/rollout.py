@@ -113,7 +113,10 @@ class DynamicSampling(Node):
 
     def rules(self) -> Iterator[str]:
         if self.above is not None and self.below is not None and self.above >= self.below:
-            yield f"above={self.above:g} and below={self.below:g} leave no score; swap them"
+            yield (
+                f"above={self.above:g} is not less than below={self.below:g}, so no score would "
+                "be kept; swap them"
+            )
 
 
 class RolloutConfig(SamplingConfig):
@@ -132,13 +135,13 @@ class RolloutConfig(SamplingConfig):
     def rules(self) -> Iterator[str]:
         if self.temperature == 0:
             yield (
-                "temperature=0 gives the same response n times and no exploration; use a value "
-                "above 0 (1.0 is usual)"
+                "temperature=0 gives n equal responses and no exploration; use a value above 0 "
+                "(1.0 is usual)"
             )
         if self.dynamic_sampling is not None and self.n_samples_per_prompt == 1:
             yield (
-                "dynamic_sampling leaves groups of equal scores out, and with "
-                "n_samples_per_prompt=1 every group is one; use 2 or more (16 is usual)"
+                "dynamic_sampling drops groups of equal scores, and with n_samples_per_prompt=1 "
+                "every group is one; use 2 or more (16 is usual)"
             )
 
 
@@ -171,13 +174,13 @@ class EvalConfig(Node):
         for k in self.pass_k:
             if not 1 <= k <= self.n_samples_per_prompt:
                 yield (
-                    f"pass_k has {k}, and k must lie in "
+                    f"pass_k contains {k}, but k must be in "
                     f"1..n_samples_per_prompt={self.n_samples_per_prompt}"
                 )
         if self.temperature == 0 and self.n_samples_per_prompt > 1:
             yield (
-                "temperature=0 gives the same response every time; use n_samples_per_prompt=1 or a "
-                "temperature above 0"
+                "temperature=0 gives the same response every time; use n_samples_per_prompt=1 or "
+                "a temperature above 0"
             )
 
 
@@ -189,6 +192,6 @@ def pass_advice(config: EvalConfig, rewards: Sequence[RewardConfig]) -> Iterator
     if len(weights) > 1 and most < config.pass_threshold - 1e-9:
         yield (
             f"eval.pass_threshold={config.pass_threshold:g} is above the sum of the positive "
-            f"weights ({most:g}): with scores of at most 1 no response passes, and eval/pass@1 "
+            f"weights ({most:g}): if scores are at most 1, no response passes and eval/pass@1 "
             f"stays 0; set eval.pass_threshold={most:g} or less"
         )

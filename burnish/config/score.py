@@ -38,8 +38,8 @@ class ResponseDataConfig(PromptDataConfig):
         yield from missing_columns(self.files, wanted)
         if self.overlong == "truncate_left":
             yield (
-                "overlong=truncate_left would score responses to prompts that are not those in the "
-                "output; use drop, or raise prompt_max_len"
+                "overlong=truncate_left would score responses to prompts that differ from those "
+                "in the output; use drop, or raise prompt_max_len"
             )
 
 
@@ -82,17 +82,17 @@ class ScoreConfig(RowsJob):
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         if not self.rewards:
-            yield "rewards is empty, so there is nothing to score with; add an entry"
+            yield "rewards is empty, so nothing would be scored; add an entry"
         yield from running_norm_rules(self.rewards)
         buffer = self.shaping.overlong_buffer_len
         if buffer and self.generate_max_len is None:
             yield (
-                f"shaping.overlong_buffer_len={buffer} counts from generate_max_len, which is not "
-                "set; set it to the limit that the responses were sampled with"
+                f"shaping.overlong_buffer_len={buffer} is counted from generate_max_len, which "
+                "is not set; set it to the limit that the responses were sampled with"
             )
         if not buffer and self.generate_max_len is not None:
             yield (
-                f"generate_max_len={self.generate_max_len} does nothing without "
+                f"generate_max_len={self.generate_max_len} has no effect without "
                 "shaping.overlong_buffer_len; remove it"
             )
 

@@ -53,7 +53,9 @@ class StepsDataConfig(DataConfig):
         yield from super().rules()
         yield from template_rules(self.prompt_template, self.files)
         if self.steps_key == self.labels_key:
-            yield f"steps_key and labels_key are both {self.labels_key!r}; give two columns"
+            yield (
+                f"steps_key and labels_key are both {self.labels_key!r}; set two different columns"
+            )
         wanted = {
             "prompt_key": self.prompt_key if self.prompt_template is None else None,
             "labels_key": self.labels_key,
@@ -83,21 +85,24 @@ def reward_data_rules(
     """Yield an error for each setting of a reward model that does not fit the kind of its data."""
     if eval_data is not None and eval_data.kind != data.kind:
         yield (
-            f"eval_data.kind={eval_data.kind} and data.kind={data.kind}: what is held out has to "
-            "be of the kind that is trained on; use one kind for both"
+            f"eval_data.kind={eval_data.kind} and data.kind={data.kind}: held-out rows must be "
+            "of the same kind as training rows; use one kind for both"
         )
     if isinstance(data, StepsDataConfig):
         if loss not in (None, "process"):
             yield (
-                f"loss={loss} compares two responses, and data.kind=steps has labels of single "
-                "steps; use loss=process, or leave loss out"
+                f"loss={loss} compares two responses, but rows of data.kind=steps have labels of "
+                "single steps; use loss=process, or remove loss"
             )
         if centered:
-            yield "center_coef is about the two scores of a pair, and data.kind=steps has none"
+            yield (
+                "center_coef applies to the two scores of a pair, which data.kind=steps does not "
+                "have; remove it"
+            )
         return
     if loss == "process":
         yield (
-            "loss=process needs a label on every step, and data.kind=pairs has none; use "
+            "loss=process needs a label for every step, which data.kind=pairs does not have; use "
             "data.kind=steps"
         )
     for name, rows in (("data", data), ("eval_data", eval_data)):
@@ -109,11 +114,11 @@ def _pairs_rules(name: str, rows: PairsDataConfig, loss: str | None) -> Iterator
     yield from rows.missing_pairs(name)
     if rows.label_key is not None:
         yield (
-            f"{name}.label_key={rows.label_key} says that rows are single responses, and a "
+            f"{name}.label_key={rows.label_key} means that rows are single responses, but a "
             "reward model learns from pairs; remove it"
         )
     if loss == "log_exp" and rows.margin_key is not None:
         yield (
-            f"{name}.margin_key={rows.margin_key} with loss=log_exp, which has no margin; "
-            "remove it, or use bradley_terry"
+            f"{name}.margin_key={rows.margin_key} has no effect with loss=log_exp, which has no "
+            "margin; remove it, or use bradley_terry"
         )

@@ -66,20 +66,20 @@ def sync_rules(
     if runtime == "ray":
         if sync.kind == "inproc":
             yield (
-                "sync.kind=inproc hands weights over inside one process, and with "
-                "cluster.runtime=ray trainer and rollout engines are in several; leave sync out, "
-                "or use sync.kind=object_store"
+                "sync.kind=inproc transfers weights within one process, but with "
+                "cluster.runtime=ray trainer and rollout engines are in different processes; "
+                "remove sync, or use sync.kind=object_store"
             )
         return
     if sync.kind not in ("auto", "inproc"):
         yield (
-            f"sync.kind={sync.kind} hands weights from process to process, and here trainer and "
-            "rollout engine are in one; leave sync out, or use sync.kind=inproc"
+            f"sync.kind={sync.kind} transfers weights between processes, but trainer and rollout "
+            "engine are in one; remove sync, or use sync.kind=inproc"
         )
     elif isinstance(sync, LinkSync) and sync != LinkSync():
         yield (
-            "sync sets how weights are sent, and trainer and rollout engine are in one process, "
-            "where nothing is; leave sync out, or use sync.kind=inproc"
+            "sync has no effect, because trainer and rollout engine share their weights in one "
+            "process; remove sync, or use sync.kind=inproc"
         )
 
 

@@ -26,7 +26,7 @@ class TeacherConfig(Node):
 
     def rules(self) -> Iterator[str]:
         if self.model.lora is not None:
-            yield "model.lora trains adapters, and a teacher is not trained; remove it"
+            yield "model.lora trains adapters, but a teacher is not trained; remove it"
 
 
 class ForwardKlLoss(Node):

@@ -27,17 +27,19 @@ def fields_of(template: str) -> list[str]:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
         raise TemplateError(
-            f"prompt_template {template!r} cannot be filled: {error}. {_FORM}"
+            f"prompt_template {template!r} cannot be filled in: {error}. {_FORM}"
         ) from error
     names = [name for _, name, _, _ in parts if name is not None]
     for name in names:
         if not name or name.isdigit() or any(c in name for c in ".[{"):
             raise TemplateError(
-                f"prompt_template {template!r} cannot be filled: the field {{{name}}} is no "
-                f"column. {_FORM}"
+                f"prompt_template {template!r} cannot be filled in: the field {{{name}}} is not "
+                f"a column name. {_FORM}"
             )
     if any("{" in (spec or "") for _, _, spec, _ in parts):
-        raise TemplateError(f"prompt_template {template!r} has a field inside of a field. {_FORM}")
+        raise TemplateError(
+            f"prompt_template {template!r} has a field inside another field. {_FORM}"
+        )
     if not names:
         doubled = " ({{ and }} are braces, not a field)" if "{{" in template else ""
         raise TemplateError(
@@ -58,7 +60,7 @@ def template_rules(template: str | None, files: Sequence[str]) -> Iterator[str]:
         return
     for name in names:
         for line in missing_columns(files, {"prompt_template": name}):
-            yield line.replace(f"prompt_template={name}", f"prompt_template wants {{{name}}}", 1)
+            yield line.replace(f"prompt_template={name}", f"prompt_template needs {{{name}}}", 1)
 
 
 _FORM = (

@@ -78,8 +78,8 @@ class TrainConfig(Node):
         ):
             yield (
                 "max_tokens_per_micro_batch builds micro-batches by tokens, so "
-                "micro_train_batch_size and "
-                "gradient_accumulation_steps cannot be set as well"
+                "micro_train_batch_size and gradient_accumulation_steps have no effect; remove "
+                "them, or max_tokens_per_micro_batch"
             )
         if self.on_oom == "retry_smaller" and (problem := on_oom_problem(self)) is not None:
             yield problem
@@ -87,9 +87,9 @@ class TrainConfig(Node):
     def advice(self) -> Iterator[str]:
         if self.lr >= 0.1:
             yield (
-                f"lr={self.lr:g}: AdamW moves every weight by about the learning rate in each "
-                "step, and the weights of a model are about 0.02 in size; 1e-6 to 1e-4 is usual "
-                "for pretrained models"
+                f"lr={self.lr:g} is too high for pretrained weights: AdamW changes every weight "
+                "by about lr in each step, and weights are about 0.02 in size; 1e-6 to 1e-4 is "
+                "usual"
             )
 
 
@@ -99,9 +99,9 @@ def on_oom_problem(train: TrainConfig) -> str | None:
     if waits_by is None:
         return None
     return (
-        f"on_oom=retry_smaller with {waits_by.removeprefix('train.')}: there all ranks wait for "
-        "each other in every pass, and one that leaves it would leave the others waiting; use "
-        "on_oom=fail with a smaller micro_train_batch_size"
+        f"on_oom=retry_smaller with {waits_by.removeprefix('train.')}: all ranks synchronize in "
+        "every pass, so a rank that aborts one would leave the others waiting; use on_oom=fail "
+        "with a smaller micro_train_batch_size"
     )
 
 
@@ -112,12 +112,12 @@ def expert_rules(train: TrainConfig, model: ModelConfig) -> Iterator[str]:
     if not train.moe_aux_loss_coef:
         return
     if model.scratch is not None:
-        yield f"{name} evens the load of experts, and model.scratch has none; remove it"
+        yield f"{name} balances the load of experts, but model.scratch has none; remove it"
     if train.engine.waits_by is not None:
         yield (
-            f"{name} with {train.engine.waits_by}: only the torch engine's replicas read what "
-            "routers chose; use train.engine.kind=torch with sharding=none and whole rows, or "
-            "leave it out"
+            f"{name} with {train.engine.waits_by}: only replicas of the torch engine have the "
+            "router's choices; use train.engine.kind=torch with sharding=none and unsplit rows, "
+            "or remove it"
         )
 
 
@@ -132,8 +132,8 @@ def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
         if ranks % size and ranks not in told:
             told.add(ranks)
             yield (
-                f"{train.engine.parallel_setting} does not divide {name}={ranks}, and {size} ranks "
-                f"compute the same rows; use a multiple of {size}"
+                f"{train.engine.parallel_setting} does not divide {name}={ranks}, but {size} "
+                f"ranks compute the same rows; use a multiple of {size}"
             )
 
 
@@ -175,7 +175,7 @@ class CheckpointConfig(Node):
         name = self.best_metric
         if name is not None and self.best_mode is None and better(name) is None:
             yield (
-                f"best_metric={name}: its name does not say whether more or less of it is better; "
+                f"best_metric={name}: its name does not show whether higher or lower is better; "
                 "set best_mode=max or best_mode=min"
             )
 
@@ -215,12 +215,13 @@ def checkpoint_rules(
         return
     if not train.engine.saves_own_shards:
         yield (
-            "checkpoint.in_background=true with an engine whose rank 0 writes for all: only ranks "
-            "of train.engine.sharding=full write their own parts while training goes on; set "
-            "that, or leave it out"
+            "checkpoint.in_background=true with an engine whose rank 0 writes for all: only the "
+            "ranks of train.engine.sharding=full write their own parts during training; set "
+            "that, or remove in_background"
         )
     elif ranks == 1:
         yield (
-            "checkpoint.in_background=true with one rank, whose engine is not in shards and saves "
-            "at once; set cluster.runtime=ray and cluster.policy_ranks above 1, or leave it out"
+            "checkpoint.in_background=true has no effect with one rank, whose state is not "
+            "sharded and is saved synchronously; set cluster.runtime=ray and "
+            "cluster.policy_ranks above 1, or remove it"
         )

@@ -137,8 +137,8 @@ class TorchEngine(Node, TrainEngineFacts):
         if self.sharding == "full" and precision.grad_accum_dtype != "fp32":
             yield (
                 f"precision.grad_accum_dtype={precision.grad_accum_dtype} with "
-                "train.engine.sharding=full: sharded gradients add up in fp32 (each rank holds its "
-                "part of them only); use fp32"
+                "train.engine.sharding=full: sharded gradients are accumulated in fp32 (each "
+                "rank has only its shard); use fp32"
             )
 
     @property
@@ -155,10 +155,11 @@ class TorchEngine(Node, TrainEngineFacts):
         if self.sequence_parallel_size == 1 or self.tensor_parallel_size == 1:
             return None
         return (
-            f"sequence_parallel_size={self.sequence_parallel_size} with tensor_parallel_size="
-            f"{self.tensor_parallel_size}: both share the heads among the ranks that compute a "
-            "row, and sharing them twice is not there; use one of the two (sequence_parallel_"
-            "size with sharding=full for long rows, tensor_parallel_size for wide layers)"
+            f"sequence_parallel_size={self.sequence_parallel_size} with "
+            f"tensor_parallel_size={self.tensor_parallel_size}: both split the heads over the "
+            "ranks that compute a row, and their combination is not implemented; use one of the "
+            "two (sequence_parallel_size with sharding=full for long rows, tensor_parallel_size "
+            "for wide layers)"
         )
 
     def rules(self) -> Iterator[str]:
@@ -167,7 +168,9 @@ class TorchEngine(Node, TrainEngineFacts):
         if self.sharding == "none":
             for name in ("reshard_after_forward", "reduce_gradients", "cpu_offload"):
                 if self.model_dump()[name] != type(self).model_fields[name].default:
-                    yield f"{name} acts on a sharded model only; remove it, or use sharding=full"
+                    yield (
+                        f"{name} applies only to a sharded model; remove it, or use sharding=full"
+                    )
 
 
 class DeepSpeedEngine(Node, TrainEngineFacts):
@@ -234,38 +237,38 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
         """Yield an error for each number format that the engine does not support."""
         if self.zero_stage == 0 and precision.dtype == "fp16":
             yield (
-                "train.engine.zero_stage=0 with precision.dtype=fp16: there DeepSpeed ignores "
-                "hysteresis and the floor of the loss scale, and does not multiply the loss by it; "
-                "use zero_stage=1 (the same memory on one rank), or dtype=bf16"
+                "train.engine.zero_stage=0 with precision.dtype=fp16: DeepSpeed then ignores "
+                "hysteresis and the minimum of the loss scale, and does not multiply the loss by "
+                "it; use zero_stage=1 (the same memory on one rank), or dtype=bf16"
             )
         elif self.zero_stage == 0 and precision.dtype != precision.grad_accum_dtype:
             yield (
-                f"train.engine.zero_stage=0 with precision.dtype={precision.dtype}: there "
-                f"DeepSpeed adds gradients up in {precision.dtype} only; use zero_stage=1 (the "
-                "same memory on one rank), or "
-                f"precision.grad_accum_dtype={precision.dtype}"
+                f"train.engine.zero_stage=0 with precision.dtype={precision.dtype}: DeepSpeed "
+                f"then accumulates gradients only in {precision.dtype}; use zero_stage=1 (the "
+                f"same memory on one rank), or precision.grad_accum_dtype={precision.dtype}"
             )
         if precision.dtype == "fp16" and precision.min_loss_scale % 1:
             yield (
-                f"precision.min_loss_scale={precision.min_loss_scale:g}: DeepSpeed takes whole "
-                "numbers only; use 1 or more"
+                f"precision.min_loss_scale={precision.min_loss_scale:g}: DeepSpeed accepts only "
+                "whole numbers; use 1 or more"
             )
 
     def rules(self) -> Iterator[str]:
         if self.adam_offload and self.zero_stage == 0:
             yield (
-                "adam_offload moves shards of the optimizer, and zero_stage=0 has none; use 1 to 3"
+                "adam_offload offloads shards of the optimizer, but zero_stage=0 has none; "
+                "use zero_stage 1 to 3"
             )
         for name in ("param_offload", "zero_init"):
             if self.model_dump()[name] and self.zero_stage != 3:
                 yield (
-                    f"{name} is about shards of the weights, and zero_stage={self.zero_stage} "
-                    "keeps them whole; use zero_stage=3"
+                    f"{name} applies to shards of the weights, but zero_stage={self.zero_stage} "
+                    "replicates them; use zero_stage=3"
                 )
         if self.zero_hpz_partition_size > 1 and self.zero_stage != 3:
             yield (
-                f"zero_hpz_partition_size={self.zero_hpz_partition_size} keeps a second shard of "
-                f"the weights, and zero_stage={self.zero_stage} keeps them whole; use zero_stage=3"
+                f"zero_hpz_partition_size={self.zero_hpz_partition_size} adds a second shard of "
+                f"the weights, but zero_stage={self.zero_stage} replicates them; use zero_stage=3"
             )
 
 

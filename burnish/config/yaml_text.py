@@ -79,7 +79,7 @@ class RecipeLoader(yaml.SafeLoader):
             return self.construct_yaml_float(node)
         except ValueError as error:  # an int of more digits than Python converts
             shown = text if len(text) < 40 else f"{text[:20]}... ({len(text)} characters)"
-            raise _error(f"{shown} is no usable number: {error}", node.start_mark) from None
+            raise _error(f"{shown} is not a valid number: {error}", node.start_mark) from None
 
 
 def _without(*tags: str) -> dict[str, list[tuple[str, Any]]]:
@@ -107,7 +107,7 @@ def compose(text: str, *, name: str = "<text>") -> tuple[RecipeLoader, Any]:
     YAMLError."""
     if len(text) > _MAX_CHARACTERS:
         raise yaml.YAMLError(
-            f"it has {len(text)} characters, and a recipe has at most {_MAX_CHARACTERS}; is it a "
+            f"it has {len(text)} characters, but a recipe has at most {_MAX_CHARACTERS}; is it a "
             "data file?"
         )
     loader = RecipeLoader(text)
@@ -136,7 +136,7 @@ def field_value(text: str, annotation: Any) -> Any:
         return text if quoted is None else quoted
     loader, node = compose(text)
     if node is not None and text[node.end_mark.index :].strip():
-        raise yaml.YAMLError("` #` begins a comment in YAML, and the rest is lost; use quotes")
+        raise yaml.YAMLError("` #` begins a YAML comment, so the rest would be ignored; use quotes")
     return construct(loader, node, annotation, source=text)
 
 
@@ -159,9 +159,9 @@ class _Expansion:
     def copy(self, node: Any, above: tuple[int, ...]) -> Any:
         self._num_nodes += 1
         if id(node) in above:
-            raise _error("an alias stands for something that contains it", node.start_mark)
+            raise _error("an alias refers to a node that contains it", node.start_mark)
         if self._num_nodes > _MAX_NODES or len(above) > _MAX_DEPTH:
-            raise _error(_too_much(len(above)) + " (aliases expanded)", node.start_mark)
+            raise _error(_too_much(len(above)) + " (after alias expansion)", node.start_mark)
         inside = (*above, id(node))
         if isinstance(node, yaml.ScalarNode):
             value: Any = node.value
@@ -207,8 +207,8 @@ def _refuse_comment(node: Any, field: str, source: str) -> None:
     rest = source[node.end_mark.index :].partition("\n")[0]
     if rest.lstrip().startswith("#"):
         raise _error(
-            f"{field} ends at a ` #`, which begins a comment in YAML. Put the text in quotes if "
-            "that is a part of it; else put the comment on a line of its own",
+            f"{field} ends at a ` #`, which begins a YAML comment. Put the value in quotes if "
+            "the rest belongs to it; otherwise put the comment on a separate line",
             node.end_mark,
         )
 

@@ -56,12 +56,12 @@ def test_the_train_batch_size_alone_means_one_backward_pass():
     assert derive(64, None, ranks=4) == BatchPlan(64, 16, 1, 4)
 
 
-def test_a_token_budget_leaves_the_micro_batches_open():
+def test_a_token_budget_leaves_micro_batch_sizes_unset():
     plan = derive(64, None, ranks=4, token_budget=True)
     assert (plan.micro_train_batch_size, plan.gradient_accumulation_steps) == (None, None)
 
 
-def test_too_little_given_says_what_to_give():
+def test_missing_batch_sizes_are_named():
     for given_sizes in [(None, None, None), (None, 8, None), (None, None, 2)]:
         with pytest.raises(BatchError, match="set train_batch_size, or both"):
             derive(*given_sizes)
@@ -85,15 +85,15 @@ def test_too_little_given_says_what_to_give():
         ((100, 8, 3), 1, "8 x 3 x 1 = 24", "train_batch_size=24"),
     ],
 )
-def test_three_sizes_that_disagree_are_an_error_with_every_way_out(sizes, ranks, product, ways):
+def test_contradicting_sizes_are_an_error_that_lists_every_fix(sizes, ranks, product, ways):
     with pytest.raises(BatchError) as caught:
         derive(*sizes, ranks=ranks)
     assert product in str(caught.value)
-    assert str(caught.value).endswith(f"drop one of the three, or set {ways}")
+    assert str(caught.value).endswith(f"remove one of the three, or set {ways}")
 
 
 @given(big=SIZES, micro=st.integers(1, 12), accum=st.integers(1, 12), ranks=st.integers(1, 4))
-def test_each_way_out_of_a_disagreement_works(big, micro, accum, ranks):
+def test_each_suggested_fix_of_contradicting_sizes_is_valid(big, micro, accum, ranks):
     if big == micro * accum * ranks:
         return
     with pytest.raises(BatchError) as caught:
@@ -107,19 +107,19 @@ def test_each_way_out_of_a_disagreement_works(big, micro, accum, ranks):
         derive(mended["train"], mended["micro"], mended["gradient"], ranks=ranks)
 
 
-def test_a_micro_batch_that_does_not_divide_names_the_nearest():
+def test_an_indivisible_micro_batch_error_names_the_nearest_sizes():
     """24 / 1 = 24; beside 7 the divisors 6 and 8; beside 24 the multiples of 7 are 21 and 28."""
     with pytest.raises(BatchError) as caught:
         derive(24, 7)
-    assert numbers_after(str(caught.value), "nearest micro_train_batch_size that does:") == [6, 8]
+    assert numbers_after(str(caught.value), "nearest valid micro_train_batch_size:") == [6, 8]
     assert numbers_after(str(caught.value), "or train_batch_size:") == [21, 28]
 
 
-def test_a_batch_that_ranks_do_not_divide_names_the_nearest_that_also_fits_the_micro_batch():
+def test_nearest_batch_sizes_also_fit_the_micro_batch():
     """D = 4 and b = 2 need a multiple of 8; beside 13 these are 8 and 16 (12 would fail next)."""
     with pytest.raises(BatchError) as caught:
         derive(13, 2, ranks=4)
-    assert numbers_after(str(caught.value), "nearest that works:") == [8, 16]
+    assert numbers_after(str(caught.value), "nearest valid:") == [8, 16]
 
 
 def test_1024_prompts_x_4_samples_fill_a_buffer_of_4096():
@@ -132,7 +132,7 @@ def test_1024_prompts_x_4_samples_fill_a_buffer_of_4096():
 
 
 @given(total=SIZES, wanted=SIZES)
-def test_nearest_divisors_divide_and_none_is_nearer(total, wanted):
+def test_nearest_divisors_are_divisors_and_nearest(total, wanted):
     divisors = [d for d in range(1, total + 1) if total % d == 0]
     found = nearest_divisors(total, wanted)
     assert set(found) <= set(divisors)
@@ -142,7 +142,7 @@ def test_nearest_divisors_divide_and_none_is_nearer(total, wanted):
 
 
 @given(unit=SIZES, wanted=SIZES)
-def test_nearest_multiples_are_multiples_and_none_is_nearer(unit, wanted):
+def test_nearest_multiples_are_multiples_and_nearest(unit, wanted):
     found = nearest_multiples(unit, wanted)
     assert all(m % unit == 0 and m > 0 for m in found)
     assert max(found) >= wanted and max(found) - min(found) <= unit
@@ -150,7 +150,7 @@ def test_nearest_multiples_are_multiples_and_none_is_nearer(unit, wanted):
 
 
 @given(big=SIZES, micro=st.integers(1, 40), ranks=st.integers(1, 8))
-def test_the_sizes_that_a_derivation_error_names_work_and_nothing_nearer_does(big, micro, ranks):
+def test_sizes_suggested_by_a_derivation_error_are_valid_and_nearest(big, micro, ranks):
     def works(b, m):
         return b % (m * ranks) == 0
 
@@ -161,10 +161,10 @@ def test_the_sizes_that_a_derivation_error_names_work_and_nothing_nearer_does(bi
     with pytest.raises(BatchError) as caught:
         derive(big, micro, ranks=ranks)
     text = str(caught.value)
-    batches = numbers_after(text, "that works:") or numbers_after(text, "or train_batch_size:")
+    batches = numbers_after(text, "nearest valid:") or numbers_after(text, "or train_batch_size:")
     assert batches and all(works(b, micro) for b in batches)
     assert not any(works(b, micro) for b in range(min(batches) + 1, max(batches)))
-    for better in numbers_after(text, "nearest micro_train_batch_size that does:"):
+    for better in numbers_after(text, "nearest valid micro_train_batch_size:"):
         assert works(big, better)
 
 
@@ -174,9 +174,7 @@ def test_the_sizes_that_a_derivation_error_names_work_and_nothing_nearer_does(bi
     samples=st.integers(1, 8),
     unit=st.sampled_from([1, 2, 4]),
 )
-def test_the_sizes_that_a_rollout_error_names_work_and_nothing_nearer_does(
-    big, prompts, samples, unit
-):
+def test_sizes_suggested_by_a_rollout_error_are_valid_and_nearest(big, prompts, samples, unit):
     big *= unit
     plan = BatchPlan(big, None, None, 1, prompts, samples)
     if prompts * samples % big == 0:
@@ -203,14 +201,14 @@ def test_the_sizes_that_a_rollout_error_names_work_and_nothing_nearer_does(
     )
 
 
-def test_the_table_shows_the_whole_arithmetic():
+def test_the_table_shows_the_complete_arithmetic():
     plan = BatchPlan(
         128, 8, 4, 4, rollout_batch_size=32, n_samples_per_prompt=8, epochs_per_rollout=2
     )
     assert batch_table(plan) == [
         ("train_batch_size (B)", "128", "samples per optimizer step"),
         ("data-parallel ranks (D)", "4", ""),
-        ("micro_train_batch_size (b)", "8", "samples per backward pass and rank"),
+        ("micro_train_batch_size (b)", "8", "samples per rank and backward pass"),
         ("gradient_accumulation_steps", "4", "B / (b x D)"),
         ("rollout_batch_size (P)", "32", "prompts per rollout"),
         ("n_samples_per_prompt (n)", "8", ""),
@@ -220,6 +218,6 @@ def test_the_table_shows_the_whole_arithmetic():
     ]
 
 
-def test_the_table_says_where_tokens_decide():
+def test_the_table_shows_a_token_budget():
     rows = {name: value for name, value, _ in batch_table(BatchPlan(64, None, None))}
     assert rows["micro_train_batch_size (b)"] == rows["gradient_accumulation_steps"] == "by tokens"

@@ -83,7 +83,7 @@ def test_docs_config_md_is_up_to_date():
     assert written == config_markdown(), "run 'make docs'"
 
 
-def test_every_key_is_reached_from_the_section_of_its_job_and_every_node_is_printed_once():
+def test_every_key_is_reachable_from_its_job_and_every_node_is_printed_once():
     """With its default and its text; each section is reached."""
     seen: dict[type[Node], str] = {}
     for name, job in JOBS.items():
@@ -93,7 +93,7 @@ def test_every_key_is_reached_from_the_section_of_its_job_and_every_node_is_prin
     assert len(set(seen.values())) == len(seen)
 
 
-def test_the_value_of_kind_is_in_the_title_of_a_variant():
+def test_title_of_a_variant_contains_its_kind():
     for node, section in sections().items():
         if kinds_of(node):
             assert section.title.split("`")[1].split(": ")[1] == " | ".join(kinds_of(node))
@@ -133,7 +133,7 @@ def test_rows_give_path_type_default_and_text():
     assert rows["precision.rollout_dtype"].type == "fp32 | bf16 | fp16, or null"
 
 
-def test_variants_say_for_which_kind_a_key_exists():
+def test_rows_name_the_kinds_that_have_a_key():
     gammas = [row.text for row in fields_table("rl") if row.path == "algorithm.advantage.gamma"]
     assert [text.split("]")[0] for text in gammas] == [
         "[grpo | dr_grpo | rloo | opo",
@@ -142,7 +142,7 @@ def test_variants_say_for_which_kind_a_key_exists():
     ]
 
 
-def test_a_group_of_keys_is_spelt_out_once():
+def test_a_group_of_keys_is_printed_once():
     paths = [row.path for row in fields_table("rl")]
     assert "model.lora.lora_rank" in paths and "critic.model.lora.lora_rank" not in paths
     critic = next(row for row in fields_table("rl") if row.path == "critic.model")

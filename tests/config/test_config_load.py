@@ -19,7 +19,7 @@ def test_a_dumped_config_loads_to_an_equal_config(tmp_path, recipes):
         assert load_config(path) == config
 
 
-def test_a_dump_keeps_what_is_not_default(tmp_path, rl_recipe):
+def test_a_dump_keeps_values_other_than_defaults(tmp_path, rl_recipe):
     overrides = [
         "train.lr=1e-7",
         "rollout.stop=['\\n', END]",
@@ -85,13 +85,13 @@ def test_later_overrides_win(rl_recipe):
     assert load_config(rl_recipe, ["seed=1", "seed=2"]).seed == 2
 
 
-def test_an_override_leaves_the_callers_mapping_alone(rl_recipe):
+def test_an_override_does_not_change_the_callers_mapping(rl_recipe):
     before = yaml.safe_dump(rl_recipe)
     load_config(rl_recipe, ["train.lr=1e-3", "data.sources.0.weight=2"])
     assert yaml.safe_dump(rl_recipe) == before
 
 
-def test_short_forms_open_so_that_their_options_can_be_set(rl_recipe):
+def test_options_of_a_short_form_can_be_set(rl_recipe):
     config = load_config(
         rl_recipe,
         ["algorithm.advantage=gae", "algorithm.advantage.lam=0.5", "data.sources.0.weight=2"],
@@ -106,7 +106,7 @@ def test_list_items_are_reached_by_number(rl_recipe):
     assert config.data.sources == (FileSource(path="other.csv"), HubSource(path="d", split="test"))
 
 
-def test_a_group_that_the_recipe_leaves_out_can_be_set_key_by_key(rl_recipe):
+def test_a_group_that_the_recipe_omits_can_be_set_key_by_key(rl_recipe):
     config = load_config(rl_recipe, ["model.lora.lora_rank=4", "eval.data.sources=[e.jsonl]"])
     assert config.model.lora.lora_rank == 4
     assert config.eval.data.sources == (FileSource(path="e.jsonl"),)
@@ -119,12 +119,12 @@ def test_a_group_that_the_recipe_leaves_out_can_be_set_key_by_key(rl_recipe):
         ("=3", "is not of the form dotted.key=value"),
         ("train..lr=1", "is not of the form dotted.key=value"),
         ("train.=1", "is not of the form dotted.key=value"),
-        ("train.lr=[1", "the value is not YAML"),
+        ("train.lr=[1", "the value is not valid YAML"),
         ("train.lr.x=1", "train.lr is a plain value, which has no keys below it"),
         ("run_dir.x=1", "run_dir is a plain value, which has no keys below it"),
-        ("data.sources.1.path=x", "data.sources has items 0..0, and no '1'"),
-        ("data.sources.-1=x", "data.sources has items 0..0, and no '-1'"),
-        ("data.sources.first=x", "data.sources has items 0..0, and no 'first'"),
+        ("data.sources.1.path=x", "data.sources has items 0..0, but no '1'"),
+        ("data.sources.-1=x", "data.sources has items 0..0, but no '-1'"),
+        ("data.sources.first=x", "data.sources has items 0..0, but no 'first'"),
         ("rewards.0.weight=2", "the recipe does not set rewards, so it has no items to change"),
         (
             "data.sources.0.path.x=1",
@@ -132,13 +132,13 @@ def test_a_group_that_the_recipe_leaves_out_can_be_set_key_by_key(rl_recipe):
         ),
     ],
 )
-def test_a_nonsense_override_is_named(rl_recipe, override, said):
+def test_an_invalid_override_is_named(rl_recipe, override, said):
     with pytest.raises(ConfigError) as caught:
         load_config(rl_recipe, [override])
     assert f"override {override!r}" in str(caught.value) and said in str(caught.value)
 
 
-def test_all_nonsense_overrides_are_reported_with_the_other_problems(rl_recipe):
+def test_all_invalid_overrides_are_reported_with_the_other_problems(rl_recipe):
     with pytest.raises(ConfigError, match="3 problems"):
         load_config(rl_recipe, ["a", "train.lr.x=1", "trian=1"])
 

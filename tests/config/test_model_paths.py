@@ -14,18 +14,18 @@ from burnish.models.load import ModelError
 @pytest.mark.parametrize(
     "path", ["/a/b", "./a", "../a", "~/a", "a/b/c", "runs/tiny", "m.gguf", "a b", "a--b/c", "x/"]
 )
-def test_what_no_hub_model_can_be_called_is_a_folder_of_this_machine(path: str) -> None:
+def test_paths_that_are_not_hub_names_are_local_folders(path: str) -> None:
     assert looks_local(path)
     said = folder_problem(path)
     assert said is not None and f"the model folder {path} does not exist" in said
 
 
 @pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen2.5-1.5B-Instruct", "owner/name_1.x"])
-def test_what_can_be_a_hub_name_is_left_to_the_hub(path: str) -> None:
+def test_possible_hub_names_are_not_checked_locally(path: str) -> None:
     assert not looks_local(path) and folder_problem(path) is None
 
 
-def test_a_folder_that_is_no_model_says_what_it_is(
+def test_error_for_a_folder_without_a_model_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -37,8 +37,10 @@ def test_a_folder_that_is_no_model_says_what_it_is(
     assert said is not None and "is a run folder, not a model" in said
     assert said.endswith("burnish export runs/sft --out DIR")
     assert "is a checkpoint" in (folder_problem("runs/sft/checkpoints/step_000001") or "")
-    assert folder_problem("nothing") == "the model folder nothing is empty"
-    assert "it is in, ., and model.gguf_file=model.gguf" in (folder_problem("model.gguf") or "")
+    assert (folder_problem("nothing") or "").startswith("the model folder nothing is empty; ")
+    assert "that contains it, ., and model.gguf_file=model.gguf" in (
+        folder_problem("model.gguf") or ""
+    )
     assert (folder_problem("runs/sftt") or "").endswith("(nearest: runs/sft)")
 
 
@@ -48,9 +50,7 @@ def test_the_demo_finds_the_gguf_file_of_a_folder(tmp_path: Path) -> None:
         model = demo_config(str(given)).model
         assert (model.path, model.gguf_file) == (str(tmp_path), "a.gguf")
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
-    with pytest.raises(
-        ModelError, match=r"several GGUF files.*--model .*a\.gguf \(there are a\.gguf"
-    ):
+    with pytest.raises(ModelError, match=r"several GGUF files.*--model .*a\.gguf \(found: a\.gguf"):
         demo_config(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")  # a model of its own beside its GGUF forms
     assert demo_config(str(tmp_path)).model.gguf_file is None

@@ -53,7 +53,7 @@ def lines(config: JobConfig) -> dict[str, tuple[str, str]]:
         (10, 4, {"max_epochs": 2, "max_steps": 1}, "1 step: 0.40 passes; 6 rows are never"),
     ],
 )
-def test_rows_unseen_and_repeats_are_said(
+def test_unseen_and_repeated_rows_are_reported(
     tmp_path: Path, name: str, size: int, batch: int, options: dict[str, Any], says: str
 ) -> None:
     table = lines(sft([data_file(tmp_path, name, size)], batch, **options))
@@ -61,7 +61,7 @@ def test_rows_unseen_and_repeats_are_said(
     assert table["rows drawn"][1].startswith(says)
 
 
-def test_sources_of_unlike_sizes_are_said_with_their_passes(tmp_path: Path) -> None:
+def test_sources_of_different_sizes_are_reported_with_their_passes(tmp_path: Path) -> None:
     """100 draws, half from each: 5 passes over 10 rows and half a pass over 100."""
     sources: list[Any] = [data_file(tmp_path, f"{n}.jsonl", k) for n, k in (("a", 10), ("b", 100))]
     table = lines(sft(sources, 10, max_steps=10))
@@ -71,14 +71,14 @@ def test_sources_of_unlike_sizes_are_said_with_their_passes(tmp_path: Path) -> N
     assert by_size["rows drawn"] == ("110", "11 steps: each row once")
 
 
-def test_pairs_that_kto_takes_apart_count_twice(tmp_path: Path) -> None:
+def test_pairs_split_for_kto_count_twice(tmp_path: Path) -> None:
     recipe = {"job": "preference", "model": {"scratch": {}}, "train": {"train_batch_size": 4}}
     data = {"sources": [data_file(tmp_path, "a.jsonl", 6)]}
     table = lines(load_config(recipe | {"data": data, "loss": "kto"}))
     assert (table["rows of data (N)"][0], table["rows drawn"][0]) == ("12", "12")
 
 
-def test_prompts_of_rl_are_said_in_passes(tmp_path: Path) -> None:
+def test_prompts_of_rl_are_reported_in_passes(tmp_path: Path) -> None:
     recipe = {"job": "rl", "model": {"scratch": {}}, "train": {"train_batch_size": 8}}
     recipe |= {"rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2}, "max_steps": 6}
     data = {"sources": [data_file(tmp_path, "a.jsonl", 10)]}
@@ -89,7 +89,7 @@ def test_prompts_of_rl_are_said_in_passes(tmp_path: Path) -> None:
     )
 
 
-def test_data_of_unknown_size_says_nothing(tmp_path: Path) -> None:
+def test_data_of_unknown_size_has_no_passes(tmp_path: Path) -> None:
     known = data_file(tmp_path, "a.jsonl", 3)
     for other in (str(tmp_path / "none.jsonl"), {"kind": "dataset", "path": "some/set"}):
         assert "rows drawn" not in lines(sft([known, other], 2))
@@ -120,11 +120,11 @@ def batch_spans(batch: Any) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"drop_last": False}, r"drop_last=false with several sources.*data\.mix=size"),
+        ({"drop_last": False}, r"drop_last=false with sources drawn by weight.*data\.mix=size"),
         ({"data": {"mix": "size"}}, r"mix=size draws all rows equally often.*weight=2"),
     ],
 )
-def test_mixes_that_do_not_go_together_are_refused(options: dict[str, Any], says: str) -> None:
+def test_incompatible_mix_settings_are_rejected(options: dict[str, Any], says: str) -> None:
     sources = [{"path": "a.jsonl", "weight": 2}, "b.jsonl"]
     with pytest.raises(ConfigError, match=says):
         sft(sources, 2, **options)

@@ -27,7 +27,7 @@ TWO_MODELS = (
         ("colocate_critic_reward", [("reward", "reward 2"), ("policy",), ("rollout",)]),
     ],
 )
-def test_every_reward_model_has_workers_of_its_own(
+def test_every_reward_model_has_its_own_workers(
     layout: str, placements: list[tuple[str, ...]], rl_recipe: dict[str, Any]
 ) -> None:
     config = load_config(rl_recipe, [RAY, TWO_MODELS, f"cluster.layout={layout}"])
@@ -67,7 +67,7 @@ def test_the_memory_plan_counts_each_reward_model_with_its_own_size(
 
 
 @pytest.mark.parametrize("job", ["evaluate", "generate"])
-def test_a_job_without_a_policy_has_as_many_rollout_workers_as_it_likes(
+def test_a_job_without_a_policy_may_have_any_number_of_rollout_workers(
     job: str, recipes: Recipes
 ) -> None:
     config = load_config(recipes[job], [RAY, "cluster.rollout_workers=4"])
@@ -81,10 +81,10 @@ def test_a_job_without_a_policy_has_as_many_rollout_workers_as_it_likes(
     assert (placements.count, placements.gpus) == (4, 2)
 
 
-def test_with_a_reward_model_beside_them_they_have_to_be_as_many(recipes: Recipes) -> None:
+def test_colocated_rollout_workers_and_reward_models_need_equal_numbers(recipes: Recipes) -> None:
     model = "rewards=[{kind: model, model: {scratch: {}}}]"
     options = [RAY, "cluster.rollout_workers=4", model]
-    with pytest.raises(ConfigError, match=r"puts rollout and reward into .* 4 and 1 workers"):
+    with pytest.raises(ConfigError, match=r"puts rollout and reward on .* 4 and 1 workers"):
         load_config(recipes["evaluate"], options)
     equal = load_config(recipes["evaluate"], [*options, "cluster.policy_ranks=4"])
     assert [p.roles for p in placement_groups(equal)] == [("rollout", "reward")]
@@ -95,7 +95,7 @@ def test_with_a_reward_model_beside_them_they_have_to_be_as_many(recipes: Recipe
     ]
 
 
-def test_a_critic_and_a_reward_model_in_the_same_places_have_to_be_as_many(
+def test_colocated_critic_and_reward_model_need_equal_numbers(
     rl_recipe: dict[str, Any],
 ) -> None:
     options = [
@@ -106,7 +106,7 @@ def test_a_critic_and_a_reward_model_in_the_same_places_have_to_be_as_many(
         "algorithm.advantage=gae",
     ]
     model = "rewards=[{kind: model, model: {scratch: {}}}]"
-    with pytest.raises(ConfigError, match=r"puts reward and critic into .* 2 and 1 workers"):
+    with pytest.raises(ConfigError, match=r"puts reward and critic on .* 2 and 1 workers"):
         load_config(rl_recipe, [*options, model])
     alone = load_config(rl_recipe, options)
     assert [(p.roles, p.count) for p in placement_groups(alone)] == [

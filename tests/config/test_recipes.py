@@ -20,7 +20,7 @@ CLUSTER = {"runtime": "ray", "layout": "separate", "gpus_per_worker": 1}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_valid_and_its_dry_run_is_a_recipe_again(path: Path, tmp_path: Path) -> None:
+def test_every_recipe_is_valid_and_so_is_its_dry_run(path: Path, tmp_path: Path) -> None:
     config = load_config(path)
     done = CliRunner().invoke(app, [config.job, str(path), "--dry-run"])
     missing = "does not exist" in done.stderr  # the user's own file, or that of an earlier job
@@ -31,7 +31,7 @@ def test_a_recipe_is_valid_and_its_dry_run_is_a_recipe_again(path: Path, tmp_pat
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_its_command_its_hardware_and_what_came_or_comes_out(path: Path) -> None:
+def test_recipe_headers_have_command_hardware_and_result(path: Path) -> None:
     header = "".join(line for line in path.open(encoding="utf-8") if line.startswith("#"))
     config = load_config(path)
     assert f"burnish {config.job} recipes/{path.name}" in header
@@ -39,7 +39,7 @@ def test_a_recipe_says_its_command_its_hardware_and_what_came_or_comes_out(path:
     assert "What to expect: " in header or "Measured" in header
 
 
-def test_the_script_of_iterative_dpo_hands_each_job_what_the_one_before_wrote(
+def test_iterative_dpo_script_passes_each_output_to_the_next_job(
     tmp_path: Path,
 ) -> None:
     """Its commands are written down instead of run, and each is dry-run then."""
@@ -66,7 +66,7 @@ def test_the_script_of_iterative_dpo_hands_each_job_what_the_one_before_wrote(
     assert configs[1].seed != configs[4].seed
 
 
-def test_nine_nodes_hold_policy_reference_and_one_engine_over_eight_gpus() -> None:
+def test_nine_node_recipe_has_policy_reference_and_one_engine_over_eight_gpus() -> None:
     """128 / (1 x 32) = 4 passes; 256 x 4 / 128 = 8 steps; 32 + 32 + 8 = 72 GPUs."""
     config = load_config(BY_NAME["llama3_70b_grpo_9x8"])
     assert isinstance(config, RLConfig)
@@ -79,7 +79,7 @@ def test_nine_nodes_hold_policy_reference_and_one_engine_over_eight_gpus() -> No
     assert checkpoint / config.cluster.call_timeout_s < 0.1e9, "a slow shared disk is fast enough"
 
 
-def test_one_node_holds_five_roles_on_eight_gpus() -> None:
+def test_one_node_recipe_has_five_roles_on_eight_gpus() -> None:
     (placements,) = placement_groups(load_config(BY_NAME["llama3_8b_ppo_8gpu"]))
     assert (placements.count, placements.gpus) == (8, 1)
     assert set(placements.roles) == {"policy", "rollout", "reward", "critic", "reference"}
@@ -92,9 +92,9 @@ def test_a_lora_policy_is_its_own_reference() -> None:
     assert [role.name for role in config.roles()] == ["policy", "rollout"]
 
 
-def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_places() -> None:
+def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_gpus() -> None:
     overrides = ["rollout.engine.tensor_parallel_size=2"]
-    with pytest.raises(ConfigError, match="puts each rollout worker on its policy rank's GPU"):
+    with pytest.raises(ConfigError, match="puts each rollout worker on the GPU of its policy rank"):
         load_config(BY_NAME["llama3_8b_grpo_8gpu"], overrides)
     apart = [*overrides, "cluster.layout=separate"]
     placements = placement_groups(load_config(BY_NAME["llama3_8b_grpo_8gpu"], apart))
@@ -104,11 +104,11 @@ def test_a_vllm_engine_over_two_gpus_cannot_share_the_policys_places() -> None:
 
 
 def test_colocated_roles_need_equal_numbers() -> None:
-    with pytest.raises(ConfigError, match="puts policy and rollout into the same places"):
+    with pytest.raises(ConfigError, match="puts policy and rollout on the same GPUs"):
         load_config(BY_NAME["llama3_8b_grpo_8gpu"], ["cluster.rollout_workers=4"])
 
 
-def test_the_other_algorithms_of_a_recipe_are_words_that_it_takes() -> None:
+def test_overrides_in_a_recipe_header_are_valid() -> None:
     """Lines '#   NAME   key=value ...' of the SmolLM2 recipe's header."""
     path = BY_NAME["smollm2_chain_sum_grpo"]
     lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]

@@ -72,7 +72,7 @@ def test_a_role_has_its_own_model_format_and_ranks_or_the_policys(recipes: Recip
     assert (policy.checkpoint is not None, reference.checkpoint) == (True, None)
 
 
-def test_balancing_experts_is_of_the_trained_policy_alone(recipes: Recipes) -> None:
+def test_only_the_trained_policy_balances_experts(recipes: Recipes) -> None:
     options = [GAE, KL, "train.moe_aux_loss_coef=0.01", "model={path: owner/experts}"]
     roles = load_config(recipes["rl"], options).resolve().train_roles
     assert [role.train.moe_aux_loss_coef for role in roles] == [0.01, 0.0, 0.0]
@@ -89,7 +89,7 @@ def test_balancing_experts_is_of_the_trained_policy_alone(recipes: Recipes) -> N
         ([KL, LORA, f"reference.model={WIDE}"], False, False),
     ],
 )
-def test_which_log_probs_the_policy_computes_before_the_update(
+def test_log_probs_that_the_policy_computes_before_the_update(
     overrides: list[str], old: bool, holds: bool, recipes: Recipes
 ) -> None:
     """One optimizer step on 4 x 2 samples, unless there are two epochs."""
@@ -99,7 +99,7 @@ def test_which_log_probs_the_policy_computes_before_the_update(
     assert (policy.needs_old_logprobs, policy.holds_reference) == (old, holds)
 
 
-def test_a_teacher_keeps_its_own_format(recipes: Recipes) -> None:
+def test_a_teacher_keeps_its_own_dtype(recipes: Recipes) -> None:
     tree = {**recipes["sft"], "job": "distill", "teacher": {"model": {"scratch": {}}}}
     options = ["precision.dtype=bf16", "teacher.dtype=fp32", "loss=jsd"]
     student, teacher = load_config(tree, options).resolve().train_roles
@@ -108,13 +108,13 @@ def test_a_teacher_keeps_its_own_format(recipes: Recipes) -> None:
     assert (student.distillation.dtype, student.distillation.divergence) == ("fp32", "jsd")
 
 
-def test_batch_sizes_and_places_that_do_not_work_are_reported_together(recipes: Recipes) -> None:
+def test_batch_size_and_placement_errors_are_reported_together(recipes: Recipes) -> None:
     options = [RAY, "cluster.policy_ranks=4", "cluster.rollout_workers=3"]
     options.append("train.train_batch_size=6")
     with pytest.raises(ConfigError) as error:
         load_config(recipes["rl"], options)
     assert "not a multiple of the 4 data-parallel ranks" in str(error.value)
-    assert "puts policy and rollout into the same places" in str(error.value)
+    assert "puts policy and rollout on the same GPUs" in str(error.value)
 
 
 def test_roles_are_resolved_without_torch() -> None:

@@ -56,7 +56,7 @@ SENSELESS = {
     "a group baseline with one sample": (
         "rl",
         ["rollout.n_samples_per_prompt=1", "train.train_batch_size=8"],
-        "recipe: algorithm.advantage=grpo compares samples of one prompt",
+        "recipe: algorithm.advantage=grpo compares the samples of one prompt",
     ),
     "the same of reinforce++ with a baseline": (
         "rl",
@@ -65,7 +65,7 @@ SENSELESS = {
             "train.train_batch_size=8",
             "algorithm.advantage=reinforce_pp_baseline",
         ],
-        "recipe: algorithm.advantage=reinforce_pp_baseline compares samples of one prompt",
+        "recipe: algorithm.advantage=reinforce_pp_baseline compares the samples of one prompt",
     ),
     "a discount with a group's advantage": (
         "rl",
@@ -90,12 +90,12 @@ SENSELESS = {
     "a reference that nothing reads": (
         "rl",
         ["reference={}"],
-        "recipe: reference is set and algorithm.kl.init_kl_coef=0 never reads it",
+        "recipe: reference is set, but algorithm.kl.init_kl_coef=0 does not use it",
     ),
     "a reference for a loss without one": (
         "preference",
         ["reference={}", "loss=simpo"],
-        "recipe: reference is set and loss=simpo uses none",
+        "recipe: reference is set, but loss=simpo does not use one",
     ),
     "an adaptive weight without a reference term": (
         "rl",
@@ -147,7 +147,7 @@ SENSELESS = {
     "margins for a loss without any": (
         "preference",
         ["data.margin_key=margin"],
-        "recipe: data.margin_key=margin: margins are for reward models",
+        "recipe: data.margin_key=margin has no effect: margins are used only by reward models",
     ),
     "step labels that are not there": (
         "process",
@@ -157,7 +157,7 @@ SENSELESS = {
     "two normalisations of one reward": (
         "rl",
         ["rewards=[{kind: model, model: {path: x}, normalize: true, running_norm: std}]"],
-        "rewards[0]: normalize=true and running_norm=std measure the score twice",
+        "rewards[0]: normalize=true and running_norm=std would both normalize the score",
     ),
     "pre-training rows at a sampling temperature": (
         "rl",
@@ -170,33 +170,33 @@ SENSELESS = {
     "an even load of no experts": (
         "rl",
         ["train.moe_aux_loss_coef=0.01"],
-        "recipe: train.moe_aux_loss_coef=0.01 evens the load of experts",
+        "recipe: train.moe_aux_loss_coef=0.01 balances the load of experts",
     ),
     "the language-model loss of a loss that has one": (
         "preference",
         ["loss=orpo", "nll_coef=0.5"],
-        "recipe: nll_coef=0.5 adds the chosen response's negative log-likelihood, which is in "
-        "loss=orpo already",
+        "recipe: nll_coef=0.5 adds the chosen response's negative log-likelihood, which "
+        "loss=orpo already contains",
     ),
     "a lower bound where there is only an upper one": (
         "rl",
         ["algorithm.correction={mode: truncate, low: 0.2}"],
-        "algorithm.correction: low=0.2 does nothing with mode=truncate",
+        "algorithm.correction: low=0.2 has no effect with mode=truncate",
     ),
     "an eps without a standard deviation": (
         "rl",
         ["algorithm.advantage={kind: opo, eps: 0.1}"],
-        "algorithm.advantage: eps=0.1 is added to a standard deviation, and opo divides by none",
+        "algorithm.advantage: eps=0.1 is added to a standard deviation, but opo does not",
     ),
     "a horizon of a weight that does not move": (
         "rl",
         ["algorithm.kl={init_kl_coef: 0.1, kl_horizon: 500}"],
-        "algorithm.kl: kl_horizon=500 does nothing without kl_target",
+        "algorithm.kl: kl_horizon=500 has no effect without kl_target",
     ),
     "two upper bounds of one weight": (
         "rl",
         ["algorithm.policy_loss={kind: cispo, max_ratio: 4, clip_high: 3}"],
-        "algorithm.policy_loss: clip_high=3 and max_ratio=4 are both the upper bound",
+        "algorithm.policy_loss: clip_high=3 and max_ratio=4 both set the upper bound",
     ),
     "rewards that count for nothing": (
         "rl",
@@ -206,28 +206,28 @@ SENSELESS = {
     "rows to choose by rewards that count for nothing": (
         "generate",
         ["rewards=[{kind: math, weight: 0}]", "mode=best_of_n", "rollout.n_samples_per_prompt=2"],
-        "recipe: mode=best_of_n chooses by reward, and every entry of rewards has weight 0",
+        "recipe: mode=best_of_n chooses by reward, but every entry of rewards has weight 0",
     ),
     "a score in its running mean in rows": (
         "generate",
         ["rewards=[{kind: math, running_norm: mean_std}]"],
         "recipe: rewards[0].running_norm=mean_std normalizes each score by the "
-        "statistics of all scores so far",
+        "statistics of all previous scores",
     ),
     "held-out margins for a loss without any": (
         "preference",
         ["eval_data={sources: [x], margin_key: by}"],
-        "recipe: eval_data.margin_key=by: margins are for reward models",
+        "recipe: eval_data.margin_key=by has no effect: margins are used only by reward models",
     ),
     "held-out margins for a reward model's loss without any": (
         "rm",
         ["eval_data={sources: [x], margin_key: by}", "loss=log_exp"],
-        "recipe: eval_data.margin_key=by with loss=log_exp",
+        "recipe: eval_data.margin_key=by has no effect with loss=log_exp",
     ),
     "held-out single responses for a reward model": (
         "rm",
         ["eval_data={sources: [x], label_key: liked}"],
-        "recipe: eval_data.label_key=liked says that rows are single responses",
+        "recipe: eval_data.label_key=liked means that rows are single responses",
     ),
     **{
         f"KL on the tokens of a reward per response ({kind})": (
@@ -236,7 +236,7 @@ SENSELESS = {
                 f"algorithm.advantage={kind}",
                 "algorithm.kl={init_kl_coef: 0.1, placement: reward, estimator: k1}",
             ],
-            "recipe: algorithm.kl.placement=reward puts KL on every token's reward",
+            "recipe: algorithm.kl.placement=reward adds the KL penalty to every token's reward",
         )
         for kind in ("grpo", "dr_grpo", "opo")
     },
@@ -264,7 +264,7 @@ SENSELESS = {
         ("preference", ["loss=simpo", "nll_coef=0.5"]),
     ],
 )
-def test_what_makes_sense_beside_them_is_taken_and_its_resolved_recipe_again(
+def test_similar_valid_recipes_load_and_so_do_their_resolved_forms(
     job: str, overrides: list[str], every_job: Recipes
 ) -> None:
     config = load_config(every_job[job], overrides)
@@ -272,7 +272,7 @@ def test_what_makes_sense_beside_them_is_taken_and_its_resolved_recipe_again(
 
 
 @pytest.mark.parametrize("case", SENSELESS)
-def test_what_makes_no_sense_is_refused_at_load(
+def test_invalid_combinations_are_rejected_at_load(
     case: str, every_job: Recipes, file: Callable[..., str]
 ) -> None:
     job, overrides, said = SENSELESS[case]
@@ -288,7 +288,7 @@ def test_what_makes_no_sense_is_refused_at_load(
     assert said in line
 
 
-def test_several_mistakes_are_told_at_once(every_job: Recipes, file: Callable[..., str]) -> None:
+def test_several_errors_are_reported_together(every_job: Recipes, file: Callable[..., str]) -> None:
     """One recipe, seven mistakes of six kinds, seven lines."""
     said = problems(
         every_job["rl"],
@@ -306,13 +306,13 @@ def test_several_mistakes_are_told_at_once(every_job: Recipes, file: Callable[..
         ],
     )
     expected = [
-        "recipe: algorithm.advantage=grpo compares samples",
+        "recipe: algorithm.advantage=grpo compares the samples",
         "algorithm.advantage: gamma=0.9",
-        "recipe: algorithm.correction weighs tokens",
+        "recipe: algorithm.correction weights tokens",
         "recipe: reference is set",
         "recipe: ptx with rollout.temperature",
         "recipe: train.moe_aux_loss_coef=0.01",
-        "shaping: overlong_penalty does nothing",
+        "shaping: overlong_penalty has no effect",
     ]
     assert sorted(said) == sorted(line for begin in expected for line in said if begin in line)
     assert len(said) == len(expected)
@@ -352,17 +352,17 @@ ODD = {
     "KL to random weights": (
         "rl",
         ["algorithm.kl.init_kl_coef=0.1"],
-        "recipe: algorithm.kl measures against a reference model, none is given",
+        "recipe: algorithm.kl measures against a reference model, but none is set",
     ),
     "preferences against random weights": (
         "preference",
         [],
-        "recipe: loss=dpo measures against a reference model, none is given",
+        "recipe: loss=dpo measures against a reference model, but none is set",
     ),
     "a best checkpoint by a reward without a scale": (
         "rl",
         ["rewards=[{kind: math, running_norm: mean_std}]"],
-        "recipe: checkpoint.best_metric is reward/mean",
+        "recipe: checkpoint.best_metric defaults to reward/mean",
     ),
     "a system prompt for training only": (
         "rl",
@@ -370,7 +370,7 @@ ODD = {
             *("data.system_prompt=Be brief.", "data.apply_chat_template=true"),
             "eval.data={sources: [x.jsonl], apply_chat_template: true}",
         ],
-        "recipe: data.system_prompt is set and eval.data.system_prompt is not",
+        "recipe: data.system_prompt is set but eval.data.system_prompt is not",
     ),
     "a threshold that no sum of scores reaches": (
         "rl",
@@ -383,7 +383,7 @@ ODD = {
 }
 
 
-def test_an_evaluation_with_another_prompt_that_says_so_needs_no_warning(
+def test_an_explicitly_different_evaluation_prompt_gives_no_warning(
     every_job: Recipes, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = "data.prompt_template=Q: {prompt}"
@@ -403,7 +403,7 @@ def test_an_evaluation_with_another_prompt_that_says_so_needs_no_warning(
         *((name, None) for name in ("reward/std", "train/entropy", "train/ratio", "eval/x")),
     ],
 )
-def test_the_best_checkpoint_is_the_one_with_less_of_what_is_minimized(
+def test_best_mode_follows_the_name_of_the_metric(
     metric: str, direction: str | None, every_job: Recipes
 ) -> None:
     """A reward may be called len; a metric whose name says nothing needs best_mode."""
@@ -417,7 +417,7 @@ def test_the_best_checkpoint_is_the_one_with_less_of_what_is_minimized(
 
 
 @pytest.mark.parametrize("case", ODD)
-def test_what_is_merely_odd_is_loaded_with_one_warning(
+def test_unusual_recipes_load_with_one_warning(
     case: str, every_job: Recipes, caplog: pytest.LogCaptureFixture
 ) -> None:
     job, overrides, said = ODD[case]
@@ -427,7 +427,7 @@ def test_what_is_merely_odd_is_loaded_with_one_warning(
     assert record.message.startswith(f"recipe: warning: {said}")
 
 
-def test_a_reference_is_not_asked_for_where_one_is_given(
+def test_no_reference_warning_if_one_is_set(
     every_job: Recipes, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = ["reference.model.path=x"]
@@ -455,7 +455,7 @@ def test_the_columns_of_every_kind_of_file(file: Callable[..., str], name: str) 
         ("a.txt", b"prompt"),
     ],
 )
-def test_a_file_that_cannot_be_read_says_nothing_of_its_columns(
+def test_an_unreadable_file_gives_no_column_error(
     tmp_path: Path, name: str, content: bytes
 ) -> None:
     """Opening the data says what is wrong with it."""

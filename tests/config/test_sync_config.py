@@ -13,19 +13,19 @@ Recipes = dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("sync", ["inproc", "auto", {}, {"kind": "auto"}, {"kind": "inproc"}])
-def test_a_recipe_of_one_process_may_name_its_sync(sync: Any, recipes: Recipes) -> None:
+def test_an_inline_recipe_may_set_inproc_sync(sync: Any, recipes: Recipes) -> None:
     assert load_config(recipes["rl"] | {"sync": sync})
 
 
 @pytest.mark.parametrize(
     ("sync", "told"),
     [
-        ("collective", "sync.kind=collective hands weights from process to process"),
-        ({"kind": "ipc"}, "sync.kind=ipc hands weights from process to process"),
-        ("object_store", "sync.kind=object_store hands weights from process to process"),
-        ({"kind": "disk", "folder": "x"}, "sync.kind=disk hands weights from process to process"),
-        ({"bucket_bytes": 4096}, "sync sets how weights are sent"),
-        ({"verify": False}, "sync sets how weights are sent"),
+        ("collective", "sync.kind=collective transfers weights between processes"),
+        ({"kind": "ipc"}, "sync.kind=ipc transfers weights between processes"),
+        ("object_store", "sync.kind=object_store transfers weights between processes"),
+        ({"kind": "disk", "folder": "x"}, "sync.kind=disk transfers weights between processes"),
+        ({"bucket_bytes": 4096}, "sync has no effect"),
+        ({"verify": False}, "sync has no effect"),
         ("disk", "folder"),
         ({"kind": "collective", "folder": "x"}, "folder"),
         ({"keep": 3}, "keep"),
@@ -36,7 +36,7 @@ def test_a_recipe_of_one_process_may_name_its_sync(sync: Any, recipes: Recipes) 
         ({"kind": "pigeon"}, "pigeon"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(sync: Any, told: str, recipes: Recipes) -> None:
+def test_impossible_sync_settings_are_rejected(sync: Any, told: str, recipes: Recipes) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(recipes["rl"] | {"sync": sync})
     assert told in str(error.value)
@@ -53,16 +53,16 @@ def test_what_cannot_be_honoured_is_refused(sync: Any, told: str, recipes: Recip
         {"verify": False},
     ],
 )
-def test_on_ray_every_way_between_processes_may_be_named(sync: Any, recipes: Recipes) -> None:
+def test_every_sync_between_processes_is_valid_on_ray(sync: Any, recipes: Recipes) -> None:
     assert load_config(recipes["rl"] | {"sync": sync, "cluster": {"runtime": "ray"}})
 
 
-def test_on_ray_there_is_no_way_inside_one_process(recipes: Recipes) -> None:
-    with pytest.raises(ConfigError, match=r"sync\.kind=inproc .* are in several"):
+def test_inproc_sync_is_rejected_on_ray(recipes: Recipes) -> None:
+    with pytest.raises(ConfigError, match=r"sync\.kind=inproc .* are in different processes"):
         load_config(recipes["rl"] | {"sync": "inproc", "cluster": {"runtime": "ray"}})
 
 
-def test_only_rl_has_a_sync(recipes: Recipes) -> None:
+def test_only_rl_has_sync(recipes: Recipes) -> None:
     with pytest.raises(ConfigError, match="sync"):
         load_config(recipes["sft"] | {"sync": {}})
 
@@ -77,13 +77,15 @@ def test_only_rl_has_a_sync(recipes: Recipes) -> None:
         ("disk", False, False, "disk"),
     ],
 )
-def test_auto_takes_the_nearest_way(kind: Any, process: bool, memory: bool, resolved: str) -> None:
+def test_auto_selects_the_fastest_link(
+    kind: Any, process: bool, memory: bool, resolved: str
+) -> None:
     config = DiskSync(kind=kind, folder="x") if kind == "disk" else LinkSync(kind=kind)
     assert resolve_kind(config, same_process=process, same_memory=memory) == resolved
     assert resolve_kind(InprocSync(kind="inproc"), same_process=True, same_memory=True) == "inproc"
 
 
-def test_auto_takes_the_object_store_where_there_is_one() -> None:
+def test_auto_selects_the_object_store_on_ray() -> None:
     places = {"same_process": False, "same_memory": True, "has_store": True}
     assert resolve_kind(LinkSync(), **places) == "object_store"
     assert resolve_kind(LinkSync(kind="ipc"), **places) == "ipc"

@@ -25,7 +25,7 @@ def loaded(recipe: Any, *overrides: str) -> JobConfig:
     return load_config(recipe, overrides)
 
 
-def test_an_override_of_a_text_field_is_taken_as_it_is(recipes: dict[str, Any]) -> None:
+def test_an_override_of_a_text_field_is_used_unchanged(recipes: dict[str, Any]) -> None:
     """A prompt for GSM8K was cut at its ` #`, which begins a comment in YAML."""
     text = "Solve it. End with #### and the number"
     assert loaded(recipes["sft"], f"data.system_prompt={text}").data.system_prompt == text
@@ -44,7 +44,7 @@ def test_null_and_quotes_of_a_text_field_keep_their_meaning(
 
 
 @pytest.mark.parametrize("text", LOOKS_LIKE_MORE)
-def test_a_text_field_of_a_recipe_is_taken_as_it_is_written(tmp_path: Path, text: str) -> None:
+def test_a_text_field_of_a_recipe_is_used_unchanged(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, f"{{sources: [{text}, {{path: b.jsonl, name: {text}}}]}}")
     first, second = loaded(path).data.sources
     assert (first.path, second.name) == (text, text)
@@ -76,7 +76,7 @@ def test_a_dump_quotes_text_that_reads_as_a_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["010", "-0_7", "1:00", "1:30.5"])
-def test_octal_and_base_60_numbers_are_refused_with_the_way_out(
+def test_octal_and_base_60_numbers_are_rejected_with_a_fix(
     tmp_path: Path, recipes: dict[str, Any], text: str
 ) -> None:
     says = rf"YAML reads {text} as (octal|base 60).*write the number in decimal"
@@ -87,7 +87,7 @@ def test_octal_and_base_60_numbers_are_refused_with_the_way_out(
 
 
 @pytest.mark.parametrize("line", ["Solve it. End with #### x", "Solve it.  # short", "# none yet"])
-def test_prose_of_a_recipe_that_ends_at_a_comment_is_refused(tmp_path: Path, line: str) -> None:
+def test_text_that_ends_at_a_comment_is_rejected(tmp_path: Path, line: str) -> None:
     path = written(tmp_path, f"\n  sources: [a.jsonl]  # mine\n  system_prompt: {line}")
     with pytest.raises(ConfigError, match=r"system_prompt ends at a ` #`.*in quotes"):
         loaded(path)
@@ -95,8 +95,8 @@ def test_prose_of_a_recipe_that_ends_at_a_comment_is_refused(tmp_path: Path, lin
     assert loaded(path).data.system_prompt == line
 
 
-def test_an_override_that_would_lose_its_end_is_refused(recipes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"` #` begins a comment"):
+def test_an_override_with_a_comment_is_rejected(recipes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"` #` begins a YAML comment"):
         loaded(recipes["sft"], "data.max_len=5 # tokens")
 
 
@@ -110,22 +110,22 @@ def bomb(levels: int = 9) -> str:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (bomb(), r"more than 50000 values \(aliases expanded\)"),
-        ("x: &x [*x]", r"an alias stands for something that contains it"),
+        (bomb(), r"more than 50000 values \(after alias expansion\)"),
+        ("x: &x [*x]", r"an alias refers to a node that contains it"),
         (f"x: {'[' * 3000}{']' * 3000}", r"nested deeper than 64 levels"),
         (f"x: [{'1,' * 60_000}]", r"more than 50000 values"),
-        ("x: " + "1" * 5000, r"5000 characters\) is no usable number"),
+        ("x: " + "1" * 5000, r"5000 characters\) is not a valid number"),
         ("# " + "x" * (5 << 20), r"at most 4194304; is it a data file"),
         ("? [1, 2]\n: 3", r"a key is a list or a mapping"),
     ],
     ids=["alias bomb", "endless alias", "deep", "wide", "long number", "large", "odd key"],
 )
-def test_a_hostile_recipe_is_an_error_at_once(tmp_path: Path, text: str, says: str) -> None:
+def test_a_hostile_recipe_is_rejected_quickly(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         loaded(written(tmp_path, more=text))
 
 
-def test_an_alias_is_a_copy_of_what_it_stands_for(tmp_path: Path) -> None:
+def test_an_alias_is_a_copy_of_its_target(tmp_path: Path) -> None:
     """The same plain ``010`` is text in one place, and an error in another."""
     more = "eval_data: &d\n  sources: [&s 010]\n  text_key: *s\nmax_epochs: *s\n"
     with pytest.raises(ConfigError, match="reads 010 as octal"):

@@ -281,11 +281,11 @@ def test_weights_of_the_sources_decide_the_mix(chars: Tok, jsonl: Jsonl) -> None
             r"has no field \(\{\{ and \}\} are braces.*every prompt would be the same",
         ),
         ("Say something.", r"has no field, so every prompt would be the same text"),
-        ("{prompt.upper}", r"the field \{prompt\.upper\} is no column"),
-        ("{prompt[0]}", r"the field \{prompt\[0\]\} is no column"),
-        ("{}", r"the field \{\} is no column"),
-        ("{prompt:{label}}", r"a field inside of a field"),
-        ("{promt}", r"prompt_template wants \{promt\}.*no such column.*nearest: prompt"),
+        ("{prompt.upper}", r"the field \{prompt\.upper\} is not a column name"),
+        ("{prompt[0]}", r"the field \{prompt\[0\]\} is not a column name"),
+        ("{}", r"the field \{\} is not a column name"),
+        ("{prompt:{label}}", r"a field inside another field"),
+        ("{promt}", r"prompt_template needs \{promt\}.*no such column.*nearest: prompt"),
     ],
 )
 def test_a_template_of_no_use_is_refused_when_the_recipe_is_read(

@@ -219,7 +219,11 @@ def test_two_sources_may_name_a_column_each(jsonl: Jsonl) -> None:
 @pytest.mark.parametrize(
     ("row", "option", "says"),
     [
-        ({"text": "x"}, {"apply_chat_template": True}, "apply_chat_template=true with plain text"),
+        (
+            {"text": "x"},
+            {"apply_chat_template": True},
+            "apply_chat_template=true has no effect on plain text",
+        ),
         ({"text": "x"}, {"prompt_template": "{text}"}, "these rows are text"),
         ({"messages": CHAT}, {"prompt_template": "{messages}"}, "these rows are messages"),
     ],

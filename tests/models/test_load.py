@@ -114,7 +114,7 @@ def test_a_name_that_could_be_a_folder_beside_others_says_that_it_is_not_there(
 def test_a_file_in_place_of_a_folder_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(
-        ModelError, match=r"is a file; give the folder .* model\.gguf_file=model\.gguf"
+        ModelError, match=r"is a file; set the folder .* model\.gguf_file=model\.gguf"
     ):
         load_causal_lm(ModelConfig(path=str(tmp_path / "model.gguf")))
 

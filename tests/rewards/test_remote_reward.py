@@ -302,16 +302,16 @@ def loaded(**remote: Any) -> Any:
 @pytest.mark.parametrize(
     ("urls", "problem"),
     [
-        (["ftp://host/x"], "begins with neither http:// nor https://"),
-        (["host:5000"], "begins with neither http:// nor https://"),
-        (["http:///x"], "is no address of a server"),
-        (["http://ho st/x"], "is no address of a server"),
-        (["http://host/x#y"], "is no address of a server"),
-        (["http://host:0/x"], "is no address of a server"),
-        (["http://host:99999/x"], "has a host or port that cannot be read"),
-        (["http://[::1/x"], "has a host or port that cannot be read"),
-        (["http://user:hunter2@host/x"], "has a user name or password in it"),
-        (["http://user:hunter2@host:99999/x"], "cannot be read"),
+        (["ftp://host/x"], "starts with neither http:// nor https://"),
+        (["host:5000"], "starts with neither http:// nor https://"),
+        (["http:///x"], "is not a valid server URL"),
+        (["http://ho st/x"], "is not a valid server URL"),
+        (["http://host/x#y"], "is not a valid server URL"),
+        (["http://host:0/x"], "is not a valid server URL"),
+        (["http://host:99999/x"], "has an invalid host or port"),
+        (["http://[::1/x"], "has an invalid host or port"),
+        (["http://user:hunter2@host/x"], "contains a user name or password"),
+        (["http://user:hunter2@host:99999/x"], "invalid host or port"),
         (["http://a", "http://a"], "the same URL twice"),
         ([], "must have 1 or more items"),
     ],
@@ -324,7 +324,7 @@ def test_a_url_that_cannot_be_asked_is_said_at_load(urls: list[str], problem: st
 
 
 def test_a_token_in_place_of_its_variable_is_not_repeated() -> None:
-    with pytest.raises(ConfigError, match="not the name of an environment variable") as caught:
+    with pytest.raises(ConfigError, match="must be the name of an environment variable") as caught:
         loaded(urls=["http://a"], token_env="sk-hunter2")
     assert "hunter2" not in str(caught.value)
 

@@ -38,9 +38,9 @@ def constructor_error(ray: Any, error: BaseException, name: str) -> ClusterError
         return None
     lines = str(error).strip().splitlines()
     return ClusterError(
-        f"{name} could not be made, and it was not tried again: {lines[-1].strip()}\n"
-        "What Ray says of it (is the same version of burnish, with all it needs, installed on "
-        "every node?):\n" + "\n".join(lines)
+        f"{name} could not be created, and a replacement would fail too: {lines[-1].strip()}\n"
+        "Check that the same version of burnish, with its dependencies, is installed on every "
+        "node. Message from Ray:\n" + "\n".join(lines)
     )
 
 

@@ -54,7 +54,7 @@ def limited(limits: Limits | None, groups: Sequence[Any]) -> Iterator[None]:
         if collective is None:
             raise
         raise CollectiveTimeoutError(
-            f"waited {limits.pass_s:g} s for the other ranks in {collective}"
+            f"timed out after {limits.pass_s:g} s waiting for the other ranks in {collective}"
         ) from error
     finally:
         limit_collectives(limits.call_s, groups)

@@ -123,7 +123,7 @@ class RayRuntime:
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
     ) -> Sync:
         """Return a sync that transfers the policy's weights to the rollout workers."""
-        assert not isinstance(config, InprocSync), "refused when the recipe was read"
+        assert not isinstance(config, InprocSync), "validation rejects this"
         if isinstance(config, DiskSync):
             config = config.model_copy(update={"folder": os.path.abspath(config.folder)})
         ends = cast(RemoteTrainEngine, policy), cast(RemoteRolloutEngine, rollout)

@@ -98,9 +98,9 @@ class RayCluster:
             if need > have.get(kind, 0.0):
                 raise ClusterError(
                     f"the layout {self.config.layout} needs {need:g} {kind}s "
-                    f"({'; '.join(map(str, placements))}) and the cluster has "
+                    f"({'; '.join(map(str, placements))}), but the cluster has "
                     f"{have.get(kind, 0.0):g}; use fewer ranks or workers, a layout that shares "
-                    "more, or a larger cluster"
+                    "more GPUs, or a larger cluster"
                 )
         self._check_nodes(placements)
         for placement in placements:
@@ -110,9 +110,9 @@ class RayCluster:
             ready, _ = self.ray.wait([made.ready()], timeout=self.config.start_timeout_s)
             if not ready:
                 raise ClusterError(
-                    f"no room for {placement} within {self.config.start_timeout_s:g} s "
-                    f"(cluster.start_timeout_s): the cluster has {have} in all, and other jobs may "
-                    "hold it"
+                    f"no free resources for {placement} within {self.config.start_timeout_s:g} s "
+                    f"(cluster.start_timeout_s): the cluster has {have} in total, which other "
+                    "jobs may use; wait for them, or use a larger cluster"
                 )
 
     def _check_nodes(self, placements: Sequence[PlacementGroupSpec]) -> None:
@@ -127,8 +127,8 @@ class RayCluster:
                 sorted({f"{n.get('GPU', 0):g} GPUs and {n.get('CPU', 0):g} CPUs" for n in nodes})
             )
             raise ClusterError(
-                f"one place of {placement} needs {placement.gpus:g} GPUs and {placement.cpus:g} "
-                f"CPUs of one node, and a node of this cluster has {largest}; use a smaller "
+                f"one worker of {placement} needs {placement.gpus:g} GPUs and {placement.cpus:g} "
+                f"CPUs on one node, but the nodes of this cluster have {largest}; use a smaller "
                 "tensor_parallel_size, cluster.gpus_per_worker or cluster.cpus_per_worker, or "
                 "larger nodes"
             )
@@ -211,7 +211,7 @@ class RayCluster:
             elif never := constructor_error(self.ray, failed, self.monitor.name(worker)):
                 raise never from failed
             elif is_worker_loss(self.ray, failed):
-                lost.append((worker, f"died while it started: {library_text(failed)}"))
+                lost.append((worker, f"died during startup: {library_text(failed)}"))
             else:
                 raise failed
         return lost
@@ -220,7 +220,7 @@ class RayCluster:
     def unresponsive_reason(self) -> str:
         """Error text of a worker without heartbeats."""
         limit = self.config.heartbeat_timeout_s
-        return f"hangs: it was not heard for {limit:g} s (cluster.heartbeat_timeout_s)"
+        return f"is unresponsive: no heartbeat for {limit:g} s (cluster.heartbeat_timeout_s)"
 
     def end(self, workers: Iterable[Any]) -> None:
         """End workers immediately, including stopped ones."""
@@ -233,9 +233,9 @@ class RayCluster:
         self.restarts += 1
         if self.restarts > self.config.max_restarts:
             raise ClusterError(
-                f"{what}, and cluster.max_restarts={self.config.max_restarts} workers were "
-                "replaced already; look at why they die (memory? the driver's log?), then go on "
-                "by --resume"
+                f"{what}, after cluster.max_restarts={self.config.max_restarts} replaced "
+                "workers; find out why they die (memory? the driver's log?), then continue with "
+                "--resume"
             )
         log.warning("%s; replaced (%d of %d)", what, self.restarts, self.config.max_restarts)
 
@@ -263,7 +263,7 @@ def _import_ray() -> Any:
         import ray
     except ImportError as error:
         raise ClusterError(
-            f"cluster.runtime=ray needs the package ray, and importing it failed ({error}); "
+            f"cluster.runtime=ray needs the package ray, which cannot be imported ({error}); "
             "install it with: pip install 'burnish[ray]'"
         ) from None
     return ray

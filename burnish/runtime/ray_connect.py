@@ -82,8 +82,8 @@ def start_ray(ray: Any, *, num_cpus: int, environment: dict[str, str]) -> Callab
             raise
         raise ClusterError(
             f"cluster.runtime=ray: Ray {ray.__version__} did not start on this machine "
-            f"({str(error).strip()}). What to look at: space in /tmp and /dev/shm, leftover 'ray' "
-            "processes, and the log files under /tmp/ray/session_latest/logs"
+            f"({str(error).strip()}). Check the space in /tmp and /dev/shm, leftover 'ray' "
+            "processes, and the log files in /tmp/ray/session_latest/logs"
         ) from error
 
     return restore
@@ -93,8 +93,8 @@ def _check_version(ray: Any) -> None:
     version = tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2])
     if version < MIN_RAY:
         raise ClusterError(
-            f"cluster.runtime=ray: Ray {ray.__version__} cannot ask for a token, so everybody on "
-            "this machine could run code as you; install "
+            f"cluster.runtime=ray: Ray {ray.__version__} does not support authentication tokens, "
+            "so every user of this machine could run code as you; install "
             f"ray>={MIN_RAY[0]}.{MIN_RAY[1]}"
         )
 
@@ -138,7 +138,7 @@ def _check_private(ray: Any) -> None:
     ray.shutdown()
     raise ClusterError(
         f"cluster.runtime=ray: Ray {ray.__version__} listens on {address}, which other machines "
-        "can reach, although it was told to use the loopback; install the version of Ray in "
+        "can reach, although it was set to the loopback interface; install the version of Ray in "
         "constraints/cpu.txt, or start a cluster yourself (docs/launch.md) and set "
         "cluster.ray_address"
     )
@@ -151,23 +151,24 @@ def _check_address(address: str) -> None:
         return
     if address.startswith("ray://"):
         raise ClusterError(
-            f"cluster.ray_address={address!r} is the address of a Ray Client server, and the "
-            "controller has to be on a node of the cluster; log in to one and use "
+            f"cluster.ray_address={address!r} is the address of a Ray Client server, but the "
+            "controller must run on a node of the cluster; log in to one and use "
             "cluster.ray_address=auto"
         )
     match = _HOST_PORT.fullmatch(address)
     if match is None:
         raise ClusterError(
-            f"cluster.ray_address={address!r} is neither 'auto' nor host:port of a cluster's head "
-            "(6379 unless 'ray start --head --port' said otherwise)"
+            f"cluster.ray_address={address!r} is neither 'auto' nor host:port of a cluster's "
+            "head node (port 6379 unless set by 'ray start --head --port')"
         )
     try:
         socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=10).close()
     except (OSError, OverflowError) as error:
         raise ClusterError(
-            f"cluster.ray_address={address!r}: nothing answers there ({error}); is the cluster "
-            "up, and does a firewall stand between? 'ray start --head' starts one and says its "
-            "address; without ray_address a Ray of its own is started on this machine"
+            f"cluster.ray_address={address!r}: cannot connect ({error}); check that the cluster "
+            "is running and that no firewall blocks the port. 'ray start --head' starts a "
+            "cluster and prints its address; without ray_address, Burnish starts its own Ray on "
+            "this machine"
         ) from error
 
 
@@ -177,11 +178,11 @@ def _check_ray_answers(address: str, *, version: str, timeout_s: float) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        why = f"no Ray answered within {timeout_s:g} s; something else may have this port"
+        why = f"no response from Ray within {timeout_s:g} s; another program may use this port"
         raise _cannot_join(address, why, version=version) from None
     if done.returncode:
         _, _, said = done.stderr.rpartition("BURNISH ")
-        why = said.strip() or f"ray.init ended with {done.returncode}"
+        why = said.strip() or f"ray.init exited with code {done.returncode}"
         raise _cannot_join(address, why, version=version)
 
 
@@ -191,19 +192,19 @@ def _cannot_join(address: str, why: str, *, version: str) -> ClusterError:
         said = " ".join(why.split())
         what = (
             "controller and cluster need the same versions of Ray and Python: install the "
-            "cluster's here, or restart the cluster with these"
+            "cluster's versions here, or restart the cluster with these"
         )
     else:
         what = (
-            "start one with 'ray start --head', log in to one of its nodes, or leave ray_address "
-            "out to start a Ray of its own on this machine"
+            "start one with 'ray start --head', log in to one of its nodes, or remove "
+            "ray_address to start a private Ray on this machine"
         )
         if "RAY_AUTH_MODE" not in os.environ:
             what += (
-                ". Where the cluster asks for a token, have it in ~/.ray/auth_token and set "
-                "RAY_AUTH_MODE=token: Ray sends it to an address only if told to"
+                ". If the cluster requires a token, write it to ~/.ray/auth_token and set "
+                "RAY_AUTH_MODE=token, without which Ray does not send it"
             )
     return ClusterError(
-        f"cluster.ray_address={address!r}: no Ray cluster of this version ({version}) can be "
-        f"joined there ({said}); {what}"
+        f"cluster.ray_address={address!r}: cannot join a Ray cluster of this version ({version}) "
+        f"there ({said}); {what}"
     )

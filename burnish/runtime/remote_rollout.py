@@ -94,7 +94,7 @@ class RemoteRolloutEngine:
         except StopIteration:
             return None
         except ray.exceptions.ObjectLostError as error:
-            lost[worker] = f"died, and what it had sampled is lost: {library_text(error)}"
+            lost[worker] = f"died, and its unread samples are lost: {library_text(error)}"
             return []
         except ray.exceptions.RayError as error:
             lost[worker] = loss_reason(ray, error)
@@ -114,7 +114,7 @@ class RemoteRolloutEngine:
         if ready or unresponsive:
             return ready, {workers[id(w)]: self.cluster.unresponsive_reason for w in unresponsive}
         return [], dict.fromkeys(
-            busy, f"did not answer within {limit:g} s (cluster.call_timeout_s)"
+            busy, f"did not respond within {limit:g} s (cluster.call_timeout_s)"
         )
 
     def _call(self, indices: Iterable[int], call: Callable[[Any], Any]) -> dict[int, str]:

@@ -149,12 +149,11 @@ class ConnectionSync:
         ranks = [i for i in gone if i < len(sending)]
         if ranks:
             workers = [calls[i][0] for i in ranks]
-            raise self.policy.group.loss(workers, f"{gone[ranks[0]]} (in a weight transfer)")
+            raise self.policy.group.loss(workers, f"{gone[ranks[0]]} (during a weight transfer)")
         if gone:
             return {indices[i - len(sending)]: why for i, why in gone.items()}
         ends = [failure(self.ray, ref) for _, ref in calls]
-        told = ends[: len(sending)]
-        for error in (*ends[len(told) :], *told):  # receivers have the more specific errors
+        for error in (*ends[len(sending) :], *ends[: len(sending)]):  # receivers' are specific
             if error is not None:
                 raise error
         return {}
@@ -177,7 +176,7 @@ class ConnectionSync:
                 elif ref not in ready and worker in unresponsive:
                     gone[index] = cluster.unresponsive_reason
                 elif ref not in ready and late:
-                    gone[index] = f"did not answer within {limit:g} s (cluster.call_timeout_s)"
+                    gone[index] = f"did not respond within {limit:g} s (cluster.call_timeout_s)"
                 if ref in ready or index in gone:
                     del waiting[index]
         return gone

@@ -36,7 +36,7 @@ from burnish.sync.buckets import messages
 from burnish.sync.channel import serve_store
 from burnish.sync.connect import Rendezvous, open_sender
 from burnish.sync.disk import DiskSender
-from burnish.sync.engine import WeightSender, exhaust
+from burnish.sync.engine import WeightSender, drain
 from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.engine import BaseTrainEngine, FrozenBase
 from burnish.train.process_group import RankGroup
@@ -331,7 +331,7 @@ class TrainWorker(Worker):
     def _give(self, push: int, options: TransferOptions) -> Iterator[Any]:
         weights = self.engine.weights()
         if self.info.rank != 0:
-            exhaust(weights)
+            drain(weights)
             return
         buffer = torch.empty(options.bucket_bytes, dtype=torch.uint8)
         dtype = None if options.dtype is None else DTYPES[options.dtype]
@@ -350,7 +350,7 @@ class TrainWorker(Worker):
                 yield encode(message)
         finally:
             with self.turn():
-                exhaust(weights)  # after an early exit, the other ranks still wait in these gathers
+                drain(weights)  # after an early exit, the other ranks still wait in these gathers
 
     def serve_store(self, timeout_s: float) -> tuple[str, int]:
         """Start a store on rank 0 through which receivers find this process. Return its host and

@@ -83,7 +83,7 @@ class WorkerGroup:
 
     def _each(self, call: Callable[[Any], Any], *, limit_s: float | None = None) -> list[Any]:
         if not self.workers:
-            raise WorkerLostError(f"the {self.name} has lost its workers")
+            raise WorkerLostError(f"the workers of the {self.name} are lost")
         return self.gather([call(worker) for worker in self.workers], limit_s=limit_s)
 
     def gather(self, refs: Sequence[Any], *, limit_s: float | None = None) -> list[Any]:
@@ -101,7 +101,7 @@ class WorkerGroup:
                 raise self.loss(unresponsive, self.cluster.unresponsive_reason)
             if waiting and not ready:
                 late = [self.workers[refs.index(ref)] for ref in waiting]
-                said = f"did not answer within {limit:g} s ({self._limit_name(limit_s)})"
+                said = f"did not respond within {limit:g} s ({self._limit_name(limit_s)})"
                 raise self.loss(late, said)
         return list(self.cluster.ray.get(list(refs)))
 
@@ -135,13 +135,13 @@ class WorkerGroup:
 
     def _wait(self, waited: Mapping[int, BaseException], late: Sequence[Any]) -> WorkerLostError:
         """Return the error for ranks whose wait for others timed out. ``waited``: rank -> its
-        error. ``late``: workers that still report but did not reach the collective."""
+        error. ``late``: workers that send heartbeats but did not reach the collective."""
         monitor, self._complete = self.cluster.monitor, False
         said = [f"{monitor.name(self.workers[i])} {error}" for i, error in sorted(waited.items())]
         if late:
-            said.append(f"{monitor.names(late)} did not come")
+            said.append(f"{monitor.names(late)} did not reach it")
         return WorkerLostError(
-            f"the ranks of the {self.name} do not meet: {'; '.join(said)} "
+            f"a collective of the {self.name} timed out: {'; '.join(said)} "
             "(cluster.collective_timeout_s)"
         )
 

@@ -123,8 +123,8 @@ def decode(data: bytes) -> Message:
     seal, body = data[:8], data[8:]
     if seal != b"%08x" % zlib.crc32(body):
         raise SyncError(
-            f"the header of a bucket was damaged on the way: its seal is {seal!r}, and "
-            f"{b'%08x' % zlib.crc32(body)!r} fits the {len(body)} bytes that came; push again"
+            f"the header of a bucket was corrupted: its CRC-32 is {seal!r}, but its {len(body)} "
+            f"bytes have {b'%08x' % zlib.crc32(body)!r}; push again"
         )
     fields: dict[str, Any] = json.loads(body)
     kind = _KINDS[fields.pop("kind")]

@@ -67,7 +67,7 @@ class Channel:
         self, store: Store, name: str, *, rank: int, num_receivers: int, timeout_s: float
     ) -> None:
         if not 0 <= rank <= num_receivers:
-            raise SyncError(f"rank {rank} is not one of 0 (the sender) to {num_receivers}")
+            raise SyncError(f"rank {rank} is not in 0 (the sender) to {num_receivers}")
         self.store = PrefixStore(f"burnish-sync/{name}", store)
         self.name, self.rank, self.timeout_s = name, rank, timeout_s
         self.receivers = range(1, num_receivers + 1)
@@ -78,8 +78,8 @@ class Channel:
         ones."""
         if self.store.add(f"here/{self.rank}", 1) > 1:
             raise SyncError(
-                f"{self.who(self.rank)} of connection {self.name!r} is here already: give every "
-                "process a rank of its own, and a new connection a new name"
+                f"{self.who(self.rank)} of connection {self.name!r} has already joined: give "
+                "every process its own rank, and every connection a new name"
             )
         self.wait({r: f"here/{r}" for r in (0, *self.receivers)}, "did not join")
 
@@ -110,8 +110,8 @@ class Channel:
             missing = [r for r, key in keys.items() if not self.has(key)]
             names = ", ".join(self.who(r) for r in missing) or "somebody"
             raise LinkError(
-                f"{names} {what} within {self.timeout_s:g} s (connection {self.name!r}); look "
-                "whether that process lives and what it said, or raise sync.timeout_s"
+                f"{names} {what} within {self.timeout_s:g} s (connection {self.name!r}); check "
+                "whether that process is running and its log, or raise sync.timeout_s"
             ) from error
 
     def has(self, key: str) -> bool:
@@ -161,7 +161,7 @@ class Channel:
         """Wait for all answers; return rank -> problem of the receivers that refused. Raises
         LinkError after a timeout. Sender only."""
         keys = {r: f"answer/{push}/{r}" for r in self.receivers}
-        self.wait(keys, "did not say whether it has the new weights")
+        self.wait(keys, "did not report whether it has the new weights")
         with self._alive():
             found = {r: bytes(self.store.get(key)) for r, key in keys.items()}
         self.forget(keys.values())
@@ -180,6 +180,6 @@ class Channel:
             yield
         except (DistError, RuntimeError) as error:
             raise LinkError(
-                f"the store of connection {self.name!r} is gone ({error}): the process that serves "
-                "it (the sender's) has ended; make a new connection"
+                f"the store of connection {self.name!r} is lost ({error}): the process that "
+                "serves it (the sender's) has exited; make a new connection"
             ) from error

@@ -45,37 +45,39 @@ def verify(payload: Tensor, expected: str, where: str) -> None:
     kind, _, digest = expected.partition(":")
     if kind not in ("xxh3", "sums"):
         raise SyncError(
-            f"{where} carries no checksum that is known here ({expected!r}), and this receiver "
-            "verifies; set sync.verify alike on both sides and use one version of burnish"
+            f"{where} has no checksum of a known kind ({expected!r}), but this receiver verifies "
+            "checksums; set sync.verify equally on both sides and use one version of burnish"
         )
     found = _digest(payload, kind)
     if found != digest:
         raise SyncError(
-            f"{where} is damaged: its checksum should be {expected}, and the {payload.numel()} "
-            f"bytes that came have {kind}:{found}; push again, and look at the link if it repeats"
+            f"{where} is corrupted: its checksum should be {expected}, but the {payload.numel()} "
+            f"received bytes have {kind}:{found}; push again, and check the link if this repeats"
         )
 
 
 def word_sums(payload: Tensor) -> tuple[int, int]:
     """Return (S1, S2) of a uint8 tensor [n], modulo 2^64. Bytes after the last complete word count
     as one word, padded with zeros."""
-    whole = payload.numel() // 4 * 4
+    aligned = payload.numel() // 4 * 4
     if payload.numel() > MOST_BYTES:
-        raise ValueError(f"{payload.numel()} bytes in one checksum; at most {MOST_BYTES}")
-    words = payload[:whole].view(torch.int32)
+        raise ValueError(
+            f"one checksum covers {payload.numel()} bytes, but at most {MOST_BYTES} are supported"
+        )
+    words = payload[:aligned].view(torch.int32)
     chunk = CHUNK_WORDS if payload.device.type == "cpu" else CHUNK_WORDS_GPU
-    place = torch.arange(1, min(chunk, words.numel()) + 1, device=payload.device)
+    position = torch.arange(1, min(chunk, words.numel()) + 1, device=payload.device)
     sums = torch.zeros(2, dtype=torch.int64, device=payload.device)
     for begin in range(0, words.numel(), chunk):
         part = words[begin : begin + chunk].to(torch.int64)
         plain = part.sum()
         sums[0] += plain
-        sums[1] += (part * place[: part.numel()]).sum() + begin * plain
+        sums[1] += (part * position[: part.numel()]).sum() + begin * plain
     first, second = (int(s) for s in sums)
-    if whole < payload.numel():
-        rest = bytes(payload[whole:].tolist()).ljust(4, b"\0")
+    if aligned < payload.numel():
+        rest = bytes(payload[aligned:].tolist()).ljust(4, b"\0")
         last = int.from_bytes(rest, "little", signed=True)
-        first, second = first + last, second + (whole // 4 + 1) * last
+        first, second = first + last, second + (aligned // 4 + 1) * last
     return first % 2**64, second % 2**64
 
 

@@ -64,8 +64,9 @@ class CollectiveSender(ChannelSender):
                 ]
                 names = ", ".join(self.channel.who(r) for r in late) or "all receivers"
                 raise LinkError(
-                    f"a bucket did not get to {names} within {self.channel.timeout_s:g} s "
-                    f"({error}); look whether that process lives, then make a new connection"
+                    f"a bucket did not reach {names} within {self.channel.timeout_s:g} s "
+                    f"({error}); check whether that process is running, then make a new "
+                    "connection"
                 ) from error
             self._works[slot].pop(0)
 
@@ -87,10 +88,10 @@ class CollectiveSource(ChannelSource):
 
     def close(self) -> None:
         """Leave the group."""
-        self._dead = self._dead or "it was closed here"
+        self._dead = self._dead or "it was closed in this process"
         self._group.close()
 
-    def look_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Start to receive the next bucket if its header has arrived. It is received into the
         buffer whose contents are no longer in use."""
         if self._ahead is None and self._dead is None and self.channel.peek():
@@ -99,13 +100,13 @@ class CollectiveSource(ChannelSource):
     def _receive(self) -> tuple[bytes, Tensor]:
         if self._dead is not None:
             raise LinkError(
-                f"connection {self.channel.name!r} cannot be used any more: {self._dead}; make a "
-                "new one on both sides"
+                f"connection {self.channel.name!r} is no longer usable: {self._dead}; make a new "
+                "one on both sides"
             )
         finish = self._ahead or self._start()
         self._ahead = None
         taken = finish()
-        self.look_ahead()
+        self.prefetch()
         return taken
 
     def _start(self) -> Callable[[], tuple[bytes, Tensor]]:
@@ -127,9 +128,9 @@ class CollectiveSource(ChannelSource):
             except RuntimeError as error:
                 self._dead = f"a broadcast failed: {error}"
                 raise LinkError(
-                    f"{num_bytes} bytes were announced and did not come within "
-                    f"{self.channel.timeout_s:g} s ({error}); look whether the sender lives, then "
-                    "make a new connection"
+                    f"{num_bytes} announced bytes did not arrive within "
+                    f"{self.channel.timeout_s:g} s ({error}); check whether the sender is "
+                    "running, then make a new connection"
                 ) from error
             self.channel.mark(number)
             return header, payload
@@ -161,7 +162,7 @@ class _Group:
         try:
             return self._group.broadcast([payload], self._options)
         except RuntimeError as error:
-            raise LinkError(f"a broadcast could not begin: {error}") from error
+            raise LinkError(f"a broadcast could not be started: {error}") from error
 
     def wait(self, work: Any) -> None:
         """Wait until a broadcast is complete. Raises RuntimeError if it fails or times out.

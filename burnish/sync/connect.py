@@ -93,7 +93,7 @@ def open_source(
             check=checks["check"],
             expected=checks.get("expected"),
         )
-    assert rendezvous is not None, "processes have to find each other"
+    assert rendezvous is not None, "connections between processes need a rendezvous"
     channel = rendezvous.channel(sync.timeout_s)
     if _is_collective(sync):
         return CollectiveSource(channel, device=torch.device(rendezvous.device), **checks)
@@ -103,7 +103,7 @@ def open_source(
 def _is_collective(sync: LinkSync) -> bool:
     if sync.kind in ("auto", "object_store"):
         raise SyncError(
-            f"sync.kind={sync.kind} is no connection of two processes: "
-            + ("resolve it first" if sync.kind == "auto" else "a runtime carries the buckets")
+            f"sync.kind={sync.kind} does not connect two processes: "
+            + ("resolve it first" if sync.kind == "auto" else "the runtime transfers the buckets")
         )
     return sync.kind == "collective"

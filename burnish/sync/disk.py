@@ -39,7 +39,7 @@ from burnish.models.buffers import wanted_dtype
 from burnish.models.load import DTYPES
 from burnish.rollout.weights import Shape, WeightNameCheck
 from burnish.sync.base import LinkError, Metrics, SyncError, mismatch_at, sync_metrics
-from burnish.sync.engine import HasWeights, exhaust
+from burnish.sync.engine import HasWeights, drain
 
 CONTENTS = "sync.json"
 Weights = Iterator[tuple[str, Tensor]]
@@ -75,7 +75,7 @@ class DiskSender:
         """
         started, weights = time.perf_counter(), self.policy.weights()
         if self._store is None:
-            exhaust(weights)
+            drain(weights)
             return {}
         version = self.policy.version
         number = max((push_number(p) for p in self._store.all()), default=-1) + 1
@@ -84,10 +84,10 @@ class DiskSender:
         try:
             self._store.save(number, lambda folder: self._write(folder, weights, version, sizes))
         except CheckpointError as error:
-            exhaust(weights)  # the other ranks wait in the same gathers
+            drain(weights)  # the other ranks wait in the same gathers
             raise SyncError(
                 f"version {version} of the weights could not be written to {self._store.folder}: "
-                f"{error}"
+                f"{error}; check the disk, then push again"
             ) from error
         seconds = time.perf_counter() - started
         return sync_metrics(version, sum(sizes), buckets=len(sizes), seconds=seconds)
@@ -154,13 +154,14 @@ class DiskSource:
         problems = verify(found, checksums=self.check)
         if problems:
             raise SyncError(
-                f"{found} is damaged: {'; '.join(problems)}. Nothing of it was used; push again"
+                f"{found} is corrupted: {'; '.join(problems)}. None of its weights were "
+                "loaded; push again"
             )
         try:
             transfer = DiskTransfer(found, self.expected)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise SyncError(
-                f"{found} cannot be read: {error}. Nothing of it was used; push again"
+                f"{found} cannot be read: {error}. None of its weights were loaded; push again"
             ) from error
         yield transfer
         self._last, self.expected = push_number(found), transfer.shapes
@@ -176,8 +177,8 @@ class DiskSource:
                 wanted = "a new version" if version is None else f"version {version}"
                 raise LinkError(
                     f"{wanted} of the weights did not appear in {self.folder} within "
-                    f"{self.timeout_s:g} s; there: {', '.join(have) or 'nothing'}. Look whether "
-                    "the trainer lives and writes to this folder, or raise sync.timeout_s"
+                    f"{self.timeout_s:g} s; found: {', '.join(have) or 'nothing'}. Check whether "
+                    "the trainer is running and writes to this folder, or raise sync.timeout_s"
                 )
             time.sleep(self.poll_s)
         return found
@@ -223,8 +224,8 @@ class DiskTransfer:
         listed = {name: tuple(shape) for name, shape in contents["weights"].items()}
         if listed != self.shapes:
             raise SyncError(
-                f"{folder} holds {len(self.shapes)} weights and its {CONTENTS} speaks of "
-                f"{len(listed)} (or of other shapes); push again"
+                f"{folder} contains {len(self.shapes)} weights, but its {CONTENTS} lists "
+                f"{len(listed)} (or other shapes); push again"
             )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

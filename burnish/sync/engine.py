@@ -71,7 +71,7 @@ class WeightSender:
         """
         started, weights = time.perf_counter(), self.policy.weights()
         if self.link is None:
-            exhaust(weights)
+            drain(weights)
             return {}
         self._push += 1
         version, end = self.policy.version, None
@@ -89,7 +89,7 @@ class WeightSender:
                 else:
                     self.link.send(message, payload)
         except Exception as error:
-            exhaust(weights)  # the other ranks wait in the same gathers
+            drain(weights)  # the other ranks wait in the same gathers
             with suppress(SyncError):
                 self.link.finish(Abort(self._push, version, f"{type(error).__name__}: {error}"))
             raise
@@ -104,7 +104,7 @@ class WeightSender:
             self.link.close()
 
 
-def exhaust(weights: Iterable[tuple[str, Tensor]]) -> None:
+def drain(weights: Iterable[tuple[str, Tensor]]) -> None:
     """Consume the remaining weights, for the ranks that wait in the same gathers."""
     for _ in weights:
         pass
@@ -129,7 +129,7 @@ class SyncedEngine:
     def __init__(self, engine: RolloutEngine, source: WeightSource, *, ready: bool = False) -> None:
         self.engine, self.source = engine, source
         self.invalid_reason = (
-            None if ready else InvalidReason("no weights have come yet", consistent=False)
+            None if ready else InvalidReason("it has not received weights yet", consistent=False)
         )
         """Reason not to sample; None: ready to sample."""
 
@@ -156,7 +156,7 @@ class SyncedEngine:
                 raise
             kind = WeightMismatchError if isinstance(error, ValueError) else SyncError
             raise kind(
-                f"the rollout engine did not take version {transfer.version}: {error}"
+                f"the rollout engine did not load version {transfer.version}: {error}"
             ) from error
         return sync_metrics(
             transfer.version,
@@ -191,13 +191,13 @@ class SyncedEngine:
             self.engine.load_weights(version, watched())
             if not ended:
                 raise SyncError(
-                    f"the rollout engine did not read version {version} to its end, so nothing "
-                    "says that it is whole"
+                    f"the rollout engine did not consume all weights of version {version}, so "
+                    "its weights may be incomplete"
                 )
             if self.engine.version != version:
                 raise SyncError(
-                    f"the rollout engine says version {self.engine.version} after version "
-                    f"{version} was loaded"
+                    f"the rollout engine reports version {self.engine.version} after loading "
+                    f"version {version}"
                 )
         except Exception as error:
             self._mark_invalid(error, wrote=begun)
@@ -222,16 +222,21 @@ class SyncedEngine:
     def _mark_invalid(self, error: Exception, *, wrote: bool) -> None:
         had = self.invalid_reason
         if wrote:
-            reason = f"a transfer failed half-way, so two versions are mixed ({error})"
+            reason = (
+                "a transfer failed after it had replaced some weights, so two versions are mixed "
+                f"({error})"
+            )
             self.invalid_reason = InvalidReason(reason, consistent=False)
         elif had is None or had.consistent:
-            reason = f"a transfer failed before version {self.version} was touched ({error})"
+            reason = (
+                f"a transfer failed before it changed the weights of version {self.version} "
+                f"({error})"
+            )
             self.invalid_reason = InvalidReason(reason, consistent=True)
 
     def _check_ready(self) -> None:
         if self.invalid_reason is not None:
             raise InvalidWeightsError(
-                f"the rollout engine has no weights to sample from: {self.invalid_reason.reason}; "
-                f"push "
+                f"the rollout engine has no valid weights: {self.invalid_reason.reason}; push "
                 "and receive again"
             )

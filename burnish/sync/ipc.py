@@ -79,7 +79,9 @@ class SharedSource(ChannelSource):
         super().__init__(**checks)
         self.channel = channel
         channel.rendezvous()
-        handles = json.loads(channel.get(f"buffers/{channel.rank}", rank=0, what="made no buffers"))
+        handles = json.loads(
+            channel.get(f"buffers/{channel.rank}", rank=0, what=("did not create the buffers"))
+        )
         self._buffers = [_open_handle(handle) for handle in handles]
         channel.set(f"mapped/{channel.rank}", b"1")
         self._reading: int | None = None
@@ -96,7 +98,9 @@ class SharedSource(ChannelSource):
 
     def _receive(self) -> tuple[bytes, Tensor]:
         if self._closed:
-            raise LinkError(f"connection {self.channel.name!r} was closed here; make a new one")
+            raise LinkError(
+                f"connection {self.channel.name!r} was closed in this process; make a new one"
+            )
         self._mark_read()
         self._reading, data = self.channel.next()
         num_bytes, slot, header = split_frame(data)
@@ -133,7 +137,7 @@ def _new_file(num_bytes: int) -> Path:
     except OSError as error:
         os.unlink(name)
         raise SyncError(
-            f"no room for a buffer of {num_bytes} bytes in {_folder()} ({error}); lower "
+            f"no space for a buffer of {num_bytes} bytes in {_folder()} ({error}); lower "
             "sync.bucket_bytes, or give the container more shared memory (docker: --shm-size)"
         ) from error
     finally:
@@ -155,8 +159,8 @@ def _open_handle(handle: dict[str, Any]) -> Tensor:
     file = Path(handle["file"])
     if not file.is_file():
         raise SyncError(
-            f"the sender's buffer {file} is not on this machine: sync.kind=ipc needs all processes "
-            "on one machine, with one /dev/shm; use sync.kind=collective"
+            f"the sender's buffer {file} is not on this machine: sync.kind=ipc needs all "
+            "processes on one machine, with one /dev/shm; use sync.kind=collective"
         )
     return _map(file, handle["num_bytes"])
 
@@ -190,7 +194,7 @@ def open_cuda_ipc_handle(handle: dict[str, Any]) -> Tensor:
     ]
     if handle["uuid"] not in uuids:
         raise SyncError(
-            f"the sender's buffer is on GPU {handle['uuid']}, and this process sees {uuids}: "
+            f"the sender's buffer is on GPU {handle['uuid']}, but this process sees {uuids}: "
             "sync.kind=ipc needs both on one GPU; use sync.kind=collective"
         )
     _, *where = (_unpacked(v) for v in handle["cuda"])

@@ -65,22 +65,21 @@ class ChannelSender(ABC):
         refused = self.channel.answers(message.push)
         self.channel.forget_messages()
         if refused:
-            told = "; ".join(f"{self.channel.who(r)}: {text}" for r, text in refused.items())
+            reasons = "; ".join(f"{self.channel.who(r)}: {text}" for r, text in refused.items())
             raise SyncError(
-                f"version {message.version} was refused by {len(refused)} of "
-                f"{len(self.channel.receivers)} receivers, which will not sample until a good "
-                f"transfer: {told}"
+                f"{len(refused)} of {len(self.channel.receivers)} receivers rejected version "
+                f"{message.version} and will not sample until a transfer succeeds: {reasons}"
             )
 
     def close(self) -> None:
         """Close the connection."""
-        self._dead = self._dead or "it was closed here"
+        self._dead = self._dead or "it was closed in this process"
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise LinkError(
-                f"connection {self.channel.name!r} cannot be used any more: {self._dead}; make a "
-                "new one on both sides"
+                f"connection {self.channel.name!r} is no longer usable: {self._dead}; make a new "
+                "one on both sides"
             )
 
     @abstractmethod

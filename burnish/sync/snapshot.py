@@ -38,7 +38,7 @@ class WeightSnapshot(Generic[P]):
         """Return the last message. Raises SyncError if it is not an end."""
         message = decode(self.headers[-1])
         if not isinstance(message, End):
-            raise SyncError(f"the transfer has no end: its last header is {message}")
+            raise SyncError(f"the transfer is incomplete: its last header is {message}")
         return message
 
 
@@ -58,15 +58,13 @@ class SnapshotSource(BucketSource):
     def next_message(self) -> tuple[Message, Tensor | None]:
         """Return the next message and its bytes. Raises LinkError if there is none."""
         if not self._headers:
-            raise LinkError(
-                f"the transfer stops after {self._given} messages, without an end; push again"
-            )
+            raise LinkError(f"the transfer has no end after {self._given} messages; push again")
         self._given += 1
         message = decode(self._headers.popleft())
         if not isinstance(message, Bucket):
             return message, None
         if not self._payloads:
-            raise LinkError(f"the bytes of bucket {message.index} did not come; push again")
+            raise LinkError(f"the bytes of bucket {message.index} are missing; push again")
         return message, _as_tensor(self._payloads.popleft())
 
     def answer(self, push: int, problem: str | None) -> None:

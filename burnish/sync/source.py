@@ -30,7 +30,7 @@ from burnish.sync.base import (
 from burnish.sync.buckets import ALIGN
 from burnish.sync.checksum import verify
 
-LOOK_AHEAD_BYTES = 4 << 20
+PREFETCH_BYTES = 4 << 20
 """Number of bytes yielded between two polls for the next bucket. A poll costs as much as copying a
 few hundred kB."""
 
@@ -69,8 +69,8 @@ class BucketSource(ABC):
         try:
             if version is not None and message.version != version:
                 raise SyncError(
-                    f"version {version} of the weights was due, and version {message.version} "
-                    "came; push and receive the same version"
+                    f"expected version {version} of the weights, but received version "
+                    f"{message.version}; push and receive the same version"
                 )
             yield transfer
         except Exception as error:
@@ -89,7 +89,7 @@ class BucketSource(ABC):
         Raises LinkError after a timeout, and SyncError if the header was corrupted.
         """
 
-    def look_ahead(self) -> None:  # noqa: B027 (most sources have nothing to do)
+    def prefetch(self) -> None:  # noqa: B027 (most sources have nothing to do)
         """Start to receive the next bucket if it has been announced. Does not block."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class BucketTransfer:
         while not isinstance(self._message, End):
             if isinstance(self._message, Abort):
                 raise SyncError(
-                    f"the sender gave up version {self.version}: {self._message.reason}"
+                    f"the sender aborted version {self.version}: {self._message.reason}"
                 )
             assert self._payload is not None
             self._check(self._message, self._payload)
@@ -150,19 +150,21 @@ class BucketTransfer:
         where = f"bucket {bucket.index} of version {self.version}"
         if bucket.push != self.push or bucket.version != self.version:
             raise SyncError(
-                f"bucket {self.num_buckets} of version {self.version} (push {self.push}) was due, "
-                f"and bucket {bucket.index} of version {bucket.version} (push {bucket.push}) came: "
-                "two transfers are mixed"
+                f"expected bucket {self.num_buckets} of version {self.version} (push "
+                f"{self.push}), but received bucket {bucket.index} of version {bucket.version} "
+                f"(push {bucket.push}): two transfers are mixed; push again"
             )
         if bucket.index != self.num_buckets:
             lost = bucket.index > self.num_buckets
             raise SyncError(
-                f"{where} came where bucket {self.num_buckets} was due: "
-                + ("one was lost, or came out of order" if lost else "it came twice")
+                f"{where} was received instead of bucket {self.num_buckets}: "
+                + ("one was lost or is out of order" if lost else "it was received twice")
+                + "; push again"
             )
         if payload.numel() != bucket.num_bytes:
             raise SyncError(
-                f"{where} should have {bucket.num_bytes} bytes, and {payload.numel()} came"
+                f"{where} should have {bucket.num_bytes} bytes, but {payload.numel()} were "
+                "received; push again"
             )
         if self._source.check:
             verify(payload, bucket.checksum, where)
@@ -170,7 +172,7 @@ class BucketTransfer:
             self._check_entry(entry, bucket.num_bytes, where)
 
     def _check_entry(self, entry: BucketEntry, bucket_bytes: int, where: str) -> None:
-        size = _whole_bytes(entry, where)
+        size = _tensor_bytes(entry, where)
         if (
             entry.offset % ALIGN
             or entry.offset < 0
@@ -181,70 +183,73 @@ class BucketTransfer:
             raise SyncError(
                 f"{where}: weight {entry.name} {list(entry.shape)} {entry.dtype} ({size} bytes) "
                 f"cannot have its bytes {entry.begin} to {entry.begin + entry.num_bytes} at "
-                f"{entry.offset} of {bucket_bytes}"
+                f"offset {entry.offset} of {bucket_bytes}; push again"
             )
         if entry.begin == 0:
             with mismatch_at(where):
                 self._names.add(entry.name, entry.shape)
 
     def _tensors(self, bucket: Bucket, payload: Tensor) -> Iterator[tuple[str, Tensor]]:
-        looked = 0
+        prefetch_from = 0
         for entry in bucket.entries:
             self.num_bytes += entry.num_bytes
-            if entry.offset >= looked:
-                self._source.look_ahead()
-                looked = entry.offset + LOOK_AHEAD_BYTES
+            if entry.offset >= prefetch_from:
+                self._source.prefetch()
+                prefetch_from = entry.offset + PREFETCH_BYTES
             data = payload[entry.offset : entry.offset + entry.num_bytes]
-            if self._part is None and entry.num_bytes == _whole_bytes(entry):
+            if self._part is None and entry.num_bytes == _tensor_bytes(entry):
                 yield entry.name, self._own(data, entry)
-            elif (whole := self._put_together(entry, data, bucket.index)) is not None:
-                yield entry.name, _as_tensor(whole, entry)
+            elif (full := self._assemble(entry, data, bucket.index)) is not None:
+                yield entry.name, _as_tensor(full, entry)
         self.num_buckets += 1
 
     def _own(self, data: Tensor, entry: BucketEntry) -> Tensor:
         tensor = _as_tensor(data, entry)
         return tensor.clone() if self._source.hold else tensor
 
-    def _put_together(self, entry: BucketEntry, data: Tensor, index: int) -> Tensor | None:
+    def _assemble(self, entry: BucketEntry, data: Tensor, index: int) -> Tensor | None:
         """Add one part; return the complete tensor if this was the last part."""
         have = 0 if self._part is None else self._part[0].begin + self._part[0].num_bytes
         last = entry if self._part is None else self._part[0]
         same = (last.name, last.shape, last.dtype) == (entry.name, entry.shape, entry.dtype)
         if not same or entry.begin != have:
             raise SyncError(
-                f"bucket {index} of version {self.version}: byte {have} of weight {last.name} "
-                f"{list(last.shape)} {last.dtype} was due, and byte {entry.begin} of {entry.name} "
-                f"{list(entry.shape)} {entry.dtype} came"
+                f"bucket {index} of version {self.version}: expected byte {have} of weight "
+                f"{last.name} {list(last.shape)} {last.dtype}, but received byte {entry.begin} "
+                f"of {entry.name} {list(entry.shape)} {entry.dtype}; push again"
             )
         if self._part is None:
-            whole = torch.empty(_whole_bytes(entry), dtype=torch.uint8, device=data.device)
+            full = torch.empty(_tensor_bytes(entry), dtype=torch.uint8, device=data.device)
         else:
-            whole = self._part[1]
-        whole[have : have + data.numel()].copy_(data)
-        complete = have + data.numel() == whole.numel()
-        self._part = None if complete else (entry, whole)
-        return whole if complete else None
+            full = self._part[1]
+        full[have : have + data.numel()].copy_(data)
+        complete = have + data.numel() == full.numel()
+        self._part = None if complete else (entry, full)
+        return full if complete else None
 
     def _check_end(self, end: End) -> None:
         found = (self.push, self.version, self.num_buckets, len(self._names.given), self.num_bytes)
         said = (end.push, end.version, end.num_buckets, end.num_tensors, end.num_bytes)
         if found != said:
             raise SyncError(
-                f"the end of version {end.version} (push {end.push}) speaks of {end.num_buckets} "
-                f"buckets with {end.num_tensors} tensors and {end.num_bytes} bytes, and of version "
-                f"{self.version} (push {self.push}) {self._done()} with {len(self._names.given)} "
-                f"tensors and {self.num_bytes} bytes came"
+                f"the end of version {end.version} (push {end.push}) announces {end.num_buckets} "
+                f"buckets with {end.num_tensors} tensors and {end.num_bytes} bytes, but of "
+                f"version {self.version} (push {self.push}) {self._done()} with "
+                f"{len(self._names.given)} tensors and {self.num_bytes} bytes were received; "
+                "push again"
             )
         if self._part is not None:
-            raise SyncError(f"the end came in the middle of weight {self._part[0].name}")
+            raise SyncError(
+                f"the transfer ended in the middle of weight {self._part[0].name}; push again"
+            )
         with mismatch_at(f"version {self.version}"):
             self._names.complete()
 
 
-def _whole_bytes(entry: BucketEntry, where: str = "") -> int:
+def _tensor_bytes(entry: BucketEntry, where: str = "") -> int:
     dtype = vars(torch).get(entry.dtype)
     if not isinstance(dtype, torch.dtype):
-        raise SyncError(f"{where}: weight {entry.name} has the unknown format {entry.dtype!r}")
+        raise SyncError(f"{where}: weight {entry.name} has the unknown dtype {entry.dtype!r}")
     return math.prod(entry.shape) * dtype.itemsize
 
 

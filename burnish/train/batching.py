@@ -38,7 +38,7 @@ class Arranged:
     input_ids: Tensor  # [R, T]
     position_ids: Tensor  # [R, T]
     plan: PackedPlan | None  # None: plain causal attention (padding on the right)
-    place: Tensor  # [M] flat index into [R * T] of each token of the batch; on the CPU
+    flat_index: Tensor  # [M] index into [R * T] of each token of the batch; on the CPU
 
 
 def split_rows(
@@ -230,11 +230,11 @@ def _padded(batch: Batch, device: torch.device) -> Arranged:
         batch.offsets[:-1], batch.lengths
     )
     row = torch.repeat_interleave(torch.arange(rows), batch.lengths)
-    place = row * width + position
+    flat_index = row * width + position
     input_ids = torch.zeros(rows * width, dtype=torch.int64)
-    input_ids[place] = batch.tokens
+    input_ids[flat_index] = batch.tokens
     positions = torch.arange(width, device=device).expand(rows, width)
-    return Arranged(upload(input_ids.view(rows, width), device), positions, None, place)
+    return Arranged(upload(input_ids.view(rows, width), device), positions, None, flat_index)
 
 
 def _packed(batch: Batch, layout: Layout, device: torch.device) -> Arranged:
@@ -244,17 +244,17 @@ def _packed(batch: Batch, layout: Layout, device: torch.device) -> Arranged:
     placed = place_rows(rows, layout)
     source: list[Tensor] = []  # per row: indices into the batch's tokens
     positions: list[Tensor] = []
-    place = torch.empty(batch.tokens.numel(), dtype=torch.int64)
+    flat_index = torch.empty(batch.tokens.numel(), dtype=torch.int64)
     for begin, row, at in zip(offsets[:-1], rows, placed, strict=True):
         own, end = begin + at.skipped, begin + row.length
         source.append(torch.arange(own, end))
         positions.append(torch.arange(at.skipped, row.length))
-        place[begin:own] = torch.arange(at.prefix_start, at.prefix_start + at.skipped)
-        place[own:end] = torch.arange(at.start, at.start + at.count)
+        flat_index[begin:own] = torch.arange(at.prefix_start, at.prefix_start + at.skipped)
+        flat_index[own:end] = torch.arange(at.start, at.start + at.count)
     position = upload(torch.cat(positions), device)
     return Arranged(
         input_ids=upload(batch.tokens[torch.cat(source)][None], device),
         position_ids=position[None],
         plan=plan_segments(segments_of(placed), position),
-        place=place,
+        flat_index=flat_index,
     )

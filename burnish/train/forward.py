@@ -89,11 +89,11 @@ class Forward:
             arranged.input_ids, arranged.position_ids, arranged.plan, output_router_logits=True
         )
         hidden = cast(Tensor, out.last_hidden_state).flatten(0, 1)
-        found = self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
+        found = self._read(batch, hidden, arranged.flat_index, with_entropy=with_entropy)
         return replace(
             self.named(found),
             router_logits=_in_rows(
-                out.router_logits, upload(arranged.place, hidden.device), self.body
+                out.router_logits, upload(arranged.flat_index, hidden.device), self.body
             ),
             experts_per_token=self.experts_per_token,
         )
@@ -113,15 +113,15 @@ class Forward:
         """Return the head's outputs, aligned with the tokens; its inputs if ``with_entropy`` is
         None."""
         hidden = self._hidden(arranged.input_ids, arranged.position_ids, arranged.plan)
-        return self._read(batch, hidden, arranged.place, with_entropy=with_entropy)
+        return self._read(batch, hidden, arranged.flat_index, with_entropy=with_entropy)
 
     def _read(
-        self, batch: Batch, hidden: Tensor, place: Tensor, *, with_entropy: bool | None
+        self, batch: Batch, hidden: Tensor, flat_index: Tensor, *, with_entropy: bool | None
     ) -> tuple[Tensor, ...]:
-        """Return the head's outputs from ``hidden`` [R * T, H]. ``place``: that of
+        """Return the head's outputs from ``hidden`` [R * T, H]. ``flat_index``: that of
         :class:`Arranged`."""
         read, target = self._reads(batch)
-        at_reads = hidden[upload(place[read], hidden.device)]
+        at_reads = hidden[upload(flat_index[read], hidden.device)]
         return self._ask(batch, at_reads, upload(target, hidden.device), with_entropy=with_entropy)
 
     def _reads(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -269,7 +269,9 @@ def experts_per_token(body: PreTrainedModel) -> int:
     return int(each)
 
 
-def _in_rows(routed: tuple[Tensor, ...] | None, place: Tensor, body: PreTrainedModel) -> Tensor:
+def _in_rows(
+    routed: tuple[Tensor, ...] | None, flat_index: Tensor, body: PreTrainedModel
+) -> Tensor:
     """Stack the router logits [R * T, E] of each layer into [L, M, E], aligned with the batch's
     tokens.
 
@@ -282,7 +284,7 @@ def _in_rows(routed: tuple[Tensor, ...] | None, place: Tensor, body: PreTrainedM
             "(output_router_logits); use a model that does (such as Mixtral, Qwen3-MoE, OLMoE), or "
             "leave the loss out"
         )
-    return torch.stack([logits[place] for logits in routed])
+    return torch.stack([logits[flat_index] for logits in routed])
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:

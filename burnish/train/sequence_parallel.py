@@ -126,11 +126,11 @@ class SequenceParallelForward(Forward):
         hidden = self._hidden(shard.input_ids, shard.position_ids, shard.plan)
         self._check_asked(shard.plan)
         read, target = self._reads(batch)
-        place = arranged.place[read] - shard.begin
-        here = ((place >= 0) & (place < len(hidden))).nonzero()[:, 0]
+        index = arranged.flat_index[read] - shard.begin
+        here = ((index >= 0) & (index < len(hidden))).nonzero()[:, 0]
         group, device = self.model_parallel.group, hidden.device
         assert group is not None
-        at_reads, own = hidden[upload(place[here], device)], upload(target[here], device)
+        at_reads, own = hidden[upload(index[here], device)], upload(target[here], device)
         found = self._ask(batch, at_reads, own, with_entropy=with_entropy)
         return tuple(sum_over(group, values) for values in found)
 

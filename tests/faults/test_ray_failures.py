@@ -235,7 +235,7 @@ def test_an_address_that_nobody_answers_is_an_error_at_once(recipe: Recipe) -> N
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    assert "nothing answers there" in _joined(recipe, address)
+    assert "cannot connect" in _joined(recipe, address)
     assert "'ray start --head'" in _joined(recipe, address)
 
 
@@ -243,7 +243,7 @@ def test_a_port_that_something_else_uses_is_an_error_within_the_time_that_is_sta
     recipe: Recipe, listener: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_connect, "PROBE_S", 6.0)
-    assert "no Ray answered within 6 s; something else may have this port" in _joined(
+    assert "no response from Ray within 6 s; another program may use this port" in _joined(
         recipe, listener
     )
 
@@ -271,4 +271,4 @@ def test_a_cluster_of_another_version_is_refused_with_both_versions(
     assert version.stdout.strip() == "0.0.1", "the disguise works"
     said = _joined(recipe, ray_cluster.address)
     assert "0.0.1" in said and "ersion mismatch" in said
-    assert "install the cluster's here, or restart the cluster with these" in said
+    assert "install the cluster's versions here, or restart the cluster with these" in said

@@ -41,7 +41,7 @@ def test_weights_come_as_they_were_sent_and_a_changed_bit_is_found(
     for dtype in ("fp32", "bf16"):
         reports = [json.loads((tmp_path / f"rank{r}.json").read_text())[dtype] for r in range(2)]
         assert [report["versions"] for report in reports] == [[0, 1, 2]] * 2
-        assert all("bucket 2 of version 2 is damaged" in report["error"] for report in reports)
+        assert all("bucket 2 of version 2 is corrupted" in report["error"] for report in reports)
         pushed = []
         for push in range(3):
             sent, came = (

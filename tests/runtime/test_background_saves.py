@@ -161,7 +161,7 @@ def test_a_save_that_fails_ends_the_run_and_leaves_the_earlier_ones(
         pytest.param(
             ["train.engine.kind=deepspeed"], "an engine whose rank 0 writes for all", id="deepspeed"
         ),
-        pytest.param([FULL], "one rank, whose engine is not in shards", id="inline"),
+        pytest.param([FULL], "one rank, whose state is not sharded", id="inline"),
         pytest.param([FULL, "cluster.runtime=ray"], "one rank, whose", id="one rank on Ray"),
     ],
 )

@@ -30,7 +30,7 @@ BAD: dict[str, tuple[dict[str, int], str]] = {
     ),
     "a micro-batch that does not divide": (
         {"train_batch_size": 16, "micro_train_batch_size": 3},
-        "nearest micro_train_batch_size that does: 2 or 4, or train_batch_size: 15 or 18",
+        "nearest valid micro_train_batch_size: 2 or 4, or train_batch_size: 15 or 18",
     ),
     "a rollout that is no whole number of steps": (
         # 4 x 4 = 16 samples; divisors beside 12 are 8 and 16; 12 / gcd(12, 4) = 3 prompts

@@ -311,21 +311,21 @@ def test_a_sampled_token_that_the_teacher_lacks_counts_as_one_it_would_never_say
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["teacher=null"], "measures every token against a teacher, and there is none"),
+        (["teacher=null"], "compares every token with a teacher, but none is set"),
         (
             [
                 "algorithm.advantage=grpo",
                 "rollout.n_samples_per_prompt=4",
                 "rewards=[{kind: math}]",
             ],
-            "teacher is set and algorithm.advantage=grpo never reads it",
+            "teacher is set, but algorithm.advantage=grpo does not use it",
         ),
         (["algorithm.kl={init_kl_coef: 0.1, placement: reward, estimator: k1}"], "no reward"),
-        (["rollout.dynamic_sampling={}"], "leaves groups out by their rewards"),
-        (["shaping.truncation_penalty=1"], "they are only measured"),
+        (["rollout.dynamic_sampling={}"], "drops groups by their rewards"),
+        (["shaping.truncation_penalty=1"], "does not learn from them"),
         (["algorithm.advantage.gamma=0.9"], "gamma"),
         (["critic={}"], "critic is set"),
-        (["eval.data.sources=[x.jsonl]"], "eval measures rewards, and the recipe has none"),
+        (["eval.data.sources=[x.jsonl]"], "eval measures rewards, but the recipe has none"),
     ],
 )
 def test_bad_on_policy_recipes_are_refused(
@@ -336,7 +336,7 @@ def test_bad_on_policy_recipes_are_refused(
 
 
 def test_other_advantages_need_a_reward(rl: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="rewards is empty and algorithm"):
+    with pytest.raises(ConfigError, match="rewards is empty, but algorithm"):
         rl("rewards=[]")
 
 
@@ -352,7 +352,7 @@ def test_the_teacher_is_placed_as_the_reference_is(
     apart = distill(*ray, "cluster.layout=separate", "cluster.teacher_ranks=3")
     assert {p.roles: p.count for p in placement_groups(apart)} == {("policy",): 2, ("teacher",): 3}
     assert [role.name for role in on_policy().roles()] == ["policy", "rollout", "teacher"]
-    with pytest.raises(ConfigError, match="puts policy and teacher into the same places"):
+    with pytest.raises(ConfigError, match="puts policy and teacher on the same GPUs"):
         distill(*ray, "cluster.teacher_ranks=3")
 
 

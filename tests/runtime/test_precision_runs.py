@@ -365,9 +365,18 @@ def test_a_run_that_mostly_skipped_says_so_at_its_end(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["precision.dtype=bf16", "precision.loss_scale=0"], "loss_scale is set and dtype=bf16"),
-        (["precision.loss_scale=128"], "loss_scale is set and dtype=fp32 needs no loss scaling"),
-        (["precision.dtype=bf16", "precision.hysteresis=4"], "hysteresis is set and dtype=bf16"),
+        (
+            ["precision.dtype=bf16", "precision.loss_scale=0"],
+            "loss_scale has no effect with dtype=bf16",
+        ),
+        (
+            ["precision.loss_scale=128"],
+            "loss_scale has no effect with dtype=fp32, which needs no loss scaling",
+        ),
+        (
+            ["precision.dtype=bf16", "precision.hysteresis=4"],
+            "hysteresis has no effect with dtype=bf16",
+        ),
         (["precision.dtype=fp16", "precision.loss_scale_window=0"], "must be at least 1, got 0"),
         (["precision.dtype=fp16", "precision.loss_scale_window=-5"], "must be at least 1, got -5"),
         (["precision.dtype=fp16", "precision.hysteresis=0"], "must be at least 1, got 0"),
@@ -377,7 +386,7 @@ def test_a_run_that_mostly_skipped_says_so_at_its_end(
         (["precision.dtype=fp16", "precision.loss_scale=-1"], "must be at least 0, got -1"),
         (
             ["precision.dtype=fp16", "precision.min_loss_scale=100000"],
-            "min_loss_scale=100000 is above the first loss scale, 2^16 = 65536",
+            "min_loss_scale=100000 is above the initial loss scale, 2^16 = 65536",
         ),
         (["precision.dtype=fp16", "precision.grad_accum_dtype=bf16"], "use fp32 or fp16"),
         (["precision.grad_accum_dtype=bf16"], "grad_accum_dtype=bf16 with dtype=fp32"),
@@ -403,7 +412,7 @@ def test_precision_that_makes_no_sense_is_refused(
         ),
         (
             ["precision.dtype=fp16", "precision.loss_scale=128", "precision.hysteresis=3"],
-            "hysteresis acts on a dynamic loss scale only",
+            "hysteresis applies only to a dynamic loss scale",
         ),
         (
             ["precision.rollout_dtype=fp16"],

@@ -200,13 +200,16 @@ def test_unpaired_rows_train_kto_and_the_export_loads(
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["loss=simpo", "reference.precompute=true"], "reference is set and loss=simpo uses none"),
+        (
+            ["loss=simpo", "reference.precompute=true"],
+            "reference is set, but loss=simpo does not use one",
+        ),
         (["data.label_key=ok"], "loss=dpo compares two"),
         (["loss=kto", "nll_coef=0.1"], "loss=kto has none"),
-        (["loss=kto", "reference.precompute=true"], "rows that are made in every step"),
+        (["loss=kto", "reference.precompute=true"], "rows that are built in every step"),
         (["loss=kto", "train.train_batch_size=2"], "needs 4 or more"),
         (["loss=kto", "train.train_batch_size=5"], "an even number"),
-        (["data.margin_key=by"], "margins are for reward models"),
+        (["data.margin_key=by"], "margins are used only by reward models"),
         (["loss=dop"], "dpo"),
     ],
 )

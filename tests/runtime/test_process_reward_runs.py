@@ -231,10 +231,13 @@ def test_a_model_without_a_head_is_no_process_reward_model(tmp_path: Path) -> No
     ("overrides", "said"),
     [
         (("loss=bradley_terry",), "loss=bradley_terry compares two responses"),
-        (("center_coef=0.1",), "center_coef is about the two scores of a pair"),
+        (("center_coef=0.1",), "center_coef applies to the two scores of a pair"),
         (("eval_data={sources: [x.jsonl]}",), "eval_data.kind=pairs and data.kind=steps"),
         (("data.margin_key=by",), "unknown key 'margin_key'"),
-        (("data.labels_key=completions", "data.steps_key=completions"), "give two columns"),
+        (
+            ("data.labels_key=completions", "data.steps_key=completions"),
+            "set two different columns",
+        ),
     ],
 )
 def test_settings_of_pairs_are_refused_for_steps(
@@ -253,5 +256,5 @@ def test_a_loss_of_steps_is_refused_for_pairs(write_rows: Callable[..., str]) ->
         "loss": "process",
         "train": {"train_batch_size": 4},
     }
-    with pytest.raises(ConfigError, match="loss=process needs a label on every step"):
+    with pytest.raises(ConfigError, match="loss=process needs a label for every step"):
         load_config(tree)

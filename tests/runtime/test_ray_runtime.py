@@ -246,9 +246,9 @@ def test_a_hung_rank_is_named_and_replaced(rl: MakeConfig, reward: Any) -> None:
     killer.start()
     burnish.run(config, rewards=slowly(reward))
     log = (Path(config.run_dir) / "run.log").read_text()
-    named = re.findall(r"rank \d of the policy \(node \S+, pid (\d+)\) hangs", log)
+    named = re.findall(r"rank \d of the policy \(node \S+, pid (\d+)\) is unresponsive", log)
     assert named and set(named) == {str(killer.hit)}, "the hung one, not the one that waits for it"
-    assert "hangs: it was not heard for 6 s" in log and "replaced (1 of 3)" in log
+    assert "is unresponsive: no heartbeat for 6 s" in log and "replaced (1 of 3)" in log
     assert [line["step"] for line in read_metrics(Path(config.run_dir))] == [1, 2, 3, 4]
 
 
@@ -286,10 +286,10 @@ def test_more_than_the_cluster_has_is_refused_at_once(rl: MakeConfig, reward: An
     ("overrides", "said"),
     [
         (["cluster.policy_ranks=2"], "runtime=inline has one process; set runtime=ray"),
-        (["cluster.ray_address=auto"], "runtime=inline uses no Ray"),
+        (["cluster.ray_address=auto"], "has no effect with runtime=inline"),
         (
             ["cluster.runtime=ray", "cluster.policy_ranks=2", "cluster.rollout_workers=3"],
-            "puts policy and rollout into the same places, and they have 2 and 3 workers",
+            "puts policy and rollout on the same GPUs, but they have 2 and 3 workers",
         ),
         (
             ["cluster.runtime=ray", "cluster.policy_ranks=3"],

@@ -73,7 +73,7 @@ def test_a_worker_that_cannot_be_made_ends_the_run_with_its_reason(runtime: RayR
         runtime.cluster.start("policy", Broken, 1)
     assert not isinstance(caught.value, WorkerLostError), "nothing that another try would mend"
     said = str(caught.value).splitlines()[0]
-    assert "rank 0 of the policy could not be made" in said
+    assert "rank 0 of the policy could not be created" in said
     assert said.endswith("libnothing.so is not on this node")
     assert runtime.cluster.restarts == 0
 
@@ -243,13 +243,13 @@ def damaged_header(headers: list[bytes], payloads: list[Any]) -> Stored:
 
 
 FAULTS = {
-    corrupt: r"bucket 1 of version \d+ is damaged: its checksum should be",
-    drop: "came where bucket 1 was due: one was lost",
-    reorder: r"bucket 1 of version \d+ came where bucket 0 was due",
+    corrupt: r"bucket 1 of version \d+ is corrupted: its checksum should be",
+    drop: "was received instead of bucket 1: one was lost",
+    reorder: r"bucket 1 of version \d+ was received instead of bucket 0",
     swap_bytes: r"bucket 0 of version \d+",
     truncate: r"bucket 0 of version \d+ should have",
     no_end: r"the end of version \d+",
-    damaged_header: "its seal is",
+    damaged_header: "its CRC-32 is",
 }
 
 

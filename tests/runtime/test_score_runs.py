@@ -199,10 +199,10 @@ def test_a_row_that_cannot_be_scored_is_refused_before_anything_is(
         ("data.response_key=answer", "response_key=answer: .*no such column; its columns are"),
         ("rewards.0.running_norm=std", "running_norm=std normalizes each score by the statistics"),
         ("rewards=[]", "rewards is empty"),
-        ("shaping.overlong_buffer_len=4", "counts from generate_max_len, which is not set"),
-        ("generate_max_len=8", "does nothing without shaping.overlong_buffer_len"),
-        ("output=rows.csv", r"output=rows.csv has to end in \.jsonl or \.parquet"),
-        ("data.overlong=truncate_left", "would score responses to prompts that are not those"),
+        ("shaping.overlong_buffer_len=4", "is counted from generate_max_len, which is not set"),
+        ("generate_max_len=8", "has no effect without shaping.overlong_buffer_len"),
+        ("output=rows.csv", r"output=rows.csv must end in \.jsonl or \.parquet"),
+        ("data.overlong=truncate_left", "would score responses to prompts that differ from those"),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(
@@ -236,5 +236,5 @@ def test_an_output_that_exists_and_data_that_changed_are_refused(
 
 def test_a_job_that_loads_no_model_has_no_plan() -> None:
     recipes = Path(__file__).parents[2] / "recipes"
-    with pytest.raises(PlanError, match="this score job loads no model, so there is nothing to"):
+    with pytest.raises(PlanError, match="this score job loads no model: it needs no memory plan"):
         plan_text(load_config(recipes / "tiny_score.yaml"), PlanOptions())

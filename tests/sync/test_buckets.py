@@ -43,7 +43,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @settings(deadline=None)
 @given(kinds=TENSORS, size=st.integers(1, 64), hold=st.booleans())
-def test_what_goes_in_comes_out(
+def test_tensors_are_unchanged_after_a_transfer(
     kinds: list[tuple[tuple[int, ...], torch.dtype]],
     size: int,
     hold: bool,
@@ -71,7 +71,7 @@ def test_what_goes_in_comes_out(
 
 @settings(deadline=None)
 @given(kinds=TENSORS, size=st.integers(1, 64))
-def test_buckets_hold_their_size_and_only_larger_tensors_are_split(
+def test_buckets_respect_their_size_and_split_only_larger_tensors(
     kinds: list[tuple[tuple[int, ...], torch.dtype]], size: int
 ) -> None:
     weights = [(f"w{i}", make(shape, dtype, i)) for i, (shape, dtype) in enumerate(kinds)]
@@ -94,7 +94,7 @@ def test_a_header_stays_small() -> None:
     assert buckets == [MAX_ENTRIES, 1]
 
 
-def test_floating_point_weights_are_converted_on_the_way_in_and_nothing_else_is() -> None:
+def test_only_floating_point_weights_are_converted() -> None:
     weights = [("w", torch.tensor([1.0, 1 + 2**-10])), ("steps", torch.tensor([2**40]))]
     strided = ("t", torch.arange(6.0).view(2, 3).T)
     buffer = torch.zeros(64, dtype=torch.uint8)
@@ -108,7 +108,7 @@ def test_floating_point_weights_are_converted_on_the_way_in_and_nothing_else_is(
     assert payload[32:44].view(torch.bfloat16).tolist() == [0, 3, 1, 4, 2, 5]
 
 
-def test_a_bucket_waits_for_its_buffer_only_when_its_first_tensor_is_there() -> None:
+def test_a_bucket_waits_for_its_buffer_only_once_its_first_tensor_exists() -> None:
     """So that tensors are gathered while earlier buckets are on their way."""
     log: list[str] = []
 
@@ -131,12 +131,12 @@ def test_a_bucket_waits_for_its_buffer_only_when_its_first_tensor_is_there() -> 
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_a_changed_byte_of_a_header_is_seen(data: st.DataObject) -> None:
+def test_a_changed_byte_of_a_header_is_detected(data: st.DataObject) -> None:
     for message in (Bucket(1, 2, 3, 4, "xxh3:00", ()), End(1, 2, 3, 4, 5)):
         sent = bytearray(encode(message))
         assert decode(bytes(sent)) == message
         sent[data.draw(st.integers(0, len(sent) - 1))] ^= data.draw(st.integers(1, 255))
-        with pytest.raises(SyncError, match="header of a bucket was damaged"):
+        with pytest.raises(SyncError, match="header of a bucket was corrupted"):
             decode(bytes(sent))
 
 
@@ -187,43 +187,49 @@ def leave_out(index: int, new_end: End | None = None) -> Change:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "drop": (leave_out(1), "bucket 2 of version 3 came where bucket 1 was due: one was lost"),
+    "drop": (leave_out(1), "bucket 2 of version 3 was received instead of bucket 1: one was lost"),
     "drop the last": (leave_out(2), "end of version 3.* 3 buckets with 6 .* 2 buckets with 4"),
     "never sent": (
         leave_out(2, End(0, 3, 2, 4, 128)),
         r"2 of 6 weights did not come, e\.g\. w4: they would be stale",
     ),
-    "twice": (lambda m: m.insert(1, m[1]), "bucket 1 of version 3 came .* it came twice"),
-    "swap": (lambda m: m.insert(1, m.pop(2)), "bucket 2 .* bucket 1 was due"),
+    "twice": (
+        lambda m: m.insert(1, m[1]),
+        "bucket 1 of version 3 was received .* it was received twice",
+    ),
+    "swap": (lambda m: m.insert(1, m.pop(2)), "bucket 2 .* instead of bucket 1"),
     "other version": (
         edit(1, version=4),
         "bucket 1 of version 4 .* two transfers are mixed",
     ),
-    "other push": (edit(1, push=1), r"bucket 1 of version 3 \(push 1\) came: two transfers"),
+    "other push": (edit(1, push=1), r"received bucket 1 of version 3 \(push 1\): two transfers"),
     "end of another version": (edit(3, version=4), "the end of version 4"),
-    "bytes": (edit(1, num_bytes=80), "bucket 1 .* should have 80 bytes, and 64 came"),
-    "checksum": (edit(1, checksum="xxh3:" + 32 * "0"), "bucket 1 .* is damaged"),
-    "no checksum": (edit(1, checksum=""), "bucket 1 of version 3 carries no checksum"),
+    "bytes": (edit(1, num_bytes=80), "bucket 1 .* should have 80 bytes, but 64 were received"),
+    "checksum": (edit(1, checksum="xxh3:" + 32 * "0"), "bucket 1 .* is corrupted"),
+    "no checksum": (edit(1, checksum=""), "bucket 1 of version 3 has no checksum"),
     "payloads change places": (
         lambda m: m.__setitem__(slice(1, 3), [(m[1][0], m[2][1]), (m[2][0], m[1][1])]),
-        "bucket 1 of version 3 is damaged",
+        "bucket 1 of version 3 is corrupted",
     ),
     "name": (edit_piece(1, 0, name="x"), "bucket 1 .* weight x is not one of the 6 weights"),
     "again": (edit_piece(1, 0, name="w0"), "bucket 1 .* weight w0 was given twice"),
     "shape": (edit_piece(1, 0, shape=(4, 2)), r"weight w2 is \[4, 2\], .* has \[8\]"),
     "longer": (edit_piece(1, 1, shape=(99,)), r"weight w3 is \[99\], .* has \[8\]"),
-    "format": (edit_piece(1, 0, dtype="float12"), "weight w2 has the unknown format 'float12'"),
-    "wider": (edit_piece(1, 1, dtype="float64"), "the end came in the middle|was due, and byte 0"),
+    "format": (edit_piece(1, 0, dtype="float12"), "weight w2 has the unknown dtype 'float12'"),
+    "wider": (
+        edit_piece(1, 1, dtype="float64"),
+        "ended in the middle|expected byte .* received byte 0",
+    ),
     "narrower": (edit_piece(1, 1, dtype="int8"), r"weight w3 \[8\] int8 \(8 bytes\) cannot have"),
-    "beyond": (edit_piece(1, 1, offset=48), r"cannot have its bytes 0 to 32 at 48 of 64"),
+    "beyond": (edit_piece(1, 1, offset=48), r"cannot have its bytes 0 to 32 at offset 48 of 64"),
     "before": (edit_piece(1, 1, offset=-16), "cannot have its bytes"),
     "crooked": (edit_piece(1, 1, offset=8, num_bytes=24), "cannot have its bytes"),
-    "part of nothing": (edit_piece(1, 1, begin=16, num_bytes=16), "byte 0 of weight w3 .* was due"),
+    "part of nothing": (edit_piece(1, 1, begin=16, num_bytes=16), "expected byte 0 of weight w3"),
 }
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_a_weight_transfer_that_is_not_right_is_refused(
+def test_an_incorrect_weight_transfer_is_rejected(
     fault: str, memory_link_type: MakeLink, weights_type: Any
 ) -> None:
     change, told = REFUSED[fault]
@@ -243,7 +249,7 @@ def received(source: Any, version: int | None = None) -> list[str]:
         return [name for name, _ in transfer]
 
 
-def test_without_verifying_order_and_names_still_count(
+def test_order_and_names_are_checked_without_checksums(
     memory_link_type: MakeLink, weights_type: Any
 ) -> None:
     link = memory_link_type(64)
@@ -251,11 +257,11 @@ def test_without_verifying_order_and_names_still_count(
     assert decode(link.sent[0][0]).checksum == ""
     assert len(received(link.source(check=False), 3)) == 6
     pushed(link, weights_type, REFUSED["swap"][0])
-    with pytest.raises(SyncError, match="was due"):
+    with pytest.raises(SyncError, match="instead of"):
         received(link.source(check=False), 3)
 
 
-def test_names_that_nobody_knew_are_learned_from_the_first_good_push(
+def test_expected_names_are_learned_from_the_first_successful_push(
     memory_link_type: MakeLink, weights_type: Any
 ) -> None:
     link = memory_link_type(64)
@@ -269,14 +275,16 @@ def test_names_that_nobody_knew_are_learned_from_the_first_good_push(
         received(source)
 
 
-def test_another_version_than_the_one_due_is_refused_before_anything_is_given(
+def test_an_unexpected_version_is_rejected_before_any_tensor_is_yielded(
     memory_link_type: MakeLink, weights_type: Any
 ) -> None:
     link = memory_link_type(64)
     sender = WeightSender(weights_type(WEIGHTS), link)
     sender.push()
     source = link.source()
-    with pytest.raises(SyncError, match="version 4 of the weights was due, and version 3 came"):
+    with pytest.raises(
+        SyncError, match="expected version 4 of the weights, but received version 3"
+    ):
         with source.open(4):
             raise AssertionError("the block began")
     assert "version 4" in (link.answers[0][1] or "") and not link.sent
@@ -284,7 +292,7 @@ def test_another_version_than_the_one_due_is_refused_before_anything_is_given(
     assert len(received(source, 3)) == 6
 
 
-def test_what_a_broken_push_left_on_the_way_is_passed_over(
+def test_leftover_messages_of_a_failed_push_are_skipped(
     memory_link_type: MakeLink, weights_type: Any
 ) -> None:
     """The receiver gave up on push 0 after a silence; its rest comes before push 1."""

@@ -30,7 +30,7 @@ def digest_of(payload: Tensor, kind: str) -> str:
 KINDS = ("xxh3", "sums")
 
 
-def test_word_sums_are_the_plain_and_the_weighted_sum() -> None:
+def test_word_sums_are_the_plain_and_the_position_weighted_sum() -> None:
     """5 + 7 - 2 = 10; 1 x 5 + 2 x 7 + 3 x (-2) = 13. The bytes 1, 1 behind are the word 257 in
     place 4: 10 + 257 = 267, 13 + 4 x 257 = 1041."""
     payload = as_bytes(5, 7, -2)
@@ -40,7 +40,7 @@ def test_word_sums_are_the_plain_and_the_weighted_sum() -> None:
     assert word_sums(as_bytes(-1)) == (2**64 - 1, 2**64 - 1), "modulo 2^64"
 
 
-def test_word_sums_do_not_depend_on_how_the_work_is_cut() -> None:
+def test_word_sums_do_not_depend_on_the_chunk_size() -> None:
     """Over two chunk borders, beside one sum in Python's own numbers."""
     payload = random_bytes(4 * (2 * CHUNK_WORDS + 5) + 3, seed=1)
     data = bytes(payload.tolist()) + b"\0"
@@ -51,7 +51,7 @@ def test_word_sums_do_not_depend_on_how_the_work_is_cut() -> None:
     )
 
 
-def test_xxh3_is_the_published_one() -> None:
+def test_xxh3_matches_the_published_values() -> None:
     """XXH3_128bits of nothing, from xxhash's own test vectors."""
     assert checksum(torch.empty(0, dtype=torch.uint8)) == "xxh3:99aa06d3014798d86001c324468d497f"
 
@@ -59,7 +59,7 @@ def test_xxh3_is_the_published_one() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(count=st.integers(1, 400), seed=st.integers(0, 5), data=st.data())
-def test_any_flipped_bit_is_seen(kind: str, count: int, seed: int, data: st.DataObject) -> None:
+def test_any_flipped_bit_is_detected(kind: str, count: int, seed: int, data: st.DataObject) -> None:
     payload = random_bytes(count, seed)
     before = digest_of(payload, kind)
     place = data.draw(st.integers(0, 8 * count - 1))
@@ -70,7 +70,9 @@ def test_any_flipped_bit_is_seen(kind: str, count: int, seed: int, data: st.Data
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=60), data=st.data())
-def test_any_two_swapped_words_are_seen(kind: str, words: list[int], data: st.DataObject) -> None:
+def test_any_two_swapped_words_are_detected(
+    kind: str, words: list[int], data: st.DataObject
+) -> None:
     first = data.draw(st.integers(0, len(words) - 2))
     second = data.draw(st.integers(first + 1, len(words) - 1))
     swapped = list(words)
@@ -86,7 +88,7 @@ def test_any_two_swapped_words_are_seen(kind: str, words: list[int], data: st.Da
     changes=st.tuples(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1)),
     data=st.data(),
 )
-def test_word_sums_see_every_change_of_two_words(
+def test_word_sums_detect_every_change_of_two_words(
     words: list[int], changes: tuple[int, int], data: st.DataObject
 ) -> None:
     """Also the changes that a plain sum is blind to: what one word gains the other loses."""
@@ -104,7 +106,7 @@ def test_word_sums_see_every_change_of_two_words(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_top_bit_that_moves_far_is_seen(kind: str) -> None:
+def test_a_moved_top_bit_is_detected(kind: str) -> None:
     """Two bf16 weights, 1 and -1, a power of two apart, change places: a sum over 64-bit words
     with the position as weight would not see it (2^16 x 2^63 is 0 modulo 2^64)."""
     values = torch.ones(2**19, dtype=torch.bfloat16)
@@ -117,7 +119,9 @@ def test_a_top_bit_that_moves_far_is_seen(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(sizes=st.tuples(st.integers(1, 50), st.integers(1, 50)), seed=st.integers(0, 20))
-def test_swapped_and_missing_parts_are_seen(kind: str, sizes: tuple[int, int], seed: int) -> None:
+def test_swapped_and_missing_parts_are_detected(
+    kind: str, sizes: tuple[int, int], seed: int
+) -> None:
     parts = [random_bytes(4 * size, seed + i) for i, size in enumerate(sizes)]
     whole = digest_of(torch.cat(parts), kind)
     if not torch.equal(torch.cat(parts), torch.cat(parts[::-1])):
@@ -127,12 +131,12 @@ def test_swapped_and_missing_parts_are_seen(kind: str, sizes: tuple[int, int], s
             assert digest_of(part, kind) != whole
 
 
-def test_verifying_says_what_should_be_and_what_came() -> None:
+def test_verify_error_has_the_expected_and_the_received_checksum() -> None:
     payload = as_bytes(1, 2)
     verify(payload, checksum(payload), "bucket 0")
     verify(payload, digest_of(payload, "sums"), "bucket 0")
-    with pytest.raises(SyncError, match=r"bucket 0 is damaged.*should be sums:0+30+5, and the 8"):
+    with pytest.raises(SyncError, match=r"bucket 0 is corrupted.*should be sums:0+30+5, but the 8"):
         verify(as_bytes(1, 3), digest_of(payload, "sums"), "bucket 0")
     for unknown in ("", "md5:00"):
-        with pytest.raises(SyncError, match=r"bucket 0 carries no checksum.*sync\.verify"):
+        with pytest.raises(SyncError, match=r"bucket 0 has no checksum.*sync\.verify"):
             verify(payload, unknown, "bucket 0")

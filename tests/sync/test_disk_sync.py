@@ -47,7 +47,7 @@ def push(folder: Path, weights_type: Any, version: int, **options: Any) -> dict[
     return DiskSender(source, folder, **{"bucket_bytes": 64, **options}).push()
 
 
-def test_what_is_pushed_is_received_in_files_of_the_bucket_size(
+def test_pushed_weights_are_received_in_files_of_the_bucket_size(
     tmp_path: Path, weights_type: Any
 ) -> None:
     """6 x 32 + 4 + 0 + 8 = 204 bytes; two of 32 fill a file of 64, and the rest a fourth."""
@@ -69,10 +69,10 @@ def test_weights_are_converted_before_they_are_written(tmp_path: Path, weights_t
 
 def test_a_receiver_waits_for_a_version_or_for_a_new_one(tmp_path: Path, weights_type: Any) -> None:
     ours = receiver(tmp_path)
-    with pytest.raises(LinkError, match=r"version 5 .*did not appear in .* there: nothing"):
+    with pytest.raises(LinkError, match=r"version 5 .*did not appear in .* found: nothing"):
         version_of(ours, 5)
     push(tmp_path, weights_type, 4)
-    with pytest.raises(LinkError, match=r"version 5 .* there: step_000000 \(version 4\)"):
+    with pytest.raises(LinkError, match=r"version 5 .* found: step_000000 \(version 4\)"):
         version_of(ours, 5)
     with pytest.raises(ValueError, match="not loaded"), ours.open(None):
         raise ValueError("not loaded")
@@ -103,7 +103,7 @@ def test_a_rank_without_a_folder_gathers_and_writes_nothing(weights_type: Any) -
     assert taken == list(WEIGHTS)
 
 
-def test_a_name_that_comes_twice_is_not_written(tmp_path: Path, weights_type: Any) -> None:
+def test_a_duplicate_name_is_not_written(tmp_path: Path, weights_type: Any) -> None:
     class Policy(weights_type):
         def weights(self):
             yield from super().weights()
@@ -139,14 +139,16 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_weight_transfer_is_refused_before_anything_is_given(
+def test_a_corrupted_weight_transfer_is_rejected_before_any_tensor_is_yielded(
     what: str, tmp_path: Path, weights_type: Any
 ) -> None:
     push(tmp_path, weights_type, 5)
     damage, told = DAMAGE[what]
     damage(tmp_path / "step_000000")
     ours = receiver(tmp_path)
-    with pytest.raises(SyncError, match=rf"is damaged: .*{told}.*Nothing of it was used"):
+    with pytest.raises(
+        SyncError, match=rf"is corrupted: .*{told}.*None of its weights were loaded"
+    ):
         version_of(ours)
     push(tmp_path, weights_type, 5)
     assert version_of(ours, 5) == 5, "the newest of that version"
@@ -159,7 +161,7 @@ def test_without_checksums_sizes_and_names_are_still_checked(
     flip(tmp_path / "step_000000" / "weights-00001.safetensors")
     assert len(received(receiver(tmp_path, check=False), 5)) == len(WEIGHTS)
     cut(tmp_path / "step_000000" / "weights-00001.safetensors")
-    with pytest.raises(SyncError, match="is damaged"):
+    with pytest.raises(SyncError, match="is corrupted"):
         version_of(receiver(tmp_path, check=False), 5)
 
 
@@ -171,7 +173,7 @@ def test_without_checksums_sizes_and_names_are_still_checked(
         (SHAPES | {"w2": (4,)}, r"weight w2 is \[8\], the rollout model has \[4\]"),
     ],
 )
-def test_weights_of_another_model_are_refused_before_anything_is_given(
+def test_weights_of_another_model_are_rejected_before_any_tensor_is_yielded(
     expected: dict[str, tuple[int, ...]], told: str, tmp_path: Path, weights_type: Any
 ) -> None:
     push(tmp_path, weights_type, 5)
@@ -198,7 +200,7 @@ DiskSender(Policy(), Path(sys.argv[1]), bucket_bytes=32).push()
 
 
 @pytest.mark.slow
-def test_a_writer_killed_in_the_middle_leaves_nothing_that_looks_whole(
+def test_a_killed_writer_leaves_no_transfer_that_looks_complete(
     tmp_path: Path, weights_type: Any
 ) -> None:
     folder, there = tmp_path / "sync", tmp_path / "there"
@@ -218,14 +220,14 @@ def test_a_writer_killed_in_the_middle_leaves_nothing_that_looks_whole(
     left = [p for p in folder.iterdir() if p.name.startswith(".tmp")]
     assert left and any(left[0].glob("*.safetensors")), "killed with files half there"
     ours = receiver(folder)
-    with pytest.raises(LinkError, match=r"version 6 .* there: step_000000 \(version 5\)"):
+    with pytest.raises(LinkError, match=r"version 6 .* found: step_000000 \(version 5\)"):
         version_of(ours, 6)
     assert received(ours, 5).keys() == WEIGHTS.keys(), "the one before is as it was"
     push(folder, weights_type, 6)
     assert version_of(ours, 6) == 6 and not left[0].exists(), "the next push tidies up"
 
 
-def test_contents_say_what_the_files_hold(tmp_path: Path, weights_type: Any) -> None:
+def test_contents_file_must_match_the_weight_files(tmp_path: Path, weights_type: Any) -> None:
     push(tmp_path, weights_type, 5)
     contents = json.loads((tmp_path / "step_000000" / "sync.json").read_text())
     assert contents["version"] == 5

@@ -52,7 +52,7 @@ def test_a_shared_module_is_never_copied_and_its_version_follows(
 @pytest.mark.parametrize(
     ("train", "sample"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32")]
 )
-def test_another_dtype_is_copied_into_at_every_push(  # house: ok fixtures and parameters
+def test_a_copy_in_another_dtype_is_updated_at_every_push(  # house: ok fixtures and parameters
     train: Dtype,
     sample: Dtype,
     tied: bool,
@@ -84,7 +84,7 @@ def test_another_dtype_is_copied_into_at_every_push(  # house: ok fixtures and p
     assert done.version == 2
 
 
-def test_a_skipped_step_leaves_the_version_where_it_was(
+def test_a_skipped_step_does_not_change_the_version(
     make_engine: MakeEngine, tiny_tokenizer: PreTrainedTokenizerBase, ragged_batch: Batch
 ) -> None:
     policy = make_engine()
@@ -124,7 +124,7 @@ def test_a_skipped_step_leaves_the_version_where_it_was(
         ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_and_the_version_stays(
+def test_mismatched_weights_are_rejected_and_the_version_is_unchanged(
     change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
     told: str,
     make_engine: MakeEngine,

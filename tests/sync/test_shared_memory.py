@@ -49,7 +49,7 @@ def both(
     return sender, made[0]
 
 
-def test_a_receiver_reads_the_senders_memory_and_no_file_keeps_its_name(
+def test_a_receiver_maps_the_senders_memory_and_the_files_are_unlinked(
     own_folder: Path, weights_type: Any
 ) -> None:
     link, ours = both()
@@ -86,7 +86,7 @@ def test_files_of_dead_processes_are_removed_and_others_stay(own_folder: Path) -
     assert not dead.exists() and all(file.exists() for file in others)
 
 
-def test_another_machine_has_other_names_though_its_namespaces_number_is_the_same(
+def test_machines_with_equal_namespace_numbers_have_different_file_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outside of containers that number is a constant of the kernel."""
@@ -105,7 +105,7 @@ def test_another_machine_has_other_names_though_its_namespaces_number_is_the_sam
     assert there.split("-")[:3] == here.split("-")[:3]
 
 
-def test_no_room_is_an_error_and_not_a_killed_process(
+def test_full_shared_memory_is_an_error_and_kills_no_process(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -113,39 +113,39 @@ def test_no_room_is_an_error_and_not_a_killed_process(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     channel = Channel(HashStore(), "x", rank=0, num_receivers=0, timeout_s=1)
-    with pytest.raises(SyncError, match=r"no room for a buffer of 64 bytes.*--shm-size"):
+    with pytest.raises(SyncError, match=r"no space for a buffer of 64 bytes.*--shm-size"):
         ipc.SharedSender(channel, bucket_bytes=64)
     assert list(own_folder.iterdir()) == []
 
 
-def test_a_receiver_on_another_machine_is_told_what_to_use() -> None:
+def test_ipc_error_on_another_machine_names_the_alternative() -> None:
     with pytest.raises(SyncError, match=r"not on this machine.*sync\.kind=collective"):
         ipc._open_handle({"file": "/dev/shm/burnish-sync-1-gone", "num_bytes": 64})
 
 
-def test_a_rank_that_is_there_twice_and_one_that_cannot_be_are_refused() -> None:
+def test_duplicate_and_out_of_range_ranks_are_rejected() -> None:
     store = HashStore()
     first = Channel(store, "x", rank=0, num_receivers=0, timeout_s=1)
     first.rendezvous()
-    with pytest.raises(SyncError, match=r"the sender of connection 'x' is here already"):
+    with pytest.raises(SyncError, match=r"the sender of connection 'x' has already joined"):
         Channel(store, "x", rank=0, num_receivers=0, timeout_s=1).rendezvous()
-    with pytest.raises(SyncError, match=r"rank 3 is not one of 0 \(the sender\) to 2"):
+    with pytest.raises(SyncError, match=r"rank 3 is not in 0 \(the sender\) to 2"):
         Channel(store, "x", rank=3, num_receivers=2, timeout_s=1)
 
 
-def test_a_store_that_is_not_there_is_named() -> None:
+def test_unreachable_store_error_has_its_address() -> None:
     with pytest.raises(LinkError, match=r"could not reach the store at 127\.0\.0\.1:1 within 1 s"):
         connect_store("127.0.0.1", 1, timeout_s=1)
 
 
-def test_a_receiver_without_a_sender_says_who_is_missing() -> None:
+def test_receiver_error_names_the_missing_processes() -> None:
     for make in (ipc.SharedSource, CollectiveSource):
         channel = Channel(HashStore(), "x", rank=2, num_receivers=2, timeout_s=0.2)
         with pytest.raises(LinkError, match=r"^the sender, receiver 0 did not join within 0\.2 s"):
             make(channel)
 
 
-def test_a_cuda_handle_is_json_and_opens_with_the_arguments_it_was_made_from(
+def test_a_cuda_handle_is_json_and_opens_with_its_original_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a GPU: torch's two functions are replaced. The GPU is number 1 at the sender and
@@ -166,5 +166,5 @@ def test_a_cuda_handle_is_json_and_opens_with_the_arguments_it_was_made_from(
     ipc.open_cuda_ipc_handle(handle)
     assert opened == [(*layout, 0, *where)]
     uuids = {0: "gpu-c"}
-    with pytest.raises(SyncError, match=r"on GPU gpu-b, and this process sees \['gpu-c'\]"):
+    with pytest.raises(SyncError, match=r"on GPU gpu-b, but this process sees \['gpu-c'\]"):
         ipc.open_cuda_ipc_handle(handle)

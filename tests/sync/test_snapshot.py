@@ -30,7 +30,7 @@ def given(headers: Any, payloads: Any) -> dict[str, Tensor]:
         return dict(transfer)
 
 
-def test_it_can_be_given_out_again_and_again_from_memory_that_is_read_only(
+def test_a_snapshot_can_be_read_repeatedly_from_read_only_memory(
     kept: WeightSnapshot[Any],
 ) -> None:
     for array in kept.payloads:
@@ -42,18 +42,18 @@ def test_it_can_be_given_out_again_and_again_from_memory_that_is_read_only(
     assert (kept.end.num_buckets, kept.end.num_tensors, kept.end.num_bytes) == (3, 6, 192)
 
 
-def test_what_is_missing_is_told(kept: WeightSnapshot[Any]) -> None:
-    with pytest.raises(LinkError, match="after 3 messages, without an end; push again"):
+def test_missing_messages_and_bytes_are_reported(kept: WeightSnapshot[Any]) -> None:
+    with pytest.raises(LinkError, match="no end after 3 messages; push again"):
         given(kept.headers[:-1], kept.payloads)
-    with pytest.raises(LinkError, match="the bytes of bucket 2 did not come"):
+    with pytest.raises(LinkError, match="the bytes of bucket 2 are missing"):
         given(kept.headers, kept.payloads[:-1])
-    with pytest.raises(SyncError, match="bucket 2 of version 3 came where bucket 1 was due"):
+    with pytest.raises(SyncError, match="bucket 2 of version 3 was received instead of bucket 1"):
         given((kept.headers[0], *kept.headers[2:]), (kept.payloads[0], kept.payloads[2]))
-    with pytest.raises(SyncError, match="has no end"):
+    with pytest.raises(SyncError, match="is incomplete"):
         _ = WeightSnapshot(kept.headers[:-1], kept.payloads).end
 
 
-def test_a_flipped_bit_is_found(kept: WeightSnapshot[Any]) -> None:
+def test_a_flipped_bit_in_a_snapshot_is_detected(kept: WeightSnapshot[Any]) -> None:
     kept.payloads[1][5] ^= 1
-    with pytest.raises(SyncError, match="bucket 1 of version 3 is damaged"):
+    with pytest.raises(SyncError, match="bucket 1 of version 3 is corrupted"):
         given(kept.headers, kept.payloads)

@@ -42,14 +42,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory, run_together: RunTogether)
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", sync_processes.KINDS)
-def test_after_every_push_workers_sample_what_the_trainers_weights_sample(
+def test_after_every_push_workers_sample_from_the_trainers_weights(
     kind: str, dtype: str, reports: Reports
 ) -> None:
     trainer, *workers = (found[f"several {kind} {dtype}"] for found in reports)
     assert len({json.dumps(push["tokens"]) for push in trainer}) == 3, "training changed them"
     for worker in workers:
         assert worker[0]["type"] == "InvalidWeightsError"
-        assert "no weights have come yet" in worker[0]["error"]
+        assert "has not received weights yet" in worker[0]["error"]
         assert [push["tokens"] for push in worker[1:]] == [push["tokens"] for push in trainer]
     for version, pushes in enumerate(zip(trainer, *(w[1:] for w in workers), strict=True)):
         for push in pushes:
@@ -62,29 +62,29 @@ def test_after_every_push_workers_sample_what_the_trainers_weights_sample(
 
 
 TOLD = {
-    "corrupt": "bucket 3 of version 1 is damaged: its checksum should be xxh3:",
-    "drop": "bucket 4 of version 2 came where bucket 3 was due: one was lost",
-    "duplicate": "bucket 3 of version 3 came where bucket 4 was due: it came twice",
-    "swap": "bucket 4 of version 4 came where bucket 3 was due: one was lost, or came out of order",
-    "truncate": "bucket 3 of version 5 should have 4096 bytes, and 4080 came",
+    "corrupt": "bucket 3 of version 1 is corrupted: its checksum should be xxh3:",
+    "drop": "bucket 4 of version 2 was received instead of bucket 3: one was lost",
+    "duplicate": "bucket 3 of version 3 was received instead of bucket 4: it was received twice",
+    "swap": "bucket 4 of version 4 was received instead of bucket 3: one was lost or is out of",
+    "truncate": "bucket 3 of version 5 should have 4096 bytes, but 4080 were received",
     "name": "bucket 3 of version 6: weight model.extra is not one of the 21 weights",
     "shape": "v_proj.weight is [16, 32, 1], the rollout model has [16, 32]",
     "twice": "weight model.embed_tokens.weight was given twice",
-    "version": "bucket 3 of version 9 (push 17) was due, and bucket 3 of version 10 (push 17) came",
-    "lost tensors": "speaks of 36 buckets with 22 tensors and 137088 bytes, and of version 10 (push"
+    "version": "expected bucket 3 of version 9 (push 17), but received bucket 3 of version 10",
+    "lost tensors": "announces 36 buckets with 22 tensors and 137088 bytes, but of version 10 (push"
     " 19) 36 buckets with 21 tensors",
-    "corrupt the first": "bucket 0 of version 11 is damaged",
+    "corrupt the first": "bucket 0 of version 11 is corrupted",
 }
 
 
 @pytest.mark.parametrize("fault", sync_processes.FAULTS)
 @pytest.mark.parametrize("kind", LINKS)
-def test_a_fault_on_the_way_is_caught_and_nothing_is_sampled_until_a_good_push(
+def test_a_transfer_fault_stops_sampling_until_a_successful_push(
     kind: str, fault: str, reports: Reports
 ) -> None:
     trainer, *workers = (found[f"faults {kind}"][fault] for found in reports)
     assert trainer["push"]["error"].count(TOLD[fault]) == 2, "the sender hears it from both"
-    assert "was refused by 2 of 2 receivers" in trainer["push"]["error"]
+    assert "2 of 2 receivers rejected version" in trainer["push"]["error"]
     assert "receiver 0: " in trainer["push"]["error"] and "receiver 1: " in trainer["push"]["error"]
     assert trainer["again"]["result"]["sync/bytes"] == BYTES["fp32"]
     before = sync_processes.FAULTS.index(fault)
@@ -93,7 +93,9 @@ def test_a_fault_on_the_way_is_caught_and_nothing_is_sampled_until_a_good_push(
         assert worker["generate"]["type"] == "InvalidWeightsError"
         assert TOLD[fault] in worker["generate"]["error"]
         if fault == "corrupt the first":  # nothing was written: the old weights are whole
-            assert f"before version {before} was touched" in worker["generate"]["error"]
+            assert (
+                f"before it changed the weights of version {before}" in worker["generate"]["error"]
+            )
             good = reports[0][f"faults {kind}"][sync_processes.FAULTS[before - 1]]["tokens"]
             assert worker["old"]["result"] == good
         else:
@@ -103,35 +105,33 @@ def test_a_fault_on_the_way_is_caught_and_nothing_is_sampled_until_a_good_push(
 
 
 @pytest.mark.parametrize("kind", LINKS)
-def test_one_bad_receiver_is_named_and_the_others_have_the_new_weights(
+def test_one_failed_receiver_is_named_and_the_others_have_the_new_weights(
     kind: str, reports: Reports
 ) -> None:
     trainer, good, bad = (found[f"one receiver {kind}"] for found in reports)
-    assert "refused by 1 of 2 receivers" in trainer["push"]["error"]
-    assert "receiver 1: bucket 2 of version 0 is damaged" in trainer["push"]["error"]
+    assert "1 of 2 receivers rejected" in trainer["push"]["error"]
+    assert "receiver 1: bucket 2 of version 0 is corrupted" in trainer["push"]["error"]
     assert "receiver 0" not in trainer["push"]["error"]
     assert good["generate"]["result"] == trainer["tokens"]
-    assert "bucket 2 of version 0 is damaged" in bad["receive"]["error"]
+    assert "bucket 2 of version 0 is corrupted" in bad["receive"]["error"]
     assert bad["generate"]["type"] == "InvalidWeightsError"
     assert bad["tokens"] == good["tokens"] == trainer["tokens"]
 
 
 @pytest.mark.parametrize("kind", LINKS)
-def test_a_trainer_that_fails_in_the_middle_says_so_to_its_receivers(
+def test_a_trainer_that_fails_during_a_push_notifies_its_receivers(
     kind: str, reports: Reports
 ) -> None:
     trainer, *workers = (found[f"giving up {kind}"] for found in reports)
     assert trainer["error"] == "gathering failed on purpose", "the first error, not one of the link"
     for worker in workers:
-        told = "the sender gave up version 4: RuntimeError: gathering failed on purpose"
+        told = "the sender aborted version 4: RuntimeError: gathering failed on purpose"
         assert told in worker["receive"]["error"]
         assert worker["again"]["result"]["sync/version"] == 0, "the link can still be used"
 
 
 @pytest.mark.parametrize("kind", LINKS)
-def test_silence_ends_at_the_time_limit_and_names_who_is_missing(
-    kind: str, reports: Reports
-) -> None:
+def test_timeouts_name_the_missing_process(kind: str, reports: Reports) -> None:
     trainer, first, second = (found[f"silence {kind}"] for found in reports)
     for waiting in (trainer, first):
         assert waiting["nobody"]["type"] == "LinkError"
@@ -145,19 +145,19 @@ def test_silence_ends_at_the_time_limit_and_names_who_is_missing(
     assert "within 1.5 s" in trainer["silent receiver"]["error"]
     for one in (trainer, first, second):
         told = one["closed"]["error"]
-        assert "was closed here; make a new one" in told or "broadcast failed" in told
+        assert "was closed in this process; make a new one" in told or "broadcast failed" in told
         assert one["again"]["sync/version"] == 0, "a new connection between the same processes"
     assert first["tokens"] == second["tokens"] == trainer["tokens"]
 
 
 @pytest.mark.parametrize("kind", LINKS)
-def test_all_trainer_ranks_gather_while_one_sends_also_when_the_link_breaks(
+def test_all_trainer_ranks_gather_while_one_sends_even_if_the_link_breaks(
     kind: str, reports: Reports
 ) -> None:
     sender, other, worker = (found[f"two trainer ranks {kind}"] for found in reports)
     assert sender["push"]["result"]["sync/bytes"] == BYTES["fp32"]
     assert sender["broken"]["error"] == "silent on purpose"
-    assert "the sender gave up version 7" in worker["broken"]["error"]
+    assert "the sender aborted version 7" in worker["broken"]["error"]
     assert [other[k] for k in ("push", "broken", "again")] == [{"result": {}}] * 3
     assert sender["again"]["result"]["sync/version"] == 7
     expected = {name: [7, *tokens[1:]] for name, tokens in sender["tokens"].items()}

@@ -73,17 +73,17 @@ def break_bucket(link: Any, index: int) -> None:
 def test_nothing_is_sampled_before_the_first_weight_transfer(memory_link_type: Any) -> None:
     synced = SyncedEngine(Recorder(), memory_link_type(64).source())
     with pytest.raises(
-        InvalidWeightsError, match=r"no weights have come yet; push and receive again$"
+        InvalidWeightsError, match=r"has not received weights yet; push and receive again$"
     ):
         sampled(synced)
     with pytest.raises(LinkError, match="nothing more came"):
         synced.receive()
-    with pytest.raises(InvalidWeightsError, match="no weights have come yet"):
+    with pytest.raises(InvalidWeightsError, match="has not received weights yet"):
         sampled(synced)
     assert sampled(SyncedEngine(Recorder(), memory_link_type(64).source(), ready=True))
 
 
-def test_a_good_weight_transfer_is_sampled_from_under_its_version(ends: Any) -> None:
+def test_completions_have_the_version_of_the_last_transfer(ends: Any) -> None:
     sender, synced, link = ends
     assert sampled(synced) == [3, 3] and synced.version == 3
     assert all(torch.equal(synced.engine.held[n], t) for n, t in WEIGHTS.items())
@@ -100,24 +100,26 @@ def test_a_good_weight_transfer_is_sampled_from_under_its_version(ends: Any) -> 
     assert link.answers == [(0, None), (1, None)]
 
 
-def test_damage_in_the_first_bucket_leaves_the_old_weights_whole(ends: Any) -> None:
+def test_a_corrupted_first_bucket_leaves_the_old_weights_unchanged(ends: Any) -> None:
     sender, synced, link = ends
     sender.push()
     break_bucket(link, 0)
-    with pytest.raises(SyncError, match="bucket 0 of version 3 is damaged"):
+    with pytest.raises(SyncError, match="bucket 0 of version 3 is corrupted"):
         synced.receive()
-    with pytest.raises(InvalidWeightsError, match="before version 3 was touched"):
+    with pytest.raises(InvalidWeightsError, match="before it changed the weights of version 3"):
         sampled(synced)
     assert all(torch.equal(synced.engine.held[n], t) for n, t in WEIGHTS.items())
     assert synced.engine.version == 3
 
 
-def test_damage_after_the_first_weight_needs_a_good_weight_transfer(ends: Any) -> None:
+def test_corruption_after_the_first_weight_stops_sampling_until_a_successful_transfer(
+    ends: Any,
+) -> None:
     sender, synced, link = ends
     sender.policy.version = 4
     sender.push()
     break_bucket(link, 1)
-    with pytest.raises(SyncError, match="bucket 1 of version 4 is damaged"):
+    with pytest.raises(SyncError, match="bucket 1 of version 4 is corrupted"):
         synced.receive()
     for _ in range(2):
         with pytest.raises(InvalidWeightsError, match="two versions are mixed"):
@@ -130,7 +132,7 @@ def test_damage_after_the_first_weight_needs_a_good_weight_transfer(ends: Any) -
     assert sampled(synced) == [4, 4]
 
 
-def test_weights_set_by_hand_are_as_good_as_a_weight_transfer(ends: Any) -> None:
+def test_load_weights_makes_the_engine_valid_again(ends: Any) -> None:
     sender, synced, link = ends
     sender.push()
     break_bucket(link, 1)
@@ -144,7 +146,7 @@ def test_weights_set_by_hand_are_as_good_as_a_weight_transfer(ends: Any) -> None
         sampled(synced)
 
 
-def test_a_generation_under_way_stops_when_its_weights_are_gone(ends: Any) -> None:
+def test_a_running_generation_stops_if_its_weights_become_invalid(ends: Any) -> None:
     sender, synced, link = ends
     running = synced.generate(REQUESTS, Sampling(4))
     assert next(running).version == 3
@@ -156,7 +158,7 @@ def test_a_generation_under_way_stops_when_its_weights_are_gone(ends: Any) -> No
         next(running)
 
 
-def test_an_engine_that_refuses_or_stops_early_is_told_on(
+def test_an_engine_that_rejects_or_ignores_weights_fails_the_transfer(
     memory_link_type: Any, weights_type: Any
 ) -> None:
     """It said nothing in the second case; half of its weights would be old."""
@@ -164,19 +166,19 @@ def test_an_engine_that_refuses_or_stops_early_is_told_on(
     sender = WeightSender(weights_type(WEIGHTS | {"refused": torch.ones(1)}), link)
     synced = SyncedEngine(Recorder(), link.source())
     sender.push()
-    with pytest.raises(SyncError, match="did not take version 3: refused is not a parameter"):
+    with pytest.raises(SyncError, match="did not load version 3: refused is not a parameter"):
         synced.receive()
     assert link.answers == [(0, "refused is not a parameter")]
     early = SyncedEngine(Recorder(takes=2), link.source())
     sender.policy.own = WEIGHTS
     sender.push()
-    with pytest.raises(SyncError, match="did not read version 3 to its end"):
+    with pytest.raises(SyncError, match="did not consume all weights of version 3"):
         early.receive()
     with pytest.raises(InvalidWeightsError, match="two versions are mixed"):
         sampled(early)
 
 
-def test_an_engine_that_reports_another_version_is_told_on(
+def test_an_engine_that_reports_another_version_fails_the_transfer(
     memory_link_type: Any, weights_type: Any
 ) -> None:
     class Stale(Recorder):
@@ -186,13 +188,15 @@ def test_an_engine_that_reports_another_version_is_told_on(
     link = memory_link_type(64)
     WeightSender(weights_type(WEIGHTS), link).push()
     synced = SyncedEngine(Stale(), link.source())
-    with pytest.raises(SyncError, match="says version 2 after version 3 was loaded"):
+    with pytest.raises(SyncError, match="reports version 2 after loading version 3"):
         synced.receive()
     with pytest.raises(InvalidWeightsError):
         sampled(synced)
 
 
-def test_a_rank_without_a_link_gathers_all_and_says_nothing(weights_type: Any) -> None:
+def test_a_rank_without_a_link_gathers_all_weights_and_returns_no_metrics(
+    weights_type: Any,
+) -> None:
     gathered = []
 
     class Policy:
@@ -207,7 +211,7 @@ def test_a_rank_without_a_link_gathers_all_and_says_nothing(weights_type: Any) -
     assert gathered == list(WEIGHTS)
 
 
-def test_after_a_broken_link_the_sender_gathers_to_the_end_and_says_that_it_gave_up(
+def test_after_a_broken_link_the_sender_drains_its_weights_and_sends_an_abort(
     memory_link_type: Any,
 ) -> None:
     gathered = []
@@ -233,7 +237,7 @@ def test_after_a_broken_link_the_sender_gathers_to_the_end_and_says_that_it_gave
     assert finished == [Abort(0, 1, "LinkError: the cable was pulled")]
 
 
-def test_sleeping_waking_and_closing_are_passed_on(ends: Any) -> None:
+def test_sleep_wake_and_close_are_forwarded(ends: Any) -> None:
     sender, synced, link = ends
     synced.sleep()
     synced.wake()
@@ -243,7 +247,7 @@ def test_sleeping_waking_and_closing_are_passed_on(ends: Any) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=4)])
-def test_a_torch_engine_hands_over_merged_weights(
+def test_a_torch_engine_sends_merged_weights(
     lora: LoraConfig | None,
     make_engine: Any,
     tiny_config: ModelConfig,

@@ -83,9 +83,9 @@ def test_each_layout_reads_what_it_should_and_every_token_has_its_place() -> Non
     for layout, count in (("packed", 29), ("padded", 44), ("shared_prefix", 21)):
         arranged = arrange(FOUR, layout)
         assert arranged.input_ids.numel() == count, layout
-        assert torch.equal(arranged.input_ids.flatten()[arranged.place], FOUR.tokens), layout
+        assert torch.equal(arranged.input_ids.flatten()[arranged.flat_index], FOUR.tokens), layout
         position = torch.cat([torch.arange(n) for n in FOUR.lengths.tolist()])
-        assert torch.equal(arranged.position_ids.flatten()[arranged.place], position), layout
+        assert torch.equal(arranged.position_ids.flatten()[arranged.flat_index], position), layout
 
 
 def test_what_predicts_a_token_is_the_token_before_it() -> None:

@@ -391,9 +391,9 @@ def test_other_ranks_than_the_process_group_has_are_refused() -> None:
 @pytest.mark.parametrize(
     ("stage", "precision", "told"),
     [
-        (0, {"dtype": "fp16"}, "ignores hysteresis and the floor"),
-        (0, {"dtype": "bf16"}, "adds gradients up in bf16 only"),
-        (2, {"dtype": "fp16", "min_loss_scale": 0.5}, "whole numbers only"),
+        (0, {"dtype": "fp16"}, "ignores hysteresis and the minimum"),
+        (0, {"dtype": "bf16"}, "accumulates gradients only in bf16"),
+        (2, {"dtype": "fp16", "min_loss_scale": 0.5}, "only whole numbers"),
     ],
 )
 def test_formats_that_a_stage_cannot_keep_to_are_refused(
@@ -424,12 +424,12 @@ def test_an_engine_may_be_named_alone() -> None:
 @pytest.mark.parametrize(
     ("engine", "told"),
     [
-        ({"zero_stage": 0, "adam_offload": True}, "adam_offload moves shards"),
-        ({"param_offload": True}, "param_offload is about shards"),
-        ({"zero_stage": 1, "zero_init": True}, "zero_init is about shards"),
-        ({"zero_hpz_partition_size": 8}, "zero_hpz_partition_size=8 keeps a second shard"),
+        ({"zero_stage": 0, "adam_offload": True}, "adam_offload offloads shards"),
+        ({"param_offload": True}, "param_offload applies to shards"),
+        ({"zero_stage": 1, "zero_init": True}, "zero_init applies to shards"),
+        ({"zero_hpz_partition_size": 8}, "zero_hpz_partition_size=8 adds a second shard"),
         ({"zero_stage": 4}, "zero_stage"),
-        ({"zero_stage": 0, "precision": "fp16"}, "ignores hysteresis and the floor"),
+        ({"zero_stage": 0, "precision": "fp16"}, "ignores hysteresis and the minimum"),
     ],
 )
 def test_recipes_that_make_no_sense_are_refused(engine: dict[str, Any], told: str) -> None:

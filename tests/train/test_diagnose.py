@@ -75,7 +75,7 @@ def pass_over(
             attention_mask=NO_MASK,
         )
         read, target = read_and_target(batch)
-        hidden = between(out.last_hidden_state.flatten(0, 1))[arranged.place[read]]
+        hidden = between(out.last_hidden_state.flatten(0, 1))[arranged.flat_index[read]]
         head = Head(model.lm_head.weight)
         return -scale * token_logprobs(hidden, batch.tokens[target], head)[0].mean()
 

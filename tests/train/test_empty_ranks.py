@@ -79,4 +79,6 @@ def test_a_rank_that_waits_in_vain_says_how_long_and_in_which_collective(reports
     """Rank 0 sums log-probs over the ranks, and rank 1 does not come."""
     first, second = (said["in vain"] for said in reports[1])
     assert first == second
-    assert first == "waited 0.5 s for the other ranks in torch.distributed.all_reduce"
+    assert (
+        first == "timed out after 0.5 s waiting for the other ranks in torch.distributed.all_reduce"
+    )

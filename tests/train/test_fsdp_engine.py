@@ -364,7 +364,7 @@ def test_options_of_a_sharded_model_need_one() -> None:
     engine = TorchEngine(reduce_gradients="once", cpu_offload=True)
     assert [text.split()[0] for text in engine.rules()] == ["reduce_gradients", "cpu_offload"]
     assert not list(TorchEngine(sharding="full", cpu_offload=True).rules())
-    with pytest.raises(ValueError, match="sharded gradients add up in fp32"):
+    with pytest.raises(ValueError, match="sharded gradients are accumulated in fp32"):
         SFTConfig.model_validate(
             {
                 "model": {"scratch": {}},

@@ -153,14 +153,15 @@ def doctor(
             help="A folder or hub name: check only how this model runs here, from its config.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     self_test: Annotated[
         bool, typer.Option(help="Run every installed engine on a tiny model.")
     ] = True,
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="Measure what plans assume of this machine, and nothing else."
+            "--calibrate",
+            help=("Only measure the speeds of this machine that burnish plan assumes."),
         ),
     ] = False,
 ) -> None:
@@ -183,16 +184,16 @@ def config(
     job: Annotated[str | None, typer.Argument(metavar="JOB", help=", ".join(JOBS))] = None,
     every: Annotated[bool, typer.Option("--all", help="Every job.")] = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="As Markdown; with --all: docs/config.md.")
+        bool, typer.Option("--markdown", help="Print Markdown; with --all: docs/config.md.")
     ] = False,
 ) -> None:
     """Print every key of a job's recipe, with its type, default and meaning."""
     if job is not None and job not in JOBS:
-        raise ConfigError(f"job {job!r} is not known{nearest(job, JOBS)}; jobs: {', '.join(JOBS)}")
+        raise ConfigError(f"unknown job {job!r}{nearest(job, JOBS)}; jobs: {', '.join(JOBS)}")
     if job is not None and every:
         raise ConfigError(f"give a job ({job}) or --all, not both")
     if job is None and not every:
-        raise ConfigError(f"say which job ({', '.join(JOBS)}), or --all")
+        raise ConfigError(f"give a job ({', '.join(JOBS)}), or --all")
     jobs = list(JOBS) if job is None else [job]
     if markdown:
         typer.echo(config_markdown() if job is None else job_markdown(job), nl=False)
@@ -229,7 +230,10 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder
 @app.command()
 def export(  # house: ok typer makes the options from the signature
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Or a run folder: its newest.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help=("A checkpoint, or a run folder (its newest checkpoint).")
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder.")],
     model: Annotated[str, typer.Option(help="policy, policy-ema, critic or reward.")] = "policy",
@@ -239,7 +243,10 @@ def export(  # house: ok typer makes the options from the signature
     ] = Dtype.fp32,
     lora: Annotated[LoraForm, typer.Option(help="Merge adapters, or keep them.")] = LoraForm.merge,
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Base of adapters, if not as saved.")
+        str | None,
+        typer.Option(
+            metavar="MODEL", help=("Base model of adapters, if it has moved since the checkpoint.")
+        ),
     ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that the model contains.")
@@ -269,20 +276,22 @@ def plan(  # house: ok typer makes the options from the signature
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Look for settings that fit, the fastest first.")
+        bool, typer.Option("--fit", help="Search for settings that fit, fastest first.")
     ] = False,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --fit: write the first as a recipe."),
+        typer.Option(metavar="FILE", help="With --fit: write the first proposal as a recipe."),
     ] = None,
-    details: Annotated[bool, typer.Option("--details", help="Every number with its sum.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help=("Print every number with its calculation."))
+    ] = False,
     assume: Annotated[
         list[str] | None,
         typer.Option(help="unreleased-gathers (DeepSpeed 0.16.0 to 0.16.7), kept-cache."),
     ] = None,
     gpus: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="More GPUs, beside ~/.config/burnish/gpus.yaml."),
+        typer.Option(metavar="FILE", help="More GPUs, in addition to ~/.config/burnish/gpus.yaml."),
     ] = None,
     host_gb: Annotated[
         float | None, typer.Option(min=0.1, help="Host memory of a node, in GB.")
@@ -294,7 +303,10 @@ def plan(  # house: ok typer makes the options from the signature
         bool,
         typer.Option(
             "--probe",
-            help="Climb to the recipe's size on this machine, and measure. Takes no other options.",
+            help=(
+                "Measure on this machine, in stages up to the recipe's size. Takes no other "
+                "options."
+            ),
         ),
     ] = False,
 ) -> None:
@@ -318,7 +330,7 @@ def plan(  # house: ok typer makes the options from the signature
         from burnish.plan.probe_command import probe_recipe
 
         check_probe_options(options)
-        if not probe_recipe(load_config(recipe, overrides), typer.echo).whole:
+        if not probe_recipe(load_config(recipe, overrides), typer.echo).completed:
             raise typer.Exit(4)
         return
     config = load_config(recipe, overrides)
@@ -332,7 +344,10 @@ def plan(  # house: ok typer makes the options from the signature
 def serve_reward(  # house: ok typer makes the options from the signature
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or hub name.")],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; others than this machine's need a token.")
+        str,
+        typer.Option(
+            help=("Address to listen on; addresses reachable from other machines need a token.")
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 5000,
     allowed_host: Annotated[
@@ -341,7 +356,9 @@ def serve_reward(  # house: ok typer makes the options from the signature
     ] = None,
     token_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Environment variable with the token to ask for."),
+        typer.Option(
+            metavar="NAME", help=("Environment variable with the token that requests must have.")
+        ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the model.")] = Dtype.fp32,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
@@ -349,25 +366,29 @@ def serve_reward(  # house: ok typer makes the options from the signature
         int, typer.Option(min=1, help="Tokens of one forward pass.")
     ] = 16384,
     max_wait_ms: Annotated[
-        float, typer.Option(min=0, help="Longest wait for others to fill a pass.")
+        float, typer.Option(min=0, help="Maximum wait for more requests to fill a pass.")
     ] = 5.0,
     max_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest text in tokens. Default: what the model can read."),
+        typer.Option(min=1, help="Maximum text length in tokens. Default: the model's limit."),
     ] = None,
     max_chars: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest text in characters. Default: 32 per token of max-len."),
+        typer.Option(
+            min=1, help=("Maximum text length in characters. Default: 32 per token of max-len.")
+        ),
     ] = None,
     overlong: Annotated[
-        ServedOverlong, typer.Option(help="A longer text: refuse it, or cut its left end off.")
+        ServedOverlong,
+        typer.Option(help=("Longer texts: reject them, or truncate them on the left.")),
     ] = ServedOverlong.error,
     append_eos: Annotated[
-        bool, typer.Option("--append-eos", help="End every text with the end token.")
+        bool, typer.Option("--append-eos", help="Append the end token to every text.")
     ] = False,
-    max_items: Annotated[int, typer.Option(min=1, help="Texts in one request.")] = 1024,
-    max_request_bytes: Annotated[int, typer.Option(min=1, help="Size of a request.")] = 16 << 20,
-    max_queue: Annotated[int, typer.Option(min=1, help="Texts that may wait.")] = 4096,
+    max_items: Annotated[int, typer.Option(min=1, help="Maximum texts per request.")] = 1024,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Maximum size of a request.")] = 16
+    << 20,
+    max_queue: Annotated[int, typer.Option(min=1, help="Maximum number of waiting texts.")] = 4096,
 ) -> None:
     """Serve the scores of a reward model over HTTP, compatible with OpenRLHF's servers."""
     if problem := folder_problem(model):
@@ -403,7 +424,7 @@ def demo(
         typer.Option(metavar="PATH_OR_HUB", help="Another model than SmolLM2-135M-Instruct."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random choices.")] = 0,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run folder.", show_default=False)
     ] = None,

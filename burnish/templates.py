@@ -54,7 +54,7 @@ def render_chat(
     for text in templates.values() if isinstance(templates, dict) else [templates]:
         if len(text or "") > MAX_TEMPLATE_CHARS:
             raise TemplateLimitError(
-                f"the chat template has {len(text)} characters, and the limit is "
+                f"the chat template has {len(text)} characters, but the limit is "
                 f"{MAX_TEMPLATE_CHARS}"
             )
     _use_bounded()
@@ -73,7 +73,9 @@ def _spend(amount: int) -> None:
         return
     left[0] -= amount
     if left[0] < 0:
-        raise TemplateLimitError("it makes more steps and characters than any conversation needs")
+        raise TemplateLimitError(
+            "it exceeds the limits on steps or characters, which no conversation needs"
+        )
 
 
 def _size(value: Any) -> int:
@@ -86,7 +88,9 @@ def _size(value: Any) -> int:
 def _check_numbers(what: str, values: Any) -> None:
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_WIDTH:
-            raise TemplateLimitError(f"{what} is given {str(value)[:20]}, above {MAX_WIDTH}")
+            raise TemplateLimitError(
+                f"{what} has the argument {str(value)[:20]}, above {MAX_WIDTH}"
+            )
 
 
 def _check_text(name: str, text: str, given: Sequence[Any]) -> None:
@@ -191,7 +195,7 @@ class Bounded(ImmutableSandboxedEnvironment):
             if operator == "**":
                 raise TemplateLimitError("powers are not allowed")
             if operator == "%" and isinstance(left, str) and _WIDE.search(left):
-                raise TemplateLimitError("a width in a format is too large")
+                raise TemplateLimitError("the width of a format is too large")
             if operator == "*":
                 times = [v for v in (left, right) if isinstance(v, int)]
                 texts = [v for v in (left, right) if isinstance(v, (str, list, tuple))]

@@ -79,8 +79,8 @@ def unpad_rows(padded: Tensor, offsets: Tensor) -> Tensor:
     longest = int(lengths.max()) if lengths.numel() else 0
     if lengths.numel() != num_rows or longest > width:
         raise ValueError(
-            f"offsets describe {lengths.numel()} rows of at most {longest} tokens, which do not "
-            f"fit into a tensor of {num_rows} x {width}; pass the offsets it was padded with"
+            f"offsets describe {lengths.numel()} rows of at most {longest} tokens, but the "
+            f"tensor is {num_rows} x {width}; pass the offsets it was padded with"
         )
     return padded.reshape(-1).index_select(0, _slots(offsets, width, padded.device))
 

@@ -29,7 +29,7 @@ train: {train_batch_size: 64, micro_train_batch_size: 16}
 TABLE = """\
 # train_batch_size (B)                 64  samples per optimizer step
 # data-parallel ranks (D)               1
-# micro_train_batch_size (b)           16  samples per backward pass and rank
+# micro_train_batch_size (b)           16  samples per rank and backward pass
 # gradient_accumulation_steps           4  B / (b x D)
 # rollout_batch_size (P)                8  prompts per rollout
 # n_samples_per_prompt (n)              8
@@ -138,13 +138,13 @@ def test_resume_takes_the_runs_own_recipe_and_the_overrides_on_top(tmp_path, rec
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rl"], "no recipe is given"),
-        (["rl", "train.lr=1"], "no recipe is given"),
+        (["rl"], "no recipe given"),
+        (["rl", "train.lr=1"], "no recipe given"),
         (["rl", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
         (["rl", "a.yaml", "b.yaml"], "'b.yaml' is neither the recipe"),
         (["rl", "--resume", "nowhere"], "there is no config.yaml, so this is not a run folder"),
-        (["config", "rll"], "job 'rll' is not known (nearest: rl)"),
-        (["config"], "say which job"),
+        (["config", "rll"], "unknown job 'rll' (nearest: rl)"),
+        (["config"], "give a job ("),
         (["config", "rl", "--all"], "give a job (rl) or --all, not both"),
         (["report", "nowhere"], "nowhere"),
         (["export", "nowhere", "--out", "o"], "the checkpoint nowhere does not exist; give a run"),
@@ -188,11 +188,11 @@ def hostile(tmp_path, monkeypatch):
         ("missing", "recipe missing.yaml does not exist"),
         ("folder", "recipe folder.yaml is a folder, not a file\n"),
         ("binary", "recipe binary.yaml cannot be read as YAML"),
-        ("empty", "must be a mapping of keys to values, and it is empty"),
-        ("text", "must be a mapping of keys to values, and it is a str"),
-        ("list", "must be a mapping of keys to values, and it is a list"),
+        ("empty", "must be a mapping of keys to values, but it is empty"),
+        ("text", "must be a mapping of keys to values, but it is a str"),
+        ("list", "must be a mapping of keys to values, but it is a list"),
         ("torn", "recipe torn.yaml cannot be read as YAML"),
-        ("job", "job '3' is not known; jobs: sft"),
+        ("job", "unknown job '3'; jobs: sft"),
     ],
 )
 def test_what_is_no_recipe_is_refused_by_name(command, name, said, hostile):
@@ -330,8 +330,8 @@ def test_help_names_only_options_that_the_command_has(command):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--cluster", "8xA100-80GB"], "does not take --cluster; leave it out"),
-        (["--json", "--fit", "--host-gb", "3"], "does not take --host-gb, --json, --fit"),
+        (["--cluster", "8xA100-80GB"], "--cluster would have no effect; remove it"),
+        (["--json", "--fit", "--host-gb", "3"], "--host-gb, --json, --fit would have no effect"),
     ],
 )
 def test_probe_refuses_the_options_that_it_would_ignore(recipe, options, named):

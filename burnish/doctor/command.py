@@ -186,7 +186,7 @@ def finding_lines(found: Sequence[Finding]) -> Iterator[str]:
         source = f" [{finding.source}]" if finding.source else ""
         yield f"{finding.level}: {finding.text}{source}"
     if not found:
-        yield "nothing known against this combination"
+        yield "no known problems with this combination"
 
 
 def _outcome_line(outcome: Outcome) -> str:

@@ -123,10 +123,10 @@ def expandable_segments_and_sleep(facts: Facts) -> Iterator[Finding]:
     if asked:
         yield Finding(
             "warning",
-            f"{asked[0]} enables expandable segments, which are incompatible with a sleeping vLLM "
-            "(rollout.engine.sleep_between_rollouts): older versions refuse, newer ones only check "
-            f"{old}, and otherwise the memory is not released; unset it, or set both variables to "
-            f"the same value",
+            f"{asked[0]} enables expandable segments, which are incompatible with a sleeping "
+            "vLLM (rollout.engine.sleep_between_rollouts): older versions reject them, newer "
+            f"ones check only {old}, and otherwise the memory is not released; unset it, or set "
+            "both variables to the same value",
             "pytorch/pytorch issue 147851; vllm-project/vllm pull requests 14189 and 40812",
         )
 

@@ -109,7 +109,7 @@ def _train(name: str) -> str:
     result = run_job(load_config(tree))
     losses = [line["train/loss"] for line in read_metrics(result.run_dir) if "train/loss" in line]
     if not losses[-1] < losses[0] - 0.1:  # rounding alone changes it by less
-        raise AssertionError(f"the loss did not fall in 5 steps: {losses}")
+        raise AssertionError(f"the loss did not decrease in 5 steps: {losses}")
     return f"loss {losses[0]:.2f} -> {losses[-1]:.2f}"
 
 
@@ -147,7 +147,7 @@ def _rollout(kind: str) -> str:
                 f"probable tokens are {expected}"
             )
     engine.close()
-    return "greedy tokens are the model's, also after new weights"
+    return "greedy tokens match the model's, also after new weights"
 
 
 def main(arguments: Sequence[str]) -> None:

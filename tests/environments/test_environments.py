@@ -40,7 +40,7 @@ def _rows(environment: Environment) -> list[Any]:
     return [environment.item(i) for i in range(len(environment))]
 
 
-def test_the_seed_makes_the_items_in_any_order() -> None:
+def test_items_depend_on_the_seed_and_not_on_access_order() -> None:
     first, second = _chain(), _chain()
     backwards = [second.item(i) for i in reversed(range(20))][::-1]
     assert _rows(first) == backwards
@@ -58,7 +58,7 @@ def test_chain_sum_scores_right_1_wrong_0_and_around_it_partly() -> None:
     assert environment.step(0, answer).done
 
 
-def test_exact_takes_partial_credit_away() -> None:
+def test_exact_removes_partial_credit() -> None:
     environment = _chain(exact=True)
     answer = environment.item(0)["label"]
     assert environment.step(0, answer).reward == 1.0
@@ -88,11 +88,11 @@ def test_an_item_out_of_range_is_an_error_and_not_a_score() -> None:
         ({"dataset": "chain_summ"}, "nearest: chain_sum"),
         ({}, "options.dataset is not set"),
         ({"dataset": "chain_sum", "min_term": 2}, "nearest: min_terms"),
-        ({"dataset": "chain_sum", "min_terms": 5, "max_terms": 2}, "refuses"),
+        ({"dataset": "chain_sum", "min_terms": 5, "max_terms": 2}, "rejects"),
         ({"dataset": "chain_sum", "seed": 2}, "field of the source"),
     ],
 )
-def test_wrong_options_say_what_is_right(options: dict[str, Any], message: str) -> None:
+def test_option_errors_name_the_valid_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=message):
         make_environment("reasoning_gym", options, size=5, seed=1)
 
@@ -111,7 +111,7 @@ def test_the_same_arguments_share_one_environment() -> None:
     assert make_environment("reasoning_gym", options, size=5, seed=2) is not first
 
 
-def test_a_class_of_ones_own_gets_options_size_and_seed(tmp_path: Path) -> None:
+def test_a_custom_class_gets_options_size_and_seed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     made = make_environment(f"{tmp_path}/own.py:Own", {"a": [1]}, size=3, seed=4)
     assert (made.name, len(made)) == ("own", 3)
@@ -126,12 +126,14 @@ def test_a_class_of_ones_own_gets_options_size_and_seed(tmp_path: Path) -> None:
         ("{folder}/own.py:Half", "step"),
     ],
 )
-def test_what_is_no_environment_is_explained(name: str, message: str, tmp_path: Path) -> None:
+def test_an_object_that_is_not_an_environment_is_rejected(
+    name: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(EnvironmentSetupError, match=message):
         make_environment(name.format(folder=tmp_path), {}, size=3, seed=4)
 
 
-def test_options_that_cannot_travel_are_refused() -> None:
+def test_options_that_are_not_json_are_rejected() -> None:
     with pytest.raises(EnvironmentSetupError, match="JSON"):
         make_environment("reasoning_gym", {"dataset": object()}, size=3, seed=4)

@@ -92,7 +92,7 @@ Batch arithmetic
  ─────────────────────────────────────────────────────────────────────────────────────────
   train_batch_size (B)          8            samples per optimizer step
   data-parallel ranks (D)       1
-  micro_train_batch_size (b)    4            samples per backward pass and rank
+  micro_train_batch_size (b)    4            samples per rank and backward pass
   gradient_accumulation_steps   2            B / (b x D)
   rollout_batch_size (P)        4            prompts per rollout
   n_samples_per_prompt (n)      4

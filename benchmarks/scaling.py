@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from common import markdown_table, versions
 
+from burnish.batches import groups_to_batch
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, ScratchConfig
@@ -49,7 +50,7 @@ from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.rollout_worker import chunk_seconds
 from burnish.runtime.worker import pack_batch
 from burnish.train.batching import split_over_ranks
-from burnish.types import Prompt, groups_to_batch
+from burnish.types import Prompt
 
 SAMPLES_PER_PROMPT = 8
 PROMPT_TOKENS = 64

@@ -3,10 +3,10 @@
 Read this file first; every other module consumes or produces these types. All are frozen: a stage
 returns a new value (``dataclasses.replace``) instead of modifying its input.
 
-Shapes: N rows (one row = one prompt with one response), M tokens in all rows together. Token arrays
-are *ragged*: rows are concatenated in one flat array, and ``offsets`` contains the start of each
-row. Stored and transferred data are never padded; padding and packing are choices of
-``train/batching.py``."""
+Shapes: N rows (one row = one prompt with one response), M tokens in all rows together. A sample is
+one row, or an *episode* of several turns, which may take several rows. Token arrays are *ragged*:
+rows are concatenated in one flat array, and ``offsets`` contains the start of each row. Stored and
+transferred data are never padded; padding and packing are choices of ``train/batching.py``."""
 
 from __future__ import annotations
 
@@ -58,11 +58,37 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class TokenRow:
+    """One training row of an episode: a prompt and the tokens after it, with per-token data [T].
+
+    Every sampled token of an episode is an action token of exactly one of its rows. A call whose
+    prompt begins with all tokens of a row continues that row; any other call begins a new one.
+
+    Example: turn 0 samples ``7 1`` (a tool call), the tool answers ``30 31``, turn 1 samples
+    ``8``::
+
+        TokenRow(prompt_ids=(5, 9), response_ids=(7, 1, 30, 31, 8),
+                 sampler_logprobs=(-0.2, -0.1, 0.0, 0.0, -0.3),
+                 action_mask=(True, True, False, False, True), versions=(3, 3, 3, 3, 4),
+                 turns=(0, 0, -1, -1, 1))
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    action_mask: tuple[bool, ...]
+    versions: tuple[int, ...]
+    turns: tuple[int, ...]
+    """Number of the turn that sampled each token, -1 for the other tokens. Turns are numbered from
+    0, in the order of time, over all rows of the episode. All tokens of a turn are in one row."""
+
+
+@dataclass(frozen=True)
 class Sample:
-    """One response to one prompt, with per-token data.
+    """One response to one prompt, or one episode of several turns, with per-token data.
 
     ``response_ids``, ``sampler_logprobs``, ``action_mask`` and ``versions`` have one entry per
-    response token [T].
+    response token [T]. Of an episode, they are those of the last row (:attr:`rows`).
 
     Example: prompt ``1+1=``, response ``2`` and an end token, sampled by the weights of step 3::
 
@@ -89,8 +115,33 @@ class Sample:
     text: str
     finish_reason: FinishReason
     reward: float = float("nan")
-    """Weighted sum of ``reward_parts`` after shaping. NaN until scored."""
+    """Weighted sum of ``reward_parts`` after shaping; of an episode its total, which includes
+    ``turn_rewards``. NaN until scored."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[int, ...] = ()
+    """As in :class:`TokenRow`, of the last row. Empty: one turn."""
+    earlier_rows: tuple[TokenRow, ...] = ()
+    """Rows of the calls that the last row does not extend, in the order of time."""
+    turn_rewards: tuple[float, ...] = ()
+    """Reward of each turn, already weighted and contained in ``reward``. Empty: none."""
+
+    @property
+    def rows(self) -> tuple[TokenRow, ...]:
+        """All training rows, in the order of time."""
+        last = TokenRow(
+            self.prompt_ids,
+            self.response_ids,
+            self.sampler_logprobs,
+            self.action_mask,
+            self.versions,
+            self.turns or tuple(0 if action else -1 for action in self.action_mask),
+        )
+        return (*self.earlier_rows, last)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Number of tokens that the policy sampled, in all rows."""
+        return sum(self.action_mask) + sum(sum(row.action_mask) for row in self.earlier_rows)
 
 
 @dataclass(frozen=True)
@@ -116,7 +167,10 @@ class Batch:
     log-probability is computed from the tokens before it. Entries outside ``action_mask`` are 0 and
     have no meaning. ``num_tokens`` and ``num_sequences`` are counts over the entire optimizer step,
     all micro-batches and all ranks. Every split keeps them, so a loss that divides by them does not
-    depend on how the step was split."""
+    depend on how the step was split.
+
+    If samples are episodes, rows with equal ``sample_ids`` are one sequence. ``rewards`` then
+    repeats the sample's reward on each of its rows."""
 
     tokens: Tensor
     """[M] int64"""
@@ -131,13 +185,25 @@ class Batch:
     num_tokens: int
     """Action tokens in the entire optimizer step."""
     num_sequences: int
-    """Rows in the entire optimizer step."""
+    """Samples in the entire optimizer step. A sample is a row unless ``sample_ids`` is set."""
     num_read_tokens: int = 0
     """Tokens in the entire optimizer step, prompts included. Only the load-balancing loss of
     experts is averaged over all of them."""
     rows_per_unit: int = 1
     """Rows that must stay in one micro-batch (2 for preference pairs: row 2i chosen, 2i + 1
     rejected)."""
+    sample_ids: Tensor | None = None
+    """[N] int64, on the CPU: sample of each row. None: every row is a sample of its own"""
+    sample_tokens: Tensor | None = None
+    """[N] int64: action tokens of all rows of the row's sample, also of rows in other
+    micro-batches"""
+    turn_ids: Tensor | None = None
+    """[M] int64: turn of each action token, in the order of time; -1 for other tokens"""
+    turn_rewards: Tensor | None = None
+    """[M] fp32: reward of a turn on its last action token; contained in ``rewards``"""
+    samples_together: bool = False
+    """Whether all rows of a sample must stay in one micro-batch, because the loss reduces over
+    samples."""
     sampler_logprobs: Tensor | None = None
     """[M] fp32"""
     old_logprobs: Tensor | None = None
@@ -156,7 +222,7 @@ class Batch:
     returns: Tensor | None = None
     """[M] fp32"""
     rewards: Tensor | None = None
-    """[N] fp32, one scalar per row"""
+    """[N] fp32, one scalar per row: the reward of its sample"""
     margins: Tensor | None = None
     """[N] fp32, preference margins (only for reward models)"""
     labels: Tensor | None = None
@@ -192,6 +258,28 @@ class Batch:
         return upload(rows, self.tokens.device)
 
     @property
+    def num_samples(self) -> int:
+        """Number of samples with rows in this batch."""
+        return self.row_samples()[1].numel()
+
+    @property
+    def token_samples(self) -> Tensor:
+        """[M] int64: sample of each token, equal within a sample and different between samples."""
+        if self.sample_ids is None:
+            return self.row_ids
+        return upload(torch.repeat_interleave(self.sample_ids, self.lengths), self.tokens.device)
+
+    def row_samples(self) -> tuple[Tensor, Tensor]:
+        """Return ([N] index of the sample of each row, [S] first row of each sample), on the CPU.
+        Samples are in the order of ``sample_ids``."""
+        rows = torch.arange(self.num_rows)
+        if self.sample_ids is None:
+            return rows, rows
+        ids, index = torch.unique(self.sample_ids, return_inverse=True)
+        first = torch.full_like(ids, self.num_rows).scatter_reduce(0, index, rows, "amin")
+        return index, first
+
+    @property
     def last_tokens(self) -> Tensor:
         """[N] int64, on the CPU: index of the last token of each row."""
         return self.offsets[1:] - 1
@@ -219,7 +307,7 @@ class Batch:
         return replace(
             self,
             num_tokens=int(self.action_mask.sum()),
-            num_sequences=self.num_rows,
+            num_sequences=self.num_samples,
             num_read_tokens=self.tokens.numel(),
         )
 
@@ -228,9 +316,7 @@ class Batch:
         and ids stay on the CPU. :attr:`host` of the result is the original batch, because indices
         are computed there."""
         moved: dict[str, Any] = {
-            name: upload(value, device)
-            for name, value in self._arrays()
-            if name not in ("offsets", "prompt_lens", "group_ids")
+            name: upload(value, device) for name, value in self._arrays() if name not in _ON_CPU
         }
         same = torch.device(device).type == self.tokens.device.type
         return replace(self, **moved, host=self.host if same else self.on_host)
@@ -242,7 +328,10 @@ class Batch:
                 yield f.name, value
 
 
-_PER_ROW = frozenset({"prompt_lens", "group_ids", "rewards", "margins", "labels"})
+_PER_ROW = frozenset(
+    {"prompt_lens", "group_ids", "sample_ids", "sample_tokens", "rewards", "margins", "labels"}
+)
+_ON_CPU = frozenset({"offsets", "prompt_lens", "group_ids", "sample_ids"})
 
 
 Number = float | int | Tensor
@@ -338,9 +427,9 @@ def rows_to_batch(
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = list(range(len(rows))) if group_ids is None else list(group_ids)
-    action_mask = _flat(masks, np.bool_, count=int(offsets[-1]))
+    action_mask = flat_array(masks, np.bool_, count=int(offsets[-1]))
     return Batch(
-        tokens=_flat(rows, np.int64, count=int(offsets[-1])),
+        tokens=flat_array(rows, np.int64, count=int(offsets[-1])),
         offsets=offsets,
         prompt_lens=torch.tensor(list(prompt_lens), dtype=torch.int64),
         action_mask=action_mask,
@@ -362,27 +451,9 @@ def steps_to_batch(
     return replace(batch, step_labels=torch.zeros(batch.tokens.numel()))
 
 
-def _flat(rows: Iterable[Iterable[Any]], dtype: Any, *, count: int) -> Tensor:
+def flat_array(rows: Iterable[Iterable[Any]], dtype: Any, *, count: int) -> Tensor:
     """Return all entries of all rows, several times as fast as through an intermediate list."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype, count=count))
-
-
-def groups_to_batch(groups: Sequence[Group]) -> Batch:
-    """Build one :class:`Batch` from scored groups, rows in group order, with sampler log-probs and
-    rewards."""
-    samples = [sample for group in groups for sample in group.samples]
-    batch = rows_to_batch(
-        [s.prompt_ids + s.response_ids for s in samples],
-        [(False,) * len(s.prompt_ids) + s.action_mask for s in samples],
-        prompt_lens=[len(s.prompt_ids) for s in samples],
-        group_ids=[s.group_id for s in samples],
-    )
-    logprobs = [(0.0,) * len(s.prompt_ids) + s.sampler_logprobs for s in samples]
-    return replace(
-        batch,
-        sampler_logprobs=_flat(logprobs, np.float32, count=batch.tokens.numel()),
-        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
-    )
 
 
 class PendingSave(Protocol):

@@ -17,6 +17,7 @@ MATHS = {"types", "tensors"}
 BASE = MATHS | {"config", "errors", "messages", "oom", "secret", "shm", "templates"}
 LOOPS = BASE | {
     *(
+        "batches",
         "plan",
         "algorithms",
         "train",
@@ -33,6 +34,7 @@ LOOPS = BASE | {
 
 ALLOWED: dict[str, set[str]] = {
     "types": {"tensors"},
+    "batches": {"types"},
     "errors": set(),
     "messages": set(),
     "oom": set(),

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burnish.types import Batch, Group, Prompt, Sample, Stats, groups_to_batch, rows_to_batch
+from burnish.batches import groups_to_batch
+from burnish.types import Batch, Group, Prompt, Sample, Stats, rows_to_batch
 
 PER_TOKEN = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "advantages", "values", "returns")
 

@@ -18,7 +18,9 @@ one and for equal rewards.
 
 *Token advantages* (:func:`gae`, :func:`return_to_go`, :func:`on_policy_distill`) work on rectangles
 [N, T] with a mask of action tokens. Tokens outside of it (padding, or tool output between two
-turns) are skipped, as if they were not in the row.
+turns) are skipped, as if they were not in the row. A row of the rectangle is one sample: the action
+tokens of an episode are brought into it in the order of time (:func:`time_order`), whichever rows
+they are trained in.
 """
 
 from __future__ import annotations
@@ -112,44 +114,86 @@ def group_mean_baseline(
     return dr_grpo(rewards, group_ids)
 
 
+def time_order(sample_ids: Tensor, turn_ids: Tensor, mask: Tensor) -> Tensor:
+    """Indices [A] of the action tokens, by sample, then turn, then position in the batch.
+
+    ``sample_ids``, ``turn_ids`` [M] int, ``mask`` [M] bool. The tokens of one turn are in one row,
+    so the result is the order of time within each sample, whatever the order of its rows.
+    """
+    tokens = mask.nonzero()[:, 0]
+    for ids in (turn_ids, sample_ids):
+        tokens = tokens[ids[tokens].argsort(stable=True)]
+    return tokens
+
+
 def token_rewards(
-    rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0
+    rewards: Tensor,
+    mask: Tensor,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    *,
+    turn_rewards: Tensor | None = None,
 ) -> Tensor:
     """Rewards per token [N, T]: the scalar on the last action token, minus kl_coef kl_t on each.
 
     ``rewards`` [N], ``mask`` [N, T] bool, ``kl`` [N, T] (k1, so that the sum is an unbiased
-    penalty). Rows without action tokens are 0. Source: arXiv 1909.08593, equation 2.
+    penalty). ``turn_rewards`` [N, T]: rewards of turns on their last action tokens; they are parts
+    of ``rewards``, and the last action token gets the rest. Rows without action tokens are 0.
+    Source: arXiv 1909.08593, equation 2.
     """
     actions_so_far = mask.cumsum(1)
     last = mask & (actions_so_far == actions_so_far[:, -1:])
-    out = torch.where(last, at_least_fp32(rewards).unsqueeze(1), 0.0)
+    rest = at_least_fp32(rewards)
+    if turn_rewards is not None:
+        turn_rewards = torch.where(mask, at_least_fp32(turn_rewards), 0.0)
+        rest = (rest.double() - turn_rewards.double().sum(1)).to(rest)
+    out = torch.where(last, rest.unsqueeze(1), 0.0)
+    out = out if turn_rewards is None else out + turn_rewards
     return out if kl is None else out - kl_coef * torch.where(mask, at_least_fp32(kl), 0.0)
 
 
-def return_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+def return_to_go(
+    rewards: Tensor, mask: Tensor, *, gamma: float, turns: Tensor | None = None
+) -> Tensor:
     """Discounted returns [N, T]: G_t = r_t + gamma G_(t+1) over action tokens, 0 elsewhere.
 
-    ``rewards`` [N, T], ``mask`` [N, T] bool. Rewards outside the mask are ignored.
+    ``rewards`` [N, T], ``mask`` [N, T] bool. Rewards outside the mask are ignored. ``turns``
+    [N, T] int, the turn of each action token: gamma is 1 if token t + 1 is of the same turn. None:
+    gamma applies to every token.
     """
     without_gaps = _closed(mask)
     actions = _move(at_least_fp32(rewards), mask, without_gaps)
-    return _move(_discounted_sum(actions, gamma), without_gaps, mask)
+    discount = gamma if turns is None else _at_turn_ends(gamma, _move(turns, mask, without_gaps))
+    return _move(_discounted_sum(actions, discount), without_gaps, mask)
 
 
-def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+def gae(  # house: ok the terms of the equation
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    turns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: (advantages, returns) [N, T], both 0 outside the mask.
 
     delta_t = r_t + gamma V_(t+1) - V_t;  A_t = delta_t + gamma lam A_(t+1);  return_t = A_t + V_t,
     where t + 1 is the row's next *action* token: value and advantage are carried across a gap in
     the mask without a discount. After the last action token the value is 0. ``rewards``,
-    ``values`` [N, T], ``mask`` [N, T] bool. Source: arXiv 1506.02438, equation 16.
+    ``values`` [N, T], ``mask`` [N, T] bool. ``turns`` [N, T] int, the turn of each action token:
+    gamma and lam are 1 if token t + 1 is of the same turn. None: they apply to every token. Source:
+    arXiv 1506.02438, equation 16.
     """
     without_gaps = _closed(mask)
     r, v = (_move(at_least_fp32(x), mask, without_gaps) for x in (rewards, values))
-    delta = r + gamma * pad(v[:, 1:], (0, 1)) - v
-    advantages = _move(_discounted_sum(delta, gamma * lam), without_gaps, mask)
+    discount: float | Tensor = gamma
+    trace: float | Tensor = gamma * lam
+    if turns is not None:
+        moved = _move(turns, mask, without_gaps)
+        discount, trace = (_at_turn_ends(x, moved) for x in (gamma, gamma * lam))
+    delta = r + discount * pad(v[:, 1:], (0, 1)) - v
+    advantages = _move(_discounted_sum(delta, trace), without_gaps, mask)
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
@@ -240,26 +284,50 @@ def _move(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
     return torch.zeros_like(x).masked_scatter(target, x[source])
 
 
-def _discounted_sum(x: Tensor, discount: float) -> Tensor:
-    """Return y_t = x_t + discount y_(t+1) along the last dimension [..., T].
+def _at_turn_ends(discount: float, turns: Tensor) -> Tensor:
+    """Return [N, T]: ``discount`` at the last token of each turn, 1 at the others. ``turns``
+    [N, T], without gaps."""
+    ends = pad(turns[:, 1:] != turns[:, :-1], (0, 1))
+    return torch.where(ends, discount, 1.0)
 
-    If x_t is not finite, y is NaN at t and before (with a discount of 0: only at t). Later entries
-    are not affected.
+
+def _discounted_sum(x: Tensor, discount: float | Tensor) -> Tensor:
+    """Return y_t = x_t + discount_t y_(t+1) along the last dimension [..., T].
+
+    ``discount``: one number, or one per entry. If x_t is not finite, y is NaN at t and before, back
+    to a discount of 0. Other entries are not affected.
     """
     bad = ~x.isfinite()
     if not bool(bad.any()):
         return _sum_ahead(x, discount)
-    reached = bad.flip(-1).cumsum(-1).flip(-1) > 0 if discount else bad
+    passes = (discount != 0).to(x) if isinstance(discount, Tensor) else float(discount != 0)
+    reached = _sum_ahead(bad.to(x), passes) > 0
     return torch.where(reached, torch.nan, _sum_ahead(torch.where(bad, 0.0, x), discount))
 
 
-def _sum_ahead(x: Tensor, discount: float) -> Tensor:
+def _sum_ahead_each(x: Tensor, discounts: Tensor) -> Tensor:
+    """Compute :func:`_discounted_sum` of finite numbers with one discount per entry [..., T].
+
+    After the round with step k, entry t contains the sum of the 2 k entries from t on, and its
+    factor is the product of their discounts. This takes log2(T) rounds.
+    """
+    step, length = 1, x.shape[-1]
+    while step < length:
+        ahead = [pad(y[..., step:], (0, step)) for y in (x, discounts)]
+        x, discounts = x + discounts * ahead[0], discounts * ahead[1]
+        step *= 2
+    return x
+
+
+def _sum_ahead(x: Tensor, discount: float | Tensor) -> Tensor:
     """Compute :func:`_discounted_sum` of finite numbers.
 
-    Within a block of 32 it is a matmul with the triangle of discount^(j - i). The contribution of
-    the following blocks is then added; it is computed recursively from the blocks' first entries.
-    This takes log32(T) rounds.
+    With one discount, within a block of 32 it is a matmul with the triangle of discount^(j - i).
+    The contribution of the following blocks is then added; it is computed recursively from the
+    blocks' first entries. This takes log32(T) rounds.
     """
+    if isinstance(discount, Tensor):
+        return _sum_ahead_each(x, discount)
     length = x.shape[-1]
     num_blocks = -(-length // _BLOCK)
     wide = x.double() if x.is_cuda else x  # a GPU may be set to round fp32 products to TF32

@@ -38,12 +38,13 @@ def correction_weights(  # house: ok the terms of the equation
     [low, high]; mask: w inside [low, high] and 0 outside (the token, or the entire row, is
     excluded; denominators do not change).
 
-    Tensors are padded [N, T], or packed [M] with ``row_ids`` [M]; returns weights of that shape, 1
-    outside the mask. Stats: means ``correction_weight``, ``correction_frac`` (tokens whose weight
-    was changed); maxima ``correction_max`` (before the bounds). If a sampler's log-prob is NaN,
-    its token (or row) has weight 0 and counts as changed. Token and truncate is
-    truncated importance sampling (TIS), token and mask IcePop (arXiv 2510.18855), geometric and
-    mask masked importance sampling. Raises ValueError for another level or mode.
+    Tensors are padded [N, T], or packed [M] with ``row_ids`` [M] (of an episode with several rows:
+    one id for all of them); returns weights of that shape, 1 outside the mask. Stats: means
+    ``correction_weight``, ``correction_frac`` (tokens whose weight was changed); maxima
+    ``correction_max`` (before the bounds). If a sampler's log-prob is NaN, its token (or row) has
+    weight 0 and counts as changed. Token and truncate is truncated importance sampling (TIS), token
+    and mask IcePop (arXiv 2510.18855), geometric and mask masked importance sampling. Raises
+    ValueError for another level or mode.
     """
     sampler = at_least_fp32(sampler_logprobs.detach())
     gap = at_least_fp32(old_logprobs.detach()) - sampler

@@ -73,9 +73,10 @@ def gspo(  # house: ok the terms of the equation
     is the sequence form if A is one number per row). With dual clip c > 1, if A < 0:
     L = min(L, -c A), as in :func:`ppo`.
 
-    Tensors are padded [N, T], or packed [M] with ``row_ids`` [M]. The bounds are far smaller than
-    PPO's (3e-4 and 4e-4 in the paper): s is a mean. Stats as :func:`ppo`, ``clip_frac`` over
-    tokens, and means ``sequence_ratio``. Source: arXiv 2507.18071 (equations 5, 7, 9).
+    Tensors are padded [N, T], or packed [M] with ``row_ids`` [M] (of an episode with several rows:
+    one id for all of them). The bounds are far smaller than PPO's (3e-4 and 4e-4 in the paper): s
+    is a mean. Stats as :func:`ppo`, ``clip_frac`` over tokens, and means ``sequence_ratio``.
+    Source: arXiv 2507.18071 (equations 5, 7, 9).
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     difference = at_least_fp32(logprobs.detach()) - at_least_fp32(old_logprobs.detach())

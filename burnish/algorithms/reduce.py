@@ -2,6 +2,11 @@
 
 Counts are GLOBAL, over all micro-batches and ranks of the optimizer step. The scalars of the parts
 therefore add up to the same total, however the rows are split. A row is never split.
+
+A *sequence* is one sample: a row, or all rows of an episode. Rows of one sequence may be in
+different micro-batches for :func:`reduce`, which gets the length of the sequence as an argument.
+:func:`row_sum` and :func:`row_mean` need all of its tokens; their ``row_ids`` are then those of
+sequences.
 """
 
 from __future__ import annotations
@@ -25,19 +30,21 @@ def reduce(  # house: ok the counts of every aggregation
     num_sequences: int,
     max_len: int | None = None,
     row_ids: Tensor | None = None,
+    sequence_tokens: Tensor | None = None,
 ) -> Tensor:
     """The scalar loss of a micro-batch: its share of the loss of the optimizer step.
 
     token_mean:             sum over tokens / num_tokens               (DAPO, arXiv 2503.14476)
-    sequence_mean:          sum over rows of (the row's token mean) / num_sequences
+    sequence_mean:          sum over sequences of (the sequence's token mean) / num_sequences
                                                                        (GRPO, arXiv 2402.03300)
     sequence_sum_constant:  sum over tokens / (num_sequences max_len)  (Dr. GRPO,
                                                                         arXiv 2503.20783)
 
     ``per_token_loss`` and ``mask`` (bool) are padded [N, T], or packed [M] with ``row_ids`` [M]
-    (ids need be equal within a row and different between rows, no more). Rows without a true mask
-    add 0. Raises ValueError for a missing ``max_len`` or ``row_ids``, a count below 1 and an
-    unknown aggregation.
+    (ids need be equal within a row and different between rows, no more). ``sequence_tokens``, of
+    the same shape: number of true mask entries of each token's entire sequence; None: every row is
+    a sequence of its own. Rows without a true mask add 0. Raises ValueError for a missing
+    ``max_len`` or ``row_ids``, a count below 1 and an unknown aggregation.
     """
     if num_tokens < 1 or num_sequences < 1:
         raise ValueError(
@@ -48,7 +55,8 @@ def reduce(  # house: ok the counts of every aggregation
     if aggregation == "token_mean":
         return loss.sum() / num_tokens
     if aggregation == "sequence_mean":
-        return (loss / _tokens_in_row(mask, row_ids).clamp(min=1)).sum() / num_sequences
+        tokens = _tokens_in_row(mask, row_ids) if sequence_tokens is None else sequence_tokens
+        return (loss / tokens.clamp(min=1)).sum() / num_sequences
     if aggregation == "sequence_sum_constant":
         if max_len is None:
             raise ValueError(

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from burnish.config.base import Node
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_constant"]
+Discount = Literal["token", "turn"]
 
 
 class GroupAdvantage(Node):
@@ -43,11 +44,21 @@ class GaeAdvantage(Node):
 
     kind: Literal["gae"]
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount per token, or per turn (``discount``)."""
     lam: float = Field(0.95, ge=0, le=1)
     """GAE lambda: 1 is Monte Carlo, 0 is one-step TD."""
+    discount: Discount = "token"
+    """token: gamma and lam apply from each sampled token to the next. turn: only from the last
+    token of a turn to the first of the next."""
     whiten: bool = True
     """Normalize the rollout batch's advantages to mean 0 and variance 1."""
+
+    def rules(self) -> Iterator[str]:
+        if self.discount == "turn" and self.gamma == self.lam == 1.0:
+            yield (
+                "discount=turn does nothing with gamma=1 and lam=1, which discount nothing; lower "
+                "one of them, or remove it"
+            )
 
 
 class ReinforceAdvantage(Node):
@@ -56,9 +67,19 @@ class ReinforceAdvantage(Node):
     kind: Literal["reinforce_pp", "reinforce_pp_baseline"]
     """``_baseline`` first subtracts the group's mean reward."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount per token, or per turn (``discount``)."""
+    discount: Discount = "token"
+    """token: gamma applies from each sampled token to the next. turn: only from the last token of a
+    turn to the first of the next."""
     whiten: bool = True
     """Normalize the rollout batch's advantages to mean 0 and variance 1."""
+
+    def rules(self) -> Iterator[str]:
+        if self.discount == "turn" and self.gamma == 1.0:
+            yield (
+                "discount=turn does nothing with gamma=1, which discounts nothing; lower gamma, or "
+                "remove it"
+            )
 
 
 class OnPolicyDistillAdvantage(Node):
@@ -150,8 +171,8 @@ class CorrectionConfig(Node):
     exp(trainer's log-prob - sampler's log-prob), bounded."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Scope of w. token: per token. sequence: the product over the response. geometric: its
-    geometric mean."""
+    """Scope of w. token: per token. sequence: the product over the sampled tokens of the response
+    or episode. geometric: its geometric mean."""
     mode: Literal["truncate", "clip", "mask"] = "truncate"
     """truncate: at most ``high`` (with level=token: TIS). clip: to [low, high]. mask: 0 outside
     [low, high] (with level=token: IcePop; with geometric: masked importance sampling)."""
@@ -220,7 +241,8 @@ class AlgorithmConfig(Node):
     """Policy loss: a kind, or a mapping."""
     loss_aggregation: Aggregation | None = None
     """token_mean: over the step's tokens (DAPO). sequence_mean: mean of per-sequence means (first
-    GRPO). sequence_sum_constant: sums / ``generate_max_len`` (Dr. GRPO). None: sequence_mean for
+    GRPO). sequence_sum_constant: sums / ``generate_max_len`` (Dr. GRPO). An episode of several
+    turns is one sequence. None: sequence_mean for
     policy_loss gspo, sequence_sum_constant for advantage dr_grpo, else token_mean; printed at
     start."""
     entropy_coef: float = Field(0.0, ge=0)

@@ -48,6 +48,21 @@ from burnish.config.train import RLTrainConfig
 BROADCAST = frozenset({"grpo", "dr_grpo", "opo"})
 """Advantages with one number per response, which cannot include KL on single tokens."""
 
+WITHOUT_TURN_REWARDS = frozenset({"rloo", "reinforce_pp_baseline"})
+"""Advantages that cannot use rewards of single turns (:func:`turn_rewards_refused`)."""
+
+
+def turn_rewards_refused(kind: str) -> str:
+    """Return the error for an advantage in :data:`WITHOUT_TURN_REWARDS` whose samples have rewards
+    of single turns."""
+    return (
+        f"algorithm.advantage={kind} with rewards of single turns: its baseline is the mean total "
+        "reward of the group, and the return of a later turn only contains the rewards from there "
+        "on; "
+        "use gae or reinforce_pp (each turn's reward counts from its turn), or grpo, dr_grpo or "
+        "opo (all turns share the total)"
+    )
+
 
 class RLConfig(TrainingJob):
     """``burnish rl``: reinforcement learning from rewards (PPO, GRPO and their family).

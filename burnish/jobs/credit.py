@@ -4,17 +4,19 @@ rewards."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from burnish.algorithms import ADVANTAGES
 from burnish.algorithms.advantages import (
     gae,
     on_policy_distill,
     return_to_go,
+    time_order,
     token_rewards,
 )
 from burnish.algorithms.kl import k1
@@ -25,7 +27,7 @@ from burnish.config.algorithm import (
     OnPolicyDistillAdvantage,
     ReinforceAdvantage,
 )
-from burnish.config.rl import BROADCAST
+from burnish.config.rl import BROADCAST, WITHOUT_TURN_REWARDS, turn_rewards_refused
 from burnish.rewards.base import RewardError
 from burnish.tensors import pad_rows, unpad_rows, whiten
 from burnish.types import Batch
@@ -41,11 +43,16 @@ ScalarAdvantage = GroupAdvantage | GaeAdvantage | ReinforceAdvantage
 def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) -> Batch:
     """Return the batch with ``advantages`` [M] (and ``returns`` [M] for a critic).
 
+    Groups and baselines compare one reward per sample. Token advantages run over the action tokens
+    of a sample in the order of time, across its rows. With ``turn_rewards``, they put each on the
+    last action token of its turn and the rest of the sample's reward on its last action token;
+    ``grpo``, ``dr_grpo`` and ``opo`` use the sample's total.
+
     The inputs are ``rewards`` [N] and the fields that the kind needs: ``values`` (gae);
     ``old_logprobs`` and ``ref_logprobs`` (KL in the reward); ``old_logprobs`` and
     ``teacher_logprobs`` (on_policy_distill, which ignores the rewards). Whitening uses all action
     tokens of the batch, which is the entire rollout. Raises RewardError if the losses of the
-    rewards would overflow.
+    rewards would overflow, or if the kind takes no turn rewards.
     """
     assert batch.rewards is not None
     advantage = config.advantage
@@ -53,24 +60,75 @@ def assign_advantages(batch: Batch, config: AlgorithmConfig, *, kl_coef: float) 
         assert batch.old_logprobs is not None and batch.teacher_logprobs is not None
         found = on_policy_distill(batch.old_logprobs, batch.teacher_logprobs, batch.action_mask)
         return replace(batch, advantages=found)
+    if batch.turn_rewards is not None and advantage.kind in WITHOUT_TURN_REWARDS:
+        raise RewardError(turn_rewards_refused(advantage.kind))
     shaped = _shaped(batch, advantage)
     if advantage.kind in BROADCAST:
-        advantages = torch.where(batch.action_mask, shaped[batch.row_ids], 0.0)
+        of_row = shaped[batch.row_samples()[0]]
+        advantages = torch.where(batch.action_mask, of_row[batch.row_ids], 0.0)
         return _check_size(replace(batch, advantages=advantages), batch.rewards)
-    mask = pad_rows(batch.action_mask.float(), batch.offsets).bool()
-    rewards = token_rewards(shaped, mask, *_kl_in_reward(batch, config, kl_coef))
+    return _check_size(_along_time(batch, shaped, config, kl_coef=kl_coef), batch.rewards)
+
+
+def _along_time(batch: Batch, shaped: Tensor, config: AlgorithmConfig, *, kl_coef: float) -> Batch:
+    """Return the batch with advantages (and returns) from rewards on tokens, in the order of
+    time."""
+    advantage, time = config.advantage, _Timeline.of(batch)
+    assert not isinstance(advantage, OnPolicyDistillAdvantage)
+    mask = time.rectangle(batch.action_mask.float()).bool()
+    turns: Tensor | None = None
+    if not isinstance(advantage, GroupAdvantage) and advantage.discount == "turn":
+        one_turn = torch.zeros_like(batch.tokens)
+        turns = time.rectangle(one_turn if batch.turn_ids is None else batch.turn_ids)
+    of_turns = None if batch.turn_rewards is None else time.rectangle(batch.turn_rewards)
+    kl = _kl_in_reward(batch, config)
+    kl = None if kl is None else time.rectangle(kl)
+    rewards = token_rewards(shaped, mask, kl, kl_coef, turn_rewards=of_turns)
     returns = None
     if isinstance(advantage, GaeAdvantage):
         assert batch.values is not None
-        values = pad_rows(batch.values, batch.offsets)
-        advantages, padded = gae(rewards, values, mask, gamma=advantage.gamma, lam=advantage.lam)
-        returns = unpad_rows(padded, batch.offsets)
+        values = time.rectangle(batch.values)
+        advantages, padded = gae(
+            rewards, values, mask, gamma=advantage.gamma, lam=advantage.lam, turns=turns
+        )
+        returns = time.flat(padded)
     else:
-        advantages = return_to_go(rewards, mask, gamma=advantage.gamma)
+        advantages = return_to_go(rewards, mask, gamma=advantage.gamma, turns=turns)
     if not isinstance(advantage, GroupAdvantage) and advantage.whiten:
         advantages = whiten(advantages, mask)
-    credited = replace(batch, advantages=unpad_rows(advantages, batch.offsets), returns=returns)
-    return _check_size(credited, batch.rewards)
+    return replace(batch, advantages=time.flat(advantages), returns=returns)
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """Conversion between tokens [M] of a batch and a rectangle [S, T] of one row per sample."""
+
+    num_tokens: int
+    offsets: Tensor
+    """[S + 1]: begin of each sample in ``order``"""
+    order: Tensor | None
+    """[A] action tokens by sample and time. None: the rows of the batch, with all their tokens"""
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Timeline:
+        if batch.turn_ids is None:
+            return cls(batch.tokens.numel(), batch.offsets, None)
+        index, first = batch.row_samples()
+        order = time_order(batch.token_samples, batch.turn_ids, batch.action_mask)
+        of_token = index[batch.row_ids[order]]
+        counts = torch.bincount(of_token, minlength=first.numel())
+        return cls(batch.tokens.numel(), pad(counts.cumsum(0), (1, 0)), order)
+
+    def rectangle(self, flat: Tensor) -> Tensor:
+        """Return [S, T] from [M]."""
+        return pad_rows(flat if self.order is None else flat[self.order], self.offsets)
+
+    def flat(self, rectangle: Tensor) -> Tensor:
+        """Return [M] from [S, T], 0 for tokens that are not in the rectangle."""
+        found = unpad_rows(rectangle, self.offsets)
+        if self.order is None:
+            return found
+        return found.new_zeros(self.num_tokens).index_copy(0, self.order, found)
 
 
 def _check_size(batch: Batch, rewards: Tensor) -> Batch:
@@ -94,27 +152,29 @@ def _largest(values: Tensor) -> float:
 
 
 def _shaped(batch: Batch, advantage: ScalarAdvantage) -> Tensor:
-    """Return the reward of every sample, minus the baseline of its group: [N]."""
+    """Return the reward of every sample, minus the baseline of its group: [S]."""
     assert batch.rewards is not None
+    first = batch.row_samples()[1]
+    rewards = batch.rewards[first]
     if isinstance(advantage, GaeAdvantage):
-        return batch.rewards
+        return rewards
     options: dict[str, Any] = {}
     if isinstance(advantage, GroupAdvantage):
-        options = {"eps": advantage.eps, "lengths": _action_counts(batch)}
-    shaped: Tensor = ADVANTAGES[advantage.kind](batch.rewards, batch.group_ids, **options)
+        options = {"eps": advantage.eps, "lengths": _action_counts(batch)[first]}
+    shaped: Tensor = ADVANTAGES[advantage.kind](rewards, batch.group_ids[first], **options)
     return shaped
 
 
-def _kl_in_reward(
-    batch: Batch, config: AlgorithmConfig, kl_coef: float
-) -> tuple[Tensor | None, float]:
+def _kl_in_reward(batch: Batch, config: AlgorithmConfig) -> Tensor | None:
     if config.kl.placement != "reward" or batch.ref_logprobs is None:
-        return None, 0.0
+        return None
     assert batch.old_logprobs is not None
-    return pad_rows(k1(batch.old_logprobs, batch.ref_logprobs), batch.offsets), kl_coef
+    return k1(batch.old_logprobs, batch.ref_logprobs)
 
 
 def _action_counts(batch: Batch) -> Tensor:
-    """Return the number of action tokens per row: [N]."""
+    """Return the number of action tokens of each row's sample: [N]."""
+    if batch.sample_tokens is not None:
+        return batch.sample_tokens.float()
     counts = torch.zeros(batch.num_rows, device=batch.tokens.device)
     return counts.index_add_(0, batch.row_ids, batch.action_mask.float())

@@ -118,8 +118,8 @@ def reward_signal(
     groups: Sequence[Group], config: AlgorithmConfig, rewards: RewardSet
 ) -> Finding | None:
     """Return the groups whose rewards are equal in fp32, the precision of the update. For
-    advantages without a group baseline, the unit is the entire step. Return None if the advantage
-    does not use rewards."""
+    advantages without a group baseline, the unit is the entire step; rewards of single turns are
+    then a signal of their own. Return None if the advantage does not use rewards."""
     advantage = config.advantage
     if isinstance(advantage, OnPolicyDistillAdvantage):
         return None
@@ -129,7 +129,8 @@ def reward_signal(
     # A single sample has no baseline: its return is the signal.
     empty = [unit for unit in units if len(unit) > 1 and _equal_in_fp32(unit)]
     what = "groups whose rewards are all equal" if by_group else "steps whose rewards are all equal"
-    if not empty:
+    by_turn = not by_group and any(any(s.turn_rewards) for g in groups for s in g.samples)
+    if not empty or by_turn:
         return Finding(len(units), 0, what)
     return Finding(len(units), len(empty), what, _why_equal(empty, groups, rewards))
 

@@ -78,7 +78,7 @@ class Evaluator:
             metrics |= {f"eval/reward/{n}": sum_of_part(samples, n) / count for n in names}
         return metrics | {
             "eval/reward": sum(s.reward for s in samples) / len(samples),
-            "eval/response_len": sum(len(s.response_ids) for s in samples) / len(samples),
+            "eval/response_len": sum(s.num_sampled_tokens for s in samples) / len(samples),
             "eval/prompts": float(len(groups)),
         }
 

@@ -27,6 +27,13 @@ from burnish.train.base import Loss, Outputs
 from burnish.types import Batch, Stats
 
 
+def reduces_over_samples(config: AlgorithmConfig) -> bool:
+    """Return whether the RL loss of a token depends on all tokens of its sample, so that the rows
+    of a sample must be in one micro-batch."""
+    by_sample = config.correction is not None and config.correction.level != "token"
+    return by_sample or config.policy_loss.kind in BY_ROW
+
+
 def policy_objective(
     config: AlgorithmConfig, *, max_len: int, kl_coef: Callable[[], float]
 ) -> Loss:
@@ -49,7 +56,7 @@ def policy_objective(
             return _reduce(per_token, batch, config.aggregation, max_len)
 
         old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        rows = {"row_ids": batch.row_ids} if config.policy_loss.kind in BY_ROW else {}
+        rows = {"row_ids": _entire_samples(batch)} if config.policy_loss.kind in BY_ROW else {}
         per_token, stats = per_token_loss(
             outputs.logprobs, old, batch.advantages, mask, **options, **rows
         )
@@ -80,9 +87,15 @@ def _correction(config: CorrectionConfig, old: Tensor, batch: Batch) -> tuple[Te
         old,
         batch.sampler_logprobs,
         batch.action_mask,
-        row_ids=batch.row_ids,
+        row_ids=batch.row_ids if config.level == "token" else _entire_samples(batch),
         **config.model_dump(),
     )
+
+
+def _entire_samples(batch: Batch) -> Tensor:
+    """Return [M]: sample of each token, for a reduction that needs all tokens of a sample."""
+    assert batch.sample_ids is None or batch.samples_together, "a sample may have been split"
+    return batch.token_samples
 
 
 def value_objective(*, value_clip: float | None) -> Loss:
@@ -222,6 +235,8 @@ def _reduce(
     per_token: Tensor, batch: Batch, aggregation: Aggregation, max_len: int | None
 ) -> Tensor:
     options: dict[str, Any] = {"max_len": max_len} if aggregation == "sequence_sum_constant" else {}
+    if aggregation == "sequence_mean" and batch.sample_tokens is not None:
+        options["sequence_tokens"] = batch.sample_tokens[batch.row_ids]
     return reduce(
         per_token,
         batch.action_mask,

@@ -7,6 +7,7 @@ around each step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from burnish.algorithms.kl import KL_ESTIMATORS, KlController
+from burnish.batches import groups_to_batch
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.config.algorithm import AlgorithmConfig
@@ -24,13 +26,14 @@ from burnish.jobs.base import Metrics
 from burnish.jobs.credit import assign_advantages
 from burnish.jobs.degenerate import NoSignalMonitor, reward_signal
 from burnish.jobs.distill import Teacher, teacher_stats
+from burnish.jobs.objectives import reduces_over_samples
 from burnish.jobs.ptx import Ptx
 from burnish.jobs.saving import save_engines
 from burnish.jobs.updates import Updates
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Sync
 from burnish.train.base import HasLogprobs, Loss, TrainEngine
-from burnish.types import Batch, Group, PendingSave, groups_to_batch
+from burnish.types import Batch, Group, PendingSave
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def rl_step(run: RL, step: int) -> Metrics:
     metrics |= handed_over | stream_metrics(run) | {"train/kl_coef": run.kl.coef}
     metrics |= teacher_stats(batch) | kl_of_rollout(batch, run.config.algorithm)
     metrics |= signal_metrics(run, rollout.groups)
-    run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_rows)
+    run.kl.update(metrics.get("rollout/kl", metrics.get("train/kl", 0.0)), batch.num_samples)
     return run.signal.checked(updates.checked(metrics))
 
 
@@ -113,51 +116,79 @@ def with_old_policy(batch: Batch, run: RL) -> Batch:
 
 
 def minibatches(batch: Batch, config: RLConfig, step: int) -> Iterator[Batch]:
-    """Split the rollout into optimizer steps of ``train_batch_size`` rows, ``epochs_per_rollout``
-    times.
+    """Split the rollout into optimizer steps of ``train_batch_size`` samples,
+    ``epochs_per_rollout`` times.
 
     Groups stay together. They keep their order if the entire rollout is one optimizer step.
     Otherwise, each epoch shuffles them. The shuffle depends only on the recipe's seed, the step and
-    the epoch.
+    the epoch. A rollout with fewer samples than planned (failed episodes are left out) is split
+    into as many, nearly equal steps; there are fewer steps only if there are fewer samples.
     """
-    size = config.batch_plan().train_batch_size
+    plan = config.batch_plan()
+    num_steps = (plan.samples_per_rollout or 1) // plan.train_batch_size
+    batch = replace(batch, samples_together=_keeps_samples_together(batch, config))
     for epoch in range(config.train.epochs_per_rollout):
-        rows = list(range(batch.num_rows))
-        if size < batch.num_rows:
-            rows = _shuffled_by_group(batch, seed=[config.seed, step, epoch])
-        for begin in range(0, len(rows), size):
-            yield batch.select(rows[begin : begin + size]).with_global_counts()
+        groups = _groups_of_samples(batch)
+        if num_steps > 1:
+            order = np.random.default_rng([config.seed, step, epoch]).permutation(len(groups))
+            groups = [groups[g] for g in order.tolist()]
+        samples = [rows for group in groups for rows in group]
+        ends = _step_ends(groups, num_steps, full=len(samples) == plan.samples_per_rollout)
+        for begin, end in itertools.pairwise([0, *ends]):
+            rows = [row for sample in samples[begin:end] for row in sample]
+            yield batch.select(rows).with_global_counts()
 
 
-def _shuffled_by_group(batch: Batch, *, seed: Sequence[int]) -> list[int]:
-    groups: dict[int, list[int]] = {}
-    for row, group in enumerate(batch.group_ids.tolist()):
-        groups.setdefault(group, []).append(row)
-    order = np.random.default_rng(list(seed)).permutation(len(groups)).tolist()
-    members = list(groups.values())
-    return [row for g in order for row in members[g]]
+def _keeps_samples_together(batch: Batch, config: RLConfig) -> bool:
+    return batch.sample_ids is not None and reduces_over_samples(config.algorithm)
+
+
+def _groups_of_samples(batch: Batch) -> list[list[list[int]]]:
+    """Return the rows of each sample of each group, both in the order of their first rows."""
+    groups: dict[int, dict[int, list[int]]] = {}
+    samples = batch.row_samples()[0].tolist()
+    for row, (group, sample) in enumerate(zip(batch.group_ids.tolist(), samples, strict=True)):
+        groups.setdefault(group, {}).setdefault(sample, []).append(row)
+    return [list(members.values()) for members in groups.values()]
+
+
+def _step_ends(groups: Sequence[Sequence[object]], num_steps: int, *, full: bool) -> list[int]:
+    """Return the end of each optimizer step, in samples, of a rollout of ``groups`` of samples.
+
+    Steps are equal up to one sample. If the rollout is not ``full``, each end then moves to the
+    nearest end of a group, unless a step would be empty.
+    """
+    total = sum(map(len, groups))
+    ends = [total * k // num_steps for k in range(1, num_steps + 1)]
+    if not full:
+        borders = list(itertools.accumulate(map(len, groups)))
+        moved = [min(borders, key=lambda border: abs(border - end)) for end in ends]
+        ends = moved if len(set(moved)) == num_steps else sorted(set(ends) - {0})
+    return ends
 
 
 def advantage_by_sample(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     """Return sample id -> mean advantage of its action tokens, for sample files."""
     assert batch.advantages is not None
-    rows, mask = batch.row_ids, batch.action_mask
-    sums = torch.zeros(batch.num_rows).index_add_(0, rows, batch.advantages * mask)
-    counts = torch.zeros(batch.num_rows).index_add_(0, rows, mask.float()).clamp(min=1)
+    of_row, first = batch.row_samples()
+    sample, mask = of_row[batch.row_ids], batch.action_mask
+    sums = torch.zeros(first.numel()).index_add_(0, sample, batch.advantages * mask)
+    counts = torch.zeros(first.numel()).index_add_(0, sample, mask.float()).clamp(min=1)
     samples = [s.sample_id for g in groups for s in g.samples]
     return dict(zip(samples, (sums / counts).tolist(), strict=True))
 
 
 def batch_metrics(batch: Batch) -> Metrics:
-    """Return mean and standard deviation of the rewards used for training: ``reward/trained_mean``,
-    ``reward/std``; empty if there are none. (``reward/mean``, which the scoring reports, covers all
-    samples, including groups that dynamic sampling drops.)"""
+    """Return mean and standard deviation of the rewards used for training, one per sample:
+    ``reward/trained_mean``, ``reward/std``; empty if there are none. (``reward/mean``, which the
+    scoring reports, covers all samples, including groups that dynamic sampling drops.)"""
     assert batch.rewards is not None
-    if bool(batch.rewards.isnan().any()):
+    rewards = batch.rewards[batch.row_samples()[1]]
+    if bool(rewards.isnan().any()):
         return {}
     return {
-        "reward/trained_mean": float(batch.rewards.double().mean()),
-        "reward/std": float(batch.rewards.std()) if batch.num_rows > 1 else 0.0,
+        "reward/trained_mean": float(rewards.double().mean()),
+        "reward/std": float(rewards.std()) if rewards.numel() > 1 else 0.0,
     }
 
 

@@ -135,9 +135,9 @@ def _row(group: Group, sample: Sample, advantage: float | None) -> dict[str, Any
         "reward_parts": json.dumps(parts, allow_nan=False),
         "advantage": None if advantage is None else _finite(advantage),
         "finish_reason": sample.finish_reason,
-        "response_tokens": len(sample.response_ids),
+        "response_tokens": sample.num_sampled_tokens,
         "label": None if label is None else _text(str(label)),
-        "version": max(sample.versions, default=None),
+        "version": max((v for row in sample.rows for v in row.versions), default=None),
     }
 
 

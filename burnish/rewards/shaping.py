@@ -19,7 +19,7 @@ def overlong_penalty(num_tokens: int, *, max_len: int, buffer_len: int, penalty:
     """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), as a positive number to
     subtract.
 
-    For n response tokens (end token included) and the free length F = max_len - buffer_len::
+    For n sampled tokens (end token included) and the free length F = max_len - buffer_len::
 
         0                            n <= F
         penalty * (n - F) / buffer   F < n <= max_len
@@ -34,14 +34,15 @@ def overlong_penalty(num_tokens: int, *, max_len: int, buffer_len: int, penalty:
 
 
 def shaped(total: float, sample: Sample, *, config: ShapingConfig, generate_max_len: int) -> float:
-    """Return the training reward from the weighted sum ``total`` and the response's length and
-    finish reason."""
+    """Return the training reward from the weighted sum ``total``, the finish reason, and the number
+    of sampled tokens (of an episode: in all turns, without what tools and environments wrote)."""
     reward = clip(total, config.reward_clip)
     if sample.finish_reason == "length":
         reward -= config.truncation_penalty
-    reward -= config.length_penalty * len(sample.response_ids)
+    num_tokens = sample.num_sampled_tokens
+    reward -= config.length_penalty * num_tokens
     return reward - overlong_penalty(
-        len(sample.response_ids),
+        num_tokens,
         max_len=generate_max_len,
         buffer_len=config.overlong_buffer_len,
         penalty=config.overlong_penalty,

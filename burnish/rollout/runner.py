@@ -159,7 +159,7 @@ def _sample(prompt: Prompt, group_id: int, completion: Completion) -> Sample:
 
 def _sample_stats(groups: Sequence[Group]) -> Stats:
     samples = [s for g in groups for s in g.samples]
-    lengths = [len(s.response_ids) for s in samples]
+    lengths = [s.num_sampled_tokens for s in samples]
     means: dict[str, tuple[Number, Number]] = {"rollout/response_len": (sum(lengths), len(lengths))}
     if not any(math.isnan(s.reward) for s in samples):  # there are rewards
         equal = sum(all_equal([s.reward for s in g.samples]) for g in groups)

@@ -46,11 +46,11 @@ def split_rows(
 ) -> Iterator[list[int]]:
     """Yield the rows of each micro-batch, in order; every row exactly once.
 
-    With ``max_tokens`` a micro-batch takes complete units (``batch.rows_per_unit`` rows) while its
-    computed tokens stay within the budget, but at least one unit. Otherwise it takes
+    With ``max_tokens`` a micro-batch takes complete units (:func:`row_units`) while its computed
+    tokens stay within the budget, but at least one unit. Otherwise it takes
     ``micro_batch_size`` units; None: all of them.
     """
-    units = _row_groups(batch)
+    units = row_units(batch)
     if max_tokens is None:
         micros = by_count(units, micro_batch_size)
     else:
@@ -83,7 +83,7 @@ def split_over_ranks(
     alone, without added padding.) Under ``shared_prefix``, rows that share their prompt go to one
     rank up to that quarter.
     """
-    units = _row_groups(batch)
+    units = row_units(batch)
     if ranks == 1:
         rows = split_rows(
             batch, micro_batch_size=micro_batch_size, max_tokens=max_tokens, layout=layout
@@ -140,9 +140,17 @@ def _prompt_keys(batch: Batch) -> list[int]:
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-def _row_groups(batch: Batch) -> list[RowGroup]:
-    starts = range(0, batch.num_rows, batch.rows_per_unit)
-    return [list(range(s, min(s + batch.rows_per_unit, batch.num_rows))) for s in starts]
+def row_units(batch: Batch, rows: Sequence[int] | None = None) -> list[RowGroup]:
+    """Return the units of ``rows`` (None: of all rows), which are never split: all rows of a sample
+    with ``batch.samples_together``, else ``batch.rows_per_unit`` consecutive rows."""
+    rows = range(batch.num_rows) if rows is None else rows
+    if batch.samples_together and batch.sample_ids is not None:
+        samples, units = batch.sample_ids.tolist(), dict[int, RowGroup]()
+        for row in rows:
+            units.setdefault(samples[row], []).append(row)
+        return list(units.values())
+    size = batch.rows_per_unit
+    return [list(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
 
 
 def _rows(units: Iterable[RowGroup]) -> list[int]:

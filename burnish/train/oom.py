@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from burnish.oom import is_out_of_memory
-from burnish.train.batching import Layout, computed_tokens
+from burnish.train.batching import Layout, computed_tokens, row_units
 from burnish.types import Batch
 
 log = logging.getLogger("burnish")
@@ -30,13 +30,13 @@ class MicroBatchBackoff:
         if not is_out_of_memory(error):
             return False
         tokens = computed_tokens(batch, rows, self.layout)
-        if len(rows) <= batch.rows_per_unit:
+        if len(row_units(batch, rows)) <= 1:
             error.add_note(
                 f"train.on_oom=retry_smaller cannot help: {len(rows)} row(s) of {tokens} tokens "
                 "that stay together do not fit alone"
             )
             return False
-        halves = _halves(rows, batch.rows_per_unit)
+        halves = _halves(batch, rows)
         self.most_tokens = max(computed_tokens(batch, half, self.layout) for half in halves)
         self._retries += 1
         log.warning(
@@ -51,11 +51,11 @@ class MicroBatchBackoff:
     def parts(self, batch: Batch, rows: list[int]) -> Iterator[list[int]]:
         """Yield a micro-batch, halved repeatedly while it exceeds the limit. Units are never
         split."""
-        small = self.most_tokens is None or len(rows) <= batch.rows_per_unit
+        small = self.most_tokens is None or len(row_units(batch, rows)) <= 1
         if small or computed_tokens(batch, rows, self.layout) <= (self.most_tokens or 0):
             yield rows
             return
-        for half in _halves(rows, batch.rows_per_unit):
+        for half in _halves(batch, rows):
             yield from self.parts(batch, half)
 
     def taken(self) -> int:
@@ -64,7 +64,9 @@ class MicroBatchBackoff:
         return retries
 
 
-def _halves(rows: Sequence[int], unit: int) -> tuple[list[int], list[int]]:
-    """Split ``rows`` between two units (``unit`` rows that stay together)."""
-    middle = (len(rows) // unit + 1) // 2 * unit
-    return list(rows[:middle]), list(rows[middle:])
+def _halves(batch: Batch, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Split ``rows`` between two units."""
+    units = row_units(batch, rows)
+    middle = (len(units) + 1) // 2
+    left, right = units[:middle], units[middle:]
+    return [row for unit in left for row in unit], [row for unit in right for row in unit]

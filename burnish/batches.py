@@ -1,0 +1,102 @@
+"""Conversion of scored groups to a :class:`burnish.types.Batch`: a sample becomes one row, an
+episode one or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.types import Batch, Group, Sample, TokenRow, flat_array, rows_to_batch
+
+
+def groups_to_batch(groups: Sequence[Group]) -> Batch:
+    """Build one :class:`Batch` from scored groups, rows in group order, with sampler log-probs and
+    rewards.
+
+    The fields of episodes (``sample_ids``, ``sample_tokens``, ``turn_ids``, ``turn_rewards``) are
+    set only if a sample has turns, several rows or turn rewards. Raises ValueError if turns and
+    action masks contradict each other."""
+    samples = [sample for group in groups for sample in group.samples]
+    if not any(s.turns or s.earlier_rows or s.turn_rewards for s in samples):
+        return _scored_rows(samples, samples)
+    for sample in samples:
+        _check_turns(sample)
+    rows = [(i, row) for i, sample in enumerate(samples) for row in sample.rows]
+    sample_ids = torch.tensor([i for i, _ in rows], dtype=torch.int64)
+    counts = torch.tensor([sample.num_sampled_tokens for sample in samples])
+    batch = _scored_rows([row for _, row in rows], [samples[i] for i, _ in rows])
+    turns = [(-1,) * len(row.prompt_ids) + row.turns for _, row in rows]
+    batch = replace(
+        batch,
+        num_sequences=len(samples),
+        sample_ids=sample_ids,
+        sample_tokens=counts[sample_ids],
+        turn_ids=flat_array(turns, np.int64, count=batch.tokens.numel()),
+    )
+    if not any(sample.turn_rewards for sample in samples):
+        return batch
+    return replace(batch, turn_rewards=_placed([s.turn_rewards for s in samples], batch))
+
+
+def _scored_rows(rows: Sequence[TokenRow | Sample], samples: Sequence[Sample]) -> Batch:
+    """Build a batch of rows, each with the group and the reward of its sample."""
+    batch = rows_to_batch(
+        [row.prompt_ids + row.response_ids for row in rows],
+        [(False,) * len(row.prompt_ids) + row.action_mask for row in rows],
+        prompt_lens=[len(row.prompt_ids) for row in rows],
+        group_ids=[sample.group_id for sample in samples],
+    )
+    logprobs = [(0.0,) * len(row.prompt_ids) + row.sampler_logprobs for row in rows]
+    return replace(
+        batch,
+        sampler_logprobs=flat_array(logprobs, np.float32, count=batch.tokens.numel()),
+        rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
+    )
+
+
+def _check_turns(sample: Sample) -> None:
+    """Raise ValueError if the turns of an episode do not label its action tokens, each turn in one
+    row."""
+    name, seen = f"sample {sample.sample_id!r}", set[int]()
+    if sample.earlier_rows and not sample.turns:
+        raise ValueError(f"{name} has earlier rows and no turns; number the turns of its last row")
+    for i, row in enumerate(sample.rows):
+        if [turn >= 0 for turn in row.turns] != [bool(action) for action in row.action_mask]:
+            raise ValueError(
+                f"row {i} of {name}: turns must have one entry per response token, at least 0 "
+                "where action_mask is true and -1 elsewhere"
+            )
+        found = {turn for turn in row.turns if turn >= 0}
+        if found & seen:
+            raise ValueError(
+                f"{name} has turn {min(found & seen)} in two rows, so its tokens would be trained "
+                "twice; mask them in one of the rows"
+            )
+        seen |= found
+    lost = [turn for turn, reward in enumerate(sample.turn_rewards) if reward and turn not in seen]
+    if lost:
+        raise ValueError(
+            f"{name} has a reward for turn {lost[0]} and no sampled token of that turn; add the "
+            "reward to a turn with tokens, or to the total only"
+        )
+
+
+def _placed(turn_rewards: Sequence[Sequence[float]], batch: Batch) -> Tensor:
+    """Return [M] fp32: the reward of each turn on its last action token. ``turn_rewards``: those of
+    each sample of the batch."""
+    assert batch.turn_ids is not None
+    last: dict[tuple[int, int], int] = {}
+    actions = batch.action_mask.nonzero()[:, 0]
+    samples, turns = batch.token_samples[actions], batch.turn_ids[actions]
+    for sample, turn, token in zip(samples.tolist(), turns.tolist(), actions.tolist(), strict=True):
+        last[sample, turn] = token
+    placed = torch.zeros(batch.tokens.numel())
+    for sample, rewards in enumerate(turn_rewards):
+        for turn, reward in enumerate(rewards):
+            if (sample, turn) in last:
+                placed[last[sample, turn]] = reward
+    return placed

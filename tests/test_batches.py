@@ -1,0 +1,153 @@
+"""Scored groups become rows of a batch; of an episode with several rows, all are one sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from burnish.batches import groups_to_batch
+from burnish.runtime.worker import pack_batch, unpack_batch
+from burnish.types import Batch, Group, Prompt, Sample, TokenRow
+
+
+def row(prompt: tuple[int, ...], turns: tuple[int, ...]) -> TokenRow:
+    """Response token t is 10 + t, with log-prob -t; sampled where its turn is not -1."""
+    length = range(len(turns))
+    return TokenRow(
+        prompt_ids=prompt,
+        response_ids=tuple(10 + t for t in length),
+        sampler_logprobs=tuple(-float(t) for t in length),
+        action_mask=tuple(turn >= 0 for turn in turns),
+        versions=(0,) * len(turns),
+        turns=turns,
+    )
+
+
+def sample(name: str, *rows: TokenRow, reward: float = 0.0, **more: Any) -> Sample:
+    *earlier, last = rows
+    data: dict[str, Any] = dict(vars(last))
+    return Sample(
+        sample_id=name,
+        prompt_id="p",
+        group_id=4,
+        **(data | {"text": "", "finish_reason": "stop", "reward": reward} | more),
+        earlier_rows=tuple(earlier),
+    )
+
+
+def group(*samples: Sample) -> Group:
+    return Group(4, Prompt("p", (5,), ""), samples)
+
+
+def episodes() -> list[Group]:
+    """a: turns 0 and 2 in one row, turn 1 in an earlier one (a branch); b: a single turn."""
+    a = sample(
+        "a",
+        row((5, 6), (1, 1)),
+        row((5,), (0, 0, -1, 2)),
+        reward=3.0,
+        turn_rewards=(0.5, 1.5, 0.25),
+    )
+    return [group(a, sample("b", row((5,), (0,)), reward=1.0, turns=()))]
+
+
+def test_the_rows_of_an_episode_follow_each_other_and_say_whose_they_are() -> None:
+    """Rows [5 6 | 10 11], [5 | 10 11 12 13], [5 | 10]; 12 is an observation. The rewards of turns 0
+    to 2 are on the last tokens of their turns, at 6, 3 and 8."""
+    batch = groups_to_batch(episodes())
+    assert batch.tokens.tolist() == [5, 6, 10, 11, 5, 10, 11, 12, 13, 5, 10]
+    assert batch.action_mask.int().tolist() == [0, 0, 1, 1, 0, 1, 1, 0, 1, 0, 1]
+    assert batch.prompt_lens.tolist() == [2, 1, 1] and batch.group_ids.tolist() == [4, 4, 4]
+    assert batch.sample_ids is not None and batch.sample_ids.tolist() == [0, 0, 1]
+    assert batch.sample_tokens is not None and batch.sample_tokens.tolist() == [5, 5, 1]
+    assert batch.turn_ids is not None
+    assert batch.turn_ids.tolist() == [-1, -1, 1, 1, -1, 0, 0, -1, 2, -1, 0]
+    assert batch.turn_rewards is not None
+    assert batch.turn_rewards.tolist() == [0, 0, 0, 1.5, 0, 0, 0.5, 0, 0.25, 0, 0]
+    assert batch.rewards is not None and batch.rewards.tolist() == [3.0, 3.0, 1.0]
+    assert batch.sampler_logprobs is not None
+    assert batch.sampler_logprobs.tolist() == [0, 0, 0, -1, 0, 0, -1, -2, -3, 0, 0]
+    assert (batch.num_sequences, batch.num_tokens, batch.num_samples) == (2, 6, 2)
+
+
+def test_single_turns_have_no_fields_of_episodes() -> None:
+    one = replace(episodes()[0].samples[1], turns=())
+    batch = groups_to_batch([group(one, one)])
+    found = (batch.sample_ids, batch.sample_tokens, batch.turn_ids, batch.turn_rewards)
+    assert found == (None,) * 4 and not batch.samples_together
+    assert (batch.num_sequences, batch.num_samples) == (2, 2)
+    assert torch.equal(batch.token_samples, batch.row_ids)
+    assert [x.tolist() for x in batch.row_samples()] == [[0, 1], [0, 1]]
+
+
+def test_turn_rewards_of_nobody_are_left_out() -> None:
+    found = groups_to_batch([group(sample("a", row((5,), (0, -1, 1))))])
+    assert found.turn_rewards is None and found.turn_ids is not None
+
+
+def test_selected_rows_keep_their_sample_and_the_count_of_all_its_tokens() -> None:
+    part = groups_to_batch(episodes()).select([2, 0])
+    assert part.sample_ids is not None and part.sample_ids.tolist() == [1, 0]
+    assert part.sample_tokens is not None and part.sample_tokens.tolist() == [1, 5]
+    assert part.turn_ids is not None and part.turn_ids.tolist() == [-1, 0, -1, -1, 1, 1]
+    assert part.turn_rewards is not None and part.turn_rewards.tolist() == [0, 0, 0, 0, 0, 1.5]
+    assert part.token_samples.tolist() == [1, 1, 0, 0, 0, 0]
+    assert [x.tolist() for x in part.row_samples()] == [[1, 0], [1, 0]]
+    assert (part.num_sequences, part.num_tokens) == (2, 6), "of the entire step"
+
+
+def test_global_counts_count_samples() -> None:
+    """Rows 0 and 1 are one sample of 5 action tokens."""
+    part = groups_to_batch(episodes()).select([1, 0]).with_global_counts()
+    assert (part.num_sequences, part.num_tokens) == (1, 5)
+
+
+def test_moving_and_packing_keep_the_fields_of_episodes() -> None:
+    batch = replace(groups_to_batch(episodes()), samples_together=True)
+    for other in (unpack_batch(pack_batch(batch)), batch.to("cpu"), batch.to("meta")):
+        for name, value in vars(batch).items():
+            found = vars(other)[name]
+            if name == "sample_ids":
+                assert found.device.type == "cpu", "indices are computed from it"
+            if isinstance(value, torch.Tensor):
+                assert found.is_meta or torch.equal(found, value), name
+            elif name != "host":
+                assert found == value, name
+    moved = batch.to("meta")
+    assert moved.turn_ids is not None and moved.turn_ids.is_meta
+    assert moved.sample_tokens is not None and moved.sample_tokens.is_meta
+
+
+def test_all_rows_of_a_sample_count_as_sampled() -> None:
+    a, b = episodes()[0].samples
+    assert (a.num_sampled_tokens, b.num_sampled_tokens) == (5, 1)
+    assert [r.turns for r in a.rows] == [(1, 1), (0, 0, -1, 2)]
+    assert [r.turns for r in b.rows] == [(0,)], "one turn, if none is named"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (sample("x", row((5,), (0,)), row((5,), (1,)), turns=()), "has earlier rows and no turns"),
+        (sample("x", row((5,), (0, -1)), turns=(0, 0)), "row 0 of sample 'x': turns must have one"),
+        (sample("x", row((5,), (0, -1)), turns=(0,)), "row 0 of sample 'x': turns must have one"),
+        (sample("x", row((5,), (2,)), row((5,), (2,))), "turn 2 in two rows"),
+        (sample("x", row((5,), (0,)), turn_rewards=(0.0, 0.5)), "a reward for turn 1 and no"),
+    ],
+)
+def test_turns_that_contradict_the_tokens_are_refused(wrong: Sample, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        groups_to_batch([group(wrong)])
+
+
+def test_a_reward_of_zero_needs_no_token() -> None:
+    found = groups_to_batch([group(sample("x", row((5,), (0,)), turn_rewards=(0.5, 0.0)))])
+    assert found.turn_rewards is not None and found.turn_rewards.tolist() == [0, 0.5]
+
+
+def test_row_samples_are_in_the_order_of_ids_whatever_the_order_of_rows() -> None:
+    batch: Batch = groups_to_batch(episodes())
+    assert [x.tolist() for x in batch.select([2, 1, 0]).row_samples()] == [[1, 0, 0], [1, 0]]

@@ -118,7 +118,7 @@ class PpoLoss(Node):
     clip_high: float = Field(0.2, gt=0)
     """Upper bound of the ratio: 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c on the loss if the advantage is negative (arXiv 1912.09729). None: none."""
+    """Bound c on the loss if the advantage is negative (arXiv 1912.09729). None: no bound."""
 
 
 class GspoLoss(Node):
@@ -130,15 +130,15 @@ class GspoLoss(Node):
     clip_high: float = Field(4e-4, gt=0)
     """Upper bound of the sequence's ratio: 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c on the loss of tokens with a negative advantage, as in ppo. None: none."""
+    """Bound c on the loss of tokens with a negative advantage, as in ppo. None: no bound."""
 
 
 class CispoLoss(Node):
-    """-weight x advantage x log-prob with a clipped weight without gradient (arXiv 2506.13585)."""
+    """-weight x advantage x log-prob, with a clipped and detached weight (arXiv 2506.13585)."""
 
     kind: Literal["cispo"]
     clip_low: float = Field(1.0, gt=0, le=1)
-    """Lower bound of the weight: 1 - clip_low. 1: none, as in the paper's runs."""
+    """Lower bound of the weight: 1 - clip_low. 1: no bound, as in the paper's experiments."""
     clip_high: float = Field(2.0, gt=0)
     """Upper bound of the weight: 1 + clip_high."""
     max_ratio: float | None = Field(None, gt=1)
@@ -190,20 +190,20 @@ class CorrectionConfig(Node):
 
 
 class KlConfig(Node):
-    """Distance from the reference model."""
+    """KL divergence from the reference model, as a term of the loss or of the rewards."""
 
     init_kl_coef: float = Field(0.0, ge=0)
-    """Weight beta. 0: no KL term and no reference model. A resumed run uses the recipe's weight; an
-    adaptive one continues unless this is changed."""
+    """Weight beta. 0: no KL term and no reference model. On resume an adaptive weight keeps its
+    value, unless this key is changed."""
     placement: Literal["reward", "loss"] = "loss"
-    """Subtract it from every token's reward (gae, reinforce_pp, reinforce_pp_baseline, rloo), or
-    add it to the loss (all)."""
+    """Subtract the KL from every token's reward (gae, reinforce_pp, reinforce_pp_baseline, rloo),
+    or add it to the loss (all)."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """http://joschu.net/blog/kl-approx.html. reward: k1. loss: k2 or k3 (k1's gradient is 0 on
-    average: a warning). k3 is linear, so its gradient is bounded, if the policy's log-prob is over
-    10 nats below the reference's."""
+    """Estimator of the KL (http://joschu.net/blog/kl-approx.html). In the reward: k1. In the loss:
+    k2 or k3 (k1 is a warning: its gradient is 0 on average). If the policy's log-prob is over 10
+    nats below the reference's, k3 is linear, which bounds its gradient."""
     kl_target: float | None = Field(None, gt=0)
-    """Mean KL per token to reach by adapting the weight (Ziegler 2019). None: fixed weight."""
+    """Target mean KL per token of an adaptive weight (Ziegler 2019). None: fixed weight."""
     kl_horizon: int = Field(10_000, ge=1)
     """Time scale of the adaptive weight, in samples."""
 
@@ -240,17 +240,16 @@ class AlgorithmConfig(Node):
     policy_loss: PolicyLossConfig = PpoLoss()
     """Policy loss: a kind, or a mapping."""
     loss_aggregation: Aggregation | None = None
-    """token_mean: over the step's tokens (DAPO). sequence_mean: mean of per-sequence means (first
-    GRPO). sequence_sum_constant: sums / ``generate_max_len`` (Dr. GRPO). An episode of several
-    turns is one sequence. None: sequence_mean for
-    policy_loss gspo, sequence_sum_constant for advantage dr_grpo, else token_mean; printed at
-    start."""
+    """token_mean: over the step's tokens (DAPO). sequence_mean: mean of per-sequence means
+    (original GRPO). sequence_sum_constant: sums / ``generate_max_len`` (Dr. GRPO). An episode of
+    several turns is one sequence. None: sequence_mean for policy_loss gspo, sequence_sum_constant
+    for advantage dr_grpo, else token_mean; printed at start."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus. 0: none."""
+    """Weight of the entropy bonus. 0: no bonus."""
     kl: KlConfig = KlConfig()
-    """Distance from the reference model."""
+    """KL divergence from the reference model."""
     correction: CorrectionConfig | None = None
-    """Off-policy correction between sampler and trainer. None: none."""
+    """Off-policy correction between sampler and trainer. None: no correction."""
 
     @property
     def aggregation(self) -> Aggregation:
@@ -276,11 +275,11 @@ class DpoLoss(Node):
 
     kind: Literal["dpo"] = "dpo"
     beta: float = Field(0.1, gt=0)
-    """KL weight of the implied reward; larger is closer to the reference."""
+    """KL weight of the implicit reward. Larger values keep the policy closer to the reference."""
 
 
 class CdpoLoss(Node):
-    """DPO for labels that are sometimes wrong (https://ericmitchell.ai/cdpo.pdf)."""
+    """DPO for noisy labels (https://ericmitchell.ai/cdpo.pdf)."""
 
     kind: Literal["cdpo"]
     beta: float = Field(0.1, gt=0)
@@ -294,9 +293,9 @@ class IpoLoss(Node):
 
     kind: Literal["ipo"]
     beta: float = Field(0.1, gt=0)
-    """The gap between the two log-ratios is pulled to 1 / (2 beta)."""
+    """The target of the gap between the two log-ratios is 1 / (2 beta)."""
     mean_logprobs: bool = False
-    """Use mean log-probs per token instead of sums, as some libraries do."""
+    """Use mean log-probs per token instead of sums, as in some other libraries."""
 
 
 class SimpoLoss(Node):
@@ -326,10 +325,10 @@ class KtoLoss(Node):
     beta: float = Field(0.1, gt=0)
     """As in dpo."""
     desirable_weight: float = Field(1.0, gt=0)
-    """Weight of liked responses. The paper recommends desirable_weight x their number = 1 to 1.33 x
-    undesirable_weight x the others' number."""
+    """Weight of desirable responses. The paper recommends a ratio (desirable_weight x number of
+    desirable) / (undesirable_weight x number of undesirable) of 1 to 1.33."""
     undesirable_weight: float = Field(1.0, gt=0)
-    """Weight of the other responses."""
+    """Weight of undesirable responses."""
 
 
 PreferenceLossConfig = Annotated[

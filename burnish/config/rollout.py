@@ -11,7 +11,7 @@ from burnish.config.base import Node
 from burnish.config.data import PromptDataConfig
 from burnish.config.rewards import RewardConfig
 
-StopText = Annotated[str, Field(min_length=1)]  # an empty one is in every response
+StopText = Annotated[str, Field(min_length=1)]  # an empty string is a substring of every response
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -21,15 +21,15 @@ class SamplingConfig(Node):
     generate_max_len: int = Field(256, ge=1)
     """Maximum new tokens per response."""
     temperature: float = Field(1.0, ge=0)
-    """Softmax temperature. 0: greedy (refused if the samples train the policy)."""
+    """Softmax temperature. 0: greedy (refused for samples that train the policy)."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this total probability. 1: all."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most probable tokens. 0: all."""
     stop: tuple[StopText, ...] = ()
-    """Strings that end a response, and are kept in it."""
+    """Strings that end a response. The response includes them."""
     stop_token_ids: tuple[TokenId, ...] = ()
-    """Token ids, besides the end token, that end a response."""
+    """Token ids that end a response, in addition to the end token."""
 
 
 class LocalEngine(Node):
@@ -66,8 +66,8 @@ class VllmEngine(Node):
     max_num_seqs: int = Field(128, ge=1)
     """Maximum responses decoded at once; others wait for a free slot."""
     max_model_len: int | None = Field(None, ge=2)
-    """Maximum tokens of prompt + response. None: the recipe's (prompt_max_len + generate_max_len,
-    of training or evaluation)."""
+    """Maximum tokens of prompt + response. None: prompt_max_len + generate_max_len, the larger of
+    training and evaluation."""
     gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
     """CUDA: share of GPU memory for vLLM's weights and cache; the trainer needs the rest."""
     kv_cache_bytes: int | None = Field(None, ge=1)
@@ -108,8 +108,8 @@ class DynamicSampling(Node):
     below: float | None = None
     """Drop groups whose mean score is not below this. None: no bound."""
     max_refills: int = Field(10, ge=1)
-    """Maximum rounds of new prompts per step, each of as many groups as are missing. After that the
-    newest dropped groups fill the step, and this is reported."""
+    """Maximum rounds of new prompts per step; a round samples one group per missing group. After
+    the last round the newest dropped groups fill the step, with a warning."""
 
     def rules(self) -> Iterator[str]:
         if self.above is not None and self.below is not None and self.above >= self.below:
@@ -129,7 +129,7 @@ class RolloutConfig(SamplingConfig):
     engine: RolloutEngineConfig = LocalEngine()
     """Rollout engine."""
     dynamic_sampling: DynamicSampling | None = None
-    """Replace groups with equal or out-of-bounds scores by new prompts (``{}``: defaults). None:
+    """Replace groups with equal or out-of-bounds scores with new prompts (``{}``: defaults). None:
     train on every group."""
 
     def rules(self) -> Iterator[str]:
@@ -151,16 +151,17 @@ class EvalConfig(Node):
     data: PromptDataConfig
     """Held-out prompts. Read once, in order."""
     num_prompts: int | None = Field(None, ge=1)
-    """Use only the first this many prompts. None: all."""
+    """Number of prompts, from the start of the data. None: all."""
     every_n_steps: int = Field(0, ge=0)
-    """Evaluate every this many steps, and at step 0 and the end. 0: only then."""
+    """Steps between evaluations. 0: evaluate only at step 0 and at the end, as every run does."""
     n_samples_per_prompt: int = Field(1, ge=1)
     """Samples per prompt."""
     pass_k: tuple[int, ...] = (1,)
     """Values of k of pass@k (unbiased estimator, arXiv 2107.03374), at most
     n_samples_per_prompt."""
     pass_threshold: float = 1.0
-    """Minimum reward to pass: the unweighted score if one reward counts, else the weighted sum."""
+    """Minimum reward to pass: the unweighted score if only one reward has a nonzero weight,
+    else the weighted sum."""
     temperature: float = Field(0.0, ge=0)
     """Softmax temperature. 0: greedy."""
     generate_max_len: int | None = Field(None, ge=1)

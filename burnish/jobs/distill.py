@@ -4,10 +4,10 @@ rows.
 The loop is in ``supervised.py``. This file contains the loss, the preparation of batches, and the
 teacher. The teacher also scores a policy's samples (``algorithm.advantage: on_policy_distill``).
 
-Teacher and student are separate engines, on any workers. The teacher sends its last hidden states,
-and the student's engine holds a copy of the teacher's output projection. The distributions, which
-are as wide as the vocabulary, are therefore computed next to the loss, a few tokens at a time
-(``models/distill.py``).
+Teacher and student are separate engines, possibly on different workers. The teacher sends its last
+hidden states, and the student's engine holds a copy of the teacher's output projection. The student
+can therefore compute both distributions over the vocabulary together with the loss, one chunk of
+tokens at a time (``models/distill.py``).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Teacher:
     def __init__(
         self, engine: TrainEngine, vocabulary: int, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """``vocabulary``: the teacher can read token ids below this. ``tokenizer``: the
-        student's."""
+        """``vocabulary``: number of token ids that both models share. ``tokenizer``: the
+        student's tokenizer."""
         self.engine, self.vocabulary, self.tokenizer = engine, vocabulary, tokenizer
 
     def prepare(self, batch: Batch) -> Batch:
@@ -126,7 +126,7 @@ def measure_distill(
     loss: Loss, teacher: Teacher, *, rows_at_once: int
 ) -> Callable[[TrainEngine, Batch], Stats]:
     """Return a function that measures loss and stats of held-out rows. It processes
-    ``rows_at_once`` rows at a time, because the teacher's states take memory."""
+    ``rows_at_once`` rows at a time, which limits the memory of the teacher's states."""
 
     def measure(engine: TrainEngine, batch: Batch) -> Stats:
         stats = Stats()

@@ -98,7 +98,7 @@ def build_rl(
     config: RLConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> tuple[RL, Evaluator | None]:
     """Return the components of an RL run and its evaluator. Data and rewards are built first,
-    because their errors are the quickest to find."""
+    because their errors are detected in the least time."""
     new_tokens = config.rollout.generate_max_len
     data = within_positions(config.data, config.model, new_tokens=new_tokens)
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)

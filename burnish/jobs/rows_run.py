@@ -1,4 +1,4 @@
-"""Run that converts input rows to output rows, step by step, and keeps each completed step (jobs
+"""Convert input rows to output rows step by step, and keep the result of each completed step (jobs
 generate and score).
 
 A step is a fixed slice of the input. Steps share no state, and the global random generators are
@@ -63,16 +63,16 @@ _MAY_CHANGE = re.compile(
     rf"rewards\.\d+\.({'|'.join(_HOW_TO_ASK)}))(\..*)?"
 )
 """Pattern of all keys that may change: ``MAY_CHANGE``, the failure policy, and how rewards are
-called. A run that a reward failure ended can thus resume with the changes that the error
+called. After a reward failure, a run can therefore resume with the changes that the error
 suggests."""
 
 _MAX_LOST_STEPS = 10
-"""Consecutive steps with a reward failure on every prompt after which the run ends."""
+"""Number of consecutive steps after which the run ends, if a reward failed on every prompt."""
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows and measurements of one step."""
+    """Rows and metrics of one step."""
 
     rows: Sequence[Mapping[str, Any]]
     groups: Sequence[Group]
@@ -106,7 +106,7 @@ class RowsLoop(Closable, Protocol):
         ...
 
     def warn(self) -> None:
-        """Log the excluded parts of the input."""
+        """Log the number of input rows that are dropped."""
         ...
 
     def step(self, number: int) -> StepRows:
@@ -114,11 +114,11 @@ class RowsLoop(Closable, Protocol):
         ...
 
     def totals(self) -> Mapping[str, float]:
-        """Return the counts that belong to no step."""
+        """Return the counts from outside the steps, such as rows dropped before the first one."""
         ...
 
     def summary(self, totals: Mapping[str, float], output: Path) -> list[str]:
-        """Return a summary of the run, a few lines."""
+        """Return the lines of the summary that is printed at the end of the run."""
         ...
 
 

@@ -55,9 +55,9 @@ def run(
     folder) predicts that the job does not fit.
 
     Raises RunError, DoesNotFitError, DataError, ModelError, RewardError or CheckpointError, each
-    with a suggested fix. Raises Interrupted after a signal. Raises StoppedError if continuing is
-    pointless, because of non-finite numbers or steps without learning signal. The run is saved in
-    both cases. Raises RunOutOfMemoryError with suggested changes, which are also in ``oom.txt``.
+    with a suggested fix. Raises Interrupted after a signal. Raises StoppedError if the run stopped
+    itself because of non-finite numbers or steps without a learning signal. Before either error the
+    run is saved. Raises RunOutOfMemoryError with suggested changes, which are also in ``oom.txt``.
     """
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     job = job_of(config)
@@ -75,7 +75,7 @@ def run(
     done = job.prepare(config, run_dir, resumed=resume is not None)
     if done is not None:
         log.warning("the run %s is finished; there is nothing left to do", run_dir)
-        if not (run_dir / "report.html").exists():  # killed right after it wrote its output
+        if not (run_dir / "report.html").exists():  # killed after it wrote its output
             _write_report(run_dir)
         return RunResult(run_dir, done)
     memory_monitor = MemoryMonitor(config, run_dir, check_memory(config, run_dir, force=force))
@@ -106,7 +106,7 @@ def _report(run_dir: Path, memory_monitor: MemoryMonitor) -> Iterator[None]:
     try:
         yield
     except StoppedError:
-        _write_report(run_dir)  # the user needs its curves next
+        _write_report(run_dir)  # its curves help to find the cause
         raise
     except Exception as error:
         if not any(map(is_out_of_memory, filter(None, (error, error.__cause__)))):

@@ -1,6 +1,6 @@
-"""Rewards from a server over HTTP, which receives texts and returns one number per text.
+"""Reward from an HTTP server, which receives texts and returns one number per text.
 
-This file builds the requests and converts failures; ``remote_client.py`` does the HTTP.
+This file builds the requests and converts failures; ``remote_client.py`` is the HTTP client.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ADVICE = (
 class RemoteReward:
     """A reward that sends prompt + response to a server. Implements ``rewards.base.Reward``.
 
-    One request contains ``batch_size`` responses. If a request gets no usable reply, only its own
-    responses lose their score (a SampleError in place of each). Means of the server's
-    ``extra_logs`` become measurements. Requests, retries and unusable ``extra_logs`` are counted.
+    A request contains at most ``batch_size`` responses. If a request gets no valid reply, only its
+    own responses have no score (a SampleError in place of each). Means of the server's
+    ``extra_logs`` become metrics. Requests, retries and invalid ``extra_logs`` are counted.
 
-    ``tokenizer``: the policy's. With ``special_tokens``, it adds the special tokens of the response
-    to ``query``.
+    ``tokenizer``: the policy's tokenizer. If ``special_tokens`` is set, ``query`` includes the
+    special tokens of the response.
 
     Raises RewardError if the variable named by ``token_env`` is not set or is not a bearer token.
     """
@@ -111,13 +111,13 @@ class RemoteReward:
         return json.dumps(request, ensure_ascii=False).encode("utf-8", errors="replace")
 
     def _label(self, item: RewardInput) -> Any:
-        """Return the label, or an empty string if there is none, as such servers expect."""
+        """Return the label. OpenRLHF's protocol has an empty string for a missing label."""
         label = "" if item.prompt.label is None else item.prompt.label
         try:
             json.dumps(label, allow_nan=False)
         except (TypeError, ValueError) as error:
-            what = f"cannot send the label as JSON ({error})"
-            advice = "make it text, a finite number, or lists and mappings of them in the data"
+            what = f"cannot encode the label as JSON ({error})"
+            advice = "in the data, use text, a finite number, or lists and mappings of these"
             raise SampleError(self, item, what, advice=advice) from error
         return label
 
@@ -140,11 +140,11 @@ class RemoteReward:
         self._counts["bad_logs"] += len(reply.bad_logs)
         if reply.bad_logs and not self._warned:
             self._warned = True
-            log.warning("reward %r: left out of the metrics: %s", self.name, reply.bad_logs[0])
+            log.warning("reward %r: not added to the metrics: %s", self.name, reply.bad_logs[0])
 
 
 def full_text(item: RewardInput, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return prompt + response. It begins with ``item.prompt.text``.
+    """Return prompt + response. The text starts with ``item.prompt.text``.
 
     With a tokenizer, the response includes its special tokens. It is decoded together with the
     prompt, because decoded alone it could lose a leading space.

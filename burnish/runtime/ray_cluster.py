@@ -27,11 +27,11 @@ from burnish.secret import is_secret
 log = logging.getLogger("burnish")
 
 _PEAKS_S = 10.0
-"""Timeout for the memory peaks of workers; one that is busy or hangs is left out."""
+"""Timeout for the memory peaks of workers. Workers that exceed it are omitted."""
 
 
 class RayCluster:
-    """Workers of one job on a Ray cluster that is running or is started here."""
+    """Workers of one job on a Ray cluster, which is joined or started by this process."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class RayCluster:
         placements: Sequence[PlacementGroupSpec],
         precision: PrecisionConfig,
     ) -> None:
-        """Join or start Ray and reserve ``placements``. ``model``: the policy's, as workers receive
-        it.
+        """Join or start Ray and reserve ``placements``. ``model``: the policy's config, which is
+        sent to all workers.
 
         Raises ClusterError if the cluster is too small or cannot be reached."""
         self.model, self.config, self.precision = model, config, precision
@@ -218,7 +218,7 @@ class RayCluster:
 
     @property
     def unresponsive_reason(self) -> str:
-        """Error text of a worker without heartbeats."""
+        """Error message for a worker without heartbeats."""
         limit = self.config.heartbeat_timeout_s
         return f"is unresponsive: no heartbeat for {limit:g} s (cluster.heartbeat_timeout_s)"
 

@@ -57,7 +57,7 @@ def test_a_label_that_json_lacks_is_said_before_anything_is_sent(
     label: Any, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     server = serve()
-    with pytest.raises(SampleError, match="cannot send the label as JSON"):
+    with pytest.raises(SampleError, match="cannot encode the label as JSON"):
         remote(server.url).score(items("a", label=label))
     assert server.requests == []
 

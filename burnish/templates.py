@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,6 +35,7 @@ MAX_WIDTH = 100_000
 """Largest number that may be passed to a string method (widths, indents, repetitions)."""
 
 _left: ContextVar[list[int] | None] = ContextVar("work_left", default=None)
+_today: ContextVar[datetime | None] = ContextVar("today", default=None)
 _WIDE = re.compile(r"\*|\d{6,}")
 _UNBOUNDED = frozenset({"translate", "format_map"})
 
@@ -43,9 +45,14 @@ class TemplateLimitError(BurnishError, TemplateRuntimeError):
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    *,
+    today: datetime | None = None,
+    **options: Any,
 ) -> str:
-    """Return the text of ``tokenizer.apply_chat_template``.
+    """Return the text of ``tokenizer.apply_chat_template``. ``today``: date for templates that
+    write one; None is now.
 
     Raises jinja2.TemplateError as that method does, and TemplateLimitError if the template is too
     large or exceeds its budget.
@@ -58,13 +65,19 @@ def render_chat(
                 f"{MAX_TEMPLATE_CHARS}"
             )
     _use_bounded()
-    token = _left.set([MAX_WORK])
+    token, date = _left.set([MAX_WORK]), _today.set(today)
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except (MemoryError, RecursionError, OverflowError) as error:
         raise TemplateLimitError(f"{type(error).__name__}: {error}") from error
     finally:
         _left.reset(token)
+        _today.reset(date)
+
+
+def _strftime_now(pattern: str) -> str:
+    """Replace the function of the same name that transformers gives to templates."""
+    return (_today.get() or datetime.now()).strftime(pattern)
 
 
 def _spend(amount: int) -> None:
@@ -188,6 +201,11 @@ class Bounded(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         _AddCharges().visit(tree)
         return tree.set_environment(self)  # type: ignore[return-value]
+
+    def from_string(self, source: Any, *arguments: Any, **named: Any) -> Any:
+        """Compile a template, in which the date is that given to :func:`render_chat`."""
+        self.globals["strftime_now"] = _strftime_now
+        return super().from_string(source, *arguments, **named)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Charge ``+``, ``*`` and ``%`` before computing them. Refuse ``**``."""

@@ -30,6 +30,7 @@ LOOPS = BASE | {
         "observe",
     ),
     "environments",
+    "episodes",
 }
 
 ALLOWED: dict[str, set[str]] = {
@@ -53,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": BASE | {"models"},
     "rewards": BASE | {"environments", "models", "train", "algorithms", "data"},
     "rollout": BASE | {"models", "rewards", "environments"},
+    "episodes": BASE | {"data", "environments", "rollout"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
     "serve": BASE | {"models", "train", "rewards"},
     "plan": BASE | {"models", "observe", "rollout", "train"},

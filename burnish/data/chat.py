@@ -9,6 +9,7 @@ merge characters across the boundary. Training tokens would then differ from gen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -64,8 +65,8 @@ def encode_prompt(
                 "remove the last assistant message from the prompt column"
             )
         check_rendering(tokenizer, messages, tools, system_prompt=system_prompt)
-        text = _render(tokenizer, messages, add_generation_prompt=True, tools=tools)
-        return text, _encode_piece(tokenizer, text)
+        text = render_text(tokenizer, messages, add_generation_prompt=True, tools=tools)
+        return text, encode_piece(tokenizer, text)
     if system_prompt is not None:
         raise DataError(
             "system_prompt is set but the prompt is a plain string, which cannot contain it; "
@@ -105,7 +106,7 @@ def encode_conversation(
         )
     check_rendering(tokenizer, messages, tools)
     messages = _without_own_end(tokenizer, messages, turns, tools)
-    full = _render(tokenizer, messages, add_generation_prompt=False, tools=tools)
+    full = render_text(tokenizer, messages, add_generation_prompt=False, tools=tools)
     prefix = partial(_prefix_length, tokenizer, full=full, tools=tools)
     ids: list[int] = []
     mask: list[bool] = []
@@ -113,13 +114,13 @@ def encode_conversation(
     for turn in turns:
         begin = prefix(messages[:turn], add_generation_prompt=True)
         end = prefix(messages[: turn + 1], add_generation_prompt=False)
-        before = _encode_piece(tokenizer, full[done:begin], follows=bool(ids))
-        answer = _encode_piece(tokenizer, full[begin:end], follows=True)
+        before = encode_piece(tokenizer, full[done:begin], follows=bool(ids))
+        answer = encode_piece(tokenizer, full[begin:end], follows=True)
         trained = _trained_length(tokenizer, answer)
         ids += before + answer
         mask += [False] * len(before) + [True] * trained + [False] * (len(answer) - trained)
         done = end
-    rest = _encode_piece(tokenizer, full[done:], follows=True)
+    rest = encode_piece(tokenizer, full[done:], follows=True)
     return ids + rest, mask + [False] * len(rest)
 
 
@@ -135,7 +136,7 @@ def encode_completion(
         check_tokenizer(tokenizer)
         ended = response.rstrip()
         response = ended if ended.endswith(str(tokenizer.eos_token)) else response
-    piece = _encode_piece(tokenizer, response, follows=bool(prompt_ids))
+    piece = encode_piece(tokenizer, response, follows=bool(prompt_ids))
     if add_eos and piece[-1:] != [tokenizer.eos_token_id]:
         piece.append(tokenizer.eos_token_id)
     return [*prompt_ids, *piece], [False] * len(prompt_ids) + [True] * len(piece)
@@ -237,8 +238,8 @@ def _left_out(
     ]
     prompts = messages[-1]["role"] != "assistant"
     try:
-        text = _render(tokenizer, marked, add_generation_prompt=prompts, tools=tools)
-        plain = text if not tools else _render(tokenizer, marked, add_generation_prompt=prompts)
+        text = render_text(tokenizer, marked, add_generation_prompt=prompts, tools=tools)
+        plain = text if not tools else render_text(tokenizer, marked, add_generation_prompt=prompts)
     except DataError:  # the template inspects contents; rendering the row itself reports errors
         return None
     for i, message in enumerate(messages):
@@ -262,7 +263,7 @@ def _without_own_end(
         if not end:
             continue
         bare = {**messages[turn], "content": text.removesuffix(end)}
-        rendered = _render(
+        rendered = render_text(
             tokenizer, [*messages[:turn], bare], add_generation_prompt=False, tools=tools
         )
         if rendered.rstrip().endswith(end):
@@ -275,13 +276,18 @@ def _without_own_end(
     return kept
 
 
-def _render(
+def render_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    today: datetime | None = None,
 ) -> str:
+    """Return the text of a conversation. ``today``: date for templates that write one.
+
+    Raises DataError if there is no chat template, or if it rejects the conversation.
+    """
     if tokenizer.chat_template is None:
         raise DataError(
             "the tokenizer has no chat template, but the row is a conversation; set "
@@ -294,6 +300,7 @@ def _render(
             [dict(message) for message in messages],
             tools=None if tools is None else [dict(tool) for tool in tools],
             add_generation_prompt=add_generation_prompt,
+            today=today,
         )
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(m["role"] for m in messages)
@@ -310,7 +317,9 @@ def _prefix_length(
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
 ) -> int:
-    prefix = _render(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools)
+    prefix = render_text(
+        tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools
+    )
     if full.startswith(prefix):
         return len(prefix)
     same = next(
@@ -326,7 +335,7 @@ def _prefix_length(
     )
 
 
-def _encode_piece(
+def encode_piece(
     tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool = False
 ) -> list[int]:
     """Tokenize ``text`` without adding special tokens. ``follows``: other tokens precede it.

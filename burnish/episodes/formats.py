@@ -1,0 +1,187 @@
+"""How model families write reasoning and tool calls, as response templates of transformers.
+
+A response template (``transformers.utils.chat_parsing``) is declarative: each field of the message
+has a pattern that opens it and one that closes it. These are used for tokenizers that have none of
+their own. JSON that cannot be parsed stays text, so that the caller can describe the mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
+"""hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).
+xml: ``<function=NAME><parameter=KEY>VALUE</parameter></function>`` in ``<tool_call>`` (Qwen3-Coder,
+Qwen3.5). glm: ``<arg_key>`` and ``<arg_value>`` in ``<tool_call>`` (GLM-4.5). llama3_json: the
+response is one JSON object (Llama 3.1). mistral: ``[TOOL_CALLS]`` and a JSON list (v3).
+mistral_args: ``[TOOL_CALLS]NAME[ARGS]{...}`` (v11 and later). harmony: channels (gpt-oss)."""
+
+_LAX_JSON: dict[str, Any] = {"content": "json", "content_args": {"allow_non_json": True}}
+_NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
+_PLAIN_TEXT = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
+_HARMONY_START = r"(?:<\|start\|>assistant)?"
+_HARMONY_CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
+_HARMONY_TO = r"\s*to=functions\.(?P<name>[\w.\-]+)"
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How one model family writes tool calls."""
+
+    name: str
+    example: str
+    """A well-formed call, shown to the policy after a malformed one."""
+    fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Fields of the response template, next to those of reasoning and content."""
+    opening: str = ""
+    """Text that begins every call. If it is left in the content, a call is malformed."""
+    closing: str = ""
+    """Text that ends every call; empty if the end of the response ends it."""
+
+
+def _calls(**entries: Any) -> dict[str, Any]:
+    return {"tool_calls": {"repeats": True, **entries}}
+
+
+FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(
+        "hermes",
+        '<tool_call>\n{"name": "NAME", "arguments": {"KEY": VALUE}}\n</tool_call>',
+        _calls(open="<tool_call>", close="</tool_call>", **_LAX_JSON),
+        opening="<tool_call>",
+        closing="</tool_call>",
+    ),
+    "xml": ToolFormat(
+        "xml",
+        "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
+        "</tool_call>",
+        _calls(
+            open_pattern=r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            close_pattern=r"</function>\s*</tool_call>",
+            content="xml-inline",
+            content_args={
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            },
+            transform=_NAMED,
+        ),
+        opening="<function=",
+        closing="</function>",
+    ),
+    "glm": ToolFormat(
+        "glm",
+        "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+        _calls(
+            open_pattern=r"<tool_call>\s*(?P<name>[^\s<]+)",
+            close="</tool_call>",
+            content="xml-inline",
+            content_args={
+                "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*"
+                r"<arg_value>(?P<value>.*?)</arg_value>"
+            },
+            transform=_NAMED,
+        ),
+        opening="<tool_call>",
+        closing="</tool_call>",
+    ),
+    "llama3_json": ToolFormat(
+        "llama3_json",
+        '{"name": "NAME", "parameters": {"KEY": VALUE}}',
+        _calls(open_pattern=r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type)")', **_LAX_JSON),
+    ),
+    "mistral": ToolFormat(
+        "mistral",
+        '[TOOL_CALLS][{"name": "NAME", "arguments": {"KEY": VALUE}}]',
+        _calls(open="[TOOL_CALLS]", **_LAX_JSON),
+        opening="[TOOL_CALLS]",
+    ),
+    "mistral_args": ToolFormat(
+        "mistral_args",
+        '[TOOL_CALLS]NAME[ARGS]{"KEY": VALUE}',
+        _calls(
+            open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[^\[\]{}\s]+)\s*"
+            r"(?:\[CALL_ID\]\s*)?(?P<id>\w*)\s*\[ARGS\]",
+            close_pattern=r"(?=\[TOOL_CALLS\])",
+            **_LAX_JSON,
+            transform={"id": "{id}", **_NAMED},
+        ),
+        opening="[TOOL_CALLS]",
+    ),
+    "harmony": ToolFormat(
+        "harmony",
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"
+        '{"KEY": VALUE}<|call|>',
+        {
+            "reasoning_content": {
+                "open_pattern": _HARMONY_START + r"<\|channel\|>analysis<\|message\|>",
+                "close_pattern": r"<\|end\|>|(?=<\|start\|>)",
+                "content": "text",
+                "repeats": True,
+                "join": "\n",
+            },
+            **_calls(
+                open_pattern=_HARMONY_START
+                + f"(?:{_HARMONY_TO}{_HARMONY_CHANNEL}|{_HARMONY_CHANNEL}{_HARMONY_TO})"
+                + r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>",
+                close_pattern=r"<\|call\|>|<\|end\|>|(?=<\|start\|>)",
+                **_LAX_JSON,
+                transform=_NAMED,
+            ),
+            "content": {
+                "open_pattern": _HARMONY_START + r"<\|channel\|>(?:final|commentary)<\|message\|>",
+                "close_pattern": r"<\|return\|>|<\|end\|>|(?=<\|start\|>)",
+                "content": "text",
+                "repeats": True,
+                "join": "\n",
+            },
+            "outside": _PLAIN_TEXT,  # text in no channel
+        },
+        opening="to=functions.",
+    ),
+}
+"""Format name -> format."""
+
+_BY_MARKER = (
+    ("<|channel|>commentary", "harmony"),
+    ("[ARGS]", "mistral_args"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<function=", "xml"),
+    ("<arg_key>", "glm"),
+    ("<tool_call>", "hermes"),
+)
+
+
+def format_of(turn: str) -> str | None:
+    """Return the name of the format in which ``turn``, the text of a rendered tool call, is
+    written."""
+    for marker, name in _BY_MARKER:
+        if marker in turn:
+            return name
+    bare = turn.strip().removeprefix("<|python_tag|>").lstrip()
+    return "llama3_json" if bare.startswith(('{"name"', '{"type"')) else None
+
+
+def response_template(
+    tool_format: ToolFormat | None, *, reasoning: tuple[str, str] | None, anchor: str
+) -> dict[str, Any]:
+    """Return a response template. ``reasoning``: the texts before and after it, if any. ``anchor``:
+    end of the prompt, after which the response begins."""
+    fields: dict[str, Any] = {}
+    if reasoning is not None:
+        begin, end = reasoning
+        fields["reasoning_content"] = {
+            "open": begin,
+            "close": end,
+            "content": "text",
+            "repeats": True,
+            "join": "\n",
+        }
+    fields["content"] = _PLAIN_TEXT
+    fields |= tool_format.fields if tool_format else {}
+    return {
+        "defaults": {"role": "assistant"},
+        "start_anchor": anchor or "\0",
+        "fields": fields,
+    }

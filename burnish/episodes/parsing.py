@@ -1,0 +1,217 @@
+"""Read reasoning, content and tool calls from the text of a response.
+
+transformers' response templates do the parsing. This module checks the calls against the tools and
+describes every mistake in words for the policy, so that it can answer with a corrected call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+from burnish.data.messages import Message
+from burnish.episodes.formats import ToolFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_SHOWN = 200  # characters of a malformed call that are shown to the policy
+
+
+@dataclass(frozen=True)
+class ParsedMessage:
+    """An assistant message read from a response.
+
+    Example: ``ParsedMessage({"role": "assistant", "content": "4"}, None)``.
+    """
+
+    message: Message
+    """``role``, ``content``, and if present ``reasoning_content`` and ``tool_calls``. A call is
+    ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``."""
+    problem: str | None
+    """Description of malformed tool calls, addressed to the policy; None if there are none."""
+
+
+class ResponseParser:
+    """Reads responses with one response template.
+
+    ``prefix``: text after which responses begin (the end of the prompt). A reasoning block that the
+    prompt opens is recognized by it. ``tool_format``: for hints; None if ``template`` is the
+    tokenizer's own or the template reads no calls.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Mapping[str, Any],
+        *,
+        tool_format: ToolFormat | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = _lenient(template)
+        self._format = tool_format
+        self._prefix = prefix
+
+    def parse(
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, salt: bytes = b""
+    ) -> ParsedMessage:
+        """Return the message in ``text``. Raises nothing.
+
+        ``salt``: seed of ids for calls that have none. They are 9 characters long, as Mistral's
+        templates require, and depend only on ``salt`` and the position.
+        """
+        try:
+            found = self._tokenizer.parse_response(
+                text, self._template, prefix=self._prefix, tools=[dict(tool) for tool in tools]
+            )
+        except Exception as error:  # a malformed response is data
+            whole = {"role": "assistant", "content": text.strip()}
+            return ParsedMessage(whole, self._with_example(f"the tool call is malformed: {error}"))
+        content = str(found.get("content") or "") + str(found.get("outside") or "")
+        message: dict[str, Any] = {"role": "assistant", "content": content.strip()}
+        reasoning = next((str(found[key]) for key in _REASONING if found.get(key)), "")
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        calls, problems = _read_calls(found.get("tool_calls"), tools, salt)
+        if calls:
+            message["tool_calls"] = calls
+        problems += self._left_over(text, content, reasoning)
+        return ParsedMessage(message, self._with_example("; ".join(problems)) if problems else None)
+
+    def _left_over(self, text: str, content: str, reasoning: str) -> Iterator[str]:
+        """Describe calls that are not closed, or whose beginning is left in the content."""
+        if self._format is None or not self._format.opening:
+            return
+        opening, closing = self._format.opening, self._format.closing
+        if opening in content:
+            yield f"{opening!r} is not followed by a well-formed tool call"
+            return
+        behind = text.rpartition(reasoning)[2] if reasoning else text
+        if closing and behind.count(opening) > behind.count(closing):
+            yield f"a tool call is not closed by {closing!r}"
+
+    def _with_example(self, problem: str) -> str:
+        example = f"\nWrite a tool call as:\n{self._format.example}" if self._format else ""
+        return problem + example
+
+
+def tool_functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return name -> description (``name``, ``description``, ``parameters``) of every tool."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return {str(function["name"]): function for function in functions}
+
+
+def argument_problem(parameters: Mapping[str, Any] | None, arguments: Any) -> str | None:
+    """Return why ``arguments`` do not match the JSON schema ``parameters``, or None if they do.
+
+    ``nullable: true``, with which transformers writes Optional, is honored. Raises
+    jsonschema.SchemaError if ``parameters`` is no JSON schema.
+    """
+    validator = _validator(json.dumps(parameters or {}, sort_keys=True))
+    error = best_match(validator.iter_errors(arguments))
+    if error is None:
+        return None
+    where = ".".join(map(str, error.absolute_path))
+    return f"{where}: {error.message}" if where else str(error.message)
+
+
+@lru_cache(maxsize=1024)
+def _validator(schema_json: str) -> Draft202012Validator:
+    schema = _with_null(json.loads(schema_json))
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def _with_null(schema: Any) -> Any:
+    """Rewrite ``nullable: true`` as a union with the type null, recursively."""
+    if isinstance(schema, list):
+        return [_with_null(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _with_null(value) for key, value in schema.items() if key != "nullable"}
+    return {"anyOf": [inner, {"type": "null"}]} if schema.get("nullable") is True else inner
+
+
+def _lenient(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a response template that keeps JSON it cannot parse as text."""
+    copy = deepcopy(dict(template))
+    for entry in copy["fields"].values():
+        if entry.get("content") == "json":
+            entry["content_args"] = {**entry.get("content_args", {}), "allow_non_json": True}
+    return copy
+
+
+def _read_calls(
+    found: Any, tools: Sequence[Mapping[str, Any]], salt: bytes
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return (well-formed calls, problems). A call of an unknown tool is in both."""
+    values = found if isinstance(found, list) else [] if found is None else [found]
+    values = [call for value in values for call in (value if isinstance(value, list) else [value])]
+    functions = tool_functions(tools)
+    calls: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for number, value in enumerate(values, start=1):
+        label = f"tool call {number}" if len(values) > 1 else "the tool call"
+        call = _read_call(value)
+        if isinstance(call, str):
+            problems.append(f"{label} {call}")
+            continue
+        name, arguments, call_id = call
+        if not call_id or any(call_id == other["id"] for other in calls):
+            call_id = blake2b(salt + bytes([number % 256]), digest_size=8).hexdigest()[:9]
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+        problem = _mismatch(functions, name, arguments)
+        if problem:
+            problems.append(f"{label} {problem}")
+    return calls, problems
+
+
+def _read_call(value: Any) -> tuple[str, dict[str, Any], str] | str:
+    """Return (name, arguments, id or an empty string), or the reason why ``value`` is no call."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            return f"is not valid JSON ({error}): {value.strip()[:_SHOWN]}"
+    if not isinstance(value, Mapping):
+        return f"is not a JSON object: {json.dumps(value)[:_SHOWN]}"
+    function = value.get("function", value)
+    if isinstance(function, str):
+        return _read_call(function)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name.strip():
+        return f'has no "name": {json.dumps(function)[:_SHOWN]}'
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return f"has arguments that are not valid JSON ({error}): {arguments[:_SHOWN]}"
+    if not isinstance(arguments, Mapping):
+        return f"has arguments that are not a JSON object: {json.dumps(arguments)[:_SHOWN]}"
+    call_id = value.get("id")
+    return name.strip(), dict(arguments), call_id if isinstance(call_id, str) else ""
+
+
+def _mismatch(
+    functions: Mapping[str, Mapping[str, Any]], name: str, arguments: Mapping[str, Any]
+) -> str | None:
+    if name not in functions:
+        known = f"the tools are {', '.join(functions)}" if functions else "there are no tools"
+        return f"names the tool {name!r}, which does not exist; {known}"
+    try:
+        problem = argument_problem(functions[name].get("parameters"), arguments)
+    except Exception:  # an invalid schema, which is the tool's mistake and not the policy's
+        return None
+    return f"has arguments that {name} does not accept: {problem}" if problem else None

@@ -1,0 +1,256 @@
+"""Messages to token ids and back, without ever tokenizing sampled tokens again.
+
+The prompt of the next turn is the previous prompt, the sampled ids, and the ids of only what
+follows: the end of the turn and the new messages. ``template.py`` finds that text. See ``history``
+in :class:`ChatRenderer` for templates that rewrite earlier turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from jsonschema.exceptions import SchemaError
+
+from burnish.data.chat import check_rendering, encode_piece
+from burnish.data.messages import Message, as_messages
+from burnish.data.sources import DataError
+from burnish.episodes.formats import FORMATS, FormatName, response_template
+from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_problem
+from burnish.episodes.probing import call
+from burnish.episodes.template import ChatTemplate, RendererError, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+History = Literal["keep", "template"]
+"""keep: what was sampled stays in the prompt. template: every turn renders all messages again."""
+
+
+class ChatRenderer:
+    """Renders conversations with a tokenizer's chat template and extends prompts turn by turn.
+
+    ``history`` matters for templates that are not append-only: they render earlier turns
+    differently when more messages follow (Qwen3 drops earlier reasoning). ``keep`` leaves the
+    sampled tokens in the prompt; an episode is one training row. ``template`` renders all messages
+    for every turn, as the model card describes; every turn is a training row of its own, and
+    :meth:`bridge` cannot be used.
+
+    ``tool_format``: name of a format in ``formats.FORMATS`` or a response template of transformers.
+    None: the tokenizer's own ``response_template``, else the format in which the template renders
+    tool calls.
+
+    ``today``: date for templates that write one. It is fixed at creation, so that prompts of one
+    episode agree across midnight.
+
+    Not thread-safe: fast tokenizers are not re-entrant.
+
+    Raises RendererError if the template is not append-only and ``history`` is None (the message
+    contains the first difference), if the template cannot be extended at all, or if ``tool_format``
+    is unknown.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        history: History | None = None,
+        tool_format: FormatName | Mapping[str, Any] | None = None,
+        today: datetime | None = None,
+    ) -> None:
+        if history not in (None, *get_args(History)):
+            raise RendererError(
+                f"history is {history!r}; use keep (what was sampled stays in the prompt) or "
+                "template (every turn renders all messages again)"
+            )
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, today=today or datetime.now())
+        self.differences, self.rejected = self._template.probe()
+        """First difference of every probe conversation in which the template rewrites history, and
+        probe conversation -> why the template cannot render it."""
+        stop, closing = self._template.end_tokens()
+        self.stop_token_ids: frozenset[int] = stop
+        """Tokens that end a turn of the policy, at which sampling must stop."""
+        self._closing_ids = closing
+        self.history: History = "keep"
+        """How the next prompt is made. Always "keep" for append-only templates."""
+        if not self.append_only:
+            self.history = self._chosen(history)
+        self.reads_tool_calls = True
+        """Set if :meth:`parse` finds tool calls."""
+        self._parser = self._response_parser(tool_format)
+
+    @property
+    def append_only(self) -> bool:
+        """True if a bridged prompt has the text of a complete rendering, on all probe
+        conversations."""
+        return not self.differences
+
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
+        """Return the prompt ids of a conversation, with the generation prompt.
+
+        Raises RendererError if the template rejects or drops a message, if the last message is the
+        assistant's, or if there are tools whose calls could not be parsed.
+        """
+        try:
+            checked = as_messages(list(messages))
+            if checked[-1]["role"] == "assistant":
+                raise RendererError(
+                    "the conversation ends with an assistant message, so there is nothing to "
+                    "answer; end it with a user message or a tool result"
+                )
+            check_rendering(self._tokenizer, checked, list(tools) or None)
+            text = self._template.text(checked, tools, generate=True)
+        except DataError as error:
+            raise RendererError(f"the conversation cannot be rendered: {error}") from error
+        if tools and not self.reads_tool_calls:
+            raise RendererError(
+                "the environment offers tools, but the chat template writes tool calls in no known "
+                f"format, so calls could not be parsed. Set tool_format to {', '.join(FORMATS)} or "
+                "to a response template of transformers (tokenizer.response_template), and "
+                "describe that format in the system prompt if the template does not"
+            )
+        _check_tools(tools)
+        return tuple(encode_piece(self._tokenizer, text))
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Tools = (),
+    ) -> tuple[int, ...]:
+        """Return the next prompt: ``prompt_ids``, ``sampled_ids``, the rest of the closing tokens,
+        and the ids of ``new_messages`` with the generation prompt.
+
+        If ``sampled_ids`` was cut by the length limit, the closing tokens are part of what is
+        appended. Tool results without ``tool_call_id`` or ``name`` get those of the calls in
+        ``sampled_ids``, in order.
+
+        Raises RendererError with ``history: template``, if ``new_messages`` is empty or contains an
+        assistant message, or if the template cannot render it.
+        """
+        if self.history == "template":
+            raise RendererError(
+                "with history: template a prompt is not extended; render all messages instead, or "
+                "set history: keep"
+            )
+        try:
+            new = self._identified(new_messages, sampled_ids, tools, prompt_ids)
+            found = self._template.continuation(new, tools)
+        except DataError as error:
+            raise RendererError(f"the new messages cannot be rendered: {error}") from error
+        if not sampled_ids or sampled_ids[-1] not in self._closing_ids:
+            text = found.before_end + found.end + found.rest
+            return (*prompt_ids, *sampled_ids, *self._follow(text))
+        added = self._follow(found.end + found.rest)
+        if found.end or added[:1] == [sampled_ids[-1]]:
+            added = added[1:]  # the sampled end token
+        return (*prompt_ids, *sampled_ids, *added)
+
+    def parse(
+        self, sampled_ids: Sequence[int], tools: Tools = (), *, prompt_ids: Sequence[int] = ()
+    ) -> ParsedMessage:
+        """Return the assistant message in ``sampled_ids``. Raises nothing.
+
+        ``prompt_ids``: the prompt it answers. It makes ids of calls unique within the episode, and
+        the first token of a response decode as a continuation.
+        """
+        salt = repr((tuple(prompt_ids), tuple(sampled_ids))).encode()
+        text = self._decode(sampled_ids, prompt_ids)
+        return self._parser.parse(text, tools, salt=blake2b(salt).digest())
+
+    def _follow(self, text: str) -> list[int]:
+        return encode_piece(self._tokenizer, text, follows=True)
+
+    def _decode(self, sampled_ids: Sequence[int], prompt_ids: Sequence[int]) -> str:
+        """Return the text of a response without its end token, with other special tokens."""
+        ids = list(sampled_ids)
+        if ids and ids[-1] in self._closing_ids:
+            ids.pop()
+        before = list(prompt_ids)[-8:]
+        head, both = (str(self._tokenizer.decode(part)) for part in (before, before + ids))
+        return both[len(head) :] if both.startswith(head) else str(self._tokenizer.decode(ids))
+
+    def _identified(
+        self,
+        messages: Sequence[Message],
+        sampled: Sequence[int],
+        tools: Tools,
+        prompt: Sequence[int],
+    ) -> list[dict[str, Any]]:
+        """Return the messages, each tool result with the id and the name of its call."""
+        if not messages:
+            raise RendererError("there are no new messages, so there is nothing to answer")
+        found = as_messages(list(messages))
+        if any(message.get("role") == "assistant" for message in found):
+            raise RendererError(
+                "the new messages contain an assistant message, but only the policy writes those; "
+                "return user, system or tool messages"
+            )
+        results = [message for message in found if message.get("role") == "tool"]
+        if all(message.get("tool_call_id") and message.get("name") for message in results):
+            return found
+        calls = self.parse(sampled, tools, prompt_ids=prompt).message.get("tool_calls", [])
+        by_id = {made["id"]: made for made in calls}
+        for number, message in enumerate(results):
+            position = calls[number] if number < len(calls) else None
+            made = by_id.get(message.get("tool_call_id"), position)
+            if made is None:
+                made = call("tool", {}, f"call{number:05d}")
+            message["tool_call_id"] = message.get("tool_call_id") or made["id"]
+            message["name"] = message.get("name") or made["function"]["name"]
+        return found
+
+    def _chosen(self, history: History | None) -> History:
+        if history is None:
+            raise RendererError(
+                "the chat template renders earlier turns differently when more messages follow: "
+                f"{self.differences[0]}. Choose how episodes of several turns are made: history: "
+                "keep (what was sampled stays in the prompt; one training row per episode) or "
+                "history: template (every turn renders all messages again, as the model card "
+                "describes; one training row per turn)"
+            )
+        return history
+
+    def _response_parser(self, tool_format: str | Mapping[str, Any] | None) -> ResponseParser:
+        opened = self._template.generation_prompt
+        own = vars(self._tokenizer).get("response_template")
+        if tool_format is None and isinstance(own, Mapping):
+            tool_format = own
+        if isinstance(tool_format, Mapping):
+            return ResponseParser(self._tokenizer, tool_format, prefix=opened)
+        if tool_format is not None and tool_format not in FORMATS:
+            raise RendererError(
+                f"tool_format is {tool_format!r}; known are {', '.join(FORMATS)}, or give a "
+                "response template of transformers"
+            )
+        name = tool_format or self._template.call_format()
+        self.reads_tool_calls = name is not None
+        reasoning = None if name == "harmony" else self._template.reasoning_markers()
+        anchor = opened.partition(reasoning[0])[0] if reasoning else opened
+        found = FORMATS[name] if name else None
+        template = response_template(found, reasoning=reasoning, anchor=anchor)
+        return ResponseParser(self._tokenizer, template, tool_format=found, prefix=opened)
+
+
+def _check_tools(tools: Tools) -> None:
+    """Raise RendererError if a tool has no name or its parameters are no JSON schema."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str):
+            raise RendererError(
+                f"a tool has no name: {str(tool)[:60]}; describe a tool as "
+                '{"type": "function", "function": {"name": ..., "description": ..., '
+                '"parameters": JSON schema}}'
+            )
+        try:
+            argument_problem(function.get("parameters"), {})
+        except (SchemaError, TypeError, ValueError) as error:
+            raise RendererError(
+                f"the parameters of the tool {name!r} are not a JSON schema: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error

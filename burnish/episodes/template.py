@@ -1,0 +1,308 @@
+"""A chat template as text: what it writes between a turn and the next response.
+
+A short conversation with a placeholder answer is rendered, and the text after the placeholder is
+what follows a turn. No code depends on a model family.
+
+Reading order: ChatTemplate.continuation, ChatTemplate.probe.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from burnish.data.chat import check_rendering, render_text
+from burnish.data.messages import Message
+from burnish.data.sources import DataError
+from burnish.episodes.formats import format_of
+from burnish.episodes.probing import CONVERSATIONS, TOOLS, Conversation, assistant, call, user
+from burnish.errors import BurnishError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[Mapping[str, Any]]
+_MARK = "qzanswerzq"
+_SHOWN, _BEFORE = 60, 20  # characters of a text shown after and before a difference
+
+
+class RendererError(BurnishError, ValueError):
+    """A chat template cannot be used for episodes, or a message cannot be rendered. The message
+    contains the reason and the fix."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference between bridged prompts and a complete rendering."""
+
+    conversation: str
+    """Name of the conversation in ``probing.CONVERSATIONS``."""
+    position: int
+    """Character at which the texts differ."""
+    bridged: str
+    """Text of the previous prompt, the turn and its continuation, around ``position``."""
+    rendered: str
+    """Text of the complete rendering, around ``position``."""
+
+    def __str__(self) -> str:
+        return (
+            f"in the conversation {self.conversation!r}, at character {self.position}, the prompt "
+            f"is {self.bridged!r} if earlier turns are kept as they were, and "
+            f"{self.rendered!r} if all messages are rendered again"
+        )
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Text between a turn and the next response, in three parts. ChatML: "", "<|im_end|>",
+    "\\n<|im_start|>user\\n...". ``end`` is empty if the template writes no end token."""
+
+    before_end: str
+    end: str
+    rest: str
+
+
+class ChatTemplate:
+    """Text of conversations, rendered with a tokenizer's chat template.
+
+    ``today``: date for templates that write one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, today: datetime) -> None:
+        self._tokenizer = tokenizer
+        self._today = today
+        self._special = _special_tokens(tokenizer)
+        self._json_arguments = self._wants_json_arguments()
+
+    def text(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> str:
+        """Return the text of a conversation, with the generation prompt if ``generate``. Raises
+        DataError if the template rejects it."""
+        return render_text(
+            self._tokenizer,
+            _with_json_arguments(messages) if self._json_arguments else messages,
+            add_generation_prompt=generate,
+            tools=list(tools) or None,
+            today=self._today,
+        )
+
+    def _wants_json_arguments(self) -> bool:
+        """Return whether the template rejects arguments as a mapping and takes JSON text (DeepSeek
+        V3)."""
+        made = assistant("", tool_calls=[call("look_up", {"key": _MARK}, "probe0000")])
+        for self._json_arguments in (False, True):
+            try:
+                self.text([user("Go."), made], TOOLS, generate=False)
+            except DataError:
+                continue
+            return self._json_arguments
+        return False
+
+    def continuation(self, new: Sequence[Message], tools: Tools) -> Continuation:
+        """Return the text that the template writes between a turn and the answer to ``new``.
+
+        Raises RendererError if the placeholder answer is not in the rendering, DataError if the
+        template rejects the messages.
+        """
+        text = repr(new)
+        mark = next(m for m in (_MARK + "z" * i for i in range(len(text) + 1)) if m not in text)
+        results = _leading_results(new)
+        with_call = _placeholder(mark, results)
+        check_rendering(self._tokenizer, [user("Go."), with_call, *new], list(tools) or None)
+        for answer in (with_call, {**with_call, "content": mark}) if results else (with_call,):
+            head = self.text([user("Go."), answer], tools, generate=False)
+            full = self.text([user("Go."), answer, *new], tools, generate=True)
+            if 0 < head.count(mark) < len(results):
+                raise RendererError(
+                    f"the chat template renders {head.count(mark)} of the {len(results)} tool "
+                    "calls of a turn, so a result would belong to another call. Run one call per "
+                    "turn"
+                )
+            if mark in head and mark in full:
+                after_head, after_full = head.rpartition(mark)[2], full.rpartition(mark)[2]
+                return self._split(after_head, after_full, is_call=bool(results))
+        raise RendererError(
+            "the chat template does not render the assistant's earlier turns (a placeholder answer "
+            "is missing from the text), so a conversation cannot be extended. Set "
+            "model.chat_template to one that renders all messages"
+        )
+
+    def _split(self, after_head: str, after_full: str, *, is_call: bool) -> Continuation:
+        """Split the text after an answer at its end token.
+
+        ``after_head``: the text if the conversation ends there. ``after_full``: the text if the new
+        messages follow. After a tool call both begin with the rest of the call.
+        """
+        ends = list(self._special.finditer(after_head))
+        if after_full.startswith(after_head):
+            if not ends:
+                return Continuation("", "", after_full[len(after_head) * is_call :])
+            begin, end = ends[-1].span()
+            before = "" if is_call else after_full[:begin]
+            return Continuation(before, after_full[begin:end], after_full[end:])
+        # The last turn ends differently (gpt-oss: <|return|> instead of <|end|>).
+        found = self._special.search(after_full)
+        if found is None or is_call:
+            raise RendererError(
+                "the chat template writes the end of a turn as "
+                f"{after_head[-_SHOWN:]!r} if it is the last and as {after_full[:_SHOWN]!r} if "
+                "more follow, so the end of the turn cannot be located and a conversation cannot "
+                "be extended. Set model.chat_template to one that only appends"
+            )
+        begin, end = found.span()
+        return Continuation(after_full[:begin], found[0], after_full[end:])
+
+    def probe(self) -> tuple[tuple[Difference, ...], dict[str, str]]:
+        """Compare bridged texts with complete renderings of the probe conversations.
+
+        Return (first differences, conversation -> why the template cannot render or extend it).
+        Raises RendererError if no probe conversation can be extended.
+        """
+        found = []
+        rejected: dict[str, str] = {}
+        for conversation in CONVERSATIONS:
+            try:
+                difference = self._difference(conversation)
+            except (DataError, RendererError) as error:
+                rejected[conversation.name] = str(error)
+                continue
+            if difference is not None:
+                found.append(difference)
+        if len(rejected) == len(CONVERSATIONS):
+            raise RendererError(
+                "the chat template cannot extend any conversation, so episodes of several turns "
+                f"are impossible. {next(iter(rejected.values()))}"
+            )
+        return tuple(found), rejected
+
+    def _difference(self, conversation: Conversation) -> Difference | None:
+        """Return the first difference in one conversation, or None. Raises as ``_continuation``."""
+        messages, tools = conversation.messages, conversation.tools
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for turn, following in zip(turns, [*turns[1:], len(messages)], strict=True):
+            prompt = self.text(messages[:turn], tools, generate=True)
+            head = self.text(messages[: turn + 1], tools, generate=False)
+            full = self.text(messages[:following], tools, generate=True)
+            new = self.continuation(list(messages[turn + 1 : following]), tools)
+            bridged = prompt + self._sampled(head[len(prompt) :], new) + new.rest
+            if not head.startswith(prompt):  # the generation prompt has text that history lacks
+                bridged = prompt
+            at = _first_difference(bridged, full)
+            if at is not None:
+                shown = slice(max(0, at - _BEFORE), at + _SHOWN)
+                return Difference(conversation.name, at, bridged[shown], full[shown])
+        return None
+
+    def _sampled(self, turn: str, following: Continuation) -> str:
+        """Return the part of a last turn that the policy samples: up to its end token."""
+        if not following.end:  # the next message's first token ends the turn (GLM), or EOS does
+            glm = self._special.match(following.rest)
+            return turn if glm else turn.rstrip() + str(self._tokenizer.eos_token)
+        before, found, behind = turn.rpartition(following.end)
+        if found and not self._special.sub("", behind).strip():
+            return before + found
+        ends = list(self._special.finditer(turn))  # the last turn has an end token of its own
+        return turn[: ends[-1].end()] if ends else turn
+
+    def end_tokens(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return (tokens that end a turn if it is the last, those and the tokens that end a turn if
+        a user message or a tool result follows)."""
+        stop: set[str] = set()
+        close: set[str] = set()
+        result = {"role": "tool", "tool_call_id": "probe0000", "name": "look_up", "content": "1"}
+        for new in ([user("Go on.")], [result]):
+            try:
+                continuation = self.continuation(new, TOOLS)
+                answer = _placeholder(_MARK, _leading_results(new))
+                head = self.text([user("Go."), answer], TOOLS, generate=False)
+            except (DataError, RendererError):
+                continue
+            stop |= set(self._special.findall(head.rpartition(_MARK)[2])[-1:])
+            close |= {continuation.end} - {""}
+            first = self._special.match(continuation.rest)
+            if not continuation.end and first:  # the next message's first token ends the turn (GLM)
+                stop.add(first[0])
+        stop_ids, close_ids = (
+            {int(str(self._tokenizer.convert_tokens_to_ids(token))) for token in tokens}
+            for tokens in (stop or {str(self._tokenizer.eos_token or "")} - {""}, close)
+        )
+        return frozenset(stop_ids), frozenset(stop_ids | close_ids)
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """Text that the template writes at the end of a prompt."""
+        without = self.text([user("Go.")], (), generate=False)
+        with_prompt = self.text([user("Go.")], (), generate=True)
+        return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
+
+    def _turn(self, answer: Message, tools: Tools) -> str:
+        """Return the text of a last turn, without the prompt."""
+        question = [user("Go.")]
+        prompt = self.text(question, tools, generate=False)
+        text = self.text([*question, answer], tools, generate=False)
+        return text.removeprefix(prompt).removeprefix(self.generation_prompt)
+
+    def call_format(self) -> str | None:
+        """Return the name of the format in which tool calls are rendered, if it is known."""
+        answer = assistant("", tool_calls=[call("look_up", {"key": _MARK}, "probe0000")])
+        try:
+            turn = self._turn(answer, TOOLS)
+        except DataError:
+            return None
+        return format_of(turn) if _MARK in turn else None
+
+    def reasoning_markers(self) -> tuple[str, str] | None:
+        """Return the texts before and after reasoning, if the template mentions them."""
+        templates = self._tokenizer.chat_template
+        source = str(templates) + self.generation_prompt
+        for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
+            if end in source:
+                return begin, end
+        return None
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern that matches the tokenizer's special tokens, longest first."""
+    added = tokenizer.added_tokens_decoder.values()
+    texts = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    ordered = sorted(texts - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the arguments of tool calls as JSON text."""
+    return [
+        {**m, "tool_calls": [_with_json(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in messages
+    ]
+
+
+def _with_json(made: Mapping[str, Any]) -> dict[str, Any]:
+    function = made["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**made, "function": {**function, "arguments": arguments}}
+
+
+def _leading_results(messages: Sequence[Message]) -> list[Message]:
+    end = next((i for i, m in enumerate(messages) if m.get("role") != "tool"), len(messages))
+    return list(messages[:end])
+
+
+def _placeholder(mark: str, results: Sequence[Message]) -> dict[str, Any]:
+    """Return an answer with the text ``mark`` at its end: in the arguments of the calls that
+    ``results`` belong to, else as the content."""
+    if not results:
+        return assistant(mark)
+    calls = [call(r["name"], {"key": mark}, r["tool_call_id"]) for r in results]
+    return assistant("", tool_calls=calls)
+
+
+def _first_difference(one: str, other: str) -> int | None:
+    if one == other:
+        return None
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,287 @@
+"""Responses become messages; malformed calls become words for the policy, and never an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from chat_families import FAMILIES, chat_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burnish.episodes.formats import FORMATS, format_of, response_template
+from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_problem
+from burnish.episodes.probing import TOOLS, assistant, call, user
+from burnish.episodes.renderer import ChatRenderer, RendererError
+
+RENDERERS = {
+    family: (ChatRenderer(tokenizer, history="keep"), tokenizer)
+    for family in FAMILIES
+    for tokenizer in [chat_tokenizer(family)]
+}
+
+
+def parsed(family: str, text: str, tools: Any = TOOLS) -> ParsedMessage:
+    renderer, tokenizer = RENDERERS[family]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt = renderer.render([user("How many?")], TOOLS)
+    return renderer.parse(ids, tools, prompt_ids=prompt)
+
+
+def functions(found: ParsedMessage) -> list[tuple[str, Mapping[str, Any]]]:
+    calls = found.message.get("tool_calls", [])
+    return [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+
+
+LOOK_UP = ("look_up", {"key": "a b", "limit": 2})
+WELL_FORMED = {
+    "chatml": '<tool_call>\n{"name": "look_up", "arguments": {"key": "a b", "limit": 2}}\n'
+    "</tool_call><|im_end|>",
+    "llama3": '{"name": "look_up", "parameters": {"key": "a b", "limit": 2}}<|eot_id|>',
+    "mistral": '[TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a b", "limit": 2}}]</s>',
+    "xml": "<tool_call>\n<function=look_up>\n<parameter=key>\na b\n</parameter>\n"
+    "<parameter=limit>\n2\n</parameter>\n</function>\n</tool_call><|im_end|>",
+    "harmony": "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
+    '{"key": "a b", "limit": 2}<|call|>',
+}
+
+
+@pytest.mark.parametrize("family", WELL_FORMED)
+def test_a_call_is_read(family: str) -> None:
+    found = parsed(family, WELL_FORMED[family])
+    assert found.problem is None
+    assert functions(found) == [LOOK_UP]
+    assert found.message["content"] == ""
+    made = found.message["tool_calls"][0]
+    assert made["type"] == "function" and len(made["id"]) == 9 and made["id"].isalnum()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_template_renders_is_read_back(family: str) -> None:
+    renderer, _ = RENDERERS[family]
+    message = assistant("", tool_calls=[call("look_up", {"key": "x\ny"}, "probe0000")])
+    for answer, calls in ((message, [("look_up", {"key": "x\ny"})]), (assistant("Done."), [])):
+        prompt = renderer._template.text([user("Go.")], TOOLS, generate=True)
+        text = renderer._template.text([user("Go."), answer], TOOLS, generate=False)
+        assert text.startswith(prompt)
+        found = parsed(family, text[len(prompt) :].rstrip("\n"))
+        assert functions(found) == calls and found.problem is None
+        assert found.message["content"] == answer["content"]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "reasoning", "content"),
+    [
+        ("chatml", "<think>\nTwo.\n</think>\n\n4<|im_end|>", "Two.", "4"),
+        ("chatml", "<think>\nTwo and", "Two and", ""),
+        ("chatml", "2 < 3 and 3 > 2<|im_end|>", None, "2 < 3 and 3 > 2"),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>4<|return|>",
+            "Two.",
+            "4",
+        ),
+        ("harmony", "no channel", None, "no channel"),
+        ("mistral", " Hello.</s>", None, "Hello."),
+    ],
+)
+def test_reasoning_and_content(family: str, text: str, reasoning: str | None, content: str) -> None:
+    found = parsed(family, text)
+    assert found.problem is None
+    assert found.message.get("reasoning_content") == reasoning
+    assert found.message["content"] == content
+
+
+def test_text_around_calls_is_content_and_calls_keep_their_order() -> None:
+    one, two = (
+        f'<tool_call>\n{{"name": "{name}", "arguments": {{"key": "a"}}}}\n</tool_call>'
+        for name in ("look_up", "measure")
+    )
+    found = parsed("chatml", f"First.\n{one}\nThen.\n{two}<|im_end|>")
+    assert [name for name, _ in functions(found)] == ["look_up", "measure"]
+    assert found.message["content"].split() == ["First.", "Then."]
+    first, second = found.message["tool_calls"]
+    assert first["id"] != second["id"]
+
+
+def test_reasoning_that_the_prompt_opens_is_recognized() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer, history="keep")
+    ids = tokenizer("Two.\n</think>\n\n4<|im_end|>")["input_ids"]
+    found = renderer.parse(ids)
+    assert found.message == assistant("4", reasoning_content="Two.")
+
+
+def test_ids_of_calls_depend_on_the_prompt_and_repeat() -> None:
+    renderer, tokenizer = RENDERERS["chatml"]
+    ids = tokenizer(WELL_FORMED["chatml"])["input_ids"]
+    one, again, other = (
+        renderer.parse(ids, TOOLS, prompt_ids=prompt).message["tool_calls"][0]["id"]
+        for prompt in ([1], [1], [2])
+    )
+    assert one == again != other
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "problem"),
+    [
+        ("chatml", '<tool_call>\n{"name": "look_up", "argum\n</tool_call>', "is not valid JSON"),
+        ("chatml", "<tool_call>\n[3]\n</tool_call>", "is not a JSON object: 3"),
+        ("chatml", '<tool_call>\n{"arguments": {}}\n</tool_call>', 'has no "name"'),
+        (
+            "chatml",
+            '<tool_call>\n{"name": "look_up", "arguments": [1]}\n</tool_call>',
+            "arguments that are not a JSON object: [1]",
+        ),
+        (
+            "chatml",
+            '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>',
+            "names the tool 'lookup', which does not exist; the tools are look_up, measure",
+        ),
+        (
+            "chatml",
+            '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>',
+            "arguments that look_up does not accept: 'key' is a required property",
+        ),
+        (
+            "chatml",
+            '<tool_call>{"name": "look_up", "arguments": {"key": "a", "limit": "b"}}</tool_call>',
+            "arguments that look_up does not accept: limit: 'b' is not of type 'integer'",
+        ),
+        (
+            "chatml",
+            '<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}',
+            "not closed by '</tool_call>'",
+        ),
+        ("llama3", '{"name": "look_up", "parameters": {"key": ', "is not valid JSON"),
+        ("mistral", "[TOOL_CALLS][{", "is not valid JSON"),
+        ("xml", "<tool_call>\n<function=look_up\n</tool_call>", "not followed by a well-formed"),
+        (
+            "xml",
+            "<tool_call>\n<function=look_up>\n<parameter=key>\nab\n",
+            "not closed by '</function>'",
+        ),
+        (
+            "harmony",
+            "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{]<|call|>",
+            "arguments that are not valid JSON",
+        ),
+    ],
+)
+def test_a_malformed_call_is_described(family: str, text: str, problem: str) -> None:
+    found = parsed(family, text)
+    assert found.problem is not None and problem in found.problem
+    example = FORMATS[{"chatml": "hermes", "llama3": "llama3_json"}.get(family, family)].example
+    assert found.problem.endswith(f"\nWrite a tool call as:\n{example}")
+
+
+def test_the_second_of_two_calls_is_named() -> None:
+    good = '<tool_call>\n{"name": "measure", "arguments": {"key": "a"}}\n</tool_call>'
+    found = parsed("chatml", good + "\n<tool_call>\n{]\n</tool_call>")
+    assert found.problem is not None and found.problem.startswith("tool call 2 is not valid JSON")
+    assert functions(found) == [("measure", {"key": "a"})]
+
+
+def test_without_tools_every_call_is_a_problem() -> None:
+    found = parsed("chatml", WELL_FORMED["chatml"], tools=())
+    assert found.problem is not None and "does not exist; there are no tools" in found.problem
+
+
+def test_values_in_xml_have_the_types_of_the_schema() -> None:
+    text = WELL_FORMED["xml"].replace("a b", "  7")
+    assert functions(parsed("xml", text)) == [("look_up", {"key": "  7", "limit": 2})]
+
+
+def test_newer_mistral_calls_have_names_before_their_arguments() -> None:
+    tokenizer = chat_tokenizer("mistral")
+    renderer = ChatRenderer(tokenizer, history="keep", tool_format="mistral_args")
+    for text, call_id in (
+        ('[TOOL_CALLS]look_up[ARGS]{"key": "a"}', None),
+        ('[TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{"key": "a"}', "abcdefghi"),
+    ):
+        found = renderer.parse(tokenizer(text + "</s>")["input_ids"], TOOLS)
+        assert functions(found) == [("look_up", {"key": "a"})] and found.problem is None
+        assert call_id in (None, found.message["tool_calls"][0]["id"])
+    two = '[TOOL_CALLS]look_up[ARGS]{"key": "a"}[TOOL_CALLS]measure[ARGS]{"key": "b"}'
+    found = renderer.parse(tokenizer(two)["input_ids"], TOOLS)
+    assert functions(found) == [("look_up", {"key": "a"}), ("measure", {"key": "b"})]
+
+
+def test_the_tokenizers_own_response_template_comes_first() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "defaults": {"role": "assistant"},
+        "fields": {
+            "tool_calls": {
+                "open": "CALL ",
+                "close": ";",
+                "repeats": True,
+                "content": "json",
+                "transform": {"function": {"name": "{content.name}", "arguments": "{content}"}},
+            },
+            "content": {},
+        },
+    }
+    renderer = ChatRenderer(tokenizer)
+    found = renderer.parse(tokenizer('CALL {"name": "look_up", "key": "a"};')["input_ids"], TOOLS)
+    assert functions(found) == [("look_up", {"name": "look_up", "key": "a"})]
+    broken = renderer.parse(tokenizer("CALL {;")["input_ids"], TOOLS)
+    assert broken.message == assistant("CALL {;")
+    assert broken.problem is not None and broken.problem.startswith("the tool call is malformed")
+
+
+def test_an_unknown_format_is_an_error() -> None:
+    with pytest.raises(RendererError, match="tool_format is 'yaml'; known are hermes"):
+        ChatRenderer(chat_tokenizer("chatml"), tool_format="yaml")  # type: ignore[arg-type]
+
+
+def test_nullable_arguments_may_be_null() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "nullable": True}}}
+    assert argument_problem(schema, {"n": None}) is None
+    assert argument_problem(schema, {"n": 1}) is None
+    assert argument_problem(schema, {"n": "a"}) is not None
+
+
+def test_formats_are_told_apart_by_their_markers() -> None:
+    for family, text in WELL_FORMED.items():
+        expected = {"chatml": "hermes", "llama3": "llama3_json"}.get(family, family)
+        assert format_of(text) == expected
+    assert format_of("The answer is 4.") is None
+
+
+MARKS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<function=look_up>", "</function>", "<parameter=key>"),
+        *(
+            "</parameter>",
+            "<think>",
+            "</think>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "<arg_key>",
+            "</arg_key>",
+        ),
+        *("<|channel|>", "analysis", "final", "commentary", " to=functions.look_up", "<|message|>"),
+        *("<|end|>", "<|start|>assistant", "<|call|>", "{", "}", "[", "]", '"name": ', '"look_up"'),
+        *('"arguments"', ":", ",", "1", "null", "\x00", "\ud800", "ä", "\n", " "),
+    ]
+)
+
+
+@given(pieces=st.lists(MARKS | st.text(max_size=5), max_size=20), name=st.sampled_from([*FORMATS]))
+def test_no_response_raises(pieces: list[str], name: str) -> None:
+    template = response_template(
+        FORMATS[name], reasoning=None if name == "harmony" else ("<think>", "</think>"), anchor=""
+    )
+    _, tokenizer = RENDERERS["chatml"]
+    parser = ResponseParser(tokenizer, template, tool_format=FORMATS[name])
+    found = parser.parse("".join(pieces), TOOLS)
+    assert found.message["role"] == "assistant"
+    assert isinstance(found.message["content"], str)
+    assert found.problem is None or found.problem

@@ -30,6 +30,7 @@ from burnish.models.tensor_files import TensorFiles, TensorShard, tensor_sets
 from burnish.train.base import StepStats
 from burnish.train.loss_scaler import LossScaleFloorError, LossScaler, make_loss_scaler
 from burnish.train.process_group import SINGLE, RankGroup
+from burnish.train.state import check_names
 from burnish.train.tensor_parallel import TensorParallelPlan
 
 
@@ -337,17 +338,7 @@ class Optimizer:
         """Restore the output of :meth:`tensors`; read only this rank's rows. Raises ValueError if
         names or shapes differ from this model's."""
         have = kinds["master"]
-        if set(have) != set(self.names):
-            odd = sorted(set(have) ^ set(self.names))[:3]
-            raise ValueError(
-                f"the checkpoint is of another model: parameters differ, e.g. {', '.join(odd)}"
-            )
-        for name, shape in self.shapes.items():
-            if have.shape(name) != shape:
-                raise ValueError(
-                    f"the checkpoint is of another model: {name} is {list(have.shape(name))} there "
-                    f"and {list(shape)} here"
-                )
+        check_names(have, self.shapes)
         self.adamw.state.clear()  # a checkpoint of step 0 has no moments
         for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
             master.copy_(self._own(have, name))

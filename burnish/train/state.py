@@ -2,10 +2,10 @@
 
 Files: ``master``, ``exp_avg``, ``exp_avg_sq``, ``step`` and optionally ``ema`` ``.safetensors`` by
 parameter name, ``buffer.safetensors`` (persistent buffers, in their own dtypes), ``engine.json``
-and ``hf/``. All engines write the files of :class:`burnish.train.torch.TorchTrainEngine`, so a run
-may change its engine, its ZeRO stage and its number of ranks. Exception: several FSDP2 or
-tensor-parallel ranks each write their own files (``master-00001-of-00002.safetensors`` ...), which
-:meth:`ShardedState.load` (DeepSpeed) does not read.
+and ``hf/``. Several FSDP2 or tensor-parallel ranks each write their own files
+(``master-00001-of-00002.safetensors`` ...). All engines read both forms with
+:func:`burnish.models.tensor_files.tensor_sets`, so a run may change its engine, its ZeRO stage and
+its number of ranks.
 
 :class:`Shards` maps each rank to the entries of each parameter that it holds. :class:`ShardedState`
 saves and loads the tensors of engines with flat shards, one parameter at a time. The second half of
@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig
 from burnish.models.buffers import BUFFERS
+from burnish.models.tensor_files import TensorFiles, tensor_sets
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 
@@ -64,6 +65,18 @@ class Shard:
     def slice_of(self, full: Tensor) -> Tensor:
         """Return the [count] entries of this shard in a full parameter."""
         return full.reshape(-1)[self.start : self.start + self.count]
+
+    def read(self, files: TensorFiles) -> Tensor:
+        """Return the [count] entries of this shard in a checkpoint.
+
+        Only the rows that contain them are read.
+        """
+        if not self.count:
+            return torch.empty(0)
+        row = self.numel // (self.shape[0] if self.shape else 1)  # entries per row
+        begin, end = self.start // row, -(-(self.start + self.count) // row)
+        read = files.read(self.name, (begin, end)).reshape(-1)
+        return read[self.start - begin * row :][: self.count]
 
 
 class Shards:
@@ -187,24 +200,24 @@ class ShardedState:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint that :meth:`save` wrote with any number of ranks. Every rank reads
-        its own shards. Raises ValueError if the checkpoint is of another model."""
-        master = folder / "master.safetensors"
-        check_names(master, [(s.name, s.shape) for s in self.shards.all])
-        read_into(master, self.shards, lambda flat: flat)
+        """Restore a checkpoint of any engine, saved with any number of ranks. Every rank reads its
+        own shards. Raises ValueError, with nothing changed, if the checkpoint is of another model
+        or has parameters with different numbers of updates."""
+        kinds, shards = tensor_sets(folder), self.shards
+        master = kinds["master"]
+        check_names(master, {shard.name: shard.shape for shard in shards.all})
+        updates = _num_updates(folder, kinds)
+        read_into(master, shards, lambda flat: flat)
         self.adam.clear()  # a checkpoint of step 0 has no moments
-        if (folder / "step.safetensors").is_file():
-            updates = read_step(folder / "step.safetensors")
-            for flat in self.shards.flats:
+        if updates is not None:
+            for flat in shards.flats:
                 moments = {name: torch.zeros_like(flat) for name in MOMENTS}
                 step = torch.tensor(updates, dtype=torch.float32, device=flat.device)
                 self.adam[flat] = {"step": step, **moments}
             for name in MOMENTS:
-                read_into(folder / f"{name}.safetensors", self.shards, partial(self._moment, name))
+                read_into(kinds[name], shards, partial(self._moment, name))
         if self.ema:  # an EMA enabled after that save starts from these weights
-            ema = folder / "ema.safetensors"
-            source = ema if ema.is_file() else master
-            read_into(source, self.shards, lambda flat: self.ema[id(flat)])
+            read_into(kinds.get("ema", master), shards, lambda flat: self.ema[id(flat)])
 
 
 def write_tensors(
@@ -226,48 +239,45 @@ def write_tensors(
             file.write(tensor.detach().float().contiguous().numpy().tobytes())
 
 
-def check_names(path: Path, wanted: Sequence[tuple[str, Shape]]) -> None:
-    """Raise ValueError if names or shapes in the file differ from the ``wanted`` ones."""
-    with safe_open(path, framework="pt") as file:
-        have = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    names = dict(wanted)
-    if odd := sorted(set(have) ^ set(names))[:3]:
+def check_names(files: TensorFiles, wanted: Mapping[str, Shape]) -> None:
+    """Raise ValueError if names or shapes in a checkpoint differ from the ``wanted`` ones."""
+    if odd := sorted(set(files) ^ set(wanted))[:3]:
         raise ValueError(
             f"the checkpoint is of another model: parameters differ, e.g. {', '.join(odd)}"
         )
-    for name, shape in wanted:
-        if have[name] != shape:
+    for name, shape in wanted.items():
+        if files.shape(name) != shape:
             raise ValueError(
-                f"the checkpoint is of another model: {name} is {list(have[name])} there and "
-                f"{list(shape)} here"
+                f"the checkpoint is of another model: {name} is {list(files.shape(name))} there "
+                f"and {list(shape)} here"
             )
 
 
-def read_into(path: Path, shards: Shards, pick: Callable[[Tensor], Tensor]) -> None:
-    """Read this rank's shards from a file, one tensor at a time.
+def read_into(files: TensorFiles, shards: Shards, pick: Callable[[Tensor], Tensor]) -> None:
+    """Read this rank's shards from a checkpoint, one tensor at a time.
 
     ``pick`` maps a flat master to the tensor to fill: the master itself, or a moment in the same
     layout.
     """
-    with safe_open(path, framework="pt") as file:
-        for shard in shards.all:
-            if shard.flat is not None:
-                shard.of(pick(shard.flat)).copy_(shard.slice_of(file.get_tensor(shard.name)))
+    for shard in shards.all:
+        if shard.flat is not None:
+            shard.of(pick(shard.flat)).copy_(shard.read(files))
 
 
-def read_step(path: Path) -> float:
-    """Return the number of Adam updates from a file with one count per parameter.
+def _num_updates(folder: Path, kinds: Mapping[str, TensorFiles]) -> float | None:
+    """Return the number of Adam updates of a checkpoint; None before the first.
 
-    Raises ValueError if the counts differ: flat shards have a single count.
+    Raises ValueError if parameters differ in it: flat shards have a single count.
     """
-    with safe_open(path, framework="pt") as file:
-        steps = {float(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    if len(steps) > 1:
+    counted = kinds.get("step", ())
+    counts = {float(kinds["step"].read(n)) if n in counted else 0.0 for n in kinds["master"]}
+    if len(counts) > 1:
         raise ValueError(
-            f"{path} has parameters with different numbers of updates ({min(steps):g} to "
-            f"{max(steps):g}), and DeepSpeed counts one for all; go on with train.engine.kind=torch"
+            f"{folder} has parameters with different numbers of updates ({min(counts):g} to "
+            f"{max(counts):g}), e.g. because no batch reached an expert, and DeepSpeed counts one "
+            "for all; resume with train.engine.kind=torch"
         )
-    return steps.pop()
+    return counts.pop() or None
 
 
 class Described(Protocol):

@@ -271,11 +271,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Read this rank's shards of a checkpoint that has one file per set of tensors.
-
-        Checkpoints of several FSDP2 or tensor-parallel ranks have several files and cannot be
-        read.
-        """
+        """Read this rank's shards of a checkpoint of any engine."""
         self.state.load(folder)
         publish(self._engine.optimizer, stage=self._stage)
         self._ranks.any(False)  # no rank trains while another still reads

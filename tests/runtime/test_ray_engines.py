@@ -51,15 +51,15 @@ def lines_of(config: JobConfig, reward: Any = None, **more: Any) -> Lines:
 def test_grpo_gives_the_numbers_of_one_process_while_the_engine_changes_with_every_step(
     rl: MakeConfig, reward: Any, evaluation: list[str], compare: Compare
 ) -> None:
-    """Each engine takes a step on two ranks and saves, and the next resumes from that: FSDP2, one
-    rank of torch, ZeRO 1, 2 and 3, and FSDP2 again."""
+    """Each engine takes a step on two ranks and saves, and the next resumes from that: FSDP2, ZeRO
+    1, 2 and 3, one rank of torch, and FSDP2 again."""
     common = ["algorithm.kl.init_kl_coef=0.1", *evaluation, "train.lr=1e-2"]
     one = lines_of(rl(*common, "max_steps=6", f"run_dir={rl().run_dir}-one"), reward)
     two_ranks = [*RAY, "cluster.reference_ranks=1"]
     turns = [[*two_ranks, *SHARDED[name]] for name in ("zero-1", "zero-2", "zero-3", "fsdp2")]
     first = rl(*common, *two_ranks, *SHARDED["fsdp2"], "max_steps=1")
     run_dir = burnish.run(first, rewards=reward).run_dir
-    for step, turn in enumerate([[], *turns], start=2):
+    for step, turn in enumerate([*turns[:3], [], turns[3]], start=2):
         config = rl(*common, *turn, f"max_steps={step}")
         lines = lines_of(config, reward, resume=run_dir)
     compare(one, lines)

@@ -13,9 +13,8 @@ import json
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,201 +22,42 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
+from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.train import TrainConfig
 from burnish.models.load import check_support, load_causal_lm
-from burnish.models.value_head import load_scalar_model
-from burnish.train.base import Loss, NonFiniteError, Outputs, TrainEngine
+from burnish.train.base import Loss, NonFiniteError
 from burnish.train.deepspeed import DeepSpeedTrainEngine
-from burnish.train.engine import FrozenBase
-from burnish.train.engines import loading
+from burnish.train.engines import loading, make_engine
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.train.torch import TorchTrainEngine
-from burnish.types import Batch, Stats
 
 _SPEC = importlib.util.spec_from_file_location(
-    "accumulation", Path(__file__).with_name("test_accumulation.py")
+    "deepspeed_cases", Path(__file__).with_name("deepspeed_cases.py")
 )
 assert _SPEC is not None and _SPEC.loader is not None
-accumulation: Any = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(accumulation)
-
-TIED = ModelConfig(scratch=ScratchConfig(hidden_size=32))
-UNTIED = ModelConfig(scratch=ScratchConfig(hidden_size=32, tie_word_embeddings=False))
-ADAPTED = ModelConfig(
-    scratch=ScratchConfig(hidden_size=32), lora=LoraConfig(lora_rank=4, lora_alpha=8)
+cases: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["deepspeed_cases"] = cases  # its dataclasses look their module up
+_SPEC.loader.exec_module(cases)
+UNTIED, ADAPTED, HALF, Case, CASES, HALF_CASES = (
+    cases.UNTIED,
+    cases.ADAPTED,
+    cases.HALF,
+    cases.Case,
+    cases.CASES,
+    cases.HALF_CASES,
 )
-GROUPS = [(5, [3, 7, 1]), (3, [11]), (9, [2, 2, 8, 5]), (2, [25, 1])]
-"""Prompt tokens, and response tokens of each row: 10 rows of 3 to 27 tokens."""
-STEPS = 5
-HALF = {
-    "bf16": PrecisionConfig(dtype="bf16"),
-    "fp16": PrecisionConfig(dtype="fp16", initial_scale_power=8),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One short training run."""
-
-    name: str
-    stage: int
-    loss: str = "sft"
-    model: ModelConfig = TIED
-    micro: int | None = None
-    rows: int = 10
-    """The first so many of the batch; 1 (or one pair) leaves rank 1 without any."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    train: dict[str, Any] = field(default_factory=dict)
-    precision: PrecisionConfig = PrecisionConfig()
-
-    @property
-    def key(self) -> str:
-        return f"stage {self.stage}, {self.name}"
-
-
-def _cases() -> list[Case]:
-    cases: list[Case] = []
-    for stage in range(4):
-        cases += [
-            Case("sft", stage, model=UNTIED, train={"layout": "packed"}),
-            Case("policy", stage, "policy, sequence_mean", micro=1),
-            Case("budget", stage, train={"max_tokens_per_micro_batch": 24, "layout": "padded"}),
-            Case("reward", stage, "reward model", micro=1, train={"layout": "packed"}),
-            Case("critic", stage, "critic", train={"max_tokens_per_micro_batch": 70}),
-            Case("one row", stage, "policy, sequence_mean", rows=1, micro=1),
-            Case("lora", stage, model=ADAPTED, micro=2),
-        ]
-    schedule = {"lr_scheduler": "cosine", "lr_warmup_ratio": 0.3, "weight_decay": 0.5}
-    recompute = {"gradient_checkpointing": True}
-    offload, both = {"adam_offload": True}, {"adam_offload": True, "param_offload": True}
-    for stage in (1, 2, 3):
-        cases.append(Case("adam offload", stage, micro=2, engine=offload))
-    cases += [
-        Case("schedule and decay", 2, train={**schedule, "max_grad_norm": 0.1}),
-        Case("schedule and decay", 3, train={**schedule, "max_grad_norm": 0.1}),
-        Case("checkpointing", 2, micro=2, train=recompute),
-        Case("checkpointing", 3, micro=2, train=recompute),
-        Case("checkpointing and lora", 3, micro=2, model=ADAPTED, train=recompute),
-        Case("parameter offload", 3, micro=2, engine=both),
-        Case("hpz", 3, micro=2, engine={"zero_hpz_partition_size": 2}),
-        Case("ema", 3, micro=2, train={"ema_decay": 0.5}),
-        Case("default persistence", 3, micro=2, engine={"param_persistence_threshold": 100_000}),
-    ]
-    return cases
-
-
-CASES = _cases()
-HALF_CASES = [
-    Case(dtype, stage, micro=3, precision=precision)
-    for dtype, precision in HALF.items()
-    for stage in (1, 2, 3)
-] + [
-    Case("bf16", 0, micro=3, precision=PrecisionConfig(dtype="bf16", grad_accum_dtype="bf16")),
-    Case("bf16 lora", 3, model=ADAPTED, precision=HALF["bf16"]),
-    Case("bf16 offload", 1, engine={"adam_offload": True}, precision=HALF["bf16"]),
-    Case("fp16 offload", 2, engine={"adam_offload": True}, micro=3, precision=HALF["fp16"]),
-]
-
-
-def spec_of(case: Case, kind: str = "deepspeed") -> EngineSpec:
-    sizes = {"reduce_bucket_size": 50_000}
-    if case.stage == 3:
-        sizes["param_persistence_threshold"] = 40  # the norms (32) stay whole, matrices do not
-    engine = {"kind": kind}
-    if kind == "deepspeed":
-        engine = {"kind": kind, "zero_stage": case.stage, **sizes, **case.engine}
-    role = accumulation.LOSSES[case.loss][0]
-    config = TrainConfig(**{"lr": 1e-3, "engine": engine, **case.train})
-    return EngineSpec(
-        role, config, case.model, case.micro, total_steps=10, precision=case.precision
-    )
-
-
-def make(case: Case, ranks: RankGroup, kind: str = "deepspeed") -> Any:
-    """An engine; the same start for both kinds (adapters and value heads too)."""
-    spec = spec_of(case, kind)
-    torch.manual_seed(0)
-    scalar = spec.role in ("critic", "reward")
-    load: Callable[..., nn.Module] = load_scalar_model if scalar else load_causal_lm
-    model = load(case.model, **({"new_head": "random"} if scalar else {}))
-    make_engine = TorchTrainEngine if kind == "torch" else DeepSpeedTrainEngine
-    return make_engine(model, spec, ranks=ranks)
-
-
-@cache
-def ragged() -> Batch:
-    batch: Batch = accumulation.random_groups(GROUPS, torch.Generator().manual_seed(5))
-    return batch
-
-
-@cache
-def batch_for(case_loss: str) -> Batch:
-    """The ragged batch with the columns that the loss reads, made on one rank alone."""
-    engine = make(Case("", 0, case_loss), SINGLE, "torch")
-    batch: Batch = accumulation.batch_for(case_loss, engine, ragged())
-    return batch
-
-
-def run_case(
-    case: Case, ranks: RankGroup, kind: str = "deepspeed"
-) -> tuple[dict[str, Tensor], Any]:
-    """Five optimizer steps: weights and outputs, and what the steps said."""
-    engine, (role, loss) = make(case, ranks, kind), accumulation.LOSSES[case.loss]
-    batch = batch_for(case.loss).select(list(range(case.rows)))
-    look = engine.logprobs if role == "policy" else engine.values
-    out, said = {"outputs before": look(batch)}, []
-    for _ in range(STEPS):
-        stats = engine.forward_backward(batch, loss)
-        step = engine.optim_step()
-        assert not step.skipped
-        said.append({**stats.floats(), "grad_norm": step.grad_norm, "lr": step.lr})
-    out["outputs after"] = look(batch)
-    if case.model.lora is not None:
-        out["outputs of the base"] = FrozenBase(engine).logprobs(batch)
-    out |= {f"weight {name}": t.detach().clone() for name, t in engine.weights()}
-    return out, said
-
-
-def nll(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
-    assert outputs.logprobs is not None
-    return -outputs.logprobs.sum() / batch.num_tokens, Stats(sums={"rows": batch.num_rows})
-
-
-def overflowing(bad: bool) -> Loss:
-    """A finite loss whose gradient is not finite where ``bad``."""
-
-    def loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
-        if bad:
-            assert outputs.logprobs is not None
-            outputs.logprobs.register_hook(lambda grad: grad * torch.inf)
-        return nll(outputs, batch)
-
-    return loss
-
-
-def not_finite(bad: bool) -> Loss:
-    """A loss that is not a number where ``bad``, and whose gradient is finite."""
-
-    def loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
-        scalar, stats = nll(outputs, batch)
-        return (scalar + torch.nan if bad else scalar), stats
-
-    return loss
-
-
-def saved(engine: Any, folder: Path, ranks: RankGroup) -> dict[str, Tensor]:
-    """Everything a step moves, as a checkpoint has it."""
-    engine.save(folder)
-    ranks.any(False)
-    files = sorted(folder.glob("*.safetensors"))
-    return {f"{f.stem} {n}": t for f in files for n, t in load_file(f).items()}
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
-
+spec_of, make, ragged, run_case, nll, overflowing, not_finite, saved, same, take_steps = (
+    cases.spec_of,
+    cases.make,
+    cases.ragged,
+    cases.run_case,
+    cases.nll,
+    cases.overflowing,
+    cases.not_finite,
+    cases.saved,
+    cases.same,
+    cases.take_steps,
+)
 
 # ---- what is not finite --------------------------------------------------------------------
 
@@ -333,14 +173,6 @@ STATE_CASES = [
 ]
 
 
-def take_steps(engine: TrainEngine, count: int) -> list[float]:
-    norms = []
-    for _ in range(count):
-        engine.forward_backward(ragged(), nll)
-        norms.append(engine.optim_step().grad_norm)
-    return norms
-
-
 def resume(ranks: RankGroup, case: Case, folder: Path) -> dict[str, Any]:
     """Two steps, save, two more; and a second engine that loads and takes the same two."""
     first, place = make(case, ranks), folder / case.key
@@ -372,6 +204,67 @@ def go_on(ranks: RankGroup, case: Case, folder: Path) -> dict[str, Any]:
     take_steps(engine, 1)
     engine.save(folder / case.key / "back")
     return {"version": engine.version}
+
+
+FROM_TORCH = {
+    "fsdp2": {"sharding": "full"},
+    "tensor parallel": {"sharding": "none", "tensor_parallel_size": 2},
+}
+"""Engines whose ranks each write their own files."""
+TO_ZERO = [
+    Case("fp32", 1, micro=3, train={"ema_decay": 0.9}),
+    Case("bf16", 2, micro=3, precision=HALF["bf16"], train={"ema_decay": 0.9}),
+    Case("fp32", 3, micro=3, train={"ema_decay": 0.9}),
+    *[Case("lora", stage, micro=3, model=ADAPTED) for stage in (1, 2, 3)],
+]
+
+
+def from_torch(ranks: RankGroup, name: str, folder: Path) -> dict[str, Any]:
+    """Two steps of torch on several ranks, saved there and again by one rank; then every ZeRO stage
+    loads both and takes a step from each."""
+    found = {}
+    for case in TO_ZERO:
+        place = folder / name / case.key
+        _save_torch(ranks, case, FROM_TORCH[name], place)
+        found[case.key] = from_both(ranks, case, place)
+    return found
+
+
+def _save_torch(ranks: RankGroup, case: Case, options: dict[str, Any], place: Path) -> None:
+    spec = spec_of(case, "torch")
+    config = TrainConfig(**{"lr": 1e-3, "engine": {"kind": "torch", **options}, **case.train})
+    torch.manual_seed(0)
+    engine = make_engine(load_causal_lm(case.model), replace(spec, train=config), ranks=ranks)
+    take_steps(engine, 2)
+    engine.save(place / "ranks")
+    alone = make(case, SINGLE, "torch")
+    alone.load(place / "ranks")
+    if ranks.rank == 0:
+        alone.save(place / "alone")
+    ranks.any(False)
+
+
+def from_both(ranks: RankGroup, case: Case, place: Path) -> dict[str, Any]:
+    """Load what several ranks of torch saved, and the same from one file; whether state, norm and
+    state after a step are the same bits, and whether the state is that of the file."""
+    states, norms, versions = [], [], []
+    for name in ("ranks", "alone"):
+        engine = make(case, ranks)
+        engine.load(place / name)
+        states.append(saved(engine, place / f"{ranks.size} from {name}", ranks))
+        norms.append(take_steps(engine, 1))
+        states.append(saved(engine, place / f"{ranks.size} from {name}, a step", ranks))
+        versions.append(engine.version)
+    files = sorted((place / "alone").glob("*.safetensors"))
+    file = {f"{f.stem} {n}": t for f in files for n, t in load_file(f).items()}
+    return {
+        "same state": same(states[0], states[2]),
+        "same as the file": same(states[0], file),
+        "same norms": norms[0] == norms[1],
+        "same step": same(states[1], states[3]),
+        "moved": not same(states[0], states[1]),
+        "versions": versions,
+    }
 
 
 # ---- loading in shards ---------------------------------------------------------------------
@@ -466,6 +359,7 @@ def main(part: str, folder: Path, rank: int) -> None:
         found = nan_parts(ranks, folder)
     elif part == "state":
         found = {case.key: resume(ranks, case, folder) for case in STATE_CASES}
+        found |= {f"from {name}": from_torch(ranks, name, folder) for name in FROM_TORCH}
         for dtype in ("fp32", "bf16"):
             own, found[f"zero init {dtype}"] = in_shards(ranks, folder, dtype)
             tensors |= {f"zero init {dtype}|{name}": tensor for name, tensor in own.items()}

@@ -299,6 +299,48 @@ def test_a_run_can_change_its_engine_both_ways(case: Any, state: Reports, tmp_pa
 
 
 @two_processes
+@pytest.mark.parametrize("case", script.TO_ZERO, ids=lambda case: case.key)
+@pytest.mark.parametrize("name", script.FROM_TORCH)
+def test_what_several_ranks_of_torch_saved_is_read_as_from_one(
+    name: str, case: Any, state: Reports
+) -> None:
+    """One file per rank of FSDP2 or of a tensor-parallel group, and the same state in one file:
+    two ranks of DeepSpeed, and one, have the bits of the file and take the same step."""
+    place = state.folder / name / case.key
+    assert {f.name for f in (place / "ranks").glob("master*")} == {
+        f"master-0000{rank}-of-00002.safetensors" for rank in (1, 2)
+    }
+    expected = dict.fromkeys(
+        ("same state", "same as the file", "same norms", "same step", "moved"), True
+    )
+    expected["versions"] = [3, 3]
+    assert state.found[f"from {name}"][case.key] == expected
+    assert script.from_both(SINGLE, case, place) == expected
+
+
+def test_a_checkpoint_of_step_0_has_no_moments(tmp_path: Path) -> None:
+    script.make(script.Case("", 2), SINGLE, "torch").save(tmp_path / "start")
+    engine = script.make(script.Case("", 2), SINGLE)
+    script.take_steps(engine, 1)
+    engine.load(tmp_path / "start")
+    assert engine.version == 0 and engine.optimizer.state.num_updates is None
+
+
+def test_parameters_with_different_numbers_of_updates_are_refused(tmp_path: Path) -> None:
+    """torch leaves a parameter that got no gradient out of a step; nothing is loaded then."""
+    theirs = script.make(script.Case("", 2), SINGLE, "torch")
+    theirs.forward_backward(script.ragged(), script.nll)
+    theirs.optimizer.masters[3].grad = None
+    theirs.optim_step()
+    theirs.save(tmp_path / "torch")
+    ours = script.make(script.Case("", 2), SINGLE)
+    before = script.saved(ours, tmp_path / "before", SINGLE)
+    with pytest.raises(ValueError, match=r"different numbers of updates \(0 to 1\).*kind=torch"):
+        ours.load(tmp_path / "torch")
+    assert script.same(script.saved(ours, tmp_path / "after", SINGLE), before)
+
+
+@two_processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_with_zero_init_no_rank_ever_holds_the_whole_model(dtype: str, state: Reports) -> None:
     """Entries of weights that were whole at one time, counted at every new weight and every

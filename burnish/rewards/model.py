@@ -23,11 +23,12 @@ from burnish.models.load import (
     describe,
     hf_config,
     load_tokenizer,
+    num_positions,
     resolve_device,
 )
 from burnish.models.value_head import load_scalar_model
-from burnish.rewards.base import RewardInput
-from burnish.rewards.rows import Encode, RowEncoder, sampled_ids
+from burnish.rewards.base import RewardInput, SampleError
+from burnish.rewards.rows import Encode, Pair, RowEncoder, sampled_ids
 from burnish.rewards.steps import step_ends
 from burnish.train.base import TrainEngine
 from burnish.train.spec import EngineSpec
@@ -47,16 +48,43 @@ class ModelReward:
         engine: TrainEngine,
         encode: Encode,
         scale: tuple[float, float] = (0.0, 1.0),
+        *,
+        max_len: int | None = None,
     ) -> None:
-        """``scale``: (mean, std) that normalizes scores: ``(score - mean) / std``."""
+        """``scale``: (mean, std) that normalizes scores: ``(score - mean) / std``. ``max_len``:
+        longest row in tokens that the model reads; None: no limit."""
         self.name, self.engine, self.encode, self.scale = name, engine, encode, scale
+        self.max_len = max_len
 
-    def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """Return one score per item."""
+    def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
+        """Return one score per item, or an error if the model cannot read its row."""
+        return self.score_pairs(items, self._scores)
+
+    def score_pairs(
+        self, items: Sequence[RewardInput], scores_of: Callable[[Sequence[Pair]], list[float]]
+    ) -> list[float | SampleError]:
+        """Return the normalized ``scores_of`` the encoded items, and an error for each row longer
+        than the limit."""
         mean, std = self.scale
         pairs = [self.encode(item) for item in items]
-        scores = score_rows(self.engine, [[*prompt, *response] for prompt, response in pairs])
-        return [(score - mean) / std for score in scores]
+        problems = [self._problem(item, pair) for item, pair in zip(items, pairs, strict=True)]
+        fitting = [pair for pair, error in zip(pairs, problems, strict=True) if error is None]
+        scores = iter(scores_of(fitting) if fitting else [])
+        return [(next(scores) - mean) / std if error is None else error for error in problems]
+
+    def _problem(self, item: RewardInput, pair: Pair) -> SampleError | None:
+        count = sum(map(len, pair))
+        if self.max_len is None or count <= self.max_len:
+            return None
+        return SampleError(
+            self,
+            item,
+            f"got a row of {count} tokens, but its model reads rows of up to {self.max_len}",
+            advice="shorten prompts and responses, or use a reward model with more positions",
+        )
+
+    def _scores(self, pairs: Sequence[Pair]) -> list[float]:
+        return score_rows(self.engine, [[*prompt, *response] for prompt, response in pairs])
 
     def close(self) -> None:
         """Do nothing: no process was started."""
@@ -83,9 +111,12 @@ class ProcessReward:
         self.separator, self.how = separator, how
         self._steps, self._responses = 0, 0
 
-    def score(self, items: Sequence[RewardInput]) -> list[float]:
-        """Return one score per item. An empty response is one step that ends with the prompt."""
-        pairs = [self.inner.encode(item) for item in items]
+    def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
+        """Return one score per item, or an error if the model cannot read its row. An empty
+        response is one step that ends with the prompt."""
+        return self.inner.score_pairs(items, self._scores)
+
+    def _scores(self, pairs: Sequence[Pair]) -> list[float]:
         rows = [[*prompt, *response] for prompt, response in pairs]
         ends = [
             [len(prompt) + end for end in step_ends(self.tokenizer, response, self.separator)]
@@ -98,8 +129,8 @@ class ProcessReward:
         scores = aggregate_steps(probs, batch.row_ids[mask], num_rows=len(rows), how=self.how)
         self._steps += int(mask.sum())
         self._responses += len(rows)
-        mean, std = self.inner.scale
-        return [(score - mean) / std for score in scores.to(torch.float64).tolist()]
+        found: list[float] = scores.to(torch.float64).tolist()
+        return found
 
     def take_means(self) -> dict[str, tuple[float, float]]:
         """Return ``steps``: (number of steps, number of responses) since the last call."""
@@ -139,7 +170,8 @@ def load_model_reward(
     scale = _scale(config.model, told, how) if config.normalize else (0.0, 1.0)
     name = config.name or "model"
     encode = sampled_ids if same else RowEncoder(own, name)
-    reward = ModelReward(name, make_engine(spec), encode, scale)
+    limit = num_positions(config.model)
+    reward = ModelReward(name, make_engine(spec), encode, scale, max_len=limit)
     if how is None:
         return reward
     separator = str(config.step_separator or told["step_separator"])

@@ -15,11 +15,13 @@ from burnish.rewards.base import RewardInput
 
 log = logging.getLogger("burnish")
 
-Encode = Callable[[RewardInput], tuple[Sequence[int], Sequence[int]]]
-"""Function from an item to (prompt token ids, response token ids)."""
+Pair = tuple[Sequence[int], Sequence[int]]
+"""(prompt token ids, response token ids)."""
+Encode = Callable[[RewardInput], Pair]
+"""Function that encodes an item."""
 
 
-def sampled_ids(item: RewardInput) -> tuple[Sequence[int], Sequence[int]]:
+def sampled_ids(item: RewardInput) -> Pair:
     """Return the policy's own token ids: (prompt ids, response ids)."""
     return item.sample.prompt_ids, item.sample.response_ids
 
@@ -53,7 +55,7 @@ class RowEncoder:
         self.tokenizer, self.name = tokenizer, name
         self._said = False
 
-    def __call__(self, item: RewardInput) -> tuple[Sequence[int], Sequence[int]]:
+    def __call__(self, item: RewardInput) -> Pair:
         """Return (prompt ids, response ids)."""
         prompt, sample = item.prompt, item.sample
         ended = sample.finish_reason == "stop"

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import burnish
 from burnish.config import load_config
@@ -83,6 +85,81 @@ def test_an_evaluation_with_a_remote_reward(
         metrics = burnish.run(load_config(tree)).metrics
         scores = [r for rows in server.gate.passes for r in rows]
     assert len(scores) == 8 and -100 < metrics["eval/reward"] < 100
+
+
+@pytest.fixture
+def score(tmp_path: Path, scratch: ModelConfig, reward_model: Path) -> Callable[..., Any]:
+    """``score("a", "model")``: 10 rows in steps of 4, the last longer than the 64 positions of the
+    reward model. Returns each row's rewards by name."""
+    rows = [{"prompt": f"{i}+1=", "response": str(i + 1) * (i + 1)} for i in range(9)]
+    rows.append({"prompt": "9+1=", "response": "10" * 30})  # 4 + 60 + the end token
+    data = tmp_path / "answers.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(name: str, *rewards: dict[str, Any], **more: Any) -> list[dict[str, float] | None]:
+        tree = {
+            "job": "score",
+            "run_dir": str(tmp_path / name),
+            "model": scratch.model_dump(),
+            "data": {"sources": [str(data)]},
+            "batch_size": 4,
+            "rewards": list(rewards),
+            "on_reward_failure": {"then": "drop_group"},
+        }
+        path = burnish.run(load_config(tree | more)).run_dir / "scored.jsonl"
+        return [json.loads(line)["rewards"] for line in path.read_text().splitlines()]
+
+    return run
+
+
+def assert_scores(found: list[Any], wanted: list[Any], name: str) -> None:
+    """Equal but for fp32 scores computed beside other rows; null for the row that is too long."""
+    assert len(found) == 10 and found[-1] is None and None not in found[:-1]
+    for one, other in zip(found[:-1], wanted[:-1], strict=True):
+        assert one[name] == pytest.approx(other["model"], abs=1e-5)
+
+
+def test_a_model_and_a_remote_reward_score_given_responses_alike(
+    score: Callable[..., Any], serving: Serving, reward_model: Path
+) -> None:
+    """As transformers scores the rows with an end token; requests of 1, so that the row that the
+    server refuses is alone."""
+    wanted = score("model", {"kind": "model", "model": {"path": str(reward_model)}})
+    assert_scores(wanted, wanted, "model")
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    network = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    ids = tokenizer("2+1=333", return_tensors="pt", add_special_tokens=False).input_ids
+    ids = torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], 1)
+    assert wanted[2]["model"] == pytest.approx(float(network(ids).logits.detach()), abs=1e-5)
+    with serving() as server:
+        remote = {"kind": "remote", "urls": [f"{server.url}/get_reward"], "batch_size": 1}
+        assert_scores(score("remote", remote), wanted, "remote")
+
+
+def test_a_row_longer_than_the_reward_model_reads_is_named(
+    score: Callable[..., Any], reward_model: Path
+) -> None:
+    model = {"kind": "model", "model": {"path": str(reward_model)}}
+    told = r"'model' got a row of 65 tokens, .* rows of up to 64\n.*'answers:9@0/0'"
+    with pytest.raises(RewardError, match=told):
+        score("stops", model, on_reward_failure={"then": "fail"})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ray_cluster")
+def test_given_responses_are_scored_on_ray_as_in_one_process(
+    score: Callable[..., Any], serving: Serving, reward_model: Path
+) -> None:
+    """A reward model on two ranks, and a server."""
+    model = {"kind": "model", "model": {"path": str(reward_model)}}
+    wanted = score("inline", model)
+    with serving() as server:
+        remote = {"kind": "remote", "urls": [f"{server.url}/get_reward"], "batch_size": 1}
+        ranks = {"runtime": "ray", "policy_ranks": 2}
+        found = score("ray", model, remote, cluster=ranks)
+    for name in ("model", "remote"):
+        assert_scores(found, wanted, name)
 
 
 def test_a_run_without_its_server_says_which_url_before_any_model_is_loaded(

@@ -37,8 +37,11 @@ class Results:
     _keys: dict[str, tuple[str, str, str]] = field(default_factory=dict)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
-        """Collect every property of every engine."""
+        """Collect every property of every engine. Tests without an engine, such as those of the
+        registry, are not properties."""
         for item in items:
+            if "engine_name" not in item.fixturenames:
+                continue
             suite = "rollout" if "rollout" in item.path.name else "train"
             sentence = item.originalname.removeprefix("test_").replace("_", " ")
             key = (suite, str(item.callspec.params["engine_name"]), sentence)
@@ -47,14 +50,16 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record one phase of one case."""
-        told: dict[str, Any] = dict(report.user_properties)
-        key = self._keys[report.nodeid]
+        properties: dict[str, Any] = dict(report.user_properties)
+        key = self._keys.get(report.nodeid)
+        if key is None:
+            return
         if report.failed:
             self.seen[key].append("FAILED")
         elif report.skipped and isinstance(report.longrepr, tuple):
             self._note("not run", key, report.longrepr[2].removeprefix("Skipped: "))
-        elif report.when == "call" and "refused" in told:
-            self._note("refused", key, f"`{told['refused']}`")
+        elif report.when == "call" and "refused" in properties:
+            self._note("refused", key, f"`{properties['refused']}`")
         elif report.when == "call":
             self.seen[key].append("pass")
 

@@ -30,7 +30,7 @@ REFUSED = {
     ("ZeRO-0, 1 rank", name): NO_FP16
     for name in (
         "test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale",
-        "test_the_loss_scale_goes_as_burnishs_scaler_says",
+        "test_the_loss_scale_follows_the_scaler_of_burnish",
     )
 }
 

@@ -122,7 +122,7 @@ def plain_logprobs(
     return log_p[:-1].gather(-1, tokens[1:, None])[len(prompt) - 1 :, 0]
 
 
-def test_every_request_gets_its_samples_in_any_order(engine: RolloutEngine) -> None:
+def test_every_request_gets_all_its_samples_in_any_order(engine: RolloutEngine) -> None:
     done = run(engine, Sampling(12))
     assert set(done) == {(r.request_id, k) for r in REQUESTS for k in range(r.n)}
     for c in done.values():
@@ -138,7 +138,7 @@ def test_every_request_gets_its_samples_in_any_order(engine: RolloutEngine) -> N
     "sampling",
     [Sampling(12), Sampling(12, 0.7), Sampling(12, 1.5, top_k=9), Sampling(12, top_p=0.8)],
 )
-def test_logprobs_are_the_models_at_the_temperature_before_any_cut(
+def test_logprobs_are_at_the_temperature_before_top_k_and_top_p(
     sampling: Sampling, engine: RolloutEngine
 ) -> None:
     prompts = {r.request_id: r.prompt_ids for r in REQUESTS}
@@ -148,7 +148,7 @@ def test_logprobs_are_the_models_at_the_temperature_before_any_cut(
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=3e-5, rtol=0)
 
 
-def test_temperature_zero_takes_the_most_probable_token(engine: RolloutEngine) -> None:
+def test_temperature_zero_selects_the_most_probable_token(engine: RolloutEngine) -> None:
     model = load_causal_lm(MODEL)
     model.load_state_dict(lively(0))
     prompts = {r.request_id: r.prompt_ids for r in REQUESTS}
@@ -159,7 +159,7 @@ def test_temperature_zero_takes_the_most_probable_token(engine: RolloutEngine) -
         assert list(c.token_ids) == best.tolist()
 
 
-def test_the_seed_of_a_request_owns_its_tokens(engine: RolloutEngine) -> None:
+def test_the_seed_of_a_request_determines_its_tokens(engine: RolloutEngine) -> None:
     done = run(engine, Sampling(12))
     assert {k: c.token_ids for k, c in run(engine, Sampling(12)).items()} == {
         k: c.token_ids for k, c in done.items()
@@ -182,7 +182,7 @@ def test_stop_tokens_and_strings_end_a_response_and_stay_in_it(engine: RolloutEn
         assert c.token_ids[-1] == token
 
 
-def test_new_weights_are_sampled_from_under_their_version(engine: RolloutEngine) -> None:
+def test_samples_from_new_weights_have_their_version(engine: RolloutEngine) -> None:
     before = run(engine, Sampling(12, 0.0))
     engine.load_weights(5, lively(1).items())
     assert engine.version == 5
@@ -193,7 +193,7 @@ def test_new_weights_are_sampled_from_under_their_version(engine: RolloutEngine)
     torch.testing.assert_close(torch.tensor(after["c", 0].logprobs), expected, atol=3e-5, rtol=0)
 
 
-def test_weights_that_do_not_fit_are_refused(engine: RolloutEngine) -> None:
+def test_mismatched_weights_are_refused(engine: RolloutEngine) -> None:
     good = lively(1)
     twice = [("model.norm.weight", good["model.norm.weight"]), *good.items()]
     for wrong, name in (
@@ -220,7 +220,7 @@ def test_sleeping_and_waking_change_nothing(engine: RolloutEngine) -> None:
     assert run(engine, Sampling(12)) == before, "generate wakes it"
 
 
-def test_nothing_to_answer_is_no_answer(engine: RolloutEngine) -> None:
+def test_no_requests_return_no_completions(engine: RolloutEngine) -> None:
     assert list(engine.generate([], Sampling(4))) == []
 
 
@@ -230,7 +230,7 @@ def test_prompts_that_cannot_run_are_refused(engine: RolloutEngine) -> None:
             list(engine.generate([Request("odd", prompt)], Sampling(8)))
 
 
-def test_a_request_may_have_its_own_length(engine: RolloutEngine) -> None:
+def test_a_request_may_set_its_own_maximum_length(engine: RolloutEngine) -> None:
     """The same tokens, cut at 3 for one and let run to 20 for the other."""
     free = run(engine, Sampling(20))
     mixed = [replace(REQUESTS[0], max_tokens=3), replace(REQUESTS[2], max_tokens=20)]

@@ -68,7 +68,7 @@ def one(group_of_one: None) -> Make:
     return partial(pools.Here().make, pools.KINDS["torch"])
 
 
-def test_weights_after_five_steps_are_those_of_torch_on_one_rank(
+def test_weights_after_five_steps_equal_those_of_torch_on_one_rank(
     make: Make, one: Make, ragged_batch: Batch
 ) -> None:
     """And so are norms, rates and counts."""
@@ -86,7 +86,7 @@ def test_weights_after_five_steps_are_those_of_torch_on_one_rank(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_logprobs_are_in_line_with_the_tokens_and_zero_elsewhere(
+def test_logprobs_are_aligned_with_the_tokens_and_zero_elsewhere(
     temperature: float, make: Make, ragged_batch: Batch
 ) -> None:
     ours = make(Wanted(temperature=temperature)).logprobs(ragged_batch)
@@ -103,7 +103,9 @@ def test_logprobs_are_in_line_with_the_tokens_and_zero_elsewhere(
     torch.testing.assert_close(ours.cpu(), expected, atol=5e-6, rtol=0)
 
 
-def test_outputs_of_forward_backward_are_those_of_logprobs(make: Make, ragged_batch: Batch) -> None:
+def test_outputs_of_forward_backward_equal_those_of_logprobs(
+    make: Make, ragged_batch: Batch
+) -> None:
     engine = make(Wanted())
     expected, offsets = engine.logprobs(ragged_batch).cpu(), ragged_batch.offsets.tolist()
     begins = [(b, ragged_batch.tokens[b:e].tolist()) for b, e in itertools.pairwise(offsets)]
@@ -112,7 +114,7 @@ def test_outputs_of_forward_backward_are_those_of_logprobs(make: Make, ragged_ba
 
 
 @pytest.mark.parametrize("role", ["critic", "reward"])
-def test_values_stand_on_actions_or_on_last_tokens(
+def test_values_are_at_action_tokens_or_at_last_tokens(
     role: Role, make: Make, one: Make, ragged_batch: Batch
 ) -> None:
     """A new critic says 0 for every token, so it takes a step first."""
@@ -134,7 +136,7 @@ def test_values_stand_on_actions_or_on_last_tokens(
 
 
 @pytest.mark.parametrize("passes", [1, 2, 4])
-def test_one_step_is_the_same_step_for_every_split(
+def test_a_step_does_not_depend_on_the_micro_batch_split(
     passes: int, make: Make, one: Make, kind: Any, ragged_batch: Batch
 ) -> None:
     """Eight rows in one micro-batch of each rank, in two, in four; and in two calls."""
@@ -155,7 +157,9 @@ def test_one_step_is_the_same_step_for_every_split(
     near(weights(again), expected, WEIGHTS)
 
 
-def test_a_step_lowers_the_loss_counts_and_clears(make: Make, ragged_batch: Batch) -> None:
+def test_a_step_lowers_the_loss_increments_the_version_and_clears_gradients(
+    make: Make, ragged_batch: Batch
+) -> None:
     engine = make(Wanted())
     assert engine.version == 0
     losses = []
@@ -168,7 +172,7 @@ def test_a_step_lowers_the_loss_counts_and_clears(make: Make, ragged_batch: Batc
     assert engine.optim_step().grad_norm == 0, "the gradient was cleared"
 
 
-def test_looking_moves_nothing(make: Make, ragged_batch: Batch) -> None:
+def test_passes_before_the_step_change_no_state(make: Make, ragged_batch: Batch) -> None:
     engine = make(Wanted())
     before = weights(engine)
     first = engine.logprobs(ragged_batch)
@@ -178,7 +182,7 @@ def test_looking_moves_nothing(make: Make, ragged_batch: Batch) -> None:
     assert same(before, weights(engine)) and engine.version == 0
 
 
-def test_a_loss_that_is_not_finite_skips_the_step(make: Make, ragged_batch: Batch) -> None:
+def test_a_non_finite_loss_skips_the_step(make: Make, ragged_batch: Batch) -> None:
     engine = make(Wanted())
     before = weights(engine)
     engine.forward_backward(ragged_batch, nll)
@@ -206,7 +210,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
     assert same(states[0], states[1]) and not same(states[1], states[2])
 
 
-def test_the_loss_scale_goes_as_burnishs_scaler_says(
+def test_the_loss_scale_follows_the_scaler_of_burnish(
     make: Make, refused: Refused, ragged_batch: Batch
 ) -> None:
     options: dict[str, Any] = {"initial_scale_power": 10, "hysteresis": 2, "loss_scale_window": 3}
@@ -230,7 +234,7 @@ def test_weights_have_the_names_and_shapes_of_transformers(make: Make) -> None:
     assert {n: t.shape for n, t in make(Wanted()).weights()} == expected
 
 
-def test_a_saved_engine_goes_on_bit_by_bit_in_a_new_one(
+def test_a_restored_engine_continues_bit_for_bit(
     make: Make, ragged_batch: Batch, tmp_path: Path
 ) -> None:
     first = make(Wanted())
@@ -247,7 +251,7 @@ def test_a_saved_engine_goes_on_bit_by_bit_in_a_new_one(
     assert same(end, weights(second)) and second.version == 5
 
 
-def test_a_run_goes_from_its_ranks_to_torch_on_one_and_back(
+def test_a_run_continues_on_one_torch_rank_and_back(
     make: Make, one: Make, ragged_batch: Batch, tmp_path: Path
 ) -> None:
     """Two steps, one on one rank, one more: as four steps of torch on one rank."""
@@ -269,7 +273,7 @@ def test_a_run_goes_from_its_ranks_to_torch_on_one_and_back(
     near(weights(engine), weights(whole), WEIGHTS)
 
 
-def test_what_is_written_is_no_pickle_and_of_the_size_announced(
+def test_checkpoint_files_are_not_pickles_and_have_the_announced_size(
     make: Make, ragged_batch: Batch, tmp_path: Path
 ) -> None:
     engine = make(Wanted())
@@ -289,7 +293,7 @@ def test_the_checkpoint_of_another_role_is_refused(make: Make, tmp_path: Path) -
         make(Wanted()).load(tmp_path / "critic")
 
 
-def test_a_rollout_engine_samples_from_its_weights_as_from_torchs(
+def test_a_rollout_engine_samples_the_same_from_its_weights_as_from_those_of_torch(
     make: Make, one: Make, ragged_batch: Batch
 ) -> None:
     """The same greedy tokens, and the trainer's log-probs of them are the sampler's."""

@@ -189,7 +189,7 @@ def test_one_rank_steps_as_torch_in_every_format(case: Any, tmp_path: Path) -> N
 @two_processes
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", script.SCALERS)
-def test_the_loss_scale_goes_as_burnishs_scaler_says(name: str, stage: int, bad: Reports) -> None:
+def test_the_loss_scale_follows_the_scaler_of_burnish(name: str, stage: int, bad: Reports) -> None:
     """The gradient of one rank of two overflows in some steps; 43 steps, window and hysteresis
     passed several times."""
     scaler = DynamicLossScaler(initial_scale_power=10, **script.SCALERS[name])

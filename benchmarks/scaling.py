@@ -23,7 +23,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,12 +42,12 @@ from burnish.jobs.credit import assign_advantages
 from burnish.jobs.rl import advantage_by_sample
 from burnish.observe.peaks import MemoryPeak, peak_metrics
 from burnish.rewards.base import RewardInput, RewardSet
-from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.base import Completion, Sampling, VersionSpan
 from burnish.rollout.runner import Runner
 from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
 from burnish.runtime.ray_cluster import worker_peaks
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
-from burnish.runtime.rollout_worker import chunk_seconds
+from burnish.runtime.rollout_worker import Orders, answer_seconds
 from burnish.runtime.worker import pack_batch
 from burnish.train.batching import split_over_ranks
 from burnish.types import Prompt
@@ -92,7 +92,9 @@ class SimulatedWorker:
     """Answers at once."""
 
     def __init__(self, tokens: int, workers: int) -> None:
-        self.parcels = max(1, int(ROLLOUT_S / chunk_seconds(workers)))
+        self.parcels = max(1, int(ROLLOUT_S / answer_seconds(workers)[0]))
+        self.left: list[Completion] = []
+        self.size = 1
         self.tokens, self.logprobs = tuple(range(tokens)), (-0.5,) * tokens
 
     def build(self, *_: Any, ready: bool) -> None:
@@ -109,16 +111,18 @@ class SimulatedWorker:
         """Is always there."""
         return "node", 0
 
-    def generate(self, requests: Sequence[Request], _: Sampling) -> Iterator[list[Completion]]:
-        """Every completion, in parcels."""
-        done = [
-            Completion(r.request_id, k, self.tokens, self.logprobs, "stop", "text", 0)
-            for r in requests
+    def advance(self, orders: Orders) -> list[Completion]:
+        """The next parcel of completions."""
+        spans = (VersionSpan(0, 0, len(self.tokens)),)
+        self.left += [
+            Completion(r.request_id, k, self.tokens, self.logprobs, "stop", "text", spans)
+            for r, _ in orders.submit
             for k in range(r.n)
         ]
-        size = -(-len(done) // self.parcels)
-        for begin in range(0, len(done), size):
-            yield done[begin : begin + size]
+        if orders.submit:
+            self.size = -(-len(self.left) // self.parcels)
+        parcel, self.left = self.left[: self.size], self.left[self.size :]
+        return parcel
 
 
 class FakeRay:
@@ -153,16 +157,14 @@ class FakeRay:
         kind = SimulatedWorker
         plain = (kind.build, kind.receive_snapshot, kind.heartbeat, kind.peaks)
         methods = {m.__name__: SimpleNamespace(remote=_called(m, worker)) for m in plain}
-        stream = SimpleNamespace(remote=lambda *a: self._stream(worker, pickle.dumps(a)))
-        return SimpleNamespace(
-            generate=SimpleNamespace(options=lambda num_returns: stream), **methods
+        advance = SimpleNamespace(remote=lambda orders: self._advance(worker, orders))
+        return SimpleNamespace(advance=advance, **methods)
+
+    def _advance(self, worker: SimulatedWorker, orders: Orders) -> Any:
+        data = pickle.dumps(orders)
+        return self.clock.not_ours(
+            lambda: _Parcel(pickle.dumps(worker.advance(pickle.loads(data))))
         )
-
-    def _stream(self, worker: SimulatedWorker, arguments: bytes) -> Any:
-        def work() -> list[_Parcel]:
-            return [_Parcel(pickle.dumps(p)) for p in worker.generate(*pickle.loads(arguments))]
-
-        return iter(self.clock.not_ours(work))
 
 
 class _Parcel:

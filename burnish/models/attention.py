@@ -8,7 +8,8 @@ HuggingFace models look up their attention by name. This module registers one fu
 * :class:`PackedPlan`: all tokens are in one row ``[1, M]``. Each query segment attends only to its
   own keys: its row, or the group's shared prompt followed by its own response. Only the attention
   itself computes on padding, in buckets of rows of similar length;
-* :class:`DecodePlan`: one new token per sequence attends to the slots of a :class:`KVCache`;
+* :class:`DecodePlan`: one new token per sequence attends to the slots of a cache
+  (``models/kv_cache.py``);
 * :class:`SequenceParallelPlan`: a packed row whose tokens are sharded over ranks
   (``models/ulysses.py``).
 
@@ -33,6 +34,7 @@ from transformers.masking_utils import sdpa_mask
 
 from burnish.errors import BurnishError
 from burnish.models.family import PACKED
+from burnish.models.kv_cache import KVCache
 from burnish.models.sdpa import Kernels, attend, kernels_of
 from burnish.models.ulysses import sequence_parallel_attention
 from burnish.tensors import upload
@@ -115,53 +117,6 @@ class PackedPlan:
         # The memory-efficient kernel copies a mask whose rows are not aligned to 16 elements.
         wide = torch.zeros(rows, 1, queries, -(-keys // 16) * 16, dtype=dtype, device=key.device)
         return wide[..., :keys].masked_fill_(hidden, -torch.inf)
-
-
-class KVCache:
-    """KV cache of the sequences being decoded: ``[slots, kv_heads, capacity, head_dim]`` per layer.
-
-    Slots ``0 .. B-1`` hold the B active sequences, so a decode step reads a plain slice. A layer is
-    allocated on its first write, in the shape and dtype of the keys and values.
-    """
-
-    def __init__(self, num_slots: int, capacity: int) -> None:
-        self.num_slots = num_slots
-        self.capacity = capacity
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-
-    def write(
-        self, layer: int, slots: Tensor, positions: Tensor, kv: tuple[Tensor, Tensor]
-    ) -> None:
-        """Store keys and values [W, kv_heads, head_dim] at (slot, position) pairs."""
-        key, value = kv
-        if layer not in self.keys:
-            _, heads, dim = key.shape
-            shape = (self.num_slots, heads, self.capacity, dim)
-            self.keys[layer] = key.new_zeros(shape)
-            self.values[layer] = value.new_zeros((*shape[:3], value.shape[-1]))
-        self.keys[layer][slots, :, positions] = key
-        self.values[layer][slots, :, positions] = value
-
-    def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first ``length`` positions of slots ``source`` into slots ``target``."""
-        for store in (self.keys, self.values):
-            for tensor in store.values():
-                tensor[target, :, :length] = tensor[source, :, :length]
-
-    def grow(self, capacity: int) -> None:
-        """Extend each slot to ``capacity`` positions and keep its contents. Never shrinks."""
-        extra = capacity - self.capacity
-        if extra <= 0:
-            return
-        for store in (self.keys, self.values):
-            for layer, tensor in store.items():
-                store[layer] = F.pad(tensor, (0, 0, 0, extra))
-        self.capacity = capacity
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.nbytes for store in (self.keys, self.values) for t in store.values())
 
 
 @dataclass(frozen=True)

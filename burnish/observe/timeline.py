@@ -23,7 +23,11 @@ from burnish.observe.peaks import PhasePeaks
 
 T = TypeVar("T")
 
-_JOIN_GAP_S = 1e-3  # gaps between items of an iterator up to this length are not in the trace
+_JOIN_GAP_S = 1e-3
+"""Gaps up to this length are not in the trace: between items of an iterator, and between calls of a
+method in :data:`_JOINED`."""
+_JOINED = frozenset({"poll"})
+"""Methods that are called thousands of times per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +61,16 @@ class Timeline:
         self._origin_unix = time.time()
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Time the ``with`` block under ``name``, even if it raises. Spans may be nested."""
+    def span(self, name: str, *, join: bool = False) -> Iterator[None]:
+        """Time the ``with`` block under ``name``, even if it raises. Spans may be nested. With
+        ``join``, the trace extends the previous span of this name in this thread if that ended less
+        than a millisecond ago."""
         start = self._enter(name)
         try:
             yield
         finally:
             end = self._leave(name, start)
-            self._add_event(name, start, end)
+            self._add_event(name, start, end, join=join)
 
     def collect(self) -> dict[str, float]:
         """Return seconds by name of outermost, finished spans since the last call."""
@@ -136,9 +142,14 @@ class Timeline:
                     sums[name] = sums.get(name, 0.0) + end - start
         return end
 
-    def _add_event(self, name: str, start: float, end: float) -> None:
+    def _add_event(self, name: str, start: float, end: float, *, join: bool = False) -> None:
         thread = threading.get_ident()
         with self._lock:
+            last = self._events[-1] if join and self._events else None
+            same = last is not None and (last.name, last.thread) == (name, thread)
+            if last is not None and same and start - last.start - last.seconds <= _JOIN_GAP_S:
+                self._events[-1] = _Event(name, last.start, end - last.start, thread)
+                return
             self._events.append(_Event(name, start, end - start, thread))
             self._num_events += 1
             if thread not in self._thread_names:
@@ -178,7 +189,8 @@ def timed(obj: T, timeline: Timeline, names: Mapping[str, str]) -> T:
     """Return a proxy of ``obj`` that times some of its methods. ``names`` maps method name -> span
     name.
 
-    Example: ``timed(engine, timeline, {"generate": "rollout", "load_weights": "sync"})``.
+    Example: ``timed(engine, timeline, {"generate": "rollout", "load_weights": "sync"})``. An engine
+    behind a service needs ``submit`` and ``poll`` in place of ``generate``.
     Everything else (reading and setting attributes, isinstance) is forwarded to ``obj``. If a
     method returns an iterator, the time inside each ``next`` counts, and the time between them does
     not.
@@ -229,7 +241,7 @@ class _Timed:
 
 def _timed_method(obj: Any, method: str, timeline: Timeline, span: str) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with timeline.span(span):
+        with timeline.span(span, join=method in _JOINED):
             # Looked up on each call, so that a method replaced on the object later is used.
             result = getattr(obj, method)(*args, **kwargs)  # house: ok proxy of any object
         return timeline._consume(span, result) if isinstance(result, Iterator) else result

@@ -42,10 +42,30 @@ class Request:
     seed: int = 0
     max_tokens: int | None = None
     """Maximum new tokens per response. None: the value in :class:`Sampling`."""
+    conversation: str | None = None
+    """Requests of one conversation extend each other.
+
+    After a completion the engine keeps the conversation's keys and values, while there is room,
+    until :meth:`RolloutEngine.release`. A later request whose prompt begins with the cached tokens
+    only prefills the rest. A conversation has at most one open request, with ``n`` = 1.
+    """
 
     def limit(self, sampling: Sampling) -> int:
         """Return the maximum number of new tokens per response."""
         return sampling.max_tokens if self.max_tokens is None else self.max_tokens
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens ``[begin, end)`` of a response, sampled from one version of the weights.
+
+    Example: weights 8 replaced weights 7 after 3 of 5 tokens: ``VersionSpan(7, 0, 3)`` and
+    ``VersionSpan(8, 3, 5)``.
+    """
+
+    version: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -62,28 +82,88 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     text: str
-    version: int
+    spans: tuple[VersionSpan, ...]
+    """Versions of the weights that sampled the tokens; the spans cover ``token_ids`` in order."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were read from a cache."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sampled the last token."""
+        return self.spans[-1].version
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version of each token, [T]."""
+        return tuple(span.version for span in self.spans for _ in range(span.begin, span.end))
 
 
 class RolloutEngine(Protocol):
-    """An engine that samples from one policy."""
+    """An engine that samples from one policy.
+
+    Requests are open from :meth:`submit` until their last completion or :meth:`cancel`. All methods
+    must be called from one thread at a time; ``rollout/service.py`` shares an engine between
+    threads.
+    """
 
     version: int
     """Version of its current weights."""
 
+    @property
+    def max_len(self) -> int | None:
+        """Return the maximum length of prompt and response in tokens; None: unlimited."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Return whether any request is open."""
+        ...
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Queue ``requests``, at any time. Open requests may have different ``sampling``.
+
+        Raises ValueError, before any request is queued, if one of them cannot run
+        (``requests.check_requests``) or if its id or conversation is already open.
+        """
+        ...
+
+    def poll(self) -> list[Completion]:
+        """Advance the open requests by one unit of work; return the completions that finished.
+
+        An empty list is not the end: requests may still be open (:attr:`busy`).
+        """
+        ...
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Drop open requests. Unknown ids are ignored."""
+        ...
+
+    def release(self, conversations: Iterable[str]) -> None:
+        """Free the kept cache of conversations. Unknown names are ignored."""
+        ...
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as they finish, in any order; ``n`` per request."""
+        """Yield completions as they finish, in any order; ``n`` per request.
+
+        A loop over :meth:`submit` and :meth:`poll` (``rollout/generation.py``).
+        """
         ...
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights; afterwards ``self.version == version``."""
+        """Replace the weights; afterwards ``self.version == version``.
+
+        Nothing computed from the previous weights is used afterwards: kept conversations are
+        dropped, and open requests recompute the keys and values of their tokens and continue with
+        the new weights.
+        """
         ...
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
-        """Free caches (and device memory) until :meth:`wake` or the next generate.
+        """Free caches (and device memory) until :meth:`wake` or the next poll. Kept conversations
+        are dropped.
 
         With ``new_weights_follow`` the weights may be dropped too, because :meth:`load_weights`
-        will be called before the next generate.
+        will be called before the next poll.
         """
         ...
 

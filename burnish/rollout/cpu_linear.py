@@ -48,14 +48,12 @@ def onednn_layers(model: nn.Module) -> list[nn.Linear]:
     ]
 
 
-@contextmanager
-def fp32_copies(layers: Sequence[nn.Linear]) -> Iterator[list[Fp32Layer]]:
-    """Yield ``layers`` with fp32 weights for :func:`onednn_linear`.
+def fp32_layers(layers: Sequence[nn.Linear]) -> list[Fp32Layer]:
+    """Return ``layers`` with fp32 weights for :func:`onednn_linear`.
 
-    fp16 weights are copied on entry and the copies are freed on exit. They do not reflect later
-    changes of the weights.
+    fp16 weights are copied. The copies do not reflect later changes of the weights.
     """
-    made = [
+    return [
         Fp32Layer(
             layer,
             layer.weight.detach().float(),
@@ -63,10 +61,6 @@ def fp32_copies(layers: Sequence[nn.Linear]) -> Iterator[list[Fp32Layer]]:
         )
         for layer in layers
     ]
-    try:
-        yield made
-    finally:
-        made.clear()
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.models.attention import DecodePlan, KVCache
+from burnish.models.attention import DecodePlan
+from burnish.models.kv_cache import KVCache
 
 
 @dataclass

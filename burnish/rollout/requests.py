@@ -1,9 +1,9 @@
-"""Rules shared by all rollout engines: valid requests, tokens that end a response, and stop
-conditions."""
+"""Rules shared by all rollout engines: valid and open requests, tokens that end a response, and
+stop conditions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -18,12 +18,17 @@ def check_requests(
     limit: int | None,
     holder: str = "the model has",
 ) -> None:
-    """Raise ValueError if a prompt is empty, if ``max_tokens`` is below 1, or if prompt plus
-    response exceed ``limit`` positions.
+    """Raise ValueError if a prompt is empty, if ``max_tokens`` is below 1, if prompt plus response
+    exceed ``limit`` positions, or if a request of a conversation has ``n`` != 1.
 
     ``holder`` starts the clause about the limit in the message.
     """
     for request in requests:
+        if request.conversation is not None and request.n != 1:
+            raise ValueError(
+                f"request {request.request_id} of conversation {request.conversation} has "
+                f"n={request.n}: a conversation continues with one response; use n=1"
+            )
         room = request.limit(sampling)
         if room < 1:
             raise ValueError(
@@ -41,6 +46,64 @@ def check_requests(
                 f"generate_max_len {room} = {need}, but {holder} positions for {limit}; "
                 "shorten one of them"
             )
+
+
+class OpenRequests:
+    """Requests that were submitted and have samples to finish."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, int] = {}  # request id -> samples that are not finished
+        self._conversations: dict[str, str] = {}  # request id -> conversation
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._left
+
+    @property
+    def ids(self) -> Collection[str]:
+        """Return the ids of the open requests."""
+        return self._left.keys()
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Open ``requests``. Raises ValueError, and opens none, if an id or a conversation is
+        already open or given twice."""
+        ids, talks = set(self._left), set(self._conversations.values())
+        for request in requests:
+            if request.request_id in ids:
+                raise ValueError(
+                    f"request {request.request_id} is already open; every open request needs an id "
+                    "of its own"
+                )
+            ids.add(request.request_id)
+            if request.conversation is None:
+                continue
+            if request.conversation in talks:
+                raise ValueError(
+                    f"request {request.request_id}: conversation {request.conversation} already "
+                    "has an open request; submit the next one after its completion"
+                )
+            talks.add(request.conversation)
+        for request in requests:
+            if request.n > 0:
+                self._left[request.request_id] = request.n
+            if request.n > 0 and request.conversation is not None:
+                self._conversations[request.request_id] = request.conversation
+
+    def finish(self, request_id: str) -> None:
+        """Count one finished sample; the last one closes the request."""
+        self._left[request_id] -= 1
+        if not self._left[request_id]:
+            self.drop([request_id])
+
+    def drop(self, request_ids: Iterable[str]) -> set[str]:
+        """Close requests and return the ids of those that were open."""
+        dropped = {name for name in request_ids if name in self._left}
+        for name in dropped:
+            del self._left[name]
+            self._conversations.pop(name, None)
+        return dropped
 
 
 def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:

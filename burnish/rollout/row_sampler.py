@@ -1,6 +1,6 @@
 """Sampling one row at a time through transformers' own ``generate``.
 
-For models with layer states that :class:`~burnish.models.attention.KVCache` cannot store, or whose
+For models with layer states that :class:`~burnish.models.kv_cache.KVCache` cannot store, or whose
 attention does not use the shared interface. It is slow but exact: the model builds its own cache,
 or recomputes the row for each token (``use_cache=False``).
 """
@@ -8,7 +8,7 @@ or recomputes the row for each token (``use_cache=False``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from burnish.rollout.base import Completion, Request, Sampling, SamplingError
-from burnish.rollout.requests import StopRule
+from burnish.rollout.base import Sampling, SamplingError
+from burnish.rollout.live_sample import LiveSample
 from burnish.rollout.sampling import sample_tokens, uniforms_for
 
 
@@ -30,36 +30,18 @@ class RowSampler:
     use_cache: bool
     """Whether to use the model's own cache. False: recompute the full row for each token."""
 
-    def sample(
-        self, requests: Sequence[Request], sampling: Sampling, stop: StopRule, *, version: int
-    ) -> Iterator[Completion]:
-        """Yield the completions of ``requests`` in order.
+    def sample(self, sample: LiveSample, version: int) -> None:
+        """Add tokens to ``sample`` until it is finished. ``version`` is that of the weights.
 
-        Raises SamplingError if a log-prob is not finite.
+        Raises SamplingError if a log-prob is not finite; the sample is then unchanged.
         """
-        for request in requests:
-            for index in range(request.n):
-                limit = request.limit(sampling)
-                draw = _Draw(sampling, uniforms_for(request.seed, index, limit))
-                self._run(request, draw, lambda tokens, most=limit: stop.finished(tokens, most))
-                reason = stop.finished(draw.tokens, limit)
-                assert reason is not None
-                yield Completion(
-                    request_id=request.request_id,
-                    index=index,
-                    token_ids=tuple(draw.tokens),
-                    logprobs=tuple(draw.logprobs),
-                    finish_reason=reason,
-                    text=str(stop.tokenizer.decode(draw.tokens, skip_special_tokens=True)),
-                    version=version,
-                )
-
-    def _run(self, request: Request, draw: _Draw, finished: Any) -> None:
+        limit = sample.request.limit(sample.sampling)
+        draw = _Draw(sample.sampling, uniforms_for(sample.request.seed, sample.index, limit))
         device = next(self.model.parameters()).device
-        ids = torch.tensor([request.prompt_ids], device=device)
+        ids = torch.tensor([sample.request.prompt_ids], device=device)
 
         def stop(_ids: Tensor, _scores: Tensor, **_: Any) -> Tensor:
-            done = finished(draw.tokens) is not None
+            done = sample.stop.finished(draw.tokens, limit) is not None
             return torch.tensor([done], device=device)
 
         config = GenerationConfig(
@@ -69,7 +51,7 @@ class RowSampler:
             pad_token_id=0,
         )
         model: Any = self.model
-        with torch.no_grad(), _own_settings(self.model):
+        with _plain_state(device.type), _own_settings(self.model):
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -77,6 +59,8 @@ class RowSampler:
                 logits_processor=[draw],
                 stopping_criteria=[stop],
             )
+        for token, logprob in zip(draw.tokens, draw.logprobs, strict=True):
+            sample.add(token, logprob, version)
 
 
 @dataclass
@@ -97,6 +81,13 @@ class _Draw:
         self.tokens.append(int(token))
         self.logprobs.append(float(logprob))
         return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
+
+
+@contextmanager
+def _plain_state(kind: str) -> Iterator[None]:
+    """Disable gradients and autocast of the calling thread inside the ``with`` block."""
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        yield
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def _sample(prompt: Prompt, group_id: int, completion: Completion) -> Sample:
         response_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,
         action_mask=(True,) * length,
-        versions=(completion.version,) * length,
+        versions=completion.versions,
         text=completion.text,
         finish_reason=completion.finish_reason,
     )

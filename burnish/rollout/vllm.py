@@ -7,7 +7,7 @@ weights, and must compute with the stored ones (some kernels keep their own copi
 has passed both checks, the engine raises instead of sampling.
 
 This is the only file that imports vllm, and it does so when an engine is created. Reading order:
-``VllmRolloutEngine.generate`` -> ``_Run``; ``load_weights`` -> ``vllm_weights.py``.
+``VllmRolloutEngine.submit`` -> ``poll``; ``load_weights`` -> ``vllm_weights.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.load import DTYPES, ModelError
 from burnish.rollout.base import Completion, Request, Sampling
-from burnish.rollout.requests import StopRule, check_requests, end_tokens
+from burnish.rollout.generation import generate
+from burnish.rollout.live_sample import LiveSample
+from burnish.rollout.requests import OpenRequests, StopRule, check_requests, end_tokens
 from burnish.rollout.vllm_experts import use_plain_experts
 from burnish.rollout.vllm_model import (
     cache_bytes,
@@ -57,7 +59,6 @@ from burnish.rollout.vllm_weights import (
     shared_folder,
     write_weights,
 )
-from burnish.types import FinishReason
 
 INSTALL = (
     "rollout.engine.kind=vllm needs vLLM, which is not installed. On a machine with a GPU: "
@@ -104,7 +105,11 @@ class VllmRolloutEngine:
         self._end_tokens = end_tokens(model.generation_config, tokenizer)
         self.max_model_len = longest_row(skeleton.config, config.max_model_len or max_model_len)
         self._problem: str | None = "it has no weights yet; call load_weights first"
-        self._samples: dict[str, _Sample] = {}
+        self._open = OpenRequests()
+        self._waiting: deque[LiveSample] = deque()
+        """Samples of open requests that vLLM does not have."""
+        self._samples: dict[str, LiveSample] = {}
+        """vLLM's request id -> sample."""
         self._num_samples = 0
         if _alive:
             raise ModelError(
@@ -158,35 +163,78 @@ class VllmRolloutEngine:
 
     # ---- the interface ---------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as they finish.
+    @property
+    def max_len(self) -> int | None:
+        """Return the maximum length of prompt and response in tokens."""
+        return self.max_model_len
 
-        Raises ValueError before the first one if a prompt is empty or does not fit, or if a
-        ``max_tokens`` is below 1. Raises RuntimeError if the engine has no verified weights.
+    @property
+    def busy(self) -> bool:
+        """Return whether any request is open."""
+        return bool(self._open)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Queue ``requests``. Each sample is a separate request to vLLM, with its own seed; with
+        the prefix cache, their common prompt is computed once.
+
+        Raises ValueError, before any is queued, if a prompt is empty or does not fit, if a
+        ``max_tokens`` is below 1, or if an id or a conversation is already open. Raises
+        RuntimeError if the engine has no verified weights.
         """
         check_requests(
             requests, sampling, limit=self.max_model_len, holder="the engine was started with"
         )
         if requests:
             self._check_ready()
-            self.wake()
-        run = _Run(self, sampling)
-        try:
-            run.submit(requests)
-            yield from run.completions()
-        finally:
-            run.abort()
+        self._open.add(requests)
+        stop = StopRule(self.tokenizer, sampling, self._end_tokens)
+        self._waiting += [
+            LiveSample(request, index, sampling, stop)
+            for request in requests
+            for index in range(request.n)
+        ]
+
+    def poll(self) -> list[Completion]:
+        """Run one step of vLLM over all open requests; return what finished. Raises RuntimeError
+        if the engine has no verified weights."""
+        if not self.busy:
+            return []
+        self._check_ready()
+        self.wake()
+        while self._waiting:
+            self._add(self._waiting.popleft())
+        done = self._step()
+        for completion in done:
+            self._open.finish(completion.request_id)
+        return done
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Abort open requests. Unknown ids are ignored."""
+        gone = self._open.drop(request_ids)
+        self._waiting = deque(s for s in self._waiting if s.request.request_id not in gone)
+        running = [n for n, s in self._samples.items() if s.request.request_id in gone]
+        for name in running:
+            del self._samples[name]
+        if running:
+            self._llm.abort_request(running)
+
+    def release(self, conversations: Iterable[str]) -> None:
+        """Do nothing: vLLM's prefix cache evicts blocks by itself."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield completions as they finish. Raises like :meth:`submit`, before the first one."""
+        return generate(self, requests, sampling)
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights into vLLM in one pass over ``tensors``, verify them, and reset the
-        prefix cache. Running requests are aborted.
+        prefix cache. Open requests start over with the new weights.
 
         Raises ValueError if a name is unknown, a shape differs, or a parameter is missing. Raises
         StaleWeightsError if vLLM does not compute with the given weights. After either error the
         engine keeps its version and cannot sample until a load succeeds.
         """
-        self.abort()
-        self._sleep.wake("weights")  # the cache's memory stays free until the next generate
+        self._start_over()
+        self._sleep.wake("weights")  # the cache's memory stays free until the next poll
         self._problem = "its last load of weights failed: they may be partially loaded"
         stream = WeightStream(tensors, self._skeleton, self.dtype)
         problems = stream.compare(self._send(stream))
@@ -205,9 +253,10 @@ class VllmRolloutEngine:
     def sleep(self, *, new_weights_follow: bool = False) -> None:
         """Free the cache, and move the weights to host memory or, if new ones follow, drop them.
 
-        No effect on CPU, because vLLM has no sleep there. Running requests are aborted.
+        No effect on CPU, because vLLM has no sleep there. Open requests start over at the next
+        poll.
         """
-        self.abort()
+        self._start_over()
         if self._sleep.begin(drop_weights=new_weights_follow) and new_weights_follow:
             self._problem = "it dropped its weights when it was put to sleep; load new ones first"
 
@@ -215,16 +264,11 @@ class VllmRolloutEngine:
         """Reallocate the memory freed by :meth:`sleep`. No effect on CPU."""
         self._sleep.wake("weights", "kv_cache")
 
-    def abort(self) -> None:
-        """Abort all running requests; a generate that waits for them raises RuntimeError."""
-        running, self._samples = list(self._samples), {}
-        if running:
-            self._llm.abort_request(running)
-
     def close(self) -> None:
         """Stop vLLM's processes, destroy its process groups, and free its memory."""
         if self._closer.alive:
-            self._samples = {}
+            self._open.drop(list(self._open.ids))
+            self._samples, self._waiting = {}, deque()
             self._problem = "it was closed"
             del self._llm, self._sleep
             self._closer()
@@ -253,135 +297,74 @@ class VllmRolloutEngine:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, sample: _Sample, parameters: Any) -> str:
-        """Submit one sample to vLLM and return its request id."""
+    def _start_over(self) -> None:
+        """Abort vLLM's requests; their samples wait, without tokens, for the next poll. A request
+        of vLLM that is submitted again would repeat its first random numbers, so the tokens cannot
+        be kept."""
+        running, self._samples = self._samples, {}
+        for sample in reversed(running.values()):
+            fresh = LiveSample(sample.request, sample.index, sample.sampling, sample.stop)
+            self._waiting.appendleft(fresh)
+        if running:
+            self._llm.abort_request(list(running))
+
+    def _add(self, sample: LiveSample) -> None:
+        """Submit one sample to vLLM."""
         self._num_samples += 1
         name = f"{self._num_samples}"
         self._samples[name] = sample
         prompt = {"prompt_token_ids": list(sample.request.prompt_ids)}
-        self._llm.add_request(name, prompt, parameters)
-        return name
+        self._llm.add_request(name, prompt, _parameters(sample))
 
-    def step(self) -> None:
-        """Run one step of vLLM over the requests of all open runs."""
+    def _step(self) -> list[Completion]:
+        """Run one step of vLLM and return what finished."""
         with torch.random.fork_rng(devices=[]):  # vLLM draws from the process's generator
             outputs = self._llm.step()
+        done: list[Completion] = []
         for output in outputs:
             sample = self._samples.get(output.request_id)
             if sample is None:
                 continue
-            done = sample.take(output.outputs[0])
-            if done:
-                del self._samples[output.request_id]
-                self.prompt_tokens += len(sample.request.prompt_ids)
-                self.cached_tokens += output.num_cached_tokens or 0
-                if not output.finished:  # at a stop string, which vLLM does not check
-                    self._llm.abort_request([output.request_id])
-
-    def drop(self, names: Sequence[str]) -> None:
-        """Abort the requests in ``names`` that are still running."""
-        running = [name for name in names if self._samples.pop(name, None) is not None]
-        if running:
-            self._llm.abort_request(running)
-
-    def is_running(self, names: Sequence[str]) -> bool:
-        """Return whether any request in ``names`` is still running."""
-        return any(name in self._samples for name in names)
+            _take(sample, output.outputs[0], self.version)
+            if sample.reason is None:
+                continue
+            del self._samples[output.request_id]
+            sample.cached_tokens = output.num_cached_tokens or 0
+            self.prompt_tokens += len(sample.request.prompt_ids)
+            self.cached_tokens += sample.cached_tokens
+            done.append(sample.completion())
+            if not output.finished:  # at a stop string, which vLLM does not check
+                self._llm.abort_request([output.request_id])
+        return done
 
 
-class _Sample:
-    """A response in progress."""
-
-    def __init__(self, request: Request, index: int, run: _Run) -> None:
-        self.request, self.index, self.run = request, index, run
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-
-    def take(self, output: Any) -> bool:
-        """Append the tokens of a step, and return whether the response is finished.
-
-        vLLM may have sampled tokens beyond a stop string; these are dropped.
-        """
-        limit = self.request.limit(self.run.sampling)
-        for token, position in zip(output.token_ids, output.logprobs, strict=True):
-            self.tokens.append(int(token))
-            self.logprobs.append(min(float(position[token].logprob), 0.0))
-            reason = self.run.rule.finished(self.tokens, limit)
-            if reason is not None:
-                self.run.done.append(self._completion(reason))
-                return True
-        return False
-
-    def _completion(self, reason: FinishReason) -> Completion:
-        engine = self.run.engine
-        return Completion(
-            request_id=self.request.request_id,
-            index=self.index,
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            finish_reason=reason,
-            text=str(engine.tokenizer.decode(self.tokens, skip_special_tokens=True)),
-            version=engine.version,
-        )
+def _take(sample: LiveSample, output: Any, version: int) -> None:
+    """Append the tokens of a step. vLLM may have sampled tokens beyond a stop string; these are
+    dropped."""
+    for token, position in zip(output.token_ids, output.logprobs, strict=True):
+        sample.add(int(token), min(float(position[token].logprob), 0.0), version)
+        if sample.reason is not None:
+            return
 
 
-class _Run:
-    """State of one call of generate.
+def _parameters(sample: LiveSample) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    Each sample is a separate request to vLLM, with its own seed; with the prefix cache, their
-    common prompt is computed once.
-    """
-
-    def __init__(self, engine: VllmRolloutEngine, sampling: Sampling) -> None:
-        self.engine, self.sampling = engine, sampling
-        self.rule = StopRule(engine.tokenizer, sampling, engine._end_tokens)
-        self.done: deque[Completion] = deque()
-        self._names: list[str] = []
-        self._left = 0
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Submit all samples of ``requests`` to vLLM."""
-        for request in requests:
-            for index in range(request.n):
-                parameters = self._parameters(request, index)
-                self._names.append(self.engine.add(_Sample(request, index, self), parameters))
-        self._left = len(self._names)
-
-    def _parameters(self, request: Request, index: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        delta = bool(self.sampling.stop)  # stop strings are checked here, token by token
-        return SamplingParams(
-            max_tokens=request.limit(self.sampling),
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
-            top_k=self.sampling.top_k,
-            seed=sample_seed(request.seed, index),
-            stop_token_ids=sorted(self.rule.tokens),
-            ignore_eos=True,  # the end tokens are among the stop tokens
-            logprobs=0,  # only of the sampled token
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY,
-        )
-
-    def completions(self) -> Iterator[Completion]:
-        """Step until every sample is finished, and yield the completions."""
-        while self._left:
-            while self.done:
-                self._left -= 1
-                yield self.done.popleft()
-            if self._left:
-                if not self.engine.is_running(self._names):
-                    raise RuntimeError(
-                        f"{self._left} samples of this generate were aborted (by abort, sleep or "
-                        "load_weights) before they were finished; take all completions first"
-                    )
-                self.engine.step()
-
-    def abort(self) -> None:
-        """Abort the requests that are still running, e.g. if the caller closed the generator."""
-        self.engine.drop(self._names)
+    sampling = sample.sampling
+    delta = bool(sampling.stop)  # stop strings are checked here, token by token
+    return SamplingParams(
+        max_tokens=sample.request.limit(sampling),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sample_seed(sample.request.seed, sample.index),
+        stop_token_ids=sorted(sample.stop.tokens),
+        ignore_eos=True,  # the end tokens are among the stop tokens
+        logprobs=0,  # only of the sampled token
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def sample_seed(seed: int, index: int) -> int:

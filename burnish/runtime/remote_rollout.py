@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from burnish.config.model import ModelConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.messages import library_text
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.generation import generate
+from burnish.rollout.requests import OpenRequests, check_requests
 from burnish.runtime.errors import failure, loss_reason
 from burnish.runtime.ray_cluster import RayCluster
-from burnish.runtime.rollout_worker import RolloutWorker
+from burnish.runtime.rollout_worker import Orders, RolloutWorker
 from burnish.runtime.worker import BUCKET_BYTES
 from burnish.sync.base import encode
 from burnish.sync.buckets import messages
@@ -43,8 +46,18 @@ class RemoteRolloutEngine:
     ) -> None:
         """Start the workers. ``ready``: they may sample from the model's own weights before the
         first transfer."""
-        self.cluster, self.model, self.config, self.max_len = cluster, model, config, max_len
+        self.cluster, self.model, self.config, self._max_len = cluster, model, config, max_len
         self.ready, self.version = ready, 0
+        self.max_len: int | None = None
+        """Maximum length of a row in tokens; None: unlimited. Known once a worker is ready."""
+        self._requests = OpenRequests()
+        self._orders: dict[int, list[Orders]] = {}
+        """Worker -> orders that it has not received."""
+        self._open: dict[str, _OpenRequest] = {}
+        self._calls: dict[Any, int] = {}
+        """Reference to the answer of a worker -> the worker. A worker has at most one."""
+        self._homes: dict[str, int] = {}
+        """Conversation -> the worker that has its cache."""
         self.size = cluster.config.ranks("rollout")
         self.refill: Refill = lambda indices: {}
         """Sends the current weights to replaced workers. Set by a sync."""
@@ -57,42 +70,134 @@ class RemoteRolloutEngine:
             self.close()
             raise
 
+    # ---- the interface ---------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Return whether any request is open."""
+        return bool(self._requests)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Queue ``requests``: those of a known conversation at the worker that has its cache, all
+        others at the least loaded workers. Raises ValueError, before any is queued, if one cannot
+        run or is already open."""
+        check_requests(requests, sampling, limit=self.max_len, holder="the rollout workers have")
+        self._requests.add(requests)
+        left = [request for request in requests if request.n > 0]
+        self._open |= {r.request_id: _OpenRequest(r, sampling) for r in left}
+        self._assign(left)
+
+    def poll(self) -> list[Completion]:
+        """Wait until a worker answers, and return what it finished. Requests of a worker that is
+        lost are repeated, except for their finished samples."""
+        self._send()
+        if not self._calls:
+            return []
+        ready, lost = self._wait(list(self._calls), list(self._calls.values()))
+        done: list[Completion] = []
+        for call in ready:
+            worker = self._calls.pop(call)
+            done += [c for c in self._answer(call, worker, lost) if self._take(c)]
+        if lost:
+            self._resubmit(lost)
+        self._send()
+        return done
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Drop open requests. Unknown ids are ignored."""
+        gone = self._requests.drop(request_ids)
+        by_worker: dict[int, list[str]] = {}
+        for name in gone:
+            by_worker.setdefault(self._open.pop(name).worker, []).append(name)
+        for worker, names in by_worker.items():
+            self._order(worker, Orders(cancel=tuple(names)))
+        self._send()
+
+    def release(self, conversations: Iterable[str]) -> None:
+        """Free the kept cache of conversations. Unknown names are ignored."""
+        for name in conversations:
+            worker = self._homes.pop(name, None)
+            if worker is not None:
+                self._order(worker, Orders(release=(name,)))
+        self._send()
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield completions as any worker finishes them. Requests of a worker that dies are
-        repeated, except for its finished completions."""
-        done: set[tuple[str, int]] = set()
-        streams: dict[Any, tuple[int, list[Request]]] = {}
+        """Yield completions as any worker finishes them. Raises like :meth:`submit`, before the
+        first one."""
+        return generate(self, requests, sampling)
 
-        def start(worker: int, part: Sequence[Request]) -> None:
-            left = [r for r in part if any((r.request_id, k) not in done for k in range(r.n))]
-            if left:
-                method = self.workers[worker].generate.options(num_returns="streaming")
-                streams[method.remote(left, sampling)] = worker, left
+    # ---- requests and answers --------------------------------------------------------------
 
-        for i, part in enumerate(_shares(requests, self.size)):
-            start(i, part)
-        while streams:
-            ready, lost = self._wait(list(streams), [worker for worker, _ in streams.values()])
-            for stream in ready:
-                chunk = self._next(stream, streams[stream][0], lost)
-                if chunk is None:
-                    del streams[stream]
-                yield from _new(chunk or (), done)
-            again = [(s, worker, part) for s, (worker, part) in streams.items() if worker in lost]
-            self.replace(lost)
-            for stream, worker, part in again:
-                del streams[stream]
-                start(worker, part)
+    def _assign(self, requests: Sequence[Request]) -> None:
+        """Choose the workers of ``requests`` and order the samples that are not finished."""
+        loads = [0] * self.size
+        for open_request in self._open.values():
+            if open_request.worker >= 0:
+                loads[open_request.worker] += open_request.request.n
+        kept = [r for r in requests if r.conversation in self._homes]
+        shares = _shares([r for r in requests if r.conversation not in self._homes], loads)
+        for request in kept:
+            assert request.conversation is not None
+            shares[self._homes[request.conversation]].append(request)
+        for worker, share in enumerate(shares):
+            for request in share:
+                self._open[request.request_id].worker = worker
+                if request.conversation is not None:
+                    self._homes[request.conversation] = worker
+            orders = [(r, self._open[r.request_id].sampling) for r in share]
+            if orders:
+                self._order(worker, Orders(submit=tuple(orders)))
 
-    def _next(self, stream: Any, worker: int, lost: dict[int, str]) -> list[Completion] | None:
-        """Return the completions that are ready in a stream, or None at its end. Add the worker to
-        ``lost`` if it is lost, or if its machine died and unread completions are lost. In both
-        cases they are sampled again."""
+    def _order(self, worker: int, orders: Orders) -> None:
+        self._orders.setdefault(worker, []).append(orders)
+
+    def _send(self) -> None:
+        """Call every worker that has orders or open requests and owes no answer."""
+        called = set(self._calls.values())
+        working = {open_request.worker for open_request in self._open.values()}
+        for worker in sorted((working | set(self._orders)) - called):
+            given = self._orders.pop(worker, [])
+            orders = Orders(
+                tuple(name for o in given for name in o.cancel),
+                tuple(name for o in given for name in o.release),
+                tuple(order for o in given for order in o.submit if self._is_at(order[0], worker)),
+            )
+            self._calls[self.workers[worker].advance.remote(orders)] = worker
+
+    def _is_at(self, request: Request, worker: int) -> bool:
+        """Return whether a request is still open and assigned to ``worker``."""
+        found = self._open.get(request.request_id)
+        return found is not None and found.request is request and found.worker == worker
+
+    def _take(self, completion: Completion) -> bool:
+        """Return whether a completion is wanted, and count it."""
+        found = self._open.get(completion.request_id)
+        if found is None or completion.index in found.done:
+            return False
+        found.done.add(completion.index)
+        self._requests.finish(completion.request_id)
+        if completion.request_id not in self._requests:
+            del self._open[completion.request_id]
+        return True
+
+    def _resubmit(self, lost: Mapping[int, str]) -> None:
+        """Replace lost workers and submit their open requests again."""
+        self._calls = {call: w for call, w in self._calls.items() if w not in lost}
+        for worker in lost:
+            self._orders.pop(worker, None)
+        self._homes = {name: w for name, w in self._homes.items() if w not in lost}
+        self.replace(lost)
+        again = [o for o in self._open.values() if o.worker in lost]
+        for open_request in again:
+            open_request.worker = -1
+        self._assign([o.request for o in again])
+
+    def _answer(self, call: Any, worker: int, lost: dict[int, str]) -> list[Completion]:
+        """Return the completions of an answer. Add the worker to ``lost`` if it is lost, or if its
+        machine died and unread completions are lost. In both cases they are sampled again."""
         ray = self.cluster.ray
         try:
-            completions: list[Completion] = ray.get(next(stream))
-        except StopIteration:
-            return None
+            completions: list[Completion] = ray.get(call)
         except ray.exceptions.ObjectLostError as error:
             lost[worker] = f"died, and its unread samples are lost: {library_text(error)}"
             return []
@@ -117,9 +222,15 @@ class RemoteRolloutEngine:
             busy, f"did not respond within {limit:g} s (cluster.call_timeout_s)"
         )
 
-    def _call(self, indices: Iterable[int], call: Callable[[Any], Any]) -> dict[int, str]:
-        """Call a method of several workers. Return worker -> why it was lost. Raises an exception
-        that a worker raised."""
+    def _call(
+        self,
+        indices: Iterable[int],
+        call: Callable[[Any], Any],
+        *,
+        results: list[Any] | None = None,
+    ) -> dict[int, str]:
+        """Call a method of several workers, and append what it returns to ``results``. Return
+        worker -> why it was lost. Raises an exception that a worker raised."""
         refs = {call(self.workers[i]): i for i in indices}
         lost: dict[int, str] = {}
         while refs:
@@ -128,6 +239,8 @@ class RemoteRolloutEngine:
                 failed = failure(self.cluster.ray, ref)
                 if failed is not None:
                     lost[refs[ref]] = loss_reason(self.cluster.ray, failed)
+                elif results is not None:
+                    results.append(self.cluster.ray.get(ref))
             lost |= gone
             refs = {r: i for r, i in refs.items() if r not in ready and i not in gone}
         return lost
@@ -150,8 +263,12 @@ class RemoteRolloutEngine:
         missing = self.cluster.wait_started([self.workers[i] for i in indices])
         lost = {handles[id(worker)]: why for worker, why in missing}
         left = [i for i in indices if i not in lost]
-        model, config, max_len, ready = self.model, self.config, self.max_len, self.ready
-        lost |= self._call(left, lambda w: w.build.remote(model, config, max_len, ready=ready))
+        model, config, max_len, ready = self.model, self.config, self._max_len, self.ready
+        limits: list[Any] = []
+        lost |= self._call(
+            left, lambda w: w.build.remote(model, config, max_len, ready=ready), results=limits
+        )
+        self.max_len = next(iter(limits), self.max_len)
         left = [i for i in left if i not in lost]
         return lost | (self.refill(left) if left else {})
 
@@ -179,7 +296,7 @@ class RemoteRolloutEngine:
         self.receive_snapshot(WeightSnapshot(headers, payloads[:-1]), verify=True)
 
     def sleep(self, *, new_weights_follow: bool = False) -> None:
-        """Free the workers' caches until the next generate. Lost workers are replaced."""
+        """Free the workers' caches until the next poll. Lost workers are replaced."""
         drop = new_weights_follow
         everyone = range(self.size)
         self.replace(self._call(everyone, lambda w: w.sleep.remote(new_weights_follow=drop)))
@@ -197,23 +314,26 @@ class RemoteRolloutEngine:
         self.workers = []
 
 
-def _new(chunk: Iterable[Completion], done: set[tuple[str, int]]) -> Iterator[Completion]:
-    """Yield the completions that are not in ``done``, and add them to it."""
-    for completion in chunk:
-        key = (completion.request_id, completion.index)
-        if key not in done:
-            done.add(key)
-            yield completion
+@dataclass
+class _OpenRequest:
+    request: Request
+    sampling: Sampling
+    worker: int = -1
+    """Index of its worker; -1: not assigned."""
+    done: set[int] = field(default_factory=set)
+    """Indices of finished samples."""
 
 
-def _shares(requests: Sequence[Request], count: int) -> list[list[Request]]:
-    """Split requests over workers: the most expensive first, each to the least loaded."""
-    shares: list[list[Request]] = [[] for _ in range(count)]
-    loads = [(0, worker) for worker in range(count)]
+def _shares(requests: Sequence[Request], loads: Sequence[int]) -> list[list[Request]]:
+    """Split requests over workers: the most expensive first, each to the least loaded. ``loads``:
+    open samples of each worker."""
+    shares: list[list[Request]] = [[] for _ in loads]
+    heap = [(load, worker) for worker, load in enumerate(loads)]
+    heapq.heapify(heap)
     for request in sorted(requests, key=lambda r: -r.n * (r.max_tokens or 1)):
-        load, least = loads[0]
+        load, least = heap[0]
         shares[least].append(request)
-        heapq.heapreplace(loads, (load + request.n, least))
+        heapq.heapreplace(heap, (load + request.n, least))
     return shares
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from burnish.config.model import ModelConfig
@@ -19,15 +21,36 @@ from burnish.sync.connect import Rendezvous, open_source
 from burnish.sync.engine import SyncedEngine
 from burnish.sync.snapshot import SnapshotSource
 
-CHUNKS_PER_S = 64
-"""Chunks of completions per second that all workers together send to the controller. Single
-completions would cost it too much time. Completions that a dead worker did not send are sampled
+ANSWERS_PER_S = 128
+"""Answers with completions per second that all workers together send to the controller. An answer
+per completion would cost it too much time. Completions that a dead worker did not send are sampled
 again."""
+_SHORTEST_S = 0.02
+_LONGEST_S = 0.25
 
 
-def chunk_seconds(workers: int) -> float:
-    """Return the seconds for which one of ``workers`` rollout workers collects completions."""
-    return max(0.5, workers / CHUNKS_PER_S)
+@dataclass(frozen=True)
+class Orders:
+    """Changes of a worker's open requests."""
+
+    cancel: tuple[str, ...] = ()
+    """Request ids."""
+    release: tuple[str, ...] = ()
+    """Conversations."""
+    submit: tuple[tuple[Request, Sampling], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.cancel or self.release or self.submit)
+
+
+def answer_seconds(workers: int) -> tuple[float, float]:
+    """Return (shortest, longest) seconds between two answers of one of ``workers`` workers.
+
+    A worker answers after the shortest time if a completion finished, else after the longest. New
+    requests reach it between two answers.
+    """
+    shortest = max(_SHORTEST_S, workers / ANSWERS_PER_S)
+    return shortest, max(_LONGEST_S, shortest)
 
 
 class RolloutWorker(Worker):
@@ -44,32 +67,36 @@ class RolloutWorker(Worker):
         max_len: int | None,
         *,
         ready: bool = True,
-    ) -> None:
-        """Load the model and make the engine. ``ready``: it may sample from the model's own
-        weights. Otherwise it needs a weight transfer first."""
+    ) -> int | None:
+        """Load the model and make the engine. Return the maximum length of a row in tokens (None:
+        unlimited). ``ready``: it may sample from the model's own weights. Otherwise it needs a
+        weight transfer first."""
         engine = self.runtime().standalone_rollout(model, config, max_len=max_len)
         self._expected = None
         synced = SyncedEngine(engine, SnapshotSource(), ready=ready)
-        spans = {"generate": "rollout", "receive": "rollout_sync"}
-        self.engine = timed(synced, self.timeline, spans)
+        self.engine = timed(synced, self.timeline, {"receive": "rollout_sync"})
+        return engine.max_len
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling
-    ) -> Iterator[list[Completion]]:
-        """Yield completions as they finish, collected over :func:`chunk_seconds`."""
-        every = chunk_seconds(self.info.size)
-        finished: list[Completion] = []
+    def advance(self, orders: Orders) -> list[Completion]:
+        """Carry out ``orders``, then advance the open requests for :func:`answer_seconds` or until
+        none is open. Return what finished."""
         begun = time.monotonic()
-        for completion in self.engine.generate(requests, sampling):
-            finished.append(completion)
-            if time.monotonic() - begun >= every:
-                yield finished
-                finished, begun = [], time.monotonic()
-        if finished:
-            yield finished
+        shortest, longest = answer_seconds(self.info.size)
+        finished: list[Completion] = []
+        with self.timeline.span("rollout"):
+            self.engine.cancel(orders.cancel)
+            self.engine.release(orders.release)
+            for sampling, same in groupby(orders.submit, key=lambda order: order[1]):
+                self.engine.submit([request for request, _ in same], sampling)
+            while self.engine.busy:
+                finished += self.engine.poll()
+                passed = time.monotonic() - begun
+                if passed >= longest or (finished and passed >= shortest):
+                    break
+        return finished
 
     def sleep(self, *, new_weights_follow: bool) -> None:
-        """Free caches until the next generate."""
+        """Free caches until the next poll."""
         self.engine.sleep(new_weights_follow=new_weights_follow)
 
     def wake(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from burnish.config.model import Dtype
 from burnish.models.load import DTYPES
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
+from burnish.rollout.generation import generate
 from burnish.sync.base import (
     Abort,
     End,
@@ -167,12 +168,38 @@ class SyncedEngine:
 
     # ---- the rollout engine ------------------------------------------------------------------
 
+    @property
+    def max_len(self) -> int | None:
+        """Return the maximum length of prompt and response in tokens; None: unlimited."""
+        return self.engine.max_len
+
+    @property
+    def busy(self) -> bool:
+        """Return whether any request is open."""
+        return self.engine.busy
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Queue ``requests``. Raises InvalidWeightsError after a failed transfer."""
+        self._check_ready()
+        self.engine.submit(requests, sampling)
+
+    def poll(self) -> list[Completion]:
+        """Advance the open requests and return what finished. Raises InvalidWeightsError after a
+        failed transfer; the requests stay open."""
+        self._check_ready()
+        return self.engine.poll()
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Drop open requests. Unknown ids are ignored."""
+        self.engine.cancel(request_ids)
+
+    def release(self, conversations: Iterable[str]) -> None:
+        """Free the kept cache of conversations."""
+        self.engine.release(conversations)
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they finish. Raises InvalidWeightsError after a failed transfer."""
-        self._check_ready()
-        for completion in self.engine.generate(requests, sampling):
-            self._check_ready()
-            yield completion
+        return generate(self, requests, sampling)
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights. After a failure the engine refuses to sample until a load

@@ -11,7 +11,7 @@ import pytest
 
 from burnish.rollout.base import Request
 from burnish.runtime.remote_rollout import _shares
-from burnish.runtime.rollout_worker import CHUNKS_PER_S, chunk_seconds
+from burnish.runtime.rollout_worker import ANSWERS_PER_S, answer_seconds
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,12 +51,19 @@ def test_requests_go_to_the_least_loaded_worker_most_expensive_first() -> None:
     """n = 5, 3, 3, 1 on two workers: 5 -> worker 0, 3 and 3 -> worker 1 (0, then 3 < 5), and the
     last to worker 0 (5 < 6): both end with 6."""
     requests = [Request(f"r{i}", (1,), n) for i, n in enumerate((3, 5, 1, 3))]
-    shares = [[r.n for r in share] for share in _shares(requests, 2)]
+    shares = [[r.n for r in share] for share in _shares(requests, [0, 0])]
     assert shares == [[5, 1], [3, 3]]
 
 
-def test_chunks_of_all_workers_together_are_so_many_a_second_at_most() -> None:
+def test_requests_go_to_the_worker_with_fewer_open_samples() -> None:
+    requests = [Request(f"r{i}", (1,), 2) for i in range(3)]
+    shares = [[r.n for r in share] for share in _shares(requests, [5, 0])]
+    assert shares == [[], [2, 2, 2]]
+
+
+def test_answers_of_all_workers_together_are_so_many_a_second_at_most() -> None:
     for workers in (1, 10, 32, 100, 1000):
-        assert workers / chunk_seconds(workers) <= CHUNKS_PER_S
-        assert chunk_seconds(workers) >= 0.5
-    assert 1000 / chunk_seconds(1000) == pytest.approx(CHUNKS_PER_S)
+        shortest, longest = answer_seconds(workers)
+        assert workers / shortest <= ANSWERS_PER_S and longest >= shortest
+    assert 1000 / answer_seconds(1000)[0] == pytest.approx(ANSWERS_PER_S)
+    assert answer_seconds(2) == (0.02, 0.25), "a turn is not delayed by more than that"

@@ -23,7 +23,7 @@ from burnish.config.placement import placement_groups_for
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.timeline import Timeline
-from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
+from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling, VersionSpan
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.rollout.vllm import INSTALL, VllmRolloutEngine
 from burnish.runtime.ray import RayRuntime
@@ -218,6 +218,112 @@ def test_sleeping_and_waking_change_nothing(engine: RolloutEngine) -> None:
     assert run(engine, Sampling(12)) == before
     engine.sleep()
     assert run(engine, Sampling(12)) == before, "generate wakes it"
+
+
+def poll_all(engine: RolloutEngine) -> dict[tuple[str, int], Completion]:
+    done: list[Completion] = []
+    while engine.busy:
+        done += engine.poll()
+    return {(c.request_id, c.index): c for c in done}
+
+
+def tokens(done: dict[tuple[str, int], Completion]) -> dict[tuple[str, int], tuple[int, ...]]:
+    return {key: c.token_ids for key, c in done.items()}
+
+
+def test_requests_may_come_at_any_time_and_with_any_sampling(engine: RolloutEngine) -> None:
+    """The tokens of a request do not depend on what else is open."""
+    samplings = {"a": Sampling(12), "b": Sampling(30, 0.7, top_k=9), "c": Sampling(12, 0.0)}
+    alone: dict[tuple[str, int], Completion] = {}
+    for r in REQUESTS:
+        for c in engine.generate([r], samplings[r.request_id]):
+            alone[c.request_id, c.index] = c
+    done: dict[tuple[str, int], Completion] = {}
+    for request in REQUESTS:
+        engine.submit([request], samplings[request.request_id])
+        for c in engine.poll():
+            done[c.request_id, c.index] = c
+    done |= poll_all(engine)
+    assert not engine.busy and tokens(done) == tokens(alone)
+    assert engine.poll() == []
+    for c in done.values():
+        assert c.spans == (VersionSpan(1, 0, len(c.token_ids)),)
+        assert c.versions == (1,) * len(c.token_ids)
+
+
+def test_a_canceled_request_is_gone_and_its_id_is_free(engine: RolloutEngine) -> None:
+    alone = run(engine, Sampling(40))
+    engine.submit(REQUESTS, Sampling(40))
+    if not isinstance(engine, RemoteRolloutEngine):  # a poll may be all steps there
+        engine.poll()
+    engine.cancel(["a", "c", "unknown"])
+    assert engine.busy
+    engine.submit([REQUESTS[0]], Sampling(40))
+    done = poll_all(engine)
+    assert tokens(done) == {k: c.token_ids for k, c in alone.items() if k[0] != "c"}
+    engine.submit(REQUESTS, Sampling(40))
+    engine.cancel(["a", "b", "c"])
+    assert not engine.busy and engine.poll() == []
+
+
+def test_an_id_or_conversation_is_open_once(engine: RolloutEngine) -> None:
+    talk = Request("t0", (7, 8), conversation="talk")
+    engine.submit([talk, REQUESTS[0]], Sampling(4))
+    for request, told in (
+        (replace(REQUESTS[0]), "a is already open"),
+        (replace(talk, request_id="t1"), "conversation talk already has an open request"),
+        (Request("t2", (7,), n=2, conversation="other"), "n=2"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            engine.submit([Request("fresh", (9,)), request], Sampling(4))
+    assert {name for name, _ in poll_all(engine)} == {"t0", "a"}
+    engine.release(["talk", "unknown"])
+
+
+def test_a_conversation_continues_with_the_tokens_of_a_single_prompt(
+    engine: RolloutEngine,
+) -> None:
+    prompt = tuple(range(6, 46))
+    (first,) = engine.generate([Request("t0", prompt, seed=1, conversation="t")], Sampling(12))
+    longer = (*prompt, *first.token_ids, 9, 11, 20)
+    follow = Request("t1", longer, seed=2, conversation="t")
+    (second,) = engine.generate([follow], Sampling(12))
+    engine.release(["t"])
+    (plain,) = engine.generate([Request("t2", longer, seed=2)], Sampling(12))
+    assert second.token_ids == plain.token_ids
+    assert 0 <= second.cached_tokens < len(longer)
+    assert second.logprobs == pytest.approx(plain.logprobs, abs=3e-5)
+
+
+def test_open_requests_continue_with_new_weights(engine: RolloutEngine) -> None:
+    """Tokens of a version have the log-probs of its weights."""
+    engine.submit(REQUESTS, Sampling(24))
+    remote = isinstance(engine, RemoteRolloutEngine)  # a poll is many steps there
+    polls = 0 if remote else 5
+    done = {(c.request_id, c.index): c for _ in range(polls) for c in engine.poll()}
+    engine.load_weights(2, lively(1).items())
+    done |= poll_all(engine)
+    prompts = {r.request_id: r.prompt_ids for r in REQUESTS}
+    assert len(done) == 9
+    for (name, _), c in done.items():
+        by_version = {v: plain_logprobs(lively(v - 1), prompts[name], c, 1.0) for v in (1, 2)}
+        expected = torch.stack([by_version[v][i] for i, v in enumerate(c.versions)])
+        torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=3e-5, rtol=0)
+    assert {c.version for c in done.values()} == {2}
+
+
+def test_after_new_weights_a_known_conversation_answers_as_a_new_one(
+    engine: RolloutEngine,
+) -> None:
+    prompt = tuple(range(6, 46))
+    (first,) = engine.generate([Request("t0", prompt, seed=1, conversation="t")], Sampling(12))
+    longer = (*prompt, *first.token_ids, 9)
+    engine.load_weights(2, lively(1).items())
+    (second,) = engine.generate([Request("t1", longer, seed=2, conversation="t")], Sampling(12))
+    expected = plain_logprobs(lively(1), longer, second, 1.0)
+    torch.testing.assert_close(torch.tensor(second.logprobs), expected, atol=3e-5, rtol=0)
+    assert second.cached_tokens == 0 and second.versions == (2,) * len(second.token_ids)
+    engine.release(["t"])
 
 
 def test_no_requests_return_no_completions(engine: RolloutEngine) -> None:

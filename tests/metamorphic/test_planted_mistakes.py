@@ -22,8 +22,8 @@ import burnish.data.rows as data_rows
 import burnish.data.sft as sft
 import burnish.jobs.credit as credit
 import burnish.rewards.math_text as math_text
-import burnish.rollout.local as local
 import burnish.rollout.row_sampler as row_sampler
+import burnish.rollout.running_batch as running_batch
 import burnish.train.batching as batching
 from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
 from burnish.data.stream import IndexStream
@@ -115,20 +115,20 @@ def untrained_tokens_are_trained(patch: Patch) -> None:
 
 def temperature_is_not_in_the_logprobs(patch: Patch) -> None:
     """The sampler reports log-probs of unscaled logits."""
-    own = local.sample_tokens
+    own = running_batch.sample_tokens
 
     def sample(logits: Any, uniforms: Any, sampling: Any) -> Any:
         plain = logits.clone().log_softmax(-1)
         tokens, _ = own(logits, uniforms, sampling)
         return tokens, plain.gather(-1, tokens[:, None])[:, 0]
 
-    patch.setattr(local, "sample_tokens", sample)
+    patch.setattr(running_batch, "sample_tokens", sample)
 
 
 def randomness_is_shared(patch: Patch) -> None:
     """Requests draw from one generator in turn."""
-    count, own = itertools.count(), local.uniforms_for
-    for module in (local, row_sampler):
+    count, own = itertools.count(), running_batch.uniforms_for
+    for module in (running_batch, row_sampler):
         patch.setattr(module, "uniforms_for", lambda seed, index, n: own(next(count), index, n))
 
 

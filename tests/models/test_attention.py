@@ -13,12 +13,12 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.models.attention import (
     NO_MASK,
-    KVCache,
     PackedPlan,
     Segment,
     decode_plan,
     plan_segments,
 )
+from burnish.models.kv_cache import KVCache
 from burnish.models.load import choose_attention, load_causal_lm
 
 # fp32 sums of at most a few hundred terms of size 1, in another order: a few ulps of 1.2e-7

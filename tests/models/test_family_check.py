@@ -13,6 +13,7 @@ from transformers import AutoConfig, LlamaConfig, Phi3Config, PretrainedConfig, 
 
 import burnish.models.attention as attention
 import burnish.models.family_check as family_check
+import burnish.models.kv_cache as kv_cache
 import burnish.models.support as support_module
 from burnish.models.family import ModelSupport, keep
 from burnish.models.family_check import check_family, largest_difference
@@ -141,12 +142,12 @@ def test_a_dropped_logit_cap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_decoding_that_forgets_its_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = attention.KVCache.write
+    original = kv_cache.KVCache.write
 
     def wrong(self: Any, layer: int, slots: Any, positions: Any, kv: Any) -> None:
         original(self, layer, slots, positions * 0, kv)
 
-    monkeypatch.setattr(attention.KVCache, "write", wrong)
+    monkeypatch.setattr(kv_cache.KVCache, "write", wrong)
     monkeypatch.setattr(support_module, "_IN_MEMORY", {})
     assert decoding_support(LlamaConfig(), use_disk=False).decoding != "batched"
 

@@ -53,6 +53,9 @@ class Engine:
         finally:
             self.closed = True
 
+    def poll(self) -> None:
+        self.clock.pass_(1.0)
+
     def load(self, seconds: float) -> str:
         self.clock.pass_(seconds)
         return "loaded"
@@ -125,6 +128,22 @@ def test_leaving_a_timed_iterator_early_closes_the_one_inside(clock: Clock) -> N
     items.close()  # type: ignore[attr-defined]
     assert bare.closed
     assert line.collect() == pytest.approx({"rollout": 2.0})
+
+
+def test_polls_in_a_row_are_one_span_of_the_trace(clock: Clock, tmp_path: Path) -> None:
+    line = Timeline()
+    engine = timed(Engine(clock), line, {"poll": "rollout", "load": "sync"})
+    for _ in range(3):
+        engine.poll()
+    engine.load(2.0)
+    engine.poll()
+    clock.pass_(5.0)
+    engine.poll()
+    assert line.collect() == pytest.approx({"rollout": 5.0, "sync": 2.0})
+    line.save(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    spans = [(e["name"], e["dur"] / 1e6) for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert spans == [("rollout", 3.0), ("sync", 2.0), ("rollout", 1.0), ("rollout", 1.0)]
 
 
 def test_the_proxy_forwards_reads_writes_results_errors_and_isinstance(clock: Clock) -> None:

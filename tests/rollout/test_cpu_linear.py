@@ -14,7 +14,7 @@ import burnish.rollout.cpu_linear as cpu_linear
 from burnish.config.rollout import LocalEngine
 from burnish.models.half_linear import use_fp32_products
 from burnish.rollout.base import Request, Sampling
-from burnish.rollout.cpu_linear import fp32_copies, onednn_layers, onednn_linear
+from burnish.rollout.cpu_linear import fp32_layers, onednn_layers, onednn_linear
 from burnish.rollout.local import LocalRolloutEngine
 
 
@@ -24,7 +24,7 @@ def test_the_numbers_are_those_of_the_plain_layer(rows: int, bias: bool) -> None
     torch.manual_seed(0)
     layer, inputs = nn.Linear(96, 40, bias=bias), torch.randn(rows, 1, 96)
     expected = layer(inputs)
-    with fp32_copies(onednn_layers(layer)) as layers, torch.no_grad(), onednn_linear(layers):
+    with torch.no_grad(), onednn_linear(fp32_layers(onednn_layers(layer))):
         # sums of 96 products of size 1 in another order
         torch.testing.assert_close(layer(inputs), expected, atol=2e-6, rtol=0)
 
@@ -32,7 +32,7 @@ def test_the_numbers_are_those_of_the_plain_layer(rows: int, bias: bool) -> None
 def test_outside_the_layer_is_as_before_and_has_gradients() -> None:
     layer = nn.Linear(8, 4)
     with pytest.raises(RuntimeError, match="in the middle"):
-        with fp32_copies(onednn_layers(layer)) as layers, onednn_linear(layers):
+        with onednn_linear(fp32_layers(onednn_layers(layer))):
             assert "forward" in vars(layer)
             raise RuntimeError("in the middle")
     assert "forward" not in vars(layer)
@@ -49,18 +49,18 @@ def test_fp16_layers_compute_the_fp32_product_rounded_once(bias: bool) -> None:
     layer, inputs = nn.Linear(96, 40, bias=bias).half(), torch.randn(64, 1, 96).half()
     use_fp32_products(layer)
     expected = layer(inputs).detach()
-    with fp32_copies(onednn_layers(layer)) as layers, torch.no_grad(), onednn_linear(layers):
+    with torch.no_grad(), onednn_linear(fp32_layers(onednn_layers(layer))):
         assert "forward" in vars(layer)
         out = layer(inputs)
     assert out.dtype == torch.float16
     torch.testing.assert_close(out, expected, atol=4e-6, rtol=2**-10)
-    assert "forward" not in vars(layer) and not layers, "its own forward again, copies freed"
+    assert "forward" not in vars(layer), "its own forward again"
 
 
 def test_fp32_layers_are_not_copied() -> None:
     layer = nn.Linear(8, 4)
-    with fp32_copies(onednn_layers(layer)) as layers:
-        assert layers[0].weight.data_ptr() == layer.weight.data_ptr()
+    layers = fp32_layers(onednn_layers(layer))
+    assert layers[0].weight.data_ptr() == layer.weight.data_ptr()
 
 
 def test_only_plain_fp32_and_fp16_layers_are_taken() -> None:
@@ -87,7 +87,7 @@ def test_an_fp16_engine_sees_new_weights_and_keeps_no_copies_when_left_early(
         used.append(len(layers))
         return onednn_linear(layers)
 
-    monkeypatch.setattr("burnish.rollout.local.onednn_linear", counted)
+    monkeypatch.setattr("burnish.rollout.local_model.onednn_linear", counted)
     engine = LocalRolloutEngine(lively_model, tiny_tokenizer, LocalEngine())
     request, sampling = Request("a", (7, 9, 12), n=2), Sampling(max_tokens=16, temperature=0.0)
     first = next(engine.generate([request], sampling)).token_ids  # the generator is dropped

@@ -152,6 +152,7 @@ def test_the_next_generate_does_not_depend_on_the_last(engine: LocalRolloutEngin
     list(engine.generate(requests_for(PROMPTS, n=4), Sampling(30)))
     abandoned = engine.generate(requests_for(PROMPTS), Sampling(30))
     next(abandoned)
+    abandoned.close()
     assert by_sample(list(engine.generate(request, Sampling(12)))) == first
     engine.sleep()
     engine.wake()

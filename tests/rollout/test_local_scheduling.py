@@ -15,6 +15,7 @@ from burnish.config.rollout import LocalEngine
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
+from burnish.rollout.running_batch import RunningBatch
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Counted:
 def counted(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, **config: int) -> Counted:
     engine = LocalRolloutEngine(model, tokenizer, LocalEngine(**config))
     found = Counted(engine)
-    body = engine.body
+    body = engine.network.body
 
     def watched(input_ids: Tensor, position_ids: Tensor, plan: object) -> Tensor:
         rows, width = input_ids.shape
@@ -40,7 +41,7 @@ def counted(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, **confi
         (found.decodes if decode else found.prefills).append(rows * width)
         return body(input_ids, position_ids, plan)
 
-    engine.body = watched
+    engine.network.body = watched
     return found
 
 
@@ -174,14 +175,33 @@ def test_nothing_asked_is_nothing_computed(
     assert run.prefills == run.decodes == []
 
 
-def test_two_calls_at_once_do_not_disturb_each_other(
+def test_a_generate_needs_an_engine_without_open_requests(
     tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     engine = LocalRolloutEngine(tiny_model, tiny_tokenizer, LocalEngine())
-    sampling = Sampling(12)
-    first = [Request(str(i), (7, 8 + i), n=2, seed=i, max_tokens=3 + 3 * i) for i in range(3)]
-    second = [Request(str(i), (9, 20 + i), n=2, seed=9 + i, max_tokens=12 - i) for i in range(3)]
-    alone = list(engine.generate(first, sampling)), list(engine.generate(second, sampling))
-    both = engine.generate(first, sampling), engine.generate(second, sampling)
-    turns = [pair for pair in zip(*both, strict=True)]
-    assert tuple(map(list, zip(*turns, strict=True))) == alone
+    requests = [Request(str(i), (7, 8 + i), n=2, seed=i) for i in range(3)]
+    first = engine.generate(requests, Sampling(12, stop_token_ids=(9, 11, 20)))
+    next(first)
+    with pytest.raises(RuntimeError, match="without open requests"):
+        next(engine.generate([Request("x", (7,))], Sampling(4)))
+    assert len(list(first)) == 5 and not engine.busy
+
+
+def test_the_cache_grows_in_slots_and_positions_with_later_requests(
+    tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """One request decodes in a cache of one slot and 2 + 30 positions; then come three prompts of
+    40 tokens."""
+    engine = LocalRolloutEngine(tiny_model, tiny_tokenizer, LocalEngine())
+    requests = [Request("a", (7, 8))] + [Request(str(i), (6 + i,) * 40, seed=i) for i in range(3)]
+    alone = {c.request_id: c for c in engine.generate(requests, Sampling(30))}
+    engine.submit(requests[:1], Sampling(30))
+    assert [engine.poll() for _ in range(4)] == [[]] * 4
+    assert isinstance(engine.batch, RunningBatch) and engine.batch.cache is not None
+    assert (engine.batch.cache.num_slots, engine.batch.cache.capacity) == (1, 32)
+    engine.submit(requests[1:], Sampling(30))
+    done: list[Completion] = []
+    while engine.busy:
+        done += engine.poll()
+    assert {c.request_id: c.token_ids for c in done} == {k: c.token_ids for k, c in alone.items()}
+    assert engine.batch.cache is None, "freed once nothing is open"

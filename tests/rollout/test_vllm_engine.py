@@ -513,26 +513,36 @@ def test_a_generator_that_is_left_leaves_nothing_running(loaded: VllmRolloutEngi
     assert not loaded._llm.has_unfinished_requests()
 
 
-def test_two_generators_at_once_do_not_mix(loaded: VllmRolloutEngine) -> None:
+def test_requests_that_overlap_do_not_mix(loaded: VllmRolloutEngine) -> None:
     a, b = requests_for(PROMPTS, n=2), [Request("x", (9, 9), n=3, seed=4)]
-    alone = by_sample(loaded.generate(a, Sampling(20))), by_sample(loaded.generate(b, Sampling(9)))
-    first = loaded.generate(a, Sampling(20))
-    begun = [next(first)]
-    inner = by_sample(loaded.generate(b, Sampling(9)))
-    outer = by_sample(iter([*begun, *first]))
-    for together, apart in ((outer, alone[0]), (inner, alone[1])):
-        assert {k: c.token_ids for k, c in together.items()} == {
-            k: c.token_ids for k, c in apart.items()
-        }
+    alone = by_sample(loaded.generate(a, Sampling(20))) | by_sample(loaded.generate(b, Sampling(9)))
+    loaded.submit(a, Sampling(20))
+    done = loaded.poll()
+    loaded.submit(b, Sampling(9))
+    while loaded.busy:
+        done += loaded.poll()
+    together = by_sample(iter(done))
+    assert {k: c.token_ids for k, c in together.items()} == {
+        k: c.token_ids for k, c in alone.items()
+    }
 
 
-def test_new_weights_abort_what_runs_and_its_generator_says_so(loaded: VllmRolloutEngine) -> None:
-    running = loaded.generate(requests_for(PROMPTS, n=3), Sampling(40, stop=("??",)))
-    next(running)
+def test_open_requests_start_over_with_new_weights(loaded: VllmRolloutEngine) -> None:
+    """So a completion is entirely of one version."""
+    requests, sampling = requests_for(PROMPTS, n=3), Sampling(40, stop=("??",))
+    loaded.submit(requests, sampling)
+    for _ in range(4):
+        assert not loaded.poll()
     loaded.load_weights(2, lively(config_of(tied=False)).named_parameters())
-    with pytest.raises(RuntimeError, match="samples of this generate were aborted"):
-        list(running)
     assert not loaded._llm.has_unfinished_requests()
+    done: list[Completion] = []
+    while loaded.busy:
+        done += loaded.poll()
+    after = by_sample(loaded.generate(requests, sampling))
+    assert {c.version for c in done} == {2} and all(len(c.spans) == 1 for c in done)
+    assert {k: c.token_ids for k, c in by_sample(iter(done)).items()} == {
+        k: c.token_ids for k, c in after.items()
+    }
 
 
 def test_the_processs_random_numbers_and_threads_stay_its_own() -> None:

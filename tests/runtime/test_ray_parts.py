@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from burnish.config.sync import DiskSync
 from burnish.config.train import TrainConfig
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import Timeline
-from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.runtime import ray as ray_runtime
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.errors import constructor_error
@@ -32,6 +32,7 @@ from burnish.runtime.ray import RayRuntime
 from burnish.runtime.ray_cluster import RayCluster, worker_environment
 from burnish.runtime.ray_connect import start_ray
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
+from burnish.runtime.rollout_worker import Orders
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.train.process_group import CollectiveTimeoutError
 from burnish.train.spec import EngineSpec
@@ -48,24 +49,33 @@ class Lost:
 
 
 class Worker:
-    """Answers every request at once, in parcels of one; the ``lost``-th parcel is gone."""
+    """Finishes a sample per answer; the ``lost``-th answer is gone."""
 
     def __init__(self, lost: int | None) -> None:
         self.lost = lost
         self.asked: list[str] = []
-        self.generate = SimpleNamespace(
-            options=lambda num_returns: SimpleNamespace(remote=self._stream)
-        )
-        self.build = SimpleNamespace(remote=lambda *_, **__: "built")
+        self.left: list[Completion] = []
+        self.answers = 0
+        self.advance = SimpleNamespace(remote=self._advance)
+        self.build = SimpleNamespace(remote=lambda *_, **__: 512)
 
-    def _stream(self, requests: Sequence[Request], _: Sampling) -> Iterator[Any]:
-        self.asked += [r.request_id for r in requests]
-        parcels = [
-            [Completion(r.request_id, k, (7,), (-0.5,), "stop", "x", 0)]
-            for r in requests
+    def _advance(self, orders: Orders) -> Any:
+        self.asked += [r.request_id for r, _ in orders.submit]
+        spans = (VersionSpan(0, 0, 1),)
+        self.left += [
+            Completion(r.request_id, k, (7,), (-0.5,), "stop", "x", spans)
+            for r, _ in orders.submit
             for k in range(r.n)
         ]
-        return iter(Lost() if i == self.lost else p for i, p in enumerate(parcels))
+        self.answers += 1
+        return Lost() if self.answers - 1 == self.lost else Answer([self.left.pop(0)])
+
+
+class Answer:
+    """A reference to what a worker answered."""
+
+    def __init__(self, completions: list[Completion]) -> None:
+        self.completions = completions
 
 
 class Cluster:
@@ -86,7 +96,7 @@ class Cluster:
     def _get(self, ref: Any) -> Any:
         if isinstance(ref, Lost):
             raise ray.exceptions.ObjectLostError("00" * 28, b"", "")
-        return ref
+        return ref.completions if isinstance(ref, Answer) else ref
 
     def start_one(self, *_: Any) -> Worker:
         return self.fresh.pop(0)
@@ -110,7 +120,8 @@ def test_what_was_sampled_and_is_lost_unread_is_sampled_again_by_a_fresh_worker(
     requests = [Request(name, (5,), n=2) for name in "abcd"]
     found = [(c.request_id, c.index) for c in engine.generate(requests, Sampling(4))]
     assert sorted(found) == [(name, k) for name in "abcd" for k in range(2)]
-    assert cluster.ended == [broken] and set(fresh.asked) == set(broken.asked)
+    assert cluster.ended == [broken] and set(whole.asked) | set(fresh.asked) == set("abcd")
+    assert fresh.asked, "the fresh worker has the smaller load"
     (said,) = cluster.said
     assert "its unread samples are lost" in said
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import LoraConfig, ModelConfig
 from burnish.config.rollout import LocalEngine
 from burnish.models.load import load_causal_lm
-from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
+from burnish.rollout.generation import generate
 from burnish.rollout.local import LocalRolloutEngine
 from burnish.sync.base import Abort, InvalidWeightsError, LinkError, SyncError
 from burnish.sync.engine import SyncedEngine, WeightSender
@@ -26,10 +27,29 @@ class Recorder:
         self.version, self.held, self.log = 0, dict[str, Tensor](), list[str]()
         self.takes = takes
         """Stop reading after so many weights. None: read all."""
+        self.max_len = None
+        self.left: list[Request] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.left)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        self.left += requests
+
+    def poll(self) -> list[Completion]:
+        spans = (VersionSpan(self.version, 0, 1),)
+        return [Completion(self.left.pop(0).request_id, 0, (1,), (0.0,), "stop", "", spans)]
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        gone = set(request_ids)
+        self.left = [r for r in self.left if r.request_id not in gone]
+
+    def release(self, conversations: Iterable[str]) -> None:
+        self.log += conversations
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        for request in requests:
-            yield Completion(request.request_id, 0, (1,), (0.0,), "stop", "", self.version)
+        return generate(self, requests, sampling)
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:

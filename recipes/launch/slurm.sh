@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # One Ray cluster over the nodes of a SLURM allocation, and one job on it.
 #
-#   export REWARD_TOKEN=...   # the variable that the recipe names, with the reward server's token; SLURM passes it on
+#   export REWARD_TOKEN=...   # the reward server's token, in the variable that the recipe names; SLURM passes it on
 #   sbatch --nodes 9 recipes/launch/slurm.sh rl recipes/llama3_70b_grpo_9x8.yaml data.sources.0.path=/shared/train.jsonl \
 #     'rewards.0.urls=[http://rewards:5000/get_reward]'
 #
-# Before, on a disk that all nodes see (docs/install.md): `make install-cuda VENV=/shared/burnish-venv`, and
+# First run, on a disk that all nodes can access (docs/install.md): `make install-cuda VENV=/shared/burnish-venv`, and
 # `source /shared/burnish-venv/bin/activate`; SLURM passes PATH on.
-# The arguments are burnish's own. Submit from a folder that all nodes see. A job that SLURM ends or requeues goes on
-# where it was: submit it again with --resume RUN_FOLDER in place of the recipe.
+# The arguments are those of burnish. Submit from a folder that all nodes can access. To continue a job that SLURM ended
+# or requeued, submit it again with --resume RUN_FOLDER instead of the recipe.
 #SBATCH --job-name=burnish
 #SBATCH --nodes=9
 #SBATCH --ntasks-per-node=1
@@ -33,16 +33,16 @@ HEAD=${NODES[0]}
 ADDRESS=$(srun --nodes=1 --ntasks=1 --overlap --nodelist="$HEAD" hostname --ip-address | awk '{print $1}'):$PORT
 echo "head $HEAD ($ADDRESS), ${#NODES[@]} nodes, $GPUS GPUs each"
 
-# --block: the step lives as long as its Ray node does, so srun ends when a node is lost.
+# --block: the step runs as long as its Ray node, so srun ends when a node is lost.
 srun --nodes=1 --ntasks=1 --overlap --nodelist="$HEAD" \
   ray start --head --block --port "$PORT" --num-gpus "$GPUS" --num-cpus "$CPUS" --include-dashboard=false &
 if ((${#NODES[@]} > 1)); then
-  sleep 10  # the others give up where nobody answers yet
+  sleep 10  # the other nodes fail if the head does not answer yet
   srun --nodes=$((${#NODES[@]} - 1)) --ntasks=$((${#NODES[@]} - 1)) --overlap --exclude="$HEAD" \
     ray start --block --address "$ADDRESS" --num-gpus "$GPUS" --num-cpus "$CPUS" &
 fi
 
-# Burnish checks what the cluster has when it starts, so all nodes have to be there by then.
+# Burnish checks the resources of the cluster at its start, so all nodes must have joined before.
 srun --nodes=1 --ntasks=1 --overlap --nodelist="$HEAD" python - "$ADDRESS" "${#NODES[@]}" <<'PYTHON'
 import sys, time
 import ray
@@ -66,7 +66,7 @@ JOB=$!
 trap 'kill -TERM "$JOB" 2>/dev/null || true' TERM
 STATUS=0
 wait "$JOB" || STATUS=$?
-if kill -0 "$JOB" 2>/dev/null; then  # wait was cut short by the signal: now for the save
+if kill -0 "$JOB" 2>/dev/null; then  # the signal interrupted wait: wait for the save
   STATUS=0
   wait "$JOB" || STATUS=$?
 fi

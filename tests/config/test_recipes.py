@@ -36,7 +36,7 @@ def test_recipe_headers_have_command_hardware_and_result(path: Path) -> None:
     config = load_config(path)
     assert f"burnish {config.job} recipes/{path.name}" in header
     assert "Hardware: " in header
-    assert "What to expect: " in header or "Measured" in header
+    assert "Expected results: " in header or "Measured" in header
 
 
 def test_iterative_dpo_script_passes_each_output_to_the_next_job(

@@ -1,4 +1,5 @@
 """Environments: tasks that generate prompts and score the responses.
 
-Reading order: base (the interface), make (by name), importing (a user's own class), reasoning_gym.
+Reading order: base (the interface), make (by name), importing (a user's own class), reasoning_gym;
+then multi_turn (episodes), tools (Python functions as tools), pool and worker (their processes).
 """

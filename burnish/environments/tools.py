@@ -1,0 +1,401 @@
+"""Python functions as tools, and an environment that runs the calls of the policy.
+
+A tool is a function with type hints and a docstring in Google's format::
+
+    def search(query: str, limit: int = 5) -> str:
+        \"\"\"Search the documents.
+
+        Args:
+            query: Words to search for.
+            limit: Largest number of results.
+        \"\"\"
+
+The JSON schema that the policy sees and the validation of arguments come from the hints (pydantic).
+A wrong argument, an exception of the tool and a timeout are not errors of the run: the policy gets
+``error: <type>: <message>`` as the result and can correct itself.
+
+Reading order: ToolEnvironment, make_tools, Tool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import queue
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.json_schema import GenerateJsonSchema
+
+from burnish.config.explain import nearest
+from burnish.environments.base import EnvironmentSetupError
+from burnish.environments.importing import LoadError, load_object
+from burnish.environments.multi_turn import Message, Start, Step
+from burnish.errors import BurnishError
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the policy may call."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+    """Description for the chat template: ``{"type": "function", "function": {"name", "description",
+    "parameters"}}``."""
+    arguments: type[BaseModel]
+    """Model of the arguments. The alias of each field is the name of a parameter."""
+    is_method: bool = False
+    """True if the first parameter is the environment."""
+
+    def validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments as keyword arguments. Raises pydantic.ValidationError."""
+        found = self.arguments.model_validate(dict(arguments))
+        fields = self.arguments.model_fields
+        return {str(fields[name].alias): vars(found)[name] for name in found.model_fields_set}
+
+
+class ToolEnvironment:
+    """An environment in which the policy may call tools until it answers without a call.
+
+    Options of the recipe: ``tools`` (``path/to/file.py:function`` or ``package.module:function``),
+    ``system_prompt``, ``call_timeout_s`` (time limit of one call; None: no limit),
+    ``max_result_chars`` (longer results are cut).
+
+    The task's ``prompt`` (text or messages) starts the episode. It ends at the first message
+    without tool calls. Subclasses may set :attr:`tools` (functions, names as above, or names of
+    their own methods), and override :meth:`reset` to prepare state and :meth:`finish` to give
+    rewards::
+
+        class Shop(ToolEnvironment):
+            tools = ("add_to_cart",)
+
+            def reset(self, task, seed):
+                self.cart = []
+                return super().reset(task, seed)
+
+            def add_to_cart(self, item: str) -> str:
+                \"\"\"Put an item into the cart.\"\"\"
+                self.cart.append(item)
+                return f"{len(self.cart)} items"
+
+            def finish(self, message):
+                return {"bought": float("milk" in self.cart)}
+
+    Tools may be coroutine functions. Others run in a thread of their own, one call at a time. A
+    call that exceeds the limit is abandoned: its thread cannot be killed. Code that may never end
+    belongs into a process that the tool starts and kills.
+
+    Raises EnvironmentSetupError if a tool cannot be loaded or described.
+    """
+
+    tools: ClassVar[Sequence[str | Callable[..., Any]]] = ()
+    """Tools of a subclass."""
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[str] = (),
+        system_prompt: str | None = None,
+        call_timeout_s: float | None = 30.0,
+        max_result_chars: int = 20_000,
+    ) -> None:
+        self._tools = make_tools((*type(self).tools, *tools), type(self))
+        self._system_prompt = system_prompt
+        self._timeout_s = call_timeout_s
+        self._max_chars = max_result_chars
+        self._thread: _CallThread | None = None
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        """Raise EnvironmentSetupError if the options are wrong or a tool cannot be described."""
+        made = cls(**options)
+        if not made._tools:
+            raise EnvironmentSetupError(
+                f"environment {cls.__name__} has no tools; set options.tools to a list such as "
+                "[path/to/file.py:function], or `tools` in the class"
+            )
+        for name, value in (
+            ("call_timeout_s", made._timeout_s),
+            ("max_result_chars", made._max_chars),
+        ):
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise EnvironmentSetupError(
+                    f"environment {cls.__name__}: options.{name} is {value!r}; it must be above 0"
+                )
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Start:
+        """Return the task's prompt, after the system prompt if there is one, and the tools."""
+        prompt = task["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if self._system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        return Start(messages, [tool.schema for tool in self._tools.values()])
+
+    async def step(self, message: Message) -> Step:
+        """Run the calls of the message in order and return their results. Without calls the episode
+        ends with the rewards of :meth:`finish`."""
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            return Step(done=True, rewards=self.finish(message))
+        results, counts = [], {"tool_calls": len(calls), "tool_errors": 0, "tool_timeouts": 0}
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            try:
+                content = self._shown(await self._run(name, arguments))
+            except Exception as error:  # an answer to the policy
+                content = self._shown(f"error: {_described(error)}")
+                counts["tool_errors"] += 1
+                counts["tool_timeouts"] += isinstance(error, _CallTimeoutError)
+            results.append(
+                {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+            )
+        return Step(results, counts=counts)
+
+    def finish(self, message: Message) -> Mapping[str, float]:
+        """Return the rewards of the episode, given the policy's last message. Default: none."""
+        return {}
+
+    def close(self) -> None:
+        """End the thread of the calls."""
+        if self._thread is not None:
+            self._thread.end()
+
+    async def _run(self, name: str, arguments: Any) -> Any:
+        """Return the result of one call. Raises as the tool does, pydantic.ValidationError,
+        _CallTimeoutError or _UnknownToolError."""
+        tool = self._tools.get(name)
+        if tool is None:
+            known = ", ".join(self._tools)
+            raise _UnknownToolError(f"there is no tool {name!r}; the tools are {known}")
+        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(given, Mapping):
+            raise TypeError(f"the arguments of {name} must be a JSON object, not {given!r:.80}")
+        named = tool.validated(given)
+        positional = (self,) if tool.is_method else ()
+        running: Any
+        if inspect.iscoroutinefunction(tool.function):
+            running = asyncio.ensure_future(tool.function(*positional, **named))
+        else:
+            if self._thread is None:
+                self._thread = _CallThread()
+            running = self._thread.start(lambda: tool.function(*positional, **named))
+        done, _ = await asyncio.wait([running], timeout=self._timeout_s)
+        if done:
+            return running.result()
+        running.cancel()
+        self.close()
+        self._thread = None  # the next call gets another thread
+        raise _CallTimeoutError(f"the call took longer than {self._timeout_s:g} s")
+
+    def _shown(self, result: Any) -> str:
+        """Return a result as text, cut to the limit."""
+        text = result if isinstance(result, str) else _as_json(result)
+        if len(text) <= self._max_chars:
+            return text
+        return f"{text[: self._max_chars]}\n(cut: {len(text)} characters in total)"
+
+
+class _UnknownToolError(BurnishError, LookupError):
+    """The policy called a tool that does not exist."""
+
+
+class _CallTimeoutError(BurnishError, TimeoutError):
+    """A call exceeded its time limit."""
+
+
+def make_tools(
+    specs: Sequence[str | Callable[..., Any]], owner: type | None = None
+) -> dict[str, Tool]:
+    """Return name -> tool. ``owner``: class in which names of methods are looked up.
+
+    Raises EnvironmentSetupError if a function cannot be loaded, lacks a docstring or type hints,
+    has a parameter that JSON cannot express, or has the name of another tool.
+    """
+    tools: dict[str, Tool] = {}
+    for spec in specs:
+        tool = _tool_of(spec, owner)
+        if tool.name in tools and tools[tool.name].function is not tool.function:
+            first, second = (_origin(t.function) for t in (tools[tool.name], tool))
+            raise EnvironmentSetupError(
+                f"two tools have the name {tool.name!r} ({first} and {second}); the policy could "
+                "not tell them apart. Rename one of the functions"
+            )
+        tools[tool.name] = tool
+    return tools
+
+
+def _tool_of(spec: str | Callable[..., Any], owner: type | None) -> Tool:
+    if callable(spec):
+        return _make_tool(spec, False)
+    if ":" in spec:
+        try:
+            found = load_object(spec)
+        except LoadError as error:
+            raise EnvironmentSetupError(f"tool {error}") from error
+        return _make_tool(found, False)
+    methods = dict(inspect.getmembers(owner, inspect.isfunction)) if owner else {}
+    if spec not in methods:
+        raise EnvironmentSetupError(
+            f"tool {spec!r} is neither path/to/file.py:function nor package.module:function, nor a "
+            f"method of {owner.__name__ if owner else 'the environment'}{nearest(spec, methods)}"
+        )
+    return _make_tool(methods[spec], True)
+
+
+@lru_cache(maxsize=1024)
+def _make_tool(function: Callable[..., Any], is_method: bool) -> Tool:
+    if not inspect.isroutine(function) or not _NAME.fullmatch(function.__name__):
+        raise EnvironmentSetupError(
+            f"tool {function!r:.80} is not a function with a name; define it with `def`"
+        )
+    name = function.__name__
+    # (transformers.utils.get_json_schema would import torch into every worker process.)
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+    description, described, _ = parse_google_format_docstring(inspect.getdoc(function) or "")
+    if not description:
+        raise EnvironmentSetupError(
+            f"tool {name} ({_origin(function)}) has no docstring; the policy reads it to learn "
+            "what the tool does. Add one, with the parameters under `Args:`"
+        )
+    arguments = _argument_model(function, described or {}, is_method=is_method)
+    try:
+        parameters = arguments.model_json_schema(schema_generator=_Untitled)
+    except Exception as error:
+        raise _no_schema(function, error) from error
+    for key in ("title", "additionalProperties"):  # (unknown arguments are refused by the model)
+        parameters.pop(key, None)
+    schema = {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+    return Tool(name, function, schema, arguments, is_method)
+
+
+class _Untitled(GenerateJsonSchema):
+    """Schemas without titles, which repeat the names of parameters."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _argument_model(
+    function: Callable[..., Any], described: Mapping[str, str], *, is_method: bool
+) -> type[BaseModel]:
+    """Return a model with one field per parameter. Fields have internal names, because a model
+    cannot have every name that a parameter can."""
+    where = f"tool {function.__name__} ({_origin(function)})"
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except Exception as error:
+        raise EnvironmentSetupError(
+            f"{where}: its type hints cannot be evaluated: {type(error).__name__}: {error}"
+        ) from error
+    fields: dict[str, Any] = {}
+    parameters = list(inspect.signature(function).parameters.values())[int(is_method) :]
+    for number, parameter in enumerate(parameters):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise EnvironmentSetupError(
+                f"{where}: the parameter {parameter.name!r} cannot be passed by name; the "
+                "policy names all arguments, so write each parameter out"
+            )
+        if parameter.name not in hints:
+            raise EnvironmentSetupError(
+                f"{where}: the parameter {parameter.name!r} has no type hint, so the policy would "
+                "not learn what to pass; write e.g. `" + parameter.name + ": str`"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        text = described.get(parameter.name)
+        more: dict[str, Any] = {} if text is None else {"description": text}
+        entry = Field(default, alias=parameter.name, **more)
+        fields[f"argument_{number}"] = (hints[parameter.name], entry)
+    try:
+        return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
+    except Exception as error:
+        raise _no_schema(function, error) from error
+
+
+def _no_schema(function: Callable[..., Any], error: Exception) -> EnvironmentSetupError:
+    reason = str(error).partition("\n")[0]
+    return EnvironmentSetupError(
+        f"tool {function.__name__} ({_origin(function)}): its parameters have no JSON schema "
+        f"({reason}); use str, int, float, bool, list, dict, Literal, enums or pydantic models"
+    )
+
+
+def _origin(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _described(error: Exception) -> str:
+    """Return type and message of an error, in words for the policy."""
+    if isinstance(error, ValidationError):
+        parts = (
+            f"{'.'.join(map(str, detail['loc'])) or 'arguments'}: {detail['msg']}"
+            for detail in error.errors(include_url=False, include_context=False)
+        )
+        return f"ValidationError: {'; '.join(parts)}"
+    kind = "TimeoutError" if isinstance(error, _CallTimeoutError) else type(error).__name__
+    return f"{kind.lstrip('_')}: {error}"
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+class _CallThread:
+    """A thread that runs functions one after the other."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True, name="tool").start()
+
+    def start(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Queue a call and return the future of its result."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = function()
+            except Exception as raised:
+                error = raised
+            except BaseException as raised:  # exit() in a tool must not end the worker
+                error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_finish, future, result, error)
+
+        self._calls.put(run)
+        return future
+
+    def end(self) -> None:
+        """End the thread after its current call."""
+        self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+def _finish(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, StopIteration):  # a future refuses it
+        future.set_exception(RuntimeError(f"StopIteration: {error}"))
+    else:
+        future.set_exception(error)

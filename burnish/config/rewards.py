@@ -16,6 +16,8 @@ StepAggregation = Literal["min", "product", "last", "mean"]
 
 
 class _Reward(Node):
+    """Keys of every reward."""
+
     name: str | None = None
     """Name in metrics and samples. None: derived from the kind."""
     weight: float = 1.0

@@ -93,15 +93,15 @@ class TrainRole(RoleSpec):
     rows_per_pass: int | None = None
     """Rows per forward pass of a reward model. None: micro-batches of the job."""
     with_entropy: bool = False
-    """Whether training passes measure the policy's entropy."""
+    """True if training passes measure the policy's entropy."""
     dropout: bool = True
-    """Whether training passes apply the dropout and router noise of the model's own config."""
+    """True if training passes apply the dropout and router noise of the model's own config."""
     needs_old_logprobs: bool = False
-    """Whether log-probs of the policy are computed before the update."""
+    """True if log-probs of the policy are computed before the update."""
     holds_reference: bool = False
-    """Whether the base of a LoRA policy is the reference model and computes its log-probs."""
+    """True if the base of a LoRA policy is the reference model and computes its log-probs."""
     returns_states: bool = False
-    """Whether the engine returns hidden states instead of log-probs (the teacher of a
+    """True if the engine returns hidden states instead of log-probs (the teacher of a
     distillation)."""
     distillation: DistillTarget | None = None
     """Teacher of a student. None: no teacher in the training pass."""
@@ -162,9 +162,9 @@ class RolloutRole(RoleSpec):
     evaluation: EvalConfig | None = None
     """Held-out evaluation that also runs on this engine. None: none."""
     of_policy: bool = False
-    """Whether it samples from a policy that the job trains and receives its weights."""
+    """True if it samples from a policy that the job trains, and receives its weights."""
     shares_weights: bool = False
-    """Whether, in the process of the policy's engine, it uses the same tensors instead of a
+    """True if, in the process of the policy's engine, it uses the same tensors instead of a
     copy."""
 
     @property

@@ -20,6 +20,8 @@ class InprocSync(Node):
 
 
 class _Sending(Node):
+    """Keys of transfers between processes."""
+
     bucket_bytes: int = Field(512 << 20, ge=1024, multiple_of=16)
     """Size of transfer buckets; sender and receivers hold two each. (disk: file size.)"""
     timeout_s: float = Field(300.0, gt=0)

@@ -167,7 +167,7 @@ class CheckpointConfig(Node):
     """Also keep the best checkpoint by this metric, e.g. ``eval/pass@1``. None: the job's
     default."""
     best_mode: Literal["max", "min"] | None = None
-    """Whether more or less of ``best_metric`` is better. None: by name, and logged (min: losses,
+    """Direction in which ``best_metric`` improves. None: by name, and logged (min: losses,
     kl, nll, lengths, truncated and skipped shares, mismatches, times; max: rewards, pass@k,
     accuracies, margins). Required for other metrics."""
 

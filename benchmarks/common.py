@@ -96,7 +96,7 @@ class Worker:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"worker {self.process.args!r} ended without a result")
+            raise SystemExit(f"worker {self.process.args!r} exited without a result")
         return dict(json.loads(line))
 
     def close(self) -> None:

@@ -211,7 +211,7 @@ def tests(setup: Setup, report: Report) -> None:
     words = ["tests/gpu", "-m", "gpu", "-q", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
     code = pytest.main(words, plugins=[outcomes])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        report.problem(f"pytest ended with {code!r}")
+        report.problem(f"pytest exited with {code!r}")
     counts = outcomes.counts()
     report.add(counts=counts)
     report.summary(", ".join(f"{count} {kind}" for kind, count in counts.items()))

@@ -269,7 +269,7 @@ def sync(setup: Setup, report: Report) -> None:
     cases: dict[str, Callable[[], Any]] = {
         "fingerprint, from bf16": lambda: fingerprints(half),
         "checksum on the device": lambda: word_sums(flat),
-        "hand-over to a bf16 copy in this process": link.push,
+        "copy to a bf16 model in this process": link.push,
         "to host memory": lambda: flat.cpu(),
     }
     told = []
@@ -282,12 +282,12 @@ def sync(setup: Setup, report: Report) -> None:
     with report.case("equality"):
         off = [n for n, w in sampler.named_parameters() if not torch.equal(w, half[n])]
         if off:
-            report.problem(f"{len(off)} weights differ after the hand-over, e.g. {off[0]}")
+            report.problem(f"{len(off)} weights differ after the copy, e.g. {off[0]}")
         by_size = sorted(half, key=lambda name: half[name].numel())
         some = {name: half[name] for name in by_size[:8]}
         some["largest"] = half[by_size[-1]].reshape(-1)[:LONG]
         if fingerprints(some) != fingerprints({name: w.cpu() for name, w in some.items()}):
-            report.problem("the fingerprint on the device is not that of the CPU")
+            report.problem("the fingerprint on the device differs from the CPU's")
     report.summary("; ".join(told))
     free(setup)
 

@@ -62,7 +62,7 @@ def grpo(setup: Setup, report: Report) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     lines = folder / "run" / "metrics.jsonl"
     if done.returncode or not lines.is_file():
-        report.problem(f"burnish rl ended with {done.returncode}: {done.stderr[-TAIL_CHARS:]}")
+        report.problem(f"burnish rl exited with {done.returncode}: {done.stderr[-TAIL_CHARS:]}")
         return
     found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     rewards = [line["reward/mean"] for line in found if "reward/mean" in line]
@@ -74,4 +74,7 @@ def grpo(setup: Setup, report: Report) -> None:
         f"{gap:.2g} nats at most"
     )
     if last < first + LEARNED:
-        report.problem(f"the reward went from {first:.3f} to {last:.3f}, not up by {LEARNED}")
+        report.problem(
+            f"the reward changed from {first:.3f} to {last:.3f}, less than the required increase "
+            f"of {LEARNED}"
+        )

@@ -107,12 +107,12 @@ class Results:
             found = json.loads(path.read_text(encoding="utf-8"))
             own = found["format"] == FORMAT and isinstance(found["steps"], dict)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{path} cannot be continued ({error!r}); use another --out") from None
+            raise SystemExit(f"{path} cannot be read ({error!r}); use another --out") from None
         if not own or found["tiny"] != tiny:
             kind = f"--tiny={found['tiny']}, format {found['format']}"
             raise SystemExit(
-                f"{path} is of another kind of session ({kind}; here --tiny={tiny}, format "
-                f"{FORMAT}), and results are not mixed; use another --out"
+                f"{path} is from another kind of session ({kind}; this one has --tiny={tiny}, "
+                f"format {FORMAT}), whose results cannot be combined; use another --out"
             )
         self.tree = found
 

@@ -57,18 +57,20 @@ class Step:
 
 
 STEPS = (
-    Step("imports", "gpu_checks:imports", 90, "versions; every module of Burnish imports"),
-    Step("environment", "gpu_checks:environment", 120, "devices, memory; rates against data sheet"),
+    Step("imports", "gpu_checks:imports", 90, "versions; import of every module of Burnish"),
+    Step("environment", "gpu_checks:environment", 120,
+         "devices, memory; measured rates and data-sheet rates"),
     Step("attention", "gpu_attention:attention", 150, "SDPA kernel, time and memory per case"),
     Step("tests", "gpu_checks:tests", 300, "`tests/gpu`"),
-    Step("engines", "gpu_engines:engines", 210, "both engines against fp64 on the CPU"),
-    Step("sync", "gpu_engines:sync", 150, "weight fingerprint, checksum, hand-over: GB/s"),
+    Step("engines", "gpu_engines:engines", 210, "both engines, compared with fp64 on the CPU"),
+    Step("sync", "gpu_engines:sync", 150, "weight fingerprint, checksum, transfer: GB/s"),
     Step("sft", "gpu_speed:sft", 270, "0.6B, rows of 8k tokens: tokens/s, MFU, peak memory"),
     Step("rl", "gpu_speed:rl", 330, "0.6B, ragged rows up to 16k with shared prefixes: the same"),
     Step("trace", "gpu_trace:trace", 180, "one training pass: top kernels, idle share, host gaps"),
-    Step("plan", "gpu_speed:plan", 210, "predicted against measured peaks of memory"),
-    Step("rollout", "gpu_speed:rollout", 180, "0.6B, local engine: tokens/s, graphs on and off"),
-    Step("grpo", "gpu_learn:grpo", 210, "`burnish rl` learns a tiny task: reward first and last"),
+    Step("plan", "gpu_speed:plan", 210, "predicted and measured memory peaks"),
+    Step("rollout", "gpu_speed:rollout", 180,
+         "0.6B, local engine: tokens/s with and without CUDA graphs"),
+    Step("grpo", "gpu_learn:grpo", 210, "`burnish rl` on a tiny task: first and last reward"),
 )  # fmt: skip
 
 
@@ -94,11 +96,14 @@ class Session:
                 continue
             if known.get("state") == "running" and known["attempts"] >= MOST_ATTEMPTS:
                 self.record(
-                    step, **(known | {"state": "gave up", "error": "the session died in it"})
+                    step, **(known | {"state": "gave up", "error": "the session died during it"})
                 )
                 continue
             if self.left() < WORTHWHILE * self.limit(step):
-                print(f"{step.name}: not begun, the call is over; call again to continue")
+                print(
+                    f"{step.name}: not started, because the time of this call is over; call "
+                    "again to continue"
+                )
                 break
             before = 0 if known.get("state") in ENDED else known.get("attempts", 0)
             self.run_step(step, attempts=before + 1)
@@ -235,7 +240,7 @@ def install(wheels: Path, site: Path) -> None:
     """Install every package in ``wheels`` into ``site``, once. Raises SystemExit if pip cannot."""
     files = sorted(path.name for path in wheels.glob("*.whl"))
     if not files:
-        raise SystemExit(f"--wheels {wheels} has no wheels; make them with gpu_wheels.py")
+        raise SystemExit(f"--wheels {wheels} has no wheels; create them with gpu_wheels.py")
     mark = site / "installed.txt"
     if mark.is_file() and mark.read_text().split() == [sys.version.split()[0], *files]:
         return
@@ -256,7 +261,7 @@ def require_cuda(env: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     if done.returncode:
         why = done.stderr.strip().splitlines()[-1]
-        raise SystemExit(f"no CUDA machine ({why}); --tiny runs the steps on a CPU")
+        raise SystemExit(f"no CUDA device ({why}); --tiny runs the steps on a CPU")
 
 
 def environment_of(site: Path | None, *, tiny: bool) -> dict[str, str]:
@@ -285,9 +290,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget", default=BUDGET_MIN, help="minutes of all calls together (40)", **plus
     )
-    parser.add_argument("--call", help="end this call after so many minutes (never)", **plus)
+    parser.add_argument("--call", help="end this call after this many minutes (never)", **plus)
     parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=", ".join(names))
-    parser.add_argument("--redo", action="store_true", help="also steps that ended")
+    parser.add_argument("--redo", action="store_true", help="also repeat completed steps")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

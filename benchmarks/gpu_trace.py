@@ -207,7 +207,7 @@ def trace(setup: Setup, report: Report) -> None:
         operations = Counter(s.name for s in spans if s.kind == "cpu_op")
         report.add(operations=operations.most_common(TOP))
         if setup.device == "cuda":
-            report.problem("the profiler saw no kernel: CUPTI is missing or may not be used here")
+            report.problem("the profiler recorded no kernel: CUPTI is missing or not permitted")
         report.summary(f"no kernels on a device; {operations.total()} operations")
         return
     for row in found["top"]:

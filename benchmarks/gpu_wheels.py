@@ -84,8 +84,8 @@ def size_problem(sizes: dict[str, int], limit_mib: float) -> str | None:
         return None
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     return (
-        f"the wheels take {total:.1f} MiB, above --limit-mib {limit_mib:g}; name fewer versions of "
-        f"Python (--python 3.12). Largest: {', '.join(largest)}"
+        f"the wheels take {total:.1f} MiB, above --limit-mib {limit_mib:g}; give fewer versions "
+        f"of Python (--python 3.12). Largest: {', '.join(largest)}"
     )
 
 

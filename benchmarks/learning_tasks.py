@@ -52,8 +52,8 @@ def sort_task() -> Task:
 
     if not SORT_MODEL.is_dir():
         raise SystemExit(
-            f"{SORT_MODEL} is not there; make it: burnish sft recipes/tiny_1_sft.yaml && burnish "
-            "export runs/tiny-sft --out runs/tiny-sft-model"
+            f"{SORT_MODEL} does not exist; create it: burnish sft recipes/tiny_1_sft.yaml && "
+            "burnish export runs/tiny-sft --out runs/tiny-sft-model"
         )
     rows = [
         [json.loads(line) for line in (ROOT / "recipes" / "data" / name).read_text().splitlines()]

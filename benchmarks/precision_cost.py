@@ -67,7 +67,9 @@ def add_arguments(parts: Any) -> None:
     parser = parts.add_parser("cost", help="time and memory of a train step in each format")
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 4, 8], help="rows per pass")
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each case")
-    parser.add_argument("--dtypes", choices=CASES, nargs="+", help="default: all there are")
+    parser.add_argument(
+        "--dtypes", choices=CASES, nargs="+", help=("default: all that are available")
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--model", help="a folder, or scratch:HIDDENxLAYERS (default: SmolLM2-135M-Instruct)"

@@ -39,7 +39,7 @@ Runs = list[dict[str, Any]]
 
 def add_arguments(parts: Any) -> None:
     """The subcommand and its options."""
-    parser = parts.add_parser("figures", help="SVG figures of what learn left")
+    parser = parts.add_parser("figures", help="SVG figures of the results of learn")
     parser.add_argument("--results", type=Path, default=Path("runs/precision"))
     parser.add_argument("--to", type=Path, default=Path("docs/figures"))
     parser.set_defaults(run=main)
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     summary = args.results / "summary.json"
     if not summary.is_file():
         raise SystemExit(
-            f"{summary} is not there; 'precision.py learn --out {args.results}' makes it"
+            f"{summary} does not exist; create it with 'precision.py learn --out {args.results}'"
         )
     runs = json.loads(summary.read_text())["runs"]
     args.to.mkdir(parents=True, exist_ok=True)

@@ -168,7 +168,9 @@ def in_fp64(model: Any) -> Any:
         if name.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
         elif name.endswith("RotaryEmbedding"):
-            assert module.attention_scaling == 1.0, "scaled rotary angles are not written here"
+            assert module.attention_scaling == 1.0, (
+                "scaled rotary embeddings are not implemented here"
+            )
             module.forward = partial(_rotary, module)
     return model
 

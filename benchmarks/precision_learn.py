@@ -154,7 +154,7 @@ def _check_settings(args: argparse.Namespace) -> None:
     have = json.loads(file.read_text())
     if have != wanted:
         changed = [k for k in wanted if have[k] != wanted[k]]
-        differ = ", ".join(f"{k} is {have[k]} there and {wanted[k]} now" for k in changed)
+        differ = ", ".join(f"{k} was {have[k]}, and is now {wanted[k]}" for k in changed)
         raise SystemExit(f"{args.out} has runs with other settings: {differ}; choose another --out")
 
 
@@ -191,7 +191,7 @@ def _run_in_process(run: Run, args: argparse.Namespace) -> bool:
         for number, handler in before.items():
             signal.signal(number, handler)
     if code in (INTERRUPTED, -signal.SIGTERM):
-        raise SystemExit("stopped; the same command goes on from here")
+        raise SystemExit("stopped; repeat the command to continue")
     return code == 0
 
 

@@ -324,7 +324,9 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=128, help="of each response")
     parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--step-s", type=float, default=300.0, help="the step that is assumed")
-    parser.add_argument("--ray", type=int, default=0, help="real Ray, with so many processes")
-    parser.add_argument("--sync", action="store_true", help="then weight sync beside the link")
+    parser.add_argument("--step-s", type=float, default=300.0, help="assumed time of a step")
+    parser.add_argument("--ray", type=int, default=0, help="use real Ray with this many processes")
+    parser.add_argument(
+        "--sync", action="store_true", help=("also measure weight sync and the link")
+    )
     main(parser.parse_args())

@@ -255,7 +255,7 @@ def main(args: argparse.Namespace) -> None:
         try:
             outputs = [process.communicate()[0].splitlines() for process in both]
             if any(process.returncode for process in both):
-                raise SystemExit("a process failed; what it said is above")
+                raise SystemExit("a process failed; see its output above")
         finally:
             for process in both:
                 process.kill()

@@ -75,8 +75,8 @@ def merged(found: Sequence[dict[str, Entry]]) -> dict[str, Entry]:
         versions = {version for version, _ in entries}
         if len(versions) > 1:
             raise ValueError(
-                f"{name}: the Pythons get different versions ({', '.join(sorted(versions))}); pin "
-                "it in constraints/cuda.txt"
+                f"{name}: Python versions get different versions "
+                f"({', '.join(sorted(versions))}); pin it in constraints/cuda.txt"
             )
         whole[name] = versions.pop(), frozenset[str]().union(*(hashes for _, hashes in entries))
     return whole
@@ -135,7 +135,11 @@ def main() -> int:
                 print(f"Python {major}.{minor}: {len(found[-1])} packages", file=sys.stderr)
         packages = merged(found)
     except (subprocess.CalledProcessError, ValueError) as error:
-        why = error if isinstance(error, ValueError) else "uv found no versions, see above"
+        why = (
+            error
+            if isinstance(error, ValueError)
+            else ("uv found no versions; see its message above")
+        )
         print(f"error: {why}; {LOCK.name} is unchanged", file=sys.stderr)
         return 1
     packages[WITHOUT_DEPENDENCIES] = _copied(WITHOUT_DEPENDENCIES)

@@ -34,32 +34,32 @@ def problems(
     found = []
     if (system, machine) != ("Linux", "x86_64"):
         found.append(
-            f"this is {system} on {machine}; the lock has packages for Linux on x86_64 only. "
-            "Elsewhere: pip install -e '.[vllm,deepspeed,ray]', untested"
+            f"this is {system} on {machine}, but the lock file has packages only for Linux on "
+            "x86_64. Elsewhere: pip install -e '.[vllm,deepspeed,ray]', untested"
         )
     if python not in PYTHONS:
         first, last = PYTHONS[0], PYTHONS[-1]
         found.append(
-            f"this is Python {_dotted(python)} ({sys.executable}); the lock has packages for "
-            f"{_dotted(first)} to {_dotted(last)}. Name another: make install-cuda "
-            f"PYTHON=/path/to/python{_dotted(PYTHONS[1])}"
+            f"this is Python {_dotted(python)} ({sys.executable}), but the lock file has "
+            f"packages for {_dotted(first)} to {_dotted(last)}. Choose another: make "
+            f"install-cuda PYTHON=/path/to/python{_dotted(PYTHONS[1])}"
         )
     name, version = libc
     if system == "Linux" and (name != "glibc" or _numbers(version) < GLIBC):
         found.append(
-            f"the C library is {name or 'not glibc'} {version}; the lock has packages for glibc "
-            f"{_dotted(GLIBC)} or newer (Debian 11, Ubuntu 20.04, RHEL 9). Use the container: "
-            "docs/install.md"
+            f"the C library is {name or 'not glibc'} {version}, but the lock file has packages "
+            f"for glibc {_dotted(GLIBC)} or newer (Debian 11, Ubuntu 20.04, RHEL 9). Use the "
+            "container: docs/install.md"
         )
     if compiler is None:
         found.append(
-            "there is no C compiler (cc or gcc), which pycosat needs at installation and Triton at "
-            "its first kernel: apt-get install build-essential"
+            "there is no C compiler (cc or gcc), which pycosat needs at installation and Triton "
+            "for its first kernel: apt-get install build-essential"
         )
     if not os.path.isfile(os.path.join(headers, "Python.h")):
         found.append(
-            f"{headers}/Python.h is missing, which pycosat needs at installation and Triton at its "
-            f"first kernel: apt-get install python{_dotted(python)}-dev"
+            f"{headers}/Python.h is missing, which pycosat needs at installation and Triton for "
+            f"its first kernel: apt-get install python{_dotted(python)}-dev"
         )
     return found
 

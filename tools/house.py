@@ -128,7 +128,7 @@ def _documentation(tree: ast.Module, marks: dict[int, str]) -> Iterator[Finding]
     """Check that public modules, classes and module-level functions have docstrings, and that
     public functions are typed."""
     if tree.body and ast.get_docstring(tree) is None:
-        yield 1, "the module says nothing about what it is for (docstring)"
+        yield 1, "the module has no docstring"
     for node in tree.body:
         if not isinstance(node, (Function, ast.ClassDef)) or node.name.startswith("_"):
             continue
@@ -201,7 +201,7 @@ def _getattr(tree: ast.Module, marks: dict[int, str]) -> Iterator[Finding]:
         if isinstance(node, ast.Call) and called in ("getattr", "hasattr"):
             lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
             if not any(marks.get(line) for line in lines):
-                yield node.lineno, f"{called}: our own objects have known attributes"
+                yield node.lineno, f"{called}: attributes of our own objects are known"
 
 
 def main(arguments: list[str]) -> int:

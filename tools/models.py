@@ -42,15 +42,15 @@ Row = dict[str, Any]
 def main(arguments: list[str]) -> int:
     """Measure and write. Return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--types", help="rows to measure, with commas between them (default: all)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    parser.add_argument("--types", help="rows to measure, separated by commas (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent processes")
+    parser.add_argument("--fresh", action="store_true", help="measure existing rows again")
     parser.add_argument("--out", type=Path, default=RESULTS.parent, help="folder of the results")
     options = parser.parse_args(arguments)
     wanted = options.types.split(",") if options.types else names()
     if unknown := sorted(set(wanted) - set(names())):
         print(
-            f"no such row: {unknown[0]}; rows are model types, and variants of tools/families.yaml"
+            f"unknown row {unknown[0]}; rows are model types, and variants of tools/families.yaml"
         )
         return 2
     store = Store(options.out / RESULTS.name, fresh=options.fresh)
@@ -124,8 +124,12 @@ class _Job:
             row: Row = json.loads(file.read_text(encoding="utf-8"))
         else:
             code = self.process.exitcode
-            why = "no result in time" if seconds >= TIME_LIMIT_S else f"exit code {code}"
-            row = {"cells": as_json({"load": Cell("failed", text=f"the process ended: {why}")})}
+            why = (
+                "no result within the time limit"
+                if seconds >= TIME_LIMIT_S
+                else f"exit code {code}"
+            )
+            row = {"cells": as_json({"load": Cell("failed", text=f"the process failed: {why}")})}
         self.folder.cleanup()
         return {**row, "seconds": round(seconds, 1)}
 
@@ -156,7 +160,7 @@ def _child(name: str, folder: str) -> None:
     try:
         cells = measure(config_of(name), work)
     except Exception as error:  # of a default config that transformers itself does not accept
-        text = f"transformers refuses its default config: {' '.join(str(error).split())[:200]}"
+        text = f"transformers rejects its default config: {' '.join(str(error).split())[:200]}"
         cells = {"load": Cell("refused", text=text)}
     (Path(folder) / "row.json").write_text(json.dumps({"cells": as_json(cells)}), encoding="utf-8")
 

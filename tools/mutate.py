@@ -193,7 +193,7 @@ class Plugin:
 
         told = in_fork(work, 1200)
         if not told or told["failed"]:
-            raise SystemExit(f"the tests fail without any change:\n{told and told['text']}")
+            raise SystemExit(f"the tests fail on the unmodified code:\n{told and told['text']}")
         for test in sorted(told["calls"], key=told["seconds"].__getitem__):
             for where in [*told["calls"][test], "*"]:
                 self.project.calls[where].append(test)
@@ -280,7 +280,9 @@ def run_all(project: Project, todo: Sequence[Mutant]) -> list[Result]:
     options = ["-q", "-s", *off, "-m", "not slow", f"--rootdir={project.folder}"]
     code = pytest.main([*options, project.tests], plugins=[plugin])
     if len(plugin.results) != len(todo):
-        raise SystemExit(f"the tests of {project.tests} could not be run (pytest says {code!r})")
+        raise SystemExit(
+            f"the tests of {project.tests} could not be run (pytest exit code {code!r})"
+        )
     return plugin.results
 
 
@@ -308,12 +310,12 @@ def report(results: Sequence[Result], equivalent: dict[str, str], whole: bool) -
         total = numbers.total()
         rate = 1 - numbers["survived"] / max(total, 1)
         print(f"{name:24s}{''.join(f'{numbers[h]:10d}' for h in heads)}{rate:10.3f}")
-    print(f"equivalent, counted apart: {len(apart)}")
+    print(f"equivalent, counted separately: {len(apart)}")
     for r in survivors:
         print(f"survived: {r.mutant.name}  (line {r.mutant.line})")
     wrong = [f"caught: {r.mutant.name} ({r.test})" for r in apart if r.outcome != "survived"]
     known = {r.mutant.name for r in results}
-    wrong += [f"not there: {name}" for name in equivalent if whole and name not in known]
+    wrong += [f"not found: {name}" for name in equivalent if whole and name not in known]
     if wrong:
         raise SystemExit("the list of equivalent mutants is wrong:\n" + "\n".join(wrong))
     return 1 - len(survivors) / max(len(counted), 1), len(survivors)
@@ -324,27 +326,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", help="names of modules; all of --source if none")
+    parser.add_argument("files", nargs="*", help="names of modules; default: all of --source")
     parser.add_argument("--root", type=Path, default=ROOT)
     parser.add_argument("--source", type=Path, default=Path("burnish/algorithms"))
     parser.add_argument("--tests", default="tests/algorithms")
     parser.add_argument("--equivalent", type=Path, default=Path("tools/equivalent_mutants.toml"))
     parser.add_argument("--min-rate", type=float, default=0.95)
     parser.add_argument("--max-survivors", type=int)
-    parser.add_argument("--only", default="", help="mutants whose name has this text")
-    parser.add_argument("--seconds", type=float, default=120, help="after which one has hung")
-    parser.add_argument("--list", action="store_true", help="the mutants, without running any")
+    parser.add_argument("--only", default="", help="mutants whose name contains this text")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help=("seconds after which a mutant counts as hung")
+    )
+    parser.add_argument("--list", action="store_true", help="list the mutants without running any")
     args = parser.parse_args(argv)
     paths = sorted((args.root / args.source).glob("*.py"))
     if unknown := {Path(f).name for f in args.files} - {p.name for p in paths}:
-        parser.error(f"{args.source} has no {', '.join(sorted(unknown))}; name its modules")
+        parser.error(
+            f"{args.source} has no {', '.join(sorted(unknown))}; give names of its modules"
+        )
     if not (args.root / args.tests).exists():
-        parser.error(f"there is no {args.tests} in {args.root}; name the tests' folder or file")
+        parser.error(f"{args.tests} does not exist in {args.root}; give the tests' folder or file")
     chosen = [p for p in paths if not args.files or p.name in {Path(f).name for f in args.files}]
     todo = [m for p in chosen for m in mutants(p.name, p.read_text(encoding="utf-8"))]
     todo = [m for m in todo if args.only in m.name]
     if not todo:
-        parser.error(f"nothing to change in {args.source} (--only {args.only!r})")
+        parser.error(f"nothing to mutate in {args.source} (--only {args.only!r})")
     if args.list:
         print("\n".join(f"{m.line:4d}  {m.name}" for m in todo))
         return 0

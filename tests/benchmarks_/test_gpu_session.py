@@ -109,7 +109,7 @@ def test_a_step_that_raises_is_recorded_with_its_traceback_and_the_next_runs(
     assert "| `good` | good | one number |" in report
 
 
-def test_a_case_that_raises_is_a_problem_and_its_step_goes_on(
+def test_a_case_that_raises_is_a_problem_and_its_step_continues(
     session: Callable[..., Session], setup: Setup
 ) -> None:
     assert run(session(wrong=60)) == FAILED
@@ -119,7 +119,7 @@ def test_a_case_that_raises_is_a_problem_and_its_step_goes_on(
     assert problem.startswith("second: Traceback") and "ValueError: of a case" in problem
 
 
-def test_a_step_that_is_killed_keeps_what_it_had_and_the_next_runs(
+def test_a_killed_step_keeps_its_results_and_the_next_runs(
     session: Callable[..., Session], setup: Setup
 ) -> None:
     assert run(session(dies=60, good=60)) == FAILED
@@ -145,7 +145,9 @@ def test_a_step_that_hangs_ends_at_its_limit_and_the_next_runs(
     assert steps["hangs"]["found"]["values"] == {"before": 1}
 
 
-def test_a_second_call_runs_what_did_not_end(session: Callable[..., Session], setup: Setup) -> None:
+def test_a_second_call_runs_the_incomplete_steps(
+    session: Callable[..., Session], setup: Setup
+) -> None:
     assert run(session(good=60)) == DONE
     assert run(session(good=60, raises=60)) == FAILED
     assert (setup.work / "ran").read_text() == "good "
@@ -186,7 +188,7 @@ def test_a_killed_session_ends_its_step_which_runs_again_once(
     assert kept(setup)["hangs"]["state"] == "gave up"
 
 
-def test_a_call_that_is_over_leaves_steps_to_the_next(
+def test_a_call_without_time_leaves_steps_to_the_next(
     session: Callable[..., Session], setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """23 of 60 s are less than two fifths of the limit, 25 s are more."""
@@ -203,7 +205,7 @@ def kept_or_none(setup: Setup) -> Any:
     return kept(setup) if (setup.out / "results.json").is_file() else None
 
 
-def test_a_step_cut_by_the_end_of_the_call_runs_again(
+def test_a_step_interrupted_by_the_end_of_the_call_runs_again(
     session: Callable[..., Session], setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(setup.work / "pipe")
@@ -214,12 +216,12 @@ def test_a_step_cut_by_the_end_of_the_call_runs_again(
     assert kept(setup)["hangs"]["state"] == "cut"
 
 
-def test_results_of_another_kind_are_not_continued(setup: Setup) -> None:
+def test_results_of_another_kind_are_rejected(setup: Setup) -> None:
     Results(setup.out / "results.json", tiny=False).write()
     with pytest.raises(SystemExit, match=r"another kind of session \(--tiny=False"):
         Results(setup.out / "results.json", tiny=True)
     (setup.out / "results.json").write_text('{"format": 1, "ste')
-    with pytest.raises(SystemExit, match=r"results.json cannot be continued .*use another --out"):
+    with pytest.raises(SystemExit, match=r"results.json cannot be read .*use another --out"):
         Results(setup.out / "results.json", tiny=True)
 
 
@@ -229,7 +231,7 @@ def test_the_limits_of_all_steps_fit_into_the_budget() -> None:
     assert halved.limit(gpu_session.STEPS[0]) == gpu_session.STEPS[0].limit_s / 2
 
 
-def test_a_step_that_is_done_again_has_both_attempts_again(
+def test_a_repeated_step_has_both_attempts_again(
     session: Callable[..., Session], setup: Setup
 ) -> None:
     run(session(good=60))
@@ -240,7 +242,7 @@ def test_a_step_that_is_done_again_has_both_attempts_again(
 # ---- wheels --------------------------------------------------------------------------------------
 
 
-def test_every_wheel_has_a_locked_version_and_too_many_are_refused() -> None:
+def test_every_wheel_has_a_locked_version_and_too_many_are_rejected() -> None:
     wanted = gpu_wheels.requirements(gpu_wheels.locked_versions(gpu_wheels.LOCK.read_text()))
     assert any(name.startswith("pydantic-core==") for name in wanted)
     with pytest.raises(SystemExit, match=r"has no version of .*xxhash"):
@@ -252,7 +254,7 @@ def test_every_wheel_has_a_locked_version_and_too_many_are_refused() -> None:
     assert doctest.testmod(gpu_wheels).failed == 0
 
 
-def test_wheels_that_pip_cannot_install_are_said(tmp_path: Path) -> None:
+def test_wheels_that_pip_cannot_install_are_reported(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no wheels"):
         gpu_session.install(tmp_path, tmp_path / "site")
     (tmp_path / "burnish_absent-1.0-cp27-cp27mu-win32.whl").write_bytes(b"")
@@ -326,7 +328,7 @@ def test_a_kernel_that_contradicts_burnishs_rules_is_a_problem(
     assert "against burnish/models/sdpa.py" in report.values["problems"][0]
 
 
-def test_an_engine_that_is_off_is_a_problem(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inaccurate_engine_is_a_problem(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN is not within tolerance either: 3 formats x 3 layouts, 3 formats x 2."""
     report = Report(setup.work / "step.json")
     monkeypatch.setattr(gpu_engines, "train_errors", lambda *_: (float("nan"), 0.0))

@@ -43,7 +43,7 @@ def test_a_table_has_the_mean_and_the_range_over_the_seeds(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
-def test_runs_that_are_kept_are_not_run_again(tmp_path: Path) -> None:
+def test_existing_runs_are_not_repeated(tmp_path: Path) -> None:
     kept = tmp_path / "runs.jsonl"
     write_runs(kept)
     before = kept.read_bytes()

@@ -71,7 +71,7 @@ def test_learn_prints_a_row_per_format_and_keeps_every_step(learned: tuple[Path,
         assert run["results"]["accuracy"] == run["steps"][-1]["eval/pass@1"]
 
 
-def test_learn_repeats_no_complete_run_and_refuses_other_settings(
+def test_learn_repeats_no_complete_run_and_rejects_other_settings(
     learned: tuple[Path, str],
 ) -> None:
     out, printed = learned
@@ -79,7 +79,7 @@ def test_learn_repeats_no_complete_run_and_refuses_other_settings(
     again = benchmark(*LEARN, "--device", "cpu", "--out", str(out))
     assert tables(again) == tables(printed)
     assert {p: p.stat().st_mtime_ns for p in before} == before
-    with pytest.raises(AssertionError, match="steps is 2 there and 7 now"):
+    with pytest.raises(AssertionError, match="steps was 2, and is now 7"):
         benchmark(*LEARN, "--device", "cpu", "--out", str(out), "--steps", "7")
 
 

@@ -34,7 +34,7 @@ def test_the_same_metrics_give_the_same_bytes(tmp_path):
     assert first == second and first.startswith(b"<?xml") and b"<dc:date>" not in first
 
 
-def test_a_run_without_one_of_the_curves_is_refused(tmp_path):
+def test_a_run_without_one_of_the_curves_is_rejected(tmp_path):
     done = draw(write_run(tmp_path / "run", **{"train/entropy": 1.0}), tmp_path / "out.svg")
     assert done.returncode == 1 and "has no metrics for: Held-out pass rate" in done.stderr
     assert not (tmp_path / "out.svg").exists()

@@ -26,7 +26,7 @@ def benchmark(*args: str) -> str:
     return done.stdout
 
 
-def test_a_column_per_number_of_workers_and_a_share_of_the_step_that_is_assumed() -> None:
+def test_table_has_a_column_per_number_of_workers_and_the_share_of_a_step() -> None:
     printed = benchmark("--samples", "160", "--workers", "1", "7", "--step-s", "10")
     table = [line.strip("| ").split(" | ") for line in printed.splitlines() if line[:2] == "| "]
     assert table[0] == ["workers", "1", "7"]
@@ -61,7 +61,7 @@ def test_requests_go_to_the_worker_with_fewer_open_samples() -> None:
     assert shares == [[], [2, 2, 2]]
 
 
-def test_answers_of_all_workers_together_are_so_many_a_second_at_most() -> None:
+def test_answers_of_all_workers_are_limited_per_second() -> None:
     for workers in (1, 10, 32, 100, 1000):
         shortest, longest = answer_seconds(workers)
         assert workers / shortest <= ANSWERS_PER_S and longest >= shortest

@@ -32,7 +32,7 @@ def test_nothing_in_the_table_failed() -> None:
     assert "FAILED" not in text and "| pass |" in text
 
 
-def test_of_several_cases_the_worst_is_written_and_read_back() -> None:
+def test_the_worst_of_several_cases_is_written_and_read_back() -> None:
     seen = {
         ("train", "torch", "it steps"): ["pass", "FAILED"],
         ("train", "torch", "it saves"): ["pass", "refused"],

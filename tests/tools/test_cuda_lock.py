@@ -157,7 +157,7 @@ GOOD = {"compiler": "/usr/bin/cc", "headers": "/usr/include/python3.12"}
         ((3, 12), "Linux", "x86_64", ("glibc", "2.39"), None),
     ],
 )
-def test_a_machine_without_packages_in_the_lock_is_refused(
+def test_a_machine_without_packages_in_the_lock_is_rejected(
     python: tuple[int, int],
     system: str,
     machine: str,
@@ -172,7 +172,7 @@ def test_a_machine_without_packages_in_the_lock_is_refused(
     assert says is None or says in found[0]
 
 
-def test_a_machine_that_cannot_compile_is_told_what_to_install(
+def test_a_machine_without_a_compiler_gets_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = tool("cuda_node", monkeypatch)
@@ -191,7 +191,7 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_make_asks_before_it_installs_and_then_compares_hashes(tmp_path: Path) -> None:
+def test_make_checks_the_machine_before_installing_with_hashes(tmp_path: Path) -> None:
     done = make(
         "--dry-run", "install-cuda", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"
     )
@@ -204,7 +204,7 @@ def test_make_asks_before_it_installs_and_then_compares_hashes(tmp_path: Path) -
     assert "--require-hashes" in locked and "DS_IGNORE_CUDA_DETECTION=1" in locked
 
 
-def test_make_stops_where_the_lock_has_no_packages(tmp_path: Path) -> None:
+def test_make_stops_if_the_lock_has_no_packages(tmp_path: Path) -> None:
     """A Python that says it is on another machine: nothing is created."""
     elsewhere = tmp_path / "elsewhere.py"
     elsewhere.write_text(
@@ -222,7 +222,7 @@ def test_make_stops_where_the_lock_has_no_packages(tmp_path: Path) -> None:
     assert "this is Linux on riscv64" in done.stderr and not (tmp_path / "venv").exists()
 
 
-def test_an_environment_keeps_its_constraints_and_is_not_turned_into_another(
+def test_an_environment_keeps_its_constraints(
     tmp_path: Path,
 ) -> None:
     """pip would leave the CPU build of torch in place, because its version is the same."""
@@ -247,12 +247,12 @@ def test_a_lock_is_one_set_for_all_pythons(monkeypatch: pytest.MonkeyPatch) -> N
     new = {"a": ("1", frozenset("z")), "b": ("2", frozenset("y"))}
     assert lock.merged([old, new]) == {"a": ("1", frozenset("xz")), "b": ("2", frozenset("y"))}
     for other in ({"a": ("1", frozenset("x"))}, old | {"c": ("3", frozenset("w"))}):
-        with pytest.raises(ValueError, match="the Pythons get different versions"):
+        with pytest.raises(ValueError, match="Python versions get different versions"):
             lock.merged([old, other])
     assert lock.text(old).endswith("a==1 \\\n    --hash=sha256:x\nb==2 \\\n    --hash=sha256:y\n")
 
 
-def test_without_uv_or_without_a_solution_the_lock_stays(
+def test_without_uv_or_a_solution_the_lock_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = tool("cuda_lock", monkeypatch)

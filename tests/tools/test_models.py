@@ -78,7 +78,7 @@ def test_every_mapped_type_is_built_small() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_every_path_of_a_mechanism_is_exact_or_refused(
+def test_every_path_of_a_mechanism_is_exact_or_rejected(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -97,7 +97,7 @@ def test_every_path_of_a_mechanism_is_exact_or_refused(
     assert refused <= ({"lora", "tensor_parallel"} if name in NO_LORA else {"tensor_parallel"})
 
 
-def test_the_page_was_made_with_the_pinned_versions() -> None:
+def test_the_page_was_generated_with_the_pinned_versions() -> None:
     """docs/models.md tells what is true of the libraries that `make test` installs."""
     lock = (ROOT / "constraints" / "cpu.lock.txt").read_text(encoding="utf-8")
     found = json.loads((ROOT / "docs" / "models.json").read_text(encoding="utf-8"))

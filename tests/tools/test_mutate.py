@@ -77,19 +77,19 @@ def changes(source: str) -> set[str]:
         ("return s / num_tokens", {"num_tokens -> num_sequences"}),
     ],
 )
-def test_the_mistakes_are_those_that_people_make(line: str, expected: set[str]) -> None:
+def test_mutants_are_typical_mistakes(line: str, expected: set[str]) -> None:
     names = "a, b, n, x, mask, chosen, rejected, s, num_tokens, num_sequences"
     assert changes(f"def f({names}):\n    {line}\n") >= expected
 
 
-def test_text_for_people_and_defaults_that_nobody_reads_are_left_alone() -> None:
+def test_messages_and_unused_defaults_are_not_mutated() -> None:
     found = changes(SOURCE)
     assert not any("count is 0" in c and "pass" not in c for c in found)
     assert not any("777" in c or "module" in c or "something" in c for c in found)
     assert "2.0 -> 4.0" in found and "'mean' -> 'sum'" in found
 
 
-def test_no_mutant_is_there_twice_or_is_the_original_and_all_compile() -> None:
+def test_mutants_are_distinct_from_each_other_and_the_original_and_compile() -> None:
     found = module.mutants("a.py", SOURCE)
     texts = [m.source for m in found]
     assert len(set(texts)) == len(texts) and ast.unparse(ast.parse(SOURCE)) not in texts
@@ -121,21 +121,21 @@ mutants = [{names}]
 """
 
 
-def test_good_tests_kill_everything_and_the_checkout_stays_as_it_is(tmp_path: Path) -> None:
+def test_good_tests_kill_every_mutant_and_the_checkout_is_unchanged(tmp_path: Path) -> None:
     code, told = run(tmp_path, GOOD, "", "--min-rate", "1.0")
     assert code == 0, told
     assert "1.000" in told and "\nsurvived:" not in told
     assert (tmp_path / "small" / "numbers.py").read_text() == SOURCE
 
 
-def test_a_weak_test_lets_mutants_live_and_fails_the_run(tmp_path: Path) -> None:
+def test_a_weak_test_leaves_mutants_alive_and_fails_the_run(tmp_path: Path) -> None:
     code, told = run(tmp_path, GOOD.replace("assert Scale().of(5) == 10", "Scale().of(5)"))
     assert code == 1
     assert "survived: numbers.py:of: self.FACTOR * x -> self.FACTOR / x" in told
     assert "survived: numbers.py:Scale: 2.0 -> 4.0" in told
 
 
-def test_equivalent_mutants_are_counted_apart_but_not_when_a_test_catches_them(
+def test_equivalent_mutants_are_counted_separately_unless_a_test_catches_them(
     tmp_path: Path,
 ) -> None:
     weak = GOOD.replace("assert Scale().of(5) == 10", "assert Scale().of(0) == 0")
@@ -144,34 +144,32 @@ def test_equivalent_mutants_are_counted_apart_but_not_when_a_test_catches_them(
     (tmp_path / "b").mkdir()
     entry = SAME.format(names=", ".join(f'"{n}"' for n in listed[1:]))
     _, told = run(tmp_path / "a", weak, entry)
-    assert "equivalent, counted apart: 1" in told and f"\nsurvived: {listed[1]}" not in told
+    assert "equivalent, counted separately: 1" in told and f"\nsurvived: {listed[1]}" not in told
     code, told = run(tmp_path / "b", GOOD, SAME.format(names='"numbers.py:of: gone -> away", '
                      f'"{listed[1]}"'))  # fmt: skip
     assert code == 1
-    assert f"caught: {listed[1]}" in told and "not there: numbers.py:of: gone -> away" in told
+    assert f"caught: {listed[1]}" in told and "not found: numbers.py:of: gone -> away" in told
 
 
-def test_tests_that_fail_without_a_change_are_no_measure(tmp_path: Path) -> None:
+def test_tests_that_fail_on_the_original_are_an_error(tmp_path: Path) -> None:
     code, told = run(tmp_path, GOOD.replace("== 10", "== 11"))
-    assert code == 1 and "the tests fail without any change" in told
+    assert code == 1 and "the tests fail on the unmodified code" in told
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["gone.py"], "small has no gone.py"),
-        (["--only", "no such text"], "nothing to change"),
-        (["--tests", "elsewhere"], "there is no elsewhere"),
+        (["--only", "no such text"], "nothing to mutate"),
+        (["--tests", "elsewhere"], "elsewhere does not exist in"),
     ],
 )
-def test_nothing_to_do_is_an_error_and_no_perfect_rate(
-    tmp_path: Path, words: list[str], told: str
-) -> None:
+def test_nothing_to_mutate_is_an_error(tmp_path: Path, words: list[str], told: str) -> None:
     code, output = run(tmp_path, GOOD, "", *words)
     assert code == 2 and told in output
 
 
-def test_a_module_that_no_test_imports_is_not_taken_for_well_tested(tmp_path: Path) -> None:
+def test_a_module_that_no_test_imports_has_rate_0(tmp_path: Path) -> None:
     code, told = run(tmp_path, "def test_nothing():\n    assert True\n")
     assert code == 1
     assert "numbers.py                       0         0" in told and "0.000" in told

@@ -94,7 +94,7 @@ def test_a_good_message_passes(message, tmp_path):
     assert check(message, tmp_path) == (0, [])
 
 
-def test_a_bad_message_is_refused_with_every_problem(tmp_path):
+def test_a_bad_message_is_rejected_with_every_problem(tmp_path):
     code, lines = check("x" * 73 + ".\nand more", tmp_path)
     assert code == 1 and len(lines) == 3
     assert lines[0].startswith("the subject has 74 characters, over 72")

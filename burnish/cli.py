@@ -161,7 +161,7 @@ def doctor(
         bool,
         typer.Option(
             "--calibrate",
-            help=("Only measure the speeds of this machine that burnish plan assumes."),
+            help="Only measure the speeds of this machine that burnish plan assumes.",
         ),
     ] = False,
 ) -> None:
@@ -232,7 +232,7 @@ def export(  # house: ok typer makes the options from the signature
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            metavar="CHECKPOINT", help=("A checkpoint, or a run folder (its newest checkpoint).")
+            metavar="CHECKPOINT", help="A checkpoint, or a run folder (its newest checkpoint)."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder.")],
@@ -245,7 +245,7 @@ def export(  # house: ok typer makes the options from the signature
     base: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help=("Base model of adapters, if it has moved since the checkpoint.")
+            metavar="MODEL", help="Base model of adapters, if it has moved since the checkpoint."
         ),
     ] = None,
     trust_remote_code: Annotated[
@@ -283,7 +283,7 @@ def plan(  # house: ok typer makes the options from the signature
         typer.Option(metavar="FILE", help="With --fit: write the first proposal as a recipe."),
     ] = None,
     details: Annotated[
-        bool, typer.Option("--details", help=("Print every number with its calculation."))
+        bool, typer.Option("--details", help="Print every number with its calculation.")
     ] = False,
     assume: Annotated[
         list[str] | None,
@@ -346,7 +346,7 @@ def serve_reward(  # house: ok typer makes the options from the signature
     host: Annotated[
         str,
         typer.Option(
-            help=("Address to listen on; addresses reachable from other machines need a token.")
+            help="Address to listen on; addresses reachable from other machines need a token."
         ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 5000,
@@ -357,7 +357,7 @@ def serve_reward(  # house: ok typer makes the options from the signature
     token_env: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help=("Environment variable with the token that requests must have.")
+            metavar="NAME", help="Environment variable with the token that requests must have."
         ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the model.")] = Dtype.fp32,
@@ -375,12 +375,12 @@ def serve_reward(  # house: ok typer makes the options from the signature
     max_chars: Annotated[
         int | None,
         typer.Option(
-            min=1, help=("Maximum text length in characters. Default: 32 per token of max-len.")
+            min=1, help="Maximum text length in characters. Default: 32 per token of max-len."
         ),
     ] = None,
     overlong: Annotated[
         ServedOverlong,
-        typer.Option(help=("Longer texts: reject them, or truncate them on the left.")),
+        typer.Option(help="Longer texts: reject them, or truncate them on the left."),
     ] = ServedOverlong.error,
     append_eos: Annotated[
         bool, typer.Option("--append-eos", help="Append the end token to every text.")

@@ -88,7 +88,7 @@ def test_every_row_has_a_recipe_or_an_option_that_selects_the_name(section: str)
 
 
 def test_every_row_about_something_else_has_valid_recipes_and_options_and_a_test() -> None:
-    """Options stand behind their job: ``job`` ``key=value`` ... or ``job`` ``key``."""
+    """Options follow their job: ``job`` ``key=value`` ... or ``job`` ``key``."""
     found = table("Other terms and")
     assert len(found) >= 15
     for what, formula, choices, oracle in found:
@@ -133,7 +133,7 @@ def test_every_file_and_test_that_the_page_names_exists() -> None:
         assert test is None or f"def {test}(" in text, f"{file} has no {test}"
 
 
-def test_a_file_or_a_test_that_is_not_there_would_be_seen() -> None:
+def test_a_missing_file_or_test_is_detected() -> None:
     told = "`a/b.py::test_x`, `::test_y` and `c.py`, not `x` or ``"
     assert list(named_on(told)) == [("a/b.py", "test_x"), ("a/b.py", "test_y"), ("c.py", None)]
 

@@ -88,7 +88,7 @@ def test_dry_run_prints_the_batch_table_and_a_recipe_that_loads_again(recipe, ca
     assert again == load_config(recipe, ["train.lr=1e-7"])
 
 
-def test_dry_run_says_how_the_losses_of_tokens_become_one_number_and_why(recipe, calls):
+def test_dry_run_prints_the_loss_aggregation_and_its_reason(recipe, calls):
     table = call("rl", recipe, "algorithm.policy_loss=gspo", "--dry-run").stdout
     assert "# loss_aggregation               sequence_mean  of policy_loss=gspo\n" in table
     words = ["algorithm.advantage=dr_grpo", "algorithm.loss_aggregation=token_mean"]
@@ -125,7 +125,7 @@ def test_a_job_runs_its_recipe_with_the_overrides(recipe, calls):
     assert made["config"].max_steps == 7 and made["resume"] is None
 
 
-def test_resume_takes_the_runs_own_recipe_and_the_overrides_on_top(tmp_path, recipe, calls):
+def test_resume_uses_the_runs_recipe_with_overrides(tmp_path, recipe, calls):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(RECIPE)
@@ -155,7 +155,7 @@ def test_resume_takes_the_runs_own_recipe_and_the_overrides_on_top(tmp_path, rec
         (["evaluate", "r.yaml", "--ray-address", ""], "--ray-address is empty"),
     ],
 )
-def test_a_mistake_in_the_arguments_is_one_plain_line_and_exit_code_2(arguments, said):
+def test_an_argument_error_is_one_line_and_exit_code_2(arguments, said):
     result = call(*arguments)
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and said in result.stderr
@@ -195,19 +195,19 @@ def hostile(tmp_path, monkeypatch):
         ("job", "unknown job '3'; jobs: sft"),
     ],
 )
-def test_what_is_no_recipe_is_refused_by_name(command, name, said, hostile):
+def test_invalid_recipe_files_are_rejected_by_name(command, name, said, hostile):
     result = call(command, f"{name}.yaml")
     assert result.exit_code == 2 and said in result.stderr
     assert result.stderr.startswith("error: ") and result.stdout == ""
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "preference", "distill", "generate", "evaluate"])
-def test_every_job_refuses_the_recipe_of_another(command, recipe):
+def test_every_job_rejects_the_recipe_of_another(command, recipe):
     result = call(command, recipe)
     assert result.exit_code == 2 and f"run 'burnish rl {recipe}'" in result.stderr
 
 
-def test_a_model_that_is_not_there_is_said_before_anything_is_imported(recipe, calls):
+def test_a_missing_model_is_reported_before_any_import(recipe, calls):
     result = call("rl", recipe, "model.scratch=null", "model.path=./no", "model.tokenizer_path=/no")
     assert result.exit_code == 2 and calls == []
     assert "model.path: the model folder ./no does not exist" in result.stderr
@@ -216,12 +216,12 @@ def test_a_model_that_is_not_there_is_said_before_anything_is_imported(recipe, c
     assert dry.exit_code == 2 and "job: rl" in dry.stdout and "./no does not exist" in dry.stderr
 
 
-def test_a_seed_that_torch_cannot_hold_is_refused(recipe):
+def test_a_seed_beyond_torchs_range_is_rejected(recipe):
     result = call("rl", recipe, "seed=99999999999999999999", "--dry-run")
     assert result.exit_code == 2 and "seed: must be less than 9.22337e+18, got 999" in result.stderr
 
 
-def test_a_config_that_cannot_be_read_says_why(tmp_path):
+def test_unreadable_config_error_has_the_reason(tmp_path):
     """Doctor and the reward server, which need no weights to find out."""
     (tmp_path / "config.json").write_text('{"model_type": ')
     for command in (["doctor", tmp_path], ["serve-reward", tmp_path, "--port", "0"]):
@@ -229,7 +229,7 @@ def test_a_config_that_cannot_be_read_says_why(tmp_path):
         assert result.exit_code == 2 and "is not a valid JSON file" in result.stderr
 
 
-def test_a_mistake_in_the_recipe_is_said_without_a_traceback(recipe, calls):
+def test_a_recipe_error_has_no_traceback(recipe, calls):
     result = call("rl", recipe, "trian.lr=1", "train.lr=fast")
     assert result.exit_code == 2 and calls == []
     assert result.stderr == (
@@ -239,7 +239,7 @@ def test_a_mistake_in_the_recipe_is_said_without_a_traceback(recipe, calls):
     )
 
 
-def test_a_recipe_for_another_job_names_the_command_that_fits(recipe):
+def test_recipe_for_another_job_error_gives_the_command(recipe):
     result = call("sft", recipe)
     assert result.exit_code == 2 and f"run 'burnish rl {recipe}'" in result.stderr
 
@@ -251,14 +251,14 @@ def test_debug_shows_where_an_error_came_from(recipe, how):
     assert type(result.exception).__name__ == "ConfigError"  # left to Python's traceback
 
 
-def test_an_error_that_is_not_ours_keeps_its_traceback(recipe, monkeypatch):
+def test_an_unexpected_error_keeps_its_traceback(recipe, monkeypatch):
     fail_with(monkeypatch, ZeroDivisionError("a bug"))
     result = call("rl", recipe)
     assert isinstance(result.exception, ZeroDivisionError) and result.exit_code == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_exits_with_128_and_the_signal_and_says_how_to_go_on(
+def test_an_interrupted_run_exits_with_128_plus_the_signal_and_a_resume_command(
     recipe, monkeypatch, number
 ):
     fail_with(monkeypatch, Interrupted(Path("runs/x"), number))
@@ -289,7 +289,7 @@ def test_config_all_as_markdown_is_the_reference_page():
     assert call("config", "rm", "--markdown").stdout.startswith("## rm\n")
 
 
-def test_export_and_demo_hand_their_options_over(monkeypatch, tmp_path):
+def test_export_and_demo_pass_on_their_options(monkeypatch, tmp_path):
     import burnish.demo
 
     made = []
@@ -307,7 +307,7 @@ def test_export_and_demo_hand_their_options_over(monkeypatch, tmp_path):
     ]
 
 
-def test_what_export_writes_without_options_is_what_its_help_says(monkeypatch, tmp_path):
+def test_export_defaults_match_its_help(monkeypatch, tmp_path):
     """fp32 whatever the run computed in, since that is the format of the masters."""
     made = []
     monkeypatch.setitem(vars(burnish), "export", lambda *a, **k: made.append(k) or a[1])
@@ -334,7 +334,7 @@ def test_help_names_only_options_that_the_command_has(command):
         (["--json", "--fit", "--host-gb", "3"], "--host-gb, --json, --fit would have no effect"),
     ],
 )
-def test_probe_refuses_the_options_that_it_would_ignore(recipe, options, named):
+def test_probe_rejects_options_without_effect(recipe, options, named):
     result = call("plan", recipe, "--probe", *options)
     assert result.exit_code == 2 and named in result.stderr
 
@@ -353,7 +353,7 @@ def test_calibrate_as_json_is_json(monkeypatch, tmp_path):
     assert "measurements written to" in call("doctor", "--calibrate").stdout
 
 
-def test_an_unknown_option_value_is_refused():
+def test_an_unknown_option_value_is_rejected():
     assert call("export", "ck", "--out", "o", "--dtype", "int3").exit_code == 2
     assert call("demo", "--steps", "0").exit_code == 2
 

@@ -57,9 +57,7 @@ def test_arguments_streams_folder_environment_and_exit_code_are_the_commands(scr
     [("OMP_NUM_THREADS", "2"), (fork_server.ADDRESS, "/nowhere")],
     ids=["read at import", "no server"],
 )
-def test_another_environment_gets_an_interpreter_of_its_own(
-    script: Path, name: str, value: str
-) -> None:
+def test_another_environment_gets_its_own_interpreter(script: Path, name: str, value: str) -> None:
     done = started(script, **{name: value})
     assert json.loads(done.stdout) == [["a", "b c"], str(script.parent), "red", "typed", False]
     assert done.returncode == 7

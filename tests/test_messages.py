@@ -9,7 +9,7 @@ from burnish.messages import library_text
 from burnish.models.load import ModelError, load_tokenizer
 
 
-def test_a_short_text_is_kept_whole_and_a_long_one_at_both_ends():
+def test_a_short_text_is_unchanged_and_a_long_one_keeps_both_ends():
     assert library_text(OSError("one\n\n  two\nthree")) == "one two three"
     assert library_text(KeyError()) == "KeyError" and library_text("") == ""
     lines = [f"line {n}" for n in range(100)]
@@ -19,7 +19,7 @@ def test_a_short_text_is_kept_whole_and_a_long_one_at_both_ends():
     assert library_text("a" * 300 + "b" * 300) == f"{'a' * 240}[... 120 characters ...]{'b' * 240}"
 
 
-def test_a_tokenizer_that_cannot_be_made_says_from_what_it_could_be(tmp_path: Path):
+def test_tokenizer_error_keeps_the_lines_that_list_alternatives(tmp_path: Path):
     """transformers names the ways in lines after the first, which ends with a colon."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer_config.json").write_text(

@@ -21,11 +21,11 @@ def test_every_statement_names_tests_that_exist() -> None:
             assert f"def {test}(" in text, f"{name}: {file} has no {test}"
 
 
-def test_every_figure_is_there() -> None:
+def test_every_figure_exists() -> None:
     figures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", PAGE)
     assert figures
     assert all((ROOT / "docs" / figure).is_file() for figure in figures)
 
 
-def test_no_result_is_still_to_come() -> None:
+def test_no_result_is_pending() -> None:
     assert "RESULTS_" not in PAGE

@@ -29,7 +29,7 @@ def block(page: str, kind: str) -> str:
     return text
 
 
-def test_the_readme_is_read_in_five_minutes():
+def test_the_readme_can_be_read_in_five_minutes():
     assert len(README.encode()) < 11_000
 
 
@@ -103,7 +103,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *SCRIPTS], ids=lambda p: str(p.relative_to(ROOT)))
-def test_commands_that_are_shown_exist_and_have_the_options_that_are_shown(path):
+def test_documented_commands_and_options_exist(path):
     """Also those continued by a backslash at the end of the line."""
     text = re.sub(r"\\\n(#\s*)?\s*", " ", path.read_text(encoding="utf-8"))
     options = commands()

@@ -54,12 +54,12 @@ def rendered(tokenizer: Any, template: str) -> str:
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_a_template_that_never_ends_is_refused(template: str, tokenizer: Any) -> None:
+def test_a_template_that_never_ends_is_rejected(template: str, tokenizer: Any) -> None:
     with pytest.raises(TemplateLimitError):
         rendered(tokenizer, template)
 
 
-def test_a_template_of_megabytes_is_refused(tokenizer: Any) -> None:
+def test_a_template_of_megabytes_is_rejected(tokenizer: Any) -> None:
     with pytest.raises(TemplateLimitError, match="has 1048577 characters"):
         rendered(tokenizer, "x" * (MAX_TEMPLATE_CHARS + 1))
 

@@ -40,7 +40,7 @@ def test_masked_sum_is_that_of_the_unmasked_entries() -> None:
     assert masked_sum(X, MASK).item() == 12
 
 
-def test_a_mask_of_whole_rows_is_broadcast() -> None:
+def test_a_mask_of_rows_is_broadcast() -> None:
     """Only row 0 counts: 1 + 3 = 4."""
     x = torch.tensor([[1.0, 3.0], [7.0, 9.0]])
     mask = torch.tensor([[True], [False]])
@@ -136,13 +136,13 @@ def test_unpadding_undoes_padding_whatever_the_width(
 
 
 @pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 4]])
-def test_offsets_that_do_not_cover_the_tokens_are_refused(offsets: list[int]) -> None:
+def test_offsets_that_do_not_cover_the_tokens_are_rejected(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="the rows have 3 tokens"):
         pad_rows(torch.zeros(3), torch.tensor(offsets))
 
 
 @pytest.mark.parametrize("offsets", [[0, 4], [0, 1, 2]])
-def test_offsets_of_another_rectangle_are_refused(offsets: list[int]) -> None:
+def test_offsets_of_another_shape_are_rejected(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="1 x 3"):
         unpad_rows(torch.zeros(1, 3), torch.tensor(offsets))
 

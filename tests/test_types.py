@@ -46,7 +46,7 @@ def test_rows_become_flat_arrays_with_offsets_and_counts() -> None:
     ]
 
 
-def test_a_mask_of_another_length_than_its_row_is_refused() -> None:
+def test_a_mask_of_another_length_than_its_row_is_rejected() -> None:
     with pytest.raises(ValueError, match="row 1 has 2 tokens and a mask of 1"):
         rows_to_batch([[1], [2, 3]], [[True], [True]], prompt_lens=[0, 0])
 
@@ -66,13 +66,13 @@ def test_selected_rows_bring_all_their_columns_and_keep_the_global_counts() -> N
     assert (chosen.num_tokens, chosen.num_sequences) == (5, 3)
 
 
-def test_a_row_may_be_selected_twice_and_no_row_is_a_batch_too() -> None:
+def test_a_row_may_be_selected_twice_and_a_batch_may_be_empty() -> None:
     assert example().select([1, 1]).tokens.tolist() == [5, 9, 2, 8] * 2
     empty = example().select([])
     assert empty.num_rows == 0 and empty.tokens.numel() == 0 and empty.offsets.tolist() == [0]
 
 
-def test_global_counts_of_a_part_taken_as_a_whole_step() -> None:
+def test_global_counts_of_a_part_used_as_a_full_step() -> None:
     part = example().select([1, 2]).with_global_counts()
     assert (part.num_tokens, part.num_sequences) == (3, 2)
 

@@ -69,7 +69,7 @@ class Facts:
     """CUDA version that torch was built for. None: a CPU build."""
     nccl: str | None = None
     driver_present: bool = False
-    """Whether NVIDIA's kernel module or the tool nvidia-smi is installed."""
+    """True if NVIDIA's kernel module or the tool nvidia-smi is installed."""
     driver: str | None = None
     """Version of the NVIDIA driver. None: unknown."""
     links: Links = field(default_factory=Links)

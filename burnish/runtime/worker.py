@@ -102,7 +102,7 @@ class TransferOptions:
     dtype: Dtype | None
     """Format of floating-point weights in the buckets. None: unchanged."""
     verify: bool
-    """Whether buckets carry checksums that receivers compare."""
+    """True if buckets have checksums that receivers verify."""
 
 
 def own_address() -> str:
@@ -132,7 +132,7 @@ class WorkerInfo:
     device: str
     threads: int
     shared: bool = False
-    """Whether other workers are on the same GPU."""
+    """True if other workers are on the same GPU."""
 
 
 class Worker:

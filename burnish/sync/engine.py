@@ -117,7 +117,7 @@ class InvalidReason:
 
     reason: str
     consistent: bool
-    """Whether all weights of the engine are of one version."""
+    """True if all weights of the engine are of one version."""
 
 
 class SyncedEngine:

@@ -1,4 +1,4 @@
-"""Batch arithmetic: B = b x accumulation x D, and P x n samples in whole optimizer steps."""
+"""Batch arithmetic: B = b x accumulation x D, and P x n samples in complete optimizer steps."""
 
 import re
 
@@ -77,11 +77,11 @@ def test_missing_batch_sizes_are_named():
             "4 x 4 x 2 = 32",
             "gradient_accumulation_steps=8 or micro_train_batch_size=8 or train_batch_size=32",
         ),
-        # 24 / 6 = 4, and 24 / 5 is not whole
+        # 24 / 6 = 4, and 24 / 5 is not an integer
         ((24, 6, 5), 1, "6 x 5 x 1 = 30", "gradient_accumulation_steps=4 or train_batch_size=30"),
-        # 20 / 4 = 5, and 20 / 8 is not whole
+        # 20 / 4 = 5, and 20 / 8 is not an integer
         ((20, 8, 4), 1, "8 x 4 x 1 = 32", "micro_train_batch_size=5 or train_batch_size=32"),
-        # neither 100 / 8 nor 100 / 3 is whole
+        # neither 100 / 8 nor 100 / 3 is an integer
         ((100, 8, 3), 1, "8 x 3 x 1 = 24", "train_batch_size=24"),
     ],
 )
@@ -108,7 +108,7 @@ def test_each_suggested_fix_of_contradicting_sizes_is_valid(big, micro, accum, r
 
 
 def test_an_indivisible_micro_batch_error_names_the_nearest_sizes():
-    """24 / 1 = 24; beside 7 the divisors 6 and 8; beside 24 the multiples of 7 are 21 and 28."""
+    """24 / 1 = 24: next to 7 its divisors are 6 and 8; next to 24, multiples of 7: 21 and 28."""
     with pytest.raises(BatchError) as caught:
         derive(24, 7)
     assert numbers_after(str(caught.value), "nearest valid micro_train_batch_size:") == [6, 8]
@@ -116,7 +116,7 @@ def test_an_indivisible_micro_batch_error_names_the_nearest_sizes():
 
 
 def test_nearest_batch_sizes_also_fit_the_micro_batch():
-    """D = 4 and b = 2 need a multiple of 8; beside 13 these are 8 and 16 (12 would fail next)."""
+    """D = 4 and b = 2 need a multiple of 8; next to 13 these are 8 and 16 (12 would fail next)."""
     with pytest.raises(BatchError) as caught:
         derive(13, 2, ranks=4)
     assert numbers_after(str(caught.value), "nearest valid:") == [8, 16]

@@ -113,7 +113,7 @@ def test_invalid_stop_sequences_are_rejected(rl_recipe, override, said):
     ],
 )
 def test_cross_field_rules_are_reported_in_addition_to_a_wrong_key(rl_recipe, wrong, said):
-    """grpo has no critic, and nothing to compare with one sample."""
+    """grpo has no critic, and cannot compare a single sample."""
     rules = ("rollout.n_samples_per_prompt=1", "rollout.rollout_batch_size=16")
     told = problems(rl_recipe, wrong, "critic={lr: 1e-4}", "algorithm.advantage=grpo", *rules)
     assert told[0].startswith(said)
@@ -130,7 +130,7 @@ def test_a_misspelled_key_counts_as_the_nearest_key_for_rules(rl_recipe):
     """learning_rate is what others call lr."""
     assert "learning_rate" in only_problem(rl_recipe, "train.learning_rate=1e-3")
     told = problems(rl_recipe, "rollout.n_sampels_per_prompt=1", "algorithm.advantage=grpo")
-    assert len(told) == 1, "what one sample breaks names the key that is misspelt"
+    assert len(told) == 1, "the rule about one sample would name the misspelled key"
 
 
 def test_unknown_kind_error_names_the_nearest_and_all_kinds(rl_recipe):
@@ -188,15 +188,15 @@ def test_all_broken_rules_are_in_one_message(rl_recipe):
 
 
 def test_indivisible_batch_size_error_names_the_nearest_sizes(rl_recipe):
-    """8 prompts x 8 samples = 64; B = 24 does not divide it: divisors beside 24 are 16 and 32;
-    24 / gcd(24, 8) = 3 prompts fill whole steps: 6 or 9."""
+    """8 prompts x 8 samples = 64; B = 24 does not divide it: the nearest divisors are 16 and 32;
+    24 / gcd(24, 8) = 3 prompts fill complete steps: 6 or 9."""
     said = only_problem(rl_recipe, "train.train_batch_size=24")
     assert "= 64 samples, which train_batch_size=24 does not divide" in said
     assert "nearest train_batch_size: 16 or 32, nearest rollout_batch_size: 6 or 9" in said
 
 
 def test_the_nearest_train_batch_size_also_fits_the_micro_batches(rl_recipe):
-    """64 samples, b = 4: divisors of 64 beside 20 that 4 divides are 16 and 32."""
+    """64 samples, b = 4: divisors of 64 next to 20 that 4 divides are 16 and 32."""
     sizes = ("train.train_batch_size=20", "train.micro_train_batch_size=4")
     assert "nearest train_batch_size: 16 or 32" in only_problem(rl_recipe, *sizes)
 

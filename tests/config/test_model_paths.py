@@ -52,6 +52,6 @@ def test_the_demo_finds_the_gguf_file_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"several GGUF files.*--model .*a\.gguf \(found: a\.gguf"):
         demo_config(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")  # a model of its own beside its GGUF forms
+    (tmp_path / "config.json").write_text("{}")  # a full model in the folder of its GGUF files
     assert demo_config(str(tmp_path)).model.gguf_file is None
     assert demo_config("owner/name").model.path == "owner/name"

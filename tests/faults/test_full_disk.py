@@ -51,7 +51,7 @@ def _write_fails_in_the_third_save(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fill", [_no_space_from_the_third_save, _write_fails_in_the_third_save])
-def test_a_full_disk_ends_the_run_and_the_older_checkpoints_go_on_once_there_is_space(
+def test_a_full_disk_ends_the_run_which_resumes_once_there_is_space(
     fill: Callable[[pytest.MonkeyPatch], None],
     recipe: Recipe,
     measured: Measured,

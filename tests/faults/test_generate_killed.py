@@ -41,7 +41,7 @@ def same_results(measured: Callable[[Path], list[dict[str, Any]]]) -> Callable[.
 
 
 @pytest.mark.parametrize(("mode", "kind", "seed"), [("all", "jsonl", 1), ("pairs", "parquet", 2)])
-def test_no_prompt_is_lost_or_answered_twice_however_often_the_run_is_killed(
+def test_no_prompt_is_lost_or_answered_twice_after_any_number_of_kills(
     mode: str,
     kind: str,
     seed: int,
@@ -83,7 +83,7 @@ def test_no_prompt_is_lost_or_answered_twice_however_often_the_run_is_killed(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_no_row_is_lost_or_scored_twice_however_often_the_run_is_killed(
+def test_no_row_is_lost_or_scored_twice_after_any_number_of_kills(
     kind: str, tmp_path: Path, children: Any, same_results: Callable[..., None]
 ) -> None:
     (tmp_path / "my_reward.py").write_text(REWARD)

@@ -29,7 +29,7 @@ def _last_weights(run_dir: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("kind", "seed"), [("grpo", 1), ("lora", 2), ("gae", 3), ("sft", 4), ("fp16", 8)]
 )
-def test_a_killed_and_resumed_run_measures_the_same_bits(
+def test_a_killed_and_resumed_run_has_bit_identical_metrics(
     kind: str, seed: int, recipe: Recipe, children: Any, measured: Measured
 ) -> None:
     whole, killed = recipe(kind, name="whole"), recipe(kind, name="killed")
@@ -46,7 +46,7 @@ def test_a_killed_and_resumed_run_measures_the_same_bits(
     assert _last_weights(Path(killed.run_dir)) == _last_weights(Path(whole.run_dir))
 
 
-def test_checkpoints_less_often_than_steps_give_the_same_bits(
+def test_sparse_checkpoints_give_bit_identical_metrics(
     recipe: Recipe, children: Any, measured: Measured
 ) -> None:
     rare = "checkpoint.every_n_steps=3"

@@ -2,7 +2,7 @@
 the numbers of a run that lost nothing, every prompt trained once an epoch, and leaves nothing.
 
 ``BURNISH_FAULT_RUNS=20 pytest tests/faults/test_random_kills_on_ray.py`` is the whole proof: that
-many SIGKILLs, victims in turn, and a fourth as many SIGSTOPs beside them. Otherwise a few of each.
+many SIGKILLs, victims in turn, and a fourth as many SIGSTOPs in addition. Otherwise a few of each.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _take_time(config: JobConfig) -> None:
     ("kind", "number", "seed"),
     [pytest.param(*case, id=f"{case[0]}-{case[1].name}-{case[2]}") for case in [*KILLS, *STOPS]],
 )
-def test_a_run_that_loses_one_of_its_processes_ends_as_if_it_had_not(  # house: ok fixtures
+def test_a_run_that_loses_a_process_has_unchanged_results(  # house: ok fixtures
     kind: str,
     number: signal.Signals,
     seed: int,

@@ -105,7 +105,7 @@ def assert_no_ray_is_left() -> None:
         time.sleep(0.1)
 
 
-def test_whatever_dies_in_whatever_call_the_run_ends_as_if_nothing_had(
+def test_a_death_in_any_call_does_not_change_the_results(
     recipe: Recipe,
     tmp_path: Path,
     same_numbers: Callable[..., None],
@@ -146,7 +146,7 @@ def test_whatever_dies_in_whatever_call_the_run_ends_as_if_nothing_had(
     assert_no_ray_is_left()
 
 
-def test_ranks_that_die_whenever_they_start_end_the_run_after_max_restarts(
+def test_ranks_that_die_at_every_start_end_the_run_after_max_restarts(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saboteur = Saboteur(monkeypatch)
@@ -231,7 +231,7 @@ def _joined(recipe: Recipe, address: str) -> str:
     return said
 
 
-def test_an_address_that_nobody_answers_is_an_error_at_once(recipe: Recipe) -> None:
+def test_an_unreachable_address_is_an_error_at_once(recipe: Recipe) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -239,7 +239,7 @@ def test_an_address_that_nobody_answers_is_an_error_at_once(recipe: Recipe) -> N
     assert "'ray start --head'" in _joined(recipe, address)
 
 
-def test_a_port_that_something_else_uses_is_an_error_within_the_time_that_is_stated(
+def test_a_port_of_another_program_is_an_error_within_the_timeout(
     recipe: Recipe, listener: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_connect, "PROBE_S", 6.0)
@@ -252,11 +252,11 @@ def test_a_port_that_something_else_uses_is_an_error_within_the_time_that_is_sta
     ("address", "said"),
     [("ray://127.0.0.1:10001", "Ray Client"), ("nowhere", "neither 'auto' nor host:port")],
 )
-def test_addresses_of_another_kind_are_refused(address: str, said: str, recipe: Recipe) -> None:
+def test_addresses_of_another_kind_are_rejected(address: str, said: str, recipe: Recipe) -> None:
     assert said in _joined(recipe, address)
 
 
-def test_a_cluster_of_another_version_is_refused_with_both_versions(
+def test_a_cluster_of_another_version_is_rejected_with_both_versions(
     recipe: Recipe, ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same cluster, looked at by a Ray that takes itself for 0.0.1."""

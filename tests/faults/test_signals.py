@@ -50,7 +50,7 @@ def _steps(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_saves_the_step_under_way_and_the_resumed_run_measures_the_same_bits(
+def test_a_signal_saves_the_current_step_and_the_resumed_run_is_bit_identical(
     number: signal.Signals, recipe: Recipe, measured: Measured
 ) -> None:
     never = "checkpoint.every_n_steps=0"
@@ -94,7 +94,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_older_checkpoints(recipe: Recip
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_command_line_exits_with_128_plus_the_signal_and_says_how_to_go_on(
+def test_the_command_line_exits_with_128_plus_the_signal_and_a_resume_command(
     number: signal.Signals,
     recipe: Recipe,
     tmp_path: Path,

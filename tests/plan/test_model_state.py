@@ -113,7 +113,7 @@ def test_sharding_divides_all_16_bytes_by_the_ranks():
 @pytest.mark.parametrize(
     ("stage", "options", "device", "host"),
     [
-        # 2 weights + (4 masters + 8 moments + 4 of the step) / 8 + 4 sums, whole
+        # 2 weights + (4 masters + 8 moments + 4 of the step) / 8 + 4 sums, replicated
         (1, {}, 2 + 16 / 8 + 4, 0),
         # ... sums in shards too
         (2, {}, 2 + 20 / 8, 0),
@@ -127,7 +127,7 @@ def test_sharding_divides_all_16_bytes_by_the_ranks():
 )
 def test_deepspeed_divides_by_stage(stage, options, device, host):
     s = setup(ranks=8, engine={"kind": "deepspeed", "zero_stage": stage, **options})
-    small = 0.0002  # norms, which stage 3 keeps whole: 65 x 4096 x 2 B of 8.03e9 parameters
+    small = 0.0002  # norms, which stage 3 replicates: 65 x 4096 x 2 B of 8.03e9 parameters
     assert per_parameter(s) == pytest.approx(device, abs=small)
     assert per_parameter(s, "host") == pytest.approx(host)
 

@@ -40,7 +40,7 @@ def test_tensor_parallel_part_matches_the_engine(
     lora: LoraConfig | None, checkpointing: bool, ranks: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters exactly; the peak of a pass within a tenth, like any other model's."""
-    # The engine compares the cut model's output with the whole one's; pretended ranks add nothing.
+    # The engine compares outputs of the sharded and the full model; pretended ranks add nothing.
     monkeypatch.setattr(tensor_parallel, "_trial_hidden_states", lambda body: torch.zeros(1))
     scratch = ScratchConfig(
         hidden_size=128, num_layers=6, num_heads=8, num_kv_heads=4, max_position_embeddings=4096

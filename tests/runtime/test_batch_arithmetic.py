@@ -33,7 +33,7 @@ BAD: dict[str, tuple[dict[str, int], str]] = {
         "nearest valid micro_train_batch_size: 2 or 4, or train_batch_size: 15 or 18",
     ),
     "a rollout that is no whole number of steps": (
-        # 4 x 4 = 16 samples; divisors beside 12 are 8 and 16; 12 / gcd(12, 4) = 3 prompts
+        # 4 x 4 = 16 samples; divisors next to 12 are 8 and 16; 12 / gcd(12, 4) = 3 prompts
         {"train_batch_size": 12},
         "nearest train_batch_size: 8 or 16, nearest rollout_batch_size: 3 or 6",
     ),
@@ -68,7 +68,7 @@ def overrides(sizes: dict[str, int]) -> list[str]:
 
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_batch_sizes_are_said_before_the_model_is_looked_for(
+def test_bad_batch_sizes_are_reported_before_the_model_is_checked(
     kind: str, option: list[str], recipe: Path, tmp_path: Path
 ) -> None:
     sizes, offered = BAD[kind]
@@ -78,11 +78,11 @@ def test_bad_batch_sizes_are_said_before_the_model_is_looked_for(
     assert NOWHERE not in result.stderr and not (tmp_path / "run").exists()
 
 
-def test_with_good_batch_sizes_the_missing_model_is_what_is_said(recipe: Path) -> None:
+def test_with_valid_batch_sizes_the_missing_model_is_reported(recipe: Path) -> None:
     for option in ([], ["--dry-run"]):
         result = call("rl", recipe, "train.train_batch_size=16", *option)
         assert result.exit_code == 2 and f"{NOWHERE} does not exist" in result.stderr
-    assert "gradient_accumulation_steps" in result.stdout  # the table is printed all the same
+    assert "gradient_accumulation_steps" in result.stdout  # the table is printed anyway
 
 
 GOLDEN = """\

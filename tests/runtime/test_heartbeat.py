@@ -76,7 +76,7 @@ def watch_two(ray: FakeRay) -> tuple[HeartbeatMonitor, list[object]]:
     return monitor, workers
 
 
-def test_a_worker_that_misses_heartbeats_is_found_within_the_time_out_and_named(
+def test_a_worker_that_misses_heartbeats_is_named_within_the_timeout(
     fake: FakeRay,
 ) -> None:
     monitor, workers = watch_two(fake)
@@ -88,13 +88,13 @@ def test_a_worker_that_misses_heartbeats_is_found_within_the_time_out_and_named(
     assert monitor.names([workers[1]]) == "rank 1 of the policy (node host, pid 101)"
 
 
-def test_long_calls_of_workers_with_heartbeats_are_no_matter(fake: FakeRay) -> None:
+def test_long_calls_of_workers_with_heartbeats_do_not_time_out(fake: FakeRay) -> None:
     monitor, workers = watch_two(fake)
     assert monitor.wait(["result"], workers, limit_s=36_000) == ([], [])
     assert fake.now == pytest.approx(36_000)
 
 
-def test_a_pause_of_the_controller_is_no_missed_heartbeat(fake: FakeRay) -> None:
+def test_pausing_the_controller_is_not_a_missed_heartbeat(fake: FakeRay) -> None:
     """An hour in which neither anybody beat nor anybody looked counts as two intervals of six."""
     monitor, workers = watch_two(fake)
     for _ in range(5):
@@ -110,7 +110,7 @@ def test_workers_that_have_not_started_are_not_unresponsive(fake: FakeRay) -> No
     assert monitor.wait(["result"], [*workers, fresh], limit_s=600) == ([], [])
 
 
-def test_where_the_board_itself_hangs_it_is_restarted_and_nobody_is_blamed(fake: FakeRay) -> None:
+def test_a_hung_registry_is_restarted_and_no_worker_is_reported(fake: FakeRay) -> None:
     monitor, workers = watch_two(fake)
     monitor.wait(["result"], workers, limit_s=100)
     fake.board_answers = False
@@ -167,7 +167,7 @@ def ray() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_real_processes_that_hang_are_found_and_those_that_work_are_not(ray: Any) -> None:
+def test_hung_processes_are_reported_and_busy_ones_are_not(ray: Any) -> None:
     """Four workers at a time-out of 5 s: one computes and one waits for 12 s, both well; one holds
     its interpreter's lock and one is stopped."""
     registry = ray.remote(HeartbeatRegistry).options(num_cpus=0).remote()

@@ -96,7 +96,7 @@ def ray_processes(port: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_slurm_script_runs_a_job_on_a_cluster_of_its_own_and_ends_it(
+def test_the_slurm_script_runs_a_job_on_its_own_cluster_and_stops_it(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
     pytest.importorskip("ray")
@@ -121,7 +121,7 @@ def _of_cluster(process: psutil.Process, port: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_slurm_script_gives_back_the_jobs_failure(
+def test_the_slurm_script_returns_the_exit_code_of_the_job(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
     pytest.importorskip("ray")
@@ -165,7 +165,7 @@ def urls_of(command: str) -> list[str]:
     return list(reward.urls)
 
 
-def test_every_command_of_the_nine_nodes_says_where_the_rewards_are_and_with_which_token() -> None:
+def test_every_command_of_the_nine_node_recipe_sets_reward_urls_and_token() -> None:
     """The recipe's own URL, localhost, is right on no cluster; a server that other machines can
     reach asks for a token."""
     recipe = (ROOT / "recipes" / "llama3_70b_grpo_9x8.yaml").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Peaks of memory by phase, the plan beside them, and what a run that runs out of memory leaves."""
+"""Memory peaks by phase compared with the plan, and the report of a run out of memory."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-def test_every_phase_of_a_step_has_its_peak_and_the_plan_stands_beside_it(
-    rl: MakeConfig, reward: Reward
-) -> None:
+def test_every_phase_of_a_step_has_its_peak_and_its_plan(rl: MakeConfig, reward: Reward) -> None:
     config = rl("algorithm.kl.init_kl_coef=0.01", "checkpoint.every_n_steps=1")
     result = burnish.run(config, rewards=reward)
     lines = read_metrics(result.run_dir)
@@ -68,7 +66,7 @@ def test_every_phase_of_a_step_has_its_peak_and_the_plan_stands_beside_it(
     assert '<section id="memory">' in page and "<td>checkpoint</td>" in page
 
 
-def test_a_phase_that_holds_more_shows_it_and_the_others_do_not(
+def test_only_the_phase_with_a_larger_allocation_has_a_higher_peak(
     rl: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reward takes 200 MB and gives them back: its phase has them, the update has not."""
@@ -128,7 +126,7 @@ def test_the_command_reports_out_of_memory_without_a_traceback(
     assert "No checkpoint was written yet" in done.output
 
 
-def test_smaller_passes_are_counted_in_the_metrics(
+def test_oom_retries_are_counted_in_the_metrics(
     rl: MakeConfig, reward: Reward, full_at: Callable[..., None]
 ) -> None:
     plain = burnish.run(rl(), rewards=reward)
@@ -146,7 +144,7 @@ def test_smaller_passes_are_counted_in_the_metrics(
     )
 
 
-def test_an_error_about_something_else_comes_through(
+def test_other_errors_are_not_treated_as_out_of_memory(
     rl: MakeConfig, reward: Reward, full_at: Callable[..., None]
 ) -> None:
     full_at(1, RuntimeError, "shapes do not match")
@@ -154,12 +152,12 @@ def test_an_error_about_something_else_comes_through(
         burnish.run(rl(), rewards=reward)
 
 
-def test_in_a_rollout_the_samples_at_a_time_come_first(rl: MakeConfig) -> None:
+def test_in_a_rollout_fewer_concurrent_samples_are_suggested_first(rl: MakeConfig) -> None:
     first = next(suggestions(rl(), "rollout"))
     assert first.overrides[0].startswith("rollout.engine.max_batch_size=")
 
 
-def test_the_most_of_all_ranks_is_shown_and_every_rank_is_kept() -> None:
+def test_the_maximum_over_ranks_is_shown_and_every_rank_is_saved() -> None:
     ranks = [
         MeasuredPeak("policy", 0, "train", 3e9, 10e9, 12e9),
         MeasuredPeak("policy", 1, "train", 2e9, 11e9, 11.5e9),
@@ -172,7 +170,7 @@ def test_the_most_of_all_ranks_is_shown_and_every_rank_is_kept() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_on_ray_every_worker_reports_and_an_out_of_memory_names_its_rank(
+def test_on_ray_every_worker_reports_and_out_of_memory_names_its_rank(
     ray_cluster: Any,
     rl: MakeConfig,
     reward: Reward,

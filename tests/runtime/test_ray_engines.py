@@ -1,4 +1,4 @@
-"""Every train engine inside Ray workers: whole jobs give the numbers of one process with the plain
+"""Every train engine inside Ray workers: jobs give the numbers of one process with the plain
 torch engine."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def lines_of(config: JobConfig, reward: Any = None, **more: Any) -> Lines:
     return read_metrics(burnish.run(config, **rewards, **more).run_dir)
 
 
-def test_grpo_gives_the_numbers_of_one_process_while_the_engine_changes_with_every_step(
+def test_grpo_matches_one_process_while_the_engine_changes_at_every_step(
     rl: MakeConfig, reward: Any, evaluation: list[str], compare: Compare
 ) -> None:
     """Each engine takes a step on two ranks and saves, and the next resumes from that: FSDP2, ZeRO
@@ -65,7 +65,7 @@ def test_grpo_gives_the_numbers_of_one_process_while_the_engine_changes_with_eve
     compare(one, lines)
 
 
-def test_the_checkpoint_of_one_rank_goes_on_on_two_with_the_numbers_of_one(
+def test_a_checkpoint_of_one_rank_resumes_on_two_with_the_same_numbers(
     rl: MakeConfig, reward: Any, compare: Compare
 ) -> None:
     """Two of four steps on one rank, then two on two ranks, from the same checkpoint: replicas,
@@ -83,7 +83,7 @@ def test_the_checkpoint_of_one_rank_goes_on_on_two_with_the_numbers_of_one(
 
 
 @pytest.mark.parametrize("engine", SOME)
-def test_ppo_with_a_critic_and_a_reference_gives_the_same_numbers(
+def test_ppo_with_a_critic_and_a_reference_matches_one_process(
     engine: str, rl: MakeConfig, reward: Any, compare: Compare
 ) -> None:
     one = lines_of(rl(*GAE, "train.lr=1e-2", f"run_dir={rl().run_dir}-one"), reward)
@@ -91,7 +91,7 @@ def test_ppo_with_a_critic_and_a_reference_gives_the_same_numbers(
 
 
 @pytest.mark.parametrize("engine", SOME)
-def test_a_lora_policy_and_its_base_live_on_the_same_shards(
+def test_a_lora_policy_and_its_base_share_shards(
     engine: str, rl: MakeConfig, reward: Any, compare: Compare
 ) -> None:
     options = ["model.lora.lora_rank=4", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2", "seed=3"]

@@ -111,7 +111,7 @@ class Cluster:
         self.said.append(what)
 
 
-def test_what_was_sampled_and_is_lost_unread_is_sampled_again_by_a_fresh_worker() -> None:
+def test_lost_unread_samples_are_sampled_again_by_a_new_worker() -> None:
     """Its machine died: that is the loss of a worker and no reason to go back a step. What had
     arrived before is kept."""
     broken, whole, fresh = Worker(lost=1), Worker(lost=None), Worker(lost=None)
@@ -133,7 +133,7 @@ def node(gpus: float, cpus: float, *, alive: bool = True) -> dict[str, Any]:
     return {"Alive": alive, "Resources": {"CPU": cpus} | ({"GPU": gpus} if gpus else {})}
 
 
-def test_a_place_that_is_larger_than_every_node_is_refused_at_once() -> None:
+def test_a_worker_larger_than_every_node_is_rejected_at_once() -> None:
     """16 GPUs of one rollout worker, on two nodes of 8 that have 16 together."""
     nodes = [node(8, 64), node(8, 32), node(16, 64, alive=False)]
     cluster = cast(RayCluster, SimpleNamespace(ray=SimpleNamespace(nodes=lambda: nodes)))
@@ -154,7 +154,7 @@ def test_a_place_that_is_larger_than_every_node_is_refused_at_once() -> None:
 # ---- paths -----------------------------------------------------------------------------------
 
 
-def test_local_paths_are_made_absolute_and_names_of_the_hub_are_not(
+def test_local_paths_become_absolute_and_hub_names_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
@@ -205,7 +205,9 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
     assert given["ray_sync"][2].folder == str(tmp_path / "weights"), "which is not there yet"
 
 
-def test_what_tells_workers_where_models_are_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_model_locations_are_passed_to_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in list(os.environ):
         if name.startswith("HF_"):
             monkeypatch.delenv(name)
@@ -221,14 +223,14 @@ def test_what_tells_workers_where_models_are_is_passed_on(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "VLLM_API_KEY", "NCCL_my_secret", "DS_PASSWORD", "HF_HUB_TOKEN_2"]
 )
-def test_secrets_are_not_handed_to_ray(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_passed_to_ray(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray writes what it is handed into a log that every user of the machine can read."""
     monkeypatch.setenv(name, "hidden")
     assert "hidden" not in worker_environment(on_gpu=False).values()
 
 
 @pytest.mark.slow
-def test_a_local_ray_listens_on_the_loopback_and_asks_for_a_token_of_its_own(
+def test_a_local_ray_listens_on_the_loopback_and_requires_its_own_token(
     tmp_path: Path,
 ) -> None:
     """In a process of its own, whose environment has a secret: a worker inherits it, and no file
@@ -249,7 +251,7 @@ def test_a_local_ray_listens_on_the_loopback_and_asks_for_a_token_of_its_own(
     assert found["after"] == {}, "the environment is as it was"
 
 
-def test_a_ray_without_tokens_is_refused() -> None:
+def test_a_ray_without_tokens_is_rejected() -> None:
     old: Any = SimpleNamespace(__version__="2.51.9")
     with pytest.raises(
         ClusterError, match=r"Ray 2\.51\.9 does not support authentication tokens.*ray>=2\.52"
@@ -260,7 +262,7 @@ def test_a_ray_without_tokens_is_refused() -> None:
 # ---- workers that cannot be made -------------------------------------------------------------
 
 
-def test_an_environment_that_cannot_be_set_up_is_no_death() -> None:
+def test_a_failed_environment_setup_is_not_a_worker_loss() -> None:
     error = ray.exceptions.RuntimeEnvSetupError("pip found no such package")
     said = str(constructor_error(ray, error, "rank 0 of the policy"))
     assert "rank 0 of the policy could not be created" in said
@@ -272,7 +274,7 @@ def test_an_environment_that_cannot_be_set_up_is_no_death() -> None:
 # ---- ranks that wait for each other in vain ------------------------------------------------------
 
 
-def test_ranks_that_do_not_meet_are_named_with_what_each_of_them_waits_in() -> None:
+def test_ranks_that_miss_a_collective_are_named_with_the_collectives_of_the_others() -> None:
     """Rank 0 and 1 waited in two collectives, rank 2 still computes: a loss of the group."""
     raised = {
         "call 0": CollectiveTimeoutError(
@@ -317,4 +319,4 @@ def test_ranks_that_do_not_meet_are_named_with_what_each_of_them_waits_in() -> N
         "for the other ranks in reduce_scatter; rank 2 of the policy did not reach it "
         "(cluster.collective_timeout_s)"
     )
-    assert not group._complete, "the group is started anew before it is called again"
+    assert not group._complete, "the group is restarted before its next call"

@@ -80,7 +80,7 @@ GAE = [
         pytest.param(["train.max_tokens_per_micro_batch=40"], id="token budget"),
     ],
 )
-def test_rl_gives_the_numbers_of_one_process(
+def test_rl_matches_one_process(
     options: list[str], rl: MakeConfig, reward: Any, evaluation: list[str], compare: Compare
 ) -> None:
     common = [*options, *evaluation, "max_steps=3", "train.lr=1e-2"]
@@ -95,7 +95,7 @@ def test_rl_gives_the_numbers_of_one_process(
     compare(*lines)
 
 
-def test_a_lora_policy_and_its_base_live_on_the_same_workers(
+def test_a_lora_policy_and_its_base_share_workers(
     rl: MakeConfig, reward: Any, compare: Compare
 ) -> None:
     """And begins with the adapters that it has in one process."""
@@ -108,7 +108,7 @@ def test_a_lora_policy_and_its_base_live_on_the_same_workers(
     assert all(line["train/mismatch_max"] < 1e-5 for line in lines), "merged weights arrived"
 
 
-def test_layouts_change_places_and_no_number(rl: MakeConfig, reward: Any, compare: Compare) -> None:
+def test_layouts_do_not_change_the_numbers(rl: MakeConfig, reward: Any, compare: Compare) -> None:
     runs = []
     for layout in ("colocate_all", "colocate_actor_ref", "separate"):
         config = rl(*RAY, *GAE, f"cluster.layout={layout}", f"run_dir={rl().run_dir}-{layout}")
@@ -118,7 +118,7 @@ def test_layouts_change_places_and_no_number(rl: MakeConfig, reward: Any, compar
 
 
 @pytest.mark.parametrize("job", ["sft", "rm", "preference"])
-def test_supervised_jobs_give_the_numbers_of_one_process(
+def test_supervised_jobs_match_one_process(
     job: str, write_rows: Callable[..., str], tmp_path: Path, compare: Compare
 ) -> None:
     rows = [
@@ -143,7 +143,7 @@ def test_supervised_jobs_give_the_numbers_of_one_process(
     compare(*lines)
 
 
-def test_reward_models_score_on_workers_of_their_own(
+def test_reward_models_score_on_their_own_workers(
     rl: MakeConfig, tmp_path: Path, compare: Compare
 ) -> None:
     """Two of them, in the places of policy and rollout."""
@@ -220,7 +220,7 @@ def trained_once(run_dir: Path, *, prompts: int, samples: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["RolloutWorker", "TrainWorker"])
-def test_a_killed_worker_is_replaced_and_the_numbers_are_those_of_an_undisturbed_run(
+def test_a_killed_worker_is_replaced_without_changing_the_numbers(
     kind: str, rl: MakeConfig, reward: Any, compare: Compare
 ) -> None:
     """16 prompts, 4 a step, 8 steps: two epochs. (At other moments: tests/faults.)"""
@@ -252,14 +252,14 @@ def test_a_hung_rank_is_named_and_replaced(rl: MakeConfig, reward: Any) -> None:
     assert [line["step"] for line in read_metrics(Path(config.run_dir))] == [1, 2, 3, 4]
 
 
-def test_too_many_deaths_end_the_run_with_its_reason(rl: MakeConfig, reward: Any) -> None:
+def test_exceeding_max_restarts_ends_the_run_with_the_reason(rl: MakeConfig, reward: Any) -> None:
     config = rl(*RAY, "max_steps=4", "cluster.max_restarts=0")
     Killer(Path(config.run_dir), "TrainWorker", lines=1, seed=6).start()
     with pytest.raises(ClusterError, match=r"of the policy .* died: .*max_restarts=0"):
         burnish.run(config, rewards=slowly(reward))
 
 
-def test_mistakes_of_a_worker_reach_the_user_in_its_own_words(rl: MakeConfig, reward: Any) -> None:
+def test_errors_of_a_worker_reach_the_user_unchanged(rl: MakeConfig, reward: Any) -> None:
     long = ["rollout.generate_max_len=60", "model.scratch.max_position_embeddings=62"]
     said = []
     for name, more in (("inline", []), ("ray", RAY)):
@@ -273,7 +273,7 @@ def test_mistakes_of_a_worker_reach_the_user_in_its_own_words(rl: MakeConfig, re
 # ---- bad input -----------------------------------------------------------------------------------
 
 
-def test_more_than_the_cluster_has_is_refused_at_once(rl: MakeConfig, reward: Any) -> None:
+def test_needing_more_than_the_cluster_has_is_rejected_at_once(rl: MakeConfig, reward: Any) -> None:
     gpus = rl(*RAY, "cluster.gpus_per_worker=1")
     with pytest.raises(ClusterError, match=r"needs 2 GPUs .*the cluster has 0"):
         burnish.run(gpus, rewards=reward)
@@ -297,9 +297,7 @@ def test_more_than_the_cluster_has_is_refused_at_once(rl: MakeConfig, reward: An
         ),
     ],
 )
-def test_clusters_that_make_no_sense_are_refused(
-    overrides: list[str], said: str, rl: MakeConfig
-) -> None:
+def test_invalid_clusters_are_rejected(overrides: list[str], said: str, rl: MakeConfig) -> None:
     with pytest.raises(ConfigError) as caught:
         rl(*overrides)
     assert said in str(caught.value)

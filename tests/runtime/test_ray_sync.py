@@ -62,7 +62,7 @@ def runtime(ray_cluster: Any) -> Iterator[RayRuntime]:
     made.close()
 
 
-def test_a_worker_that_cannot_be_made_ends_the_run_with_its_reason(runtime: RayRuntime) -> None:
+def test_a_worker_that_cannot_be_created_ends_the_run_with_the_reason(runtime: RayRuntime) -> None:
     """(Before the policy takes its places.)"""
 
     class Broken(TrainWorker):
@@ -158,11 +158,11 @@ def kinds(folder: Any) -> dict[str, LinkSync | DiskSync]:
 
 
 @pytest.mark.parametrize("kind", ["object_store", "collective", "ipc", "disk"])
-def test_workers_and_ranks_that_are_replaced_are_met_again(
+def test_replaced_workers_and_ranks_are_reconnected(
     kind: str, runtime: RayRuntime, policy: Any, rollout: Any, tmp_path: Any
 ) -> None:
     """Pushes before and after a rollout worker is replaced. Then one dies unseen (the connections
-    notice after their time limit, tried on one of them), and the whole train group starts anew."""
+    notice after their time limit, tried on one of them), and the entire train group restarts."""
     sync = runtime.sync(policy, rollout, kinds(tmp_path / "weights")[kind])
     in_step(policy, rollout)
     for _ in range(2):
@@ -192,7 +192,7 @@ def test_workers_and_ranks_that_are_replaced_are_met_again(
 
 
 @pytest.mark.parametrize("kind", ["object_store", "collective"])
-def test_a_dead_rank_is_named_and_the_push_after_its_restart_is_good(
+def test_a_dead_rank_is_named_and_the_push_after_its_restart_succeeds(
     kind: str, runtime: RayRuntime, policy: Any, rollout: Any, tmp_path: Any
 ) -> None:
     sync = runtime.sync(policy, rollout, kinds(tmp_path)[kind])
@@ -265,7 +265,7 @@ def damaged(kept: WeightSnapshot[Any], fault: Any, ray: Any) -> WeightSnapshot[A
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_a_fault_in_the_store_is_caught_and_nothing_is_sampled_until_a_good_push(
+def test_a_fault_in_the_store_stops_sampling_until_a_successful_push(
     fault: Any, stored: ObjectStoreSync, runtime: RayRuntime, policy: Any, rollout: Any
 ) -> None:
     stored.push()
@@ -287,7 +287,7 @@ def test_a_fault_in_the_store_is_caught_and_nothing_is_sampled_until_a_good_push
     in_step(policy, rollout)
 
 
-def test_weights_of_another_model_are_refused(
+def test_weights_of_another_model_are_rejected(
     stored: ObjectStoreSync, policy: Any, rollout: Any, runtime: RayRuntime
 ) -> None:
     good = dict(policy.weights())
@@ -299,7 +299,7 @@ def test_weights_of_another_model_are_refused(
     in_step(policy, rollout)
 
 
-def test_without_checksums_a_flipped_bit_gets_through(
+def test_without_checksums_a_flipped_bit_is_not_detected(
     policy: Any, rollout: Any, runtime: RayRuntime
 ) -> None:
     """So it is the checksum that finds it."""

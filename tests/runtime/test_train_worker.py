@@ -75,20 +75,20 @@ def moved(tmp_path: Path) -> Callable[..., TrainWorker]:
     return make
 
 
-def test_a_group_that_is_resumed_draws_what_it_would_have_drawn(
+def test_a_resumed_group_draws_the_same_random_numbers(
     moved: Callable[..., TrainWorker],
 ) -> None:
     """Three steps of two passes each in one go; and once more from the start by a fresh group
-    whose generator stands elsewhere."""
+    whose generator has another state."""
     whole, expected = moved(), []
     for _ in range(3):
         expected += [draw(whole), step(whole)]
-    assert len(set(expected)) == 6, "every pass draws anew"
+    assert len(set(expected)) == 6, "every pass draws new numbers"
     again = moved(noise=99)
     assert [draw(again), step(again), draw(again)] == expected[:3]
 
 
-def test_it_goes_on_after_a_checkpoint_in_the_middle(
+def test_training_resumes_from_a_checkpoint_in_the_middle(
     moved: Callable[..., TrainWorker], tmp_path: Path
 ) -> None:
     whole = moved()
@@ -102,7 +102,7 @@ def test_it_goes_on_after_a_checkpoint_in_the_middle(
     assert [step(fresh), step(fresh)] == expected
 
 
-def test_ranks_groups_and_seeds_draw_differently_and_a_tensor_parallel_group_alike(
+def test_random_numbers_differ_by_rank_and_seed_but_not_within_a_tensor_parallel_group(
     moved: Callable[..., TrainWorker],
 ) -> None:
     drawn = {
@@ -119,14 +119,14 @@ def test_ranks_groups_and_seeds_draw_differently_and_a_tensor_parallel_group_ali
     )
 
 
-def test_looking_does_not_change_what_is_drawn(moved: Callable[..., TrainWorker]) -> None:
+def test_scoring_does_not_change_the_random_numbers(moved: Callable[..., TrainWorker]) -> None:
     plain, looking = moved(), moved()
     looking.logprobs(BATCH)
     looking.measure(BATCH, nll)
     assert step(plain) == step(looking)
 
 
-def test_a_tokenizer_that_is_not_there_is_told_when_the_model_is_built(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_reported_when_the_model_is_built(tmp_path: Path) -> None:
     """And not by the constructor: to Ray that would be a death."""
     gone = MODEL.model_copy(update={"tokenizer_path": str(tmp_path / "gone")})
     worker = TrainWorker(WorkerInfo("policy", 0, 1, "cpu", 1), gone, PrecisionConfig())

@@ -365,7 +365,7 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
         out["nobody"] = tried(lambda: make_receiver(hasty) and None)
     context.rendezvous(f"{name} missing")
 
-    # gloo goes on waiting in the background for as long as its group was told, also at exit
+    # gloo continues to wait in the background for the timeout of its group, also at exit
     channel = context.channel(name, timeout_s=10.0)
     if context.rank == 0:
         link = make_sender(channel, bucket_bytes=BUCKET)
@@ -397,7 +397,7 @@ def silence(context: Context, kind: str) -> dict[str, Any]:
 
 
 class Sharded:
-    """Two trainer ranks with FSDP2: a weight is whole only while all gather it."""
+    """Two trainer ranks with FSDP2: a weight is unsharded only while all gather it."""
 
     def __init__(self, engine: TorchTrainEngine) -> None:
         from torch.distributed.fsdp import fully_shard

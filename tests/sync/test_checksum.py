@@ -1,4 +1,4 @@
-"""Checksums: known values, and that no accident goes unseen."""
+"""Checksums: known values, and detection of every kind of corruption."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_word_sums_are_the_plain_and_the_position_weighted_sum() -> None:
 
 
 def test_word_sums_do_not_depend_on_the_chunk_size() -> None:
-    """Over two chunk borders, beside one sum in Python's own numbers."""
+    """Over two chunk borders, compared with one sum of Python integers."""
     payload = random_bytes(4 * (2 * CHUNK_WORDS + 5) + 3, seed=1)
     data = bytes(payload.tolist()) + b"\0"
     words = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]

@@ -1,4 +1,4 @@
-"""Weight transfers on disk: whole or not there, whatever happens to the writer or to the files."""
+"""Weight transfers on disk are atomic, even if the writer is killed or files are corrupted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_receiver_waits_for_a_version_or_for_a_new_one(tmp_path: Path, weights
         version_of(ours)
     push(tmp_path, weights_type, 2)  # a trainer that went back to an older checkpoint
     assert version_of(ours) == 2
-    assert version_of(ours, 4) == 4, "told of it"
+    assert version_of(ours, 4) == 4, "requested by version"
 
 
 def test_old_weight_transfers_are_deleted(tmp_path: Path, weights_type: Any) -> None:

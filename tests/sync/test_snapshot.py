@@ -1,4 +1,4 @@
-"""A transfer that is kept and given out again: whole, and when something of it is missing."""
+"""A snapshot of a transfer that is read again: complete, and with missing parts."""
 
 from __future__ import annotations
 

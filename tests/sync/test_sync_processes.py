@@ -92,7 +92,7 @@ def test_a_transfer_fault_stops_sampling_until_a_successful_push(
         assert TOLD[fault] in worker["receive"]["error"]
         assert worker["generate"]["type"] == "InvalidWeightsError"
         assert TOLD[fault] in worker["generate"]["error"]
-        if fault == "corrupt the first":  # nothing was written: the old weights are whole
+        if fault == "corrupt the first":  # nothing was written: the old weights are intact
             assert (
                 f"before it changed the weights of version {before}" in worker["generate"]["error"]
             )
@@ -101,7 +101,7 @@ def test_a_transfer_fault_stops_sampling_until_a_successful_push(
         else:
             assert "two versions are mixed" in worker["generate"]["error"]
         assert worker["again"]["result"]["sync/version"] == before + 1
-        assert worker["tokens"] == trainer["tokens"], "whole again"
+        assert worker["tokens"] == trainer["tokens"], "valid again"
 
 
 @pytest.mark.parametrize("kind", LINKS)

@@ -1,4 +1,4 @@
-"""What a rollout engine may do after a transfer that failed, and what the contract asks of it."""
+"""A rollout engine after failed transfers, and the contract of a synced engine."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_corruption_after_the_first_weight_stops_sampling_until_a_successful_tra
     for _ in range(2):
         with pytest.raises(InvalidWeightsError, match="two versions are mixed"):
             sampled(synced)
-        with pytest.raises(LinkError):  # a failure that writes nothing does not make it whole
+        with pytest.raises(LinkError):  # a failure that writes nothing does not make it valid
             synced.receive()
     assert synced.version == 3, "the last good one"
     sender.push()

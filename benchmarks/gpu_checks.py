@@ -60,12 +60,12 @@ def imports(setup: Setup, report: Report) -> None:
             imported += missing is None
             if missing is not None:
                 absent[found.name] = missing
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "burnish", "--version"], capture_output=True, text=True, cwd=ROOT
     )
-    if told.returncode:
-        report.problem(f"python -m burnish --version: {told.stderr[-TAIL_CHARS:]}")
-    report.add(imported=imported, absent=absent, command=told.stdout.strip())
+    if done.returncode:
+        report.problem(f"python -m burnish --version: {done.stderr[-TAIL_CHARS:]}")
+    report.add(imported=imported, absent=absent, command=done.stdout.strip())
     without = ", ".join(f"{name} ({package})" for name, package in absent.items())
     report.summary(
         f"{imported} modules in {time.perf_counter() - begun:.0f} s"
@@ -159,15 +159,15 @@ def rates(setup: Setup, report: Report) -> None:
     if not setup.tiny:
         from_host = (lambda: copy_rate(sizes, device), 1e9, "pcie_gbs")
         cases["from pinned host memory, GB/s"] = from_host
-    told = []
+    measured = []
     for name, (measure, unit, sheet) in cases.items():
         with report.case(name):
             reached = measure() / unit
             peak = None if gpu is None else vars(gpu)[sheet]
             share = None if peak is None else reached / peak
             report.row("Rates", rate=name, measured=reached, data_sheet=peak, share=share)
-            told.append(f"{name}: {reached:.4g}")
-    report.summary("; ".join(told))
+            measured.append(f"{name}: {reached:.4g}")
+    report.summary("; ".join(measured))
 
 
 # ---- tests/gpu -----------------------------------------------------------------------------------

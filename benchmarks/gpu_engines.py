@@ -243,8 +243,8 @@ def sample_errors(
         logits = exact(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
         logprobs = logits.double().log_softmax(-1)
         chosen = logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
-        told = torch.tensor(one.logprobs, dtype=torch.float64)
-        error = max(error, float((told - chosen).abs().nan_to_num(torch.inf).max()))
+        reported = torch.tensor(one.logprobs, dtype=torch.float64)
+        error = max(error, float((reported - chosen).abs().nan_to_num(torch.inf).max()))
         below = max(below, float((logprobs.amax(-1) - chosen).max()))
     return error, below
 
@@ -272,13 +272,13 @@ def sync(setup: Setup, report: Report) -> None:
         "copy to a bf16 model in this process": link.push,
         "to host memory": lambda: flat.cpu(),
     }
-    told = []
+    rates = []
     for name, run in cases.items():
         with report.case(name):
             seconds = median(_seconds(setup, run) for _ in range(4))
             rate = num_bytes / seconds / 1e9
             report.row("Weight sync", part=name, GB=num_bytes / 1e9, seconds=seconds, GB_per_s=rate)
-            told.append(f"{name} {rate:.3g} GB/s")
+            rates.append(f"{name} {rate:.3g} GB/s")
     with report.case("equality"):
         off = [n for n, w in sampler.named_parameters() if not torch.equal(w, half[n])]
         if off:
@@ -288,7 +288,7 @@ def sync(setup: Setup, report: Report) -> None:
         some["largest"] = half[by_size[-1]].reshape(-1)[:LONG]
         if fingerprints(some) != fingerprints({name: w.cpu() for name, w in some.items()}):
             report.problem("the fingerprint on the device differs from the CPU's")
-    report.summary("; ".join(told))
+    report.summary("; ".join(rates))
     free(setup)
 
 

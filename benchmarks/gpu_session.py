@@ -157,8 +157,8 @@ class Session:
         fields: dict[str, Any] = {"state": state, "attempts": attempts, "limit_s": limit}
         fields |= {"seconds": round(seconds, 2), "found": found}
         if state != "done":
-            said = log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARS:]
-            fields["error"] = found.pop("error", None) or said or f"exit code {code}"
+            output = log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARS:]
+            fields["error"] = found.pop("error", None) or output or f"exit code {code}"
         self.record(step, **fields)
 
     def child_words(self, step: Step, path: Path) -> list[str]:

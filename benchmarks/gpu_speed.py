@@ -88,7 +88,7 @@ def _all(
     setup: Setup, report: Report, title: str, cases: list[Case], *, with_entropy: bool
 ) -> None:
     table = f"{title}, Qwen3-0.6B's shape" + (" (tiny)" if setup.tiny else "")
-    told = []
+    lines = []
     for case in cases:
         with report.case(case.name):
             found = train_case(setup, case, with_entropy=with_entropy)
@@ -97,8 +97,8 @@ def _all(
             if found["tokens_per_s"] is not None:
                 mfu = "" if found["MFU"] is None else f", MFU {found['MFU']:.1%}"
                 ck = ", checkpointing" if case.checkpointing else ""
-                told.append(f"{case.name}{ck}: {found['tokens_per_s']:.0f} tokens/s{mfu}")
-            report.summary("; ".join(told) or "no case fits")
+                lines.append(f"{case.name}{ck}: {found['tokens_per_s']:.0f} tokens/s{mfu}")
+            report.summary("; ".join(lines) or "no case fits")
         free(setup)
 
 
@@ -173,10 +173,10 @@ def plan(setup: Setup, report: Report) -> None:
     """Compare predicted with measured peaks of memory."""
     ratios = []
     for case in plan_cases(tiny=setup.tiny):
-        told = ", ".join(f"{k} {v}" for k, v in case.items() if k not in ("job", "size"))
-        with report.case(f"{case['job']} {case['size']} {told}"):
+        settings = ", ".join(f"{k} {v}" for k, v in case.items() if k not in ("job", "size"))
+        with report.case(f"{case['job']} {case['size']} {settings}"):
             found = in_process(case, tiny=setup.tiny)
-            row = {"job": case["job"], "shape": case["size"], "how": told}
+            row = {"job": case["job"], "shape": case["size"], "how": settings}
             ratio = found["predicted"] / found["measured"] if found["measured"] else None
             sizes = {f"{n}_GB": v and v / 1e9 for n, v in found.items()}
             report.row("Plan", **row, **sizes, predicted_over_measured=ratio)
@@ -197,7 +197,7 @@ def rollout(setup: Setup, report: Report) -> None:
     model = random_model(config, torch.device(setup.device))
     model = model.to(torch.float32 if setup.tiny else torch.bfloat16).eval()
     tokenizer = scratch_tokenizer("0123456789")
-    told = []
+    lines = []
     for samples in (1, 8):
         requests = [
             Request(f"{i}", tuple(range(10, 10 + prompt)), n=samples, seed=i)
@@ -210,10 +210,10 @@ def rollout(setup: Setup, report: Report) -> None:
                 case = {"requests": f"{prompts} x {samples}", "prompt": prompt, "new": new}
                 report.row("Local rollout", **case, cuda_graphs=graphs, **found)
                 how = "graphs" if graphs else "no graphs"
-                told.append(
+                lines.append(
                     f"{prompts * samples} rows, {how}: {found['tokens_per_s']:.0f} tokens/s"
                 )
-                report.summary("; ".join(told))
+                report.summary("; ".join(lines))
                 engine.close()
             free(setup)
 

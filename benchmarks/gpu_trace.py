@@ -166,7 +166,7 @@ def shares(spans: Sequence[Span]) -> dict[str, Any]:
     device = [s for s in spans if s.kind in ON_DEVICE]
     if not device:
         return {}
-    whole = max(s.end for s in device) - device[0].start
+    duration = max(s.end for s in device) - device[0].start
     idle = sum(gap.length for gap in gaps_of(device))
     by_name: Counter[str] = Counter()
     for span in device:
@@ -174,8 +174,8 @@ def shares(spans: Sequence[Span]) -> dict[str, Any]:
     total = sum(by_name.values())
     counts = Counter(s.name for s in device)
     return {
-        "ms": whole / 1e3,
-        "idle_share": idle / whole,
+        "ms": duration / 1e3,
+        "idle_share": idle / duration,
         "kernels": len(device),
         "top": [
             {"kernel": n[:90], "calls": counts[n], "ms": us / 1e3, "share": us / total}

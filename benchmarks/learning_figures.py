@@ -11,8 +11,7 @@ from common import markdown_table, use_svg_style, versions
 from learning_results import Results, Run
 from learning_tasks import TRL, VARIANTS
 
-# Colours that are told apart with colour-blind eyes too (Okabe and Ito; grey for the other
-# library).
+# Colors that color-blind readers can distinguish (Okabe and Ito; gray for the other library).
 COLOURS = {
     "grpo": "#0072b2", "dr_grpo": "#56b4e9", "rloo": "#009e73", "reinforce_pp_baseline": "#e69f00",
     "dapo": "#d55e00", "gspo": "#cc79a7", "cispo": "#b8a600", "ppo": "#7a5195", TRL: "#333333",

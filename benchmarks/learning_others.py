@@ -174,10 +174,10 @@ def one_hacking(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     analyzer = SentimentIntensityAnalyzer()
-    said: list[str] = []
+    responses: list[str] = []
 
     def sentiment(prompt: str, response: str) -> float:
-        said.append(prompt + response)
+        responses.append(prompt + response)
         return float(analyzer.polarity_scores(response)["compound"])
 
     folder = Path(tempfile.mkdtemp())
@@ -188,13 +188,13 @@ def one_hacking(args: argparse.Namespace) -> None:
     parts, _ = build_rl(config, runtime, {"": sentiment}, folder / "run")
     steps = []
     for step in range(1, config.max_steps + 1):
-        said.clear()
+        responses.clear()
         metrics = rl_step(parts, step)
         kl = {"kl": metrics["train/kl"]} if math.isfinite(metrics.get("train/kl", math.nan)) else {}
         line = {"step": step, "reward": metrics["reward/mean"], **kl}
-        steps.append(line | {"distinct": distinct(said), "entropy": metrics["train/entropy"]})
+        steps.append(line | {"distinct": distinct(responses), "entropy": metrics["train/entropy"]})
     found = {"task": "hacking", "name": f"{args.kl:g}", "seed": args.seed}
-    Results(args.out).add({**found, "steps": steps, "samples": said[:2]})
+    Results(args.out).add({**found, "steps": steps, "samples": responses[:2]})
 
 
 def distinct(texts: list[str]) -> float:

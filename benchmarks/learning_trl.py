@@ -93,14 +93,16 @@ def accuracy(model: Any, tokenizer: Any, task: Task) -> float:
     tokenizer.padding_side = "left"
     prompts = [r["prompt"] for r in task.held_out for _ in range(task.tries)]
     labels = [r["label"] for r in task.held_out for _ in range(task.tries)]
-    told = tokenizer(prompts, return_tensors="pt", padding=True)
+    encoded = tokenizer(prompts, return_tensors="pt", padding=True)
     how: dict[str, Any] = {"do_sample": False}
     if task.temperature:
         how = {"do_sample": True, "temperature": task.temperature, "top_k": 0, "top_p": 1.0}
     with torch.no_grad():
         out = model.generate(
-            **told, max_new_tokens=task.new_tokens, pad_token_id=tokenizer.pad_token_id, **how
+            **encoded, max_new_tokens=task.new_tokens, pad_token_id=tokenizer.pad_token_id, **how
         )
     model.train(training)
-    texts = tokenizer.batch_decode(out[:, told["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        out[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     return sum(map(task.reward, texts, labels)) / len(texts)

@@ -290,8 +290,8 @@ def main() -> None:
         result = in_process(case, tiny=args.tiny)
         ratio = result["predicted"] / result["measured"] if result["measured"] else None
         worst = max(worst, abs(ratio - 1) if ratio else 0.0)
-        told = ", ".join(f"{k} {v}" for k, v in case.items() if k not in ("job", "size"))
-        cells = [case["job"], case["size"], told, f"{result['predicted'] / 1e9:.3f}"]
+        settings = ", ".join(f"{k} {v}" for k, v in case.items() if k not in ("job", "size"))
+        cells = [case["job"], case["size"], settings, f"{result['predicted'] / 1e9:.3f}"]
         if ratio is None:
             rows.append([*cells, "does not fit here", "", ""])
             continue
@@ -301,7 +301,7 @@ def main() -> None:
             f"{ratio:.3f}",
         ]
         rows.append([*cells, *more])
-        print(f"{case['job']} {case['size']} {told}: {ratio:.3f}", file=sys.stderr)
+        print(f"{case['job']} {case['size']} {settings}: {ratio:.3f}", file=sys.stderr)
     head = [
         "job",
         "shape",

@@ -16,7 +16,7 @@ from typing import Any
 
 from common import use_svg_style
 
-# Colours that are told apart with colour-blind eyes too (Okabe and Ito).
+# Colors that color-blind readers can distinguish (Okabe and Ito).
 STYLE = {
     "fp32": ("#555555", "-"),
     "bf16": ("#d55e00", "-"),

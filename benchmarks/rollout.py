@@ -4,7 +4,7 @@
 
 SmolLM2-135M, prompts x samples requests, each with its own number of new tokens drawn from 8 to
 256, the same for both. HuggingFace gets one left-padded batch and stops every row at its length by
-a stopping criterion (the whole batch runs until the last row is done: that is how it works).
+a stopping criterion (the batch runs until its last row is done).
 Rounds take turns; the ratio is of medians of tokens per user-CPU second, and of wall time beside
 it.
 """

@@ -126,11 +126,11 @@ def _time_table(metrics: list[dict[str, Any]]) -> Table:
             if phase and value is not None:
                 label = name.removeprefix("time/").removesuffix("_s")
                 totals[label] = totals.get(label, 0.0) + value
-    whole = sum(totals.values())
+    duration = sum(totals.values())
     table = Table("phase", "seconds", "share", title="time by phase")
     for name, seconds in sorted(totals.items(), key=lambda item: -item[1]):
-        table.add_row(name, f"{seconds:.1f}", f"{seconds / whole:.0%}")
-    table.add_row("[bold]all[/bold]", f"[bold]{whole:.1f}[/bold]", "")
+        table.add_row(name, f"{seconds:.1f}", f"{seconds / duration:.0%}")
+    table.add_row("[bold]all[/bold]", f"[bold]{duration:.1f}[/bold]", "")
     return table
 
 

@@ -58,15 +58,15 @@ def first_sentence(path: Path) -> str:
     """Return the first sentence of a file's docstring, heading or first comment."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        said = ast.get_docstring(ast.parse(text)) or ""
+        docstring = ast.get_docstring(ast.parse(text)) or ""
     else:
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#!")]
-        said = ""
+        docstring = ""
         for match in map(_COMMENT.match, lines):
-            if match is None or (path.suffix == ".md" and said):
+            if match is None or (path.suffix == ".md" and docstring):
                 break
-            said += f" {match[1]}"
-    words = " ".join(said.split("\n\n")[0].replace("`", "").split())
+            docstring += f" {match[1]}"
+    words = " ".join(docstring.split("\n\n")[0].replace("`", "").split())
     return _SENTENCE_END.split(words)[0].rstrip(".:;")
 
 

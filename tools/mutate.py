@@ -161,8 +161,8 @@ class Plugin:
         if report.failed and not self.failed:
             self.failed, self.error = report.nodeid, str(report.longrepr)
             crash = getattr(report.longrepr, "reprcrash", None)  # house: ok pytest's own object
-            said = ("assert", "Assertion", "Failed: DID NOT RAISE", "torch.autograd.gradcheck")
-            self.assertion = crash is None or crash.message.startswith(said)
+            prefixes = ("assert", "Assertion", "Failed: DID NOT RAISE", "torch.autograd.gradcheck")
+            self.assertion = crash is None or crash.message.startswith(prefixes)
 
     def _run(self, names: Sequence[str]) -> None:
         """Run tests in this process, up to the first that fails."""
@@ -191,11 +191,11 @@ class Plugin:
                     break
             return {"calls": calls, "seconds": seconds, "failed": self.failed, "text": self.error}
 
-        told = in_fork(work, 1200)
-        if not told or told["failed"]:
-            raise SystemExit(f"the tests fail on the unmodified code:\n{told and told['text']}")
-        for test in sorted(told["calls"], key=told["seconds"].__getitem__):
-            for where in [*told["calls"][test], "*"]:
+        tested = in_fork(work, 1200)
+        if not tested or tested["failed"]:
+            raise SystemExit(f"the tests fail on the unmodified code:\n{tested and tested['text']}")
+        for test in sorted(tested["calls"], key=tested["seconds"].__getitem__):
+            for where in [*tested["calls"][test], "*"]:
                 self.project.calls[where].append(test)
 
     def _attempt(self, mutant: Mutant) -> Result:
@@ -212,13 +212,13 @@ class Plugin:
             self._run(order)
             return {"failed": self.failed, "assertion": self.assertion}
 
-        told = in_fork(work, project.seconds) if order else {"failed": ""}
-        if told is None:
+        tested = in_fork(work, project.seconds) if order else {"failed": ""}
+        if tested is None:
             return Result(mutant, "hung")
-        if not told["failed"]:
+        if not tested["failed"]:
             return Result(mutant, "survived")
-        project.kills[mutant.where][told["failed"]] += 1
-        return Result(mutant, "killed" if told["assertion"] else "crashed", told["failed"])
+        project.kills[mutant.where][tested["failed"]] += 1
+        return Result(mutant, "killed" if tested["assertion"] else "crashed", tested["failed"])
 
 
 def _note(source: str, seen: set[str], frame: Any, event: str, argument: Any) -> None:
@@ -295,7 +295,9 @@ def read_equivalent(path: Path) -> dict[str, str]:
     return {name: entry["reason"] for entry in entries for name in entry["mutants"]}
 
 
-def report(results: Sequence[Result], equivalent: dict[str, str], whole: bool) -> tuple[float, int]:
+def report(
+    results: Sequence[Result], equivalent: dict[str, str], complete: bool
+) -> tuple[float, int]:
     """Print the table and the survivors. Return the rate and the number of survivors. Raises
     SystemExit if the list of equivalent mutants is wrong."""
     apart = [r for r in results if r.mutant.name in equivalent]
@@ -315,7 +317,7 @@ def report(results: Sequence[Result], equivalent: dict[str, str], whole: bool) -
         print(f"survived: {r.mutant.name}  (line {r.mutant.line})")
     wrong = [f"caught: {r.mutant.name} ({r.test})" for r in apart if r.outcome != "survived"]
     known = {r.mutant.name for r in results}
-    wrong += [f"not found: {name}" for name in equivalent if whole and name not in known]
+    wrong += [f"not found: {name}" for name in equivalent if complete and name not in known]
     if wrong:
         raise SystemExit("the list of equivalent mutants is wrong:\n" + "\n".join(wrong))
     return 1 - len(survivors) / max(len(counted), 1), len(survivors)
@@ -358,8 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         copied = copy_of(args.root, args.source, args.tests, Path(folder).resolve())
         project = Project(copied, args.source, args.tests, args.seconds)
         results = run_all(project, todo)
-    whole = not args.files and not args.only
-    rate, survivors = report(results, read_equivalent(args.root / args.equivalent), whole)
+    complete = not args.files and not args.only
+    rate, survivors = report(results, read_equivalent(args.root / args.equivalent), complete)
     too_many = args.max_survivors is not None and survivors > args.max_survivors
     return int(rate < args.min_rate or too_many)
 

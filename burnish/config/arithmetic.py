@@ -150,8 +150,8 @@ def check_rollout(plan: BatchPlan, *, unit: int = 1) -> BatchPlan:
     if samples % unit == 0:  # B = unit x k divides the samples if k divides samples / unit
         steps = nearest_divisors(samples // unit, big / unit)
         ways.append(f"nearest train_batch_size: {_join([unit * k for k in steps])}")
-    whole = big // math.gcd(big, n)  # prompts whose samples fill complete steps
-    ways.append(f"nearest rollout_batch_size: {_join(nearest_multiples(whole, prompts))}")
+    multiple = big // math.gcd(big, n)  # prompts whose samples fill complete steps
+    ways.append(f"nearest rollout_batch_size: {_join(nearest_multiples(multiple, prompts))}")
     raise BatchError(
         f"the rollout buffer has rollout_batch_size={prompts} prompts x n_samples_per_prompt={n} "
         f"= {samples} samples, which train_batch_size={big} does not divide; {', '.join(ways)}"

@@ -99,8 +99,8 @@ def _read(
 def _named_job(node: yaml.MappingNode) -> dict[str, str]:
     """Return the value of ``job`` in the recipe, before the rest is parsed with that job's
     types."""
-    said = {k.value: v.value for k, v in node.value if isinstance(k, yaml.ScalarNode)}
-    return {"job": said["job"]} if isinstance(said.get("job"), str) else {}
+    values = {k.value: v.value for k, v in node.value if isinstance(k, yaml.ScalarNode)}
+    return {"job": values["job"]} if isinstance(values.get("job"), str) else {}
 
 
 def _copy(value: Any) -> Any:
@@ -118,8 +118,8 @@ def _job_name(
 ) -> str:
     """Return the name of the recipe's job. Raises ConfigError if it is unknown or not the wanted
     one."""
-    said = [o.removeprefix("job=") for o in overrides if o.startswith("job=")]
-    named = str(said[-1] if said else tree.get("job") or wanted or "")
+    given = [o.removeprefix("job=") for o in overrides if o.startswith("job=")]
+    named = str(given[-1] if given else tree.get("job") or wanted or "")
     jobs = ", ".join(JOBS)
     if not named:
         raise ConfigError(

@@ -127,10 +127,10 @@ def parallel_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[str]:
     size = train.engine.ranks_per_row
     roles: tuple[ClusterRole, ...] = ("policy", "reference", "teacher", "critic")
     given = {f"cluster.{role}_ranks": cluster.ranks(role) for role in roles}
-    told: set[int] = set()
+    reported: set[int] = set()
     for name, ranks in given.items():
-        if ranks % size and ranks not in told:
-            told.add(ranks)
+        if ranks % size and ranks not in reported:
+            reported.add(ranks)
             yield (
                 f"{train.engine.parallel_setting} does not divide {name}={ranks}, but {size} "
                 f"ranks compute the same rows; use a multiple of {size}"

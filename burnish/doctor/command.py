@@ -106,8 +106,8 @@ def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> in
             say(f"  {layout} rows: log-probs within {difference:.1e} nats of single rows (fp32)")
         say(decoding.sentence() if decoding is not None else "")
         limit = num_positions(ModelConfig(path=path))
-        said = "not limited by its config" if limit is None else f"up to {limit} tokens"
-        say(f"rows: {said}")
+        limit_text = "not limited by its config" if limit is None else f"up to {limit} tokens"
+        say(f"rows: {limit_text}")
     return EXIT_UNHEALTHY if support.refusal else EXIT_HEALTHY
 
 

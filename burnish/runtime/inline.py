@@ -146,8 +146,8 @@ class InlineRuntime:
     def _load_dtype(self, spec: EngineSpec) -> Dtype:
         """Return fp32 if all weights are trained, because they become the unrounded master
         weights."""
-        whole = spec.trainable and spec.model.lora is None
-        return "fp32" if whole else spec.dtype or self.precision.dtype
+        trains_all = spec.trainable and spec.model.lora is None
+        return "fp32" if trains_all else spec.dtype or self.precision.dtype
 
     def _add_end_token(self, model: PreTrainedModel) -> None:
         """Make the chat template's end-of-turn token an end token of the model, here and in its

@@ -160,9 +160,9 @@ class RayCluster:
             self.end(workers)
             raise
         if lost:
-            said = ", ".join(f"{self.monitor.name(worker)} {why}" for worker, why in lost)
+            reasons = ", ".join(f"{self.monitor.name(worker)} {why}" for worker, why in lost)
             self.end(workers)
-            raise WorkerLostError(f"{len(lost)} of {size} workers did not start: {said}")
+            raise WorkerLostError(f"{len(lost)} of {size} workers did not start: {reasons}")
         return workers
 
     def start_one(self, group: str, worker_class: type, rank: int, size: int) -> Any:

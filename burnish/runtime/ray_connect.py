@@ -181,15 +181,15 @@ def _check_ray_answers(address: str, *, version: str, timeout_s: float) -> None:
         why = f"no response from Ray within {timeout_s:g} s; another program may use this port"
         raise _cannot_join(address, why, version=version) from None
     if done.returncode:
-        _, _, said = done.stderr.rpartition("BURNISH ")
-        why = said.strip() or f"ray.init exited with code {done.returncode}"
+        _, _, detail = done.stderr.rpartition("BURNISH ")
+        why = detail.strip() or f"ray.init exited with code {done.returncode}"
         raise _cannot_join(address, why, version=version)
 
 
 def _cannot_join(address: str, why: str, *, version: str) -> ClusterError:
-    said = library_text(why) or "no reason given"
+    detail = library_text(why) or "no reason given"
     if "ersion mismatch" in why:
-        said = " ".join(why.split())
+        detail = " ".join(why.split())
         what = (
             "controller and cluster need the same versions of Ray and Python: install the "
             "cluster's versions here, or restart the cluster with these"
@@ -206,5 +206,5 @@ def _cannot_join(address: str, why: str, *, version: str) -> ClusterError:
             )
     return ClusterError(
         f"cluster.ray_address={address!r}: cannot join a Ray cluster of this version ({version}) "
-        f"there ({said}); {what}"
+        f"there ({detail}); {what}"
     )

@@ -250,9 +250,9 @@ class RemoteRolloutEngine:
         lost. Raises ClusterError once ``max_restarts`` is exceeded."""
         while lost:
             monitor = self.cluster.monitor
-            said = [f"{monitor.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
+            reasons = [f"{monitor.name(self.workers[i])} {why}" for i, why in sorted(lost.items())]
             self.cluster.end(self.workers[i] for i in lost)
-            self.cluster.count_restart(", ".join(said))
+            self.cluster.count_restart(", ".join(reasons))
             for i in lost:
                 self.workers[i] = self.cluster.start_one("rollout", RolloutWorker, i, self.size)
             lost = self._prepare(list(lost))

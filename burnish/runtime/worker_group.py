@@ -101,8 +101,8 @@ class WorkerGroup:
                 raise self.loss(unresponsive, self.cluster.unresponsive_reason)
             if waiting and not ready:
                 late = [self.workers[refs.index(ref)] for ref in waiting]
-                said = f"did not respond within {limit:g} s ({self._limit_name(limit_s)})"
-                raise self.loss(late, said)
+                reason = f"did not respond within {limit:g} s ({self._limit_name(limit_s)})"
+                raise self.loss(late, reason)
         return list(self.cluster.ray.get(list(refs)))
 
     def _limit_name(self, limit_s: float | None) -> str:
@@ -137,11 +137,13 @@ class WorkerGroup:
         """Return the error for ranks whose wait for others timed out. ``waited``: rank -> its
         error. ``late``: workers that send heartbeats but did not reach the collective."""
         monitor, self._complete = self.cluster.monitor, False
-        said = [f"{monitor.name(self.workers[i])} {error}" for i, error in sorted(waited.items())]
+        reasons = [
+            f"{monitor.name(self.workers[i])} {error}" for i, error in sorted(waited.items())
+        ]
         if late:
-            said.append(f"{monitor.names(late)} did not reach it")
+            reasons.append(f"{monitor.names(late)} did not reach it")
         return WorkerLostError(
-            f"a collective of the {self.name} timed out: {'; '.join(said)} "
+            f"a collective of the {self.name} timed out: {'; '.join(reasons)} "
             "(cluster.collective_timeout_s)"
         )
 

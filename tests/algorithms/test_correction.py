@@ -128,8 +128,8 @@ def test_an_infinite_gap_is_bounded() -> None:
 
 
 def test_unknown_levels_and_modes_are_refused() -> None:
-    for level, mode, told in (("word", "clip", "use token"), ("token", "cut", "use truncate")):
-        with pytest.raises(ValueError, match=told):
+    for level, mode, message in (("word", "clip", "use token"), ("token", "cut", "use truncate")):
+        with pytest.raises(ValueError, match=message):
             correction_weights(GAPS, GAPS, MASK, level=level, mode=mode, low=0.5, high=2.0)
 
 

@@ -258,7 +258,7 @@ def test_one_of_several_models_is_chosen_by_name(make_engine: MakeEngine, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"model": "critic"}, r"contains no 'critic'; it contains: policy"),
         ({"model": "policy-ema"}, r"has no ema weights of policy; was train\.ema_decay set\?"),
@@ -270,10 +270,10 @@ def test_one_of_several_models_is_chosen_by_name(make_engine: MakeEngine, tmp_pa
     ],
 )
 def test_what_is_not_in_the_checkpoint_is_named(
-    options: dict[str, str], told: str, make_engine: MakeEngine, tmp_path: Path
+    options: dict[str, str], message: str, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     source = checkpoint(tmp_path / "c", policy=make_engine())
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         export(source, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists(), (
         "nothing half-made is left, so that the next try can use the name"

@@ -150,7 +150,7 @@ def test_options_of_an_unselected_variant_cannot_be_set(rl_recipe):
     said = only_problem(rl_recipe, "algorithm.advantage=gae", "algorithm.advantage.eps=1")
     assert said == (
         "algorithm.advantage.eps: unknown key 'eps'; known here under kind gae: "
-        "gamma, kind, lam, whiten"
+        "discount, gamma, kind, lam, whiten"
     )
 
 

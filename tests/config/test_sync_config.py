@@ -18,7 +18,7 @@ def test_an_inline_recipe_may_set_inproc_sync(sync: Any, recipes: Recipes) -> No
 
 
 @pytest.mark.parametrize(
-    ("sync", "told"),
+    ("sync", "message"),
     [
         ("collective", "sync.kind=collective transfers weights between processes"),
         ({"kind": "ipc"}, "sync.kind=ipc transfers weights between processes"),
@@ -36,10 +36,10 @@ def test_an_inline_recipe_may_set_inproc_sync(sync: Any, recipes: Recipes) -> No
         ({"kind": "pigeon"}, "pigeon"),
     ],
 )
-def test_impossible_sync_settings_are_rejected(sync: Any, told: str, recipes: Recipes) -> None:
+def test_impossible_sync_settings_are_rejected(sync: Any, message: str, recipes: Recipes) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(recipes["rl"] | {"sync": sync})
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

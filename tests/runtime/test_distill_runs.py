@@ -215,7 +215,7 @@ def test_a_teacher_of_another_family_is_refused_before_anything_is_trained(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["teacher=null"], "teacher"),
         (["loss=kl"], "forward_kl"),
@@ -229,9 +229,9 @@ def test_a_teacher_of_another_family_is_refused_before_anything_is_trained(
     ],
 )
 def test_bad_recipes_are_refused_with_what_to_do(
-    overrides: list[str], told: str, distill: MakeConfig
+    overrides: list[str], message: str, distill: MakeConfig
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         distill(*overrides)
 
 
@@ -309,7 +309,7 @@ def test_a_sampled_token_that_the_teacher_lacks_counts_as_one_it_would_never_say
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["teacher=null"], "compares every token with a teacher, but none is set"),
         (
@@ -329,9 +329,9 @@ def test_a_sampled_token_that_the_teacher_lacks_counts_as_one_it_would_never_say
     ],
 )
 def test_bad_on_policy_recipes_are_refused(
-    overrides: list[str], told: str, on_policy: MakeConfig
+    overrides: list[str], message: str, on_policy: MakeConfig
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         on_policy(*overrides)
 
 

@@ -22,7 +22,7 @@ RowsOf = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["mode=pairs", "rewards=[]"], "chooses by reward, but the recipe has none"),
         (["mode=best_of_n", "rewards=[]"], "chooses by reward, but the recipe has none"),
@@ -54,9 +54,9 @@ RowsOf = Callable[..., list[dict[str, Any]]]
     ],
 )
 def test_combinations_without_sense_are_refused_with_what_to_do(
-    overrides: list[str], told: str, generate: MakeConfig
+    overrides: list[str], message: str, generate: MakeConfig
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         generate(*overrides)
 
 

@@ -198,7 +198,7 @@ def test_unpaired_rows_train_kto_and_the_export_loads(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["loss=simpo", "reference.precompute=true"],
@@ -214,7 +214,7 @@ def test_unpaired_rows_train_kto_and_the_export_loads(
     ],
 )
 def test_combinations_without_sense_are_refused_with_what_to_do(
-    overrides: list[str], told: str, preference: MakeConfig
+    overrides: list[str], message: str, preference: MakeConfig
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         preference(*overrides)

@@ -143,11 +143,11 @@ def test_a_corrupted_weight_transfer_is_rejected_before_any_tensor_is_yielded(
     what: str, tmp_path: Path, weights_type: Any
 ) -> None:
     push(tmp_path, weights_type, 5)
-    damage, told = DAMAGE[what]
+    damage, message = DAMAGE[what]
     damage(tmp_path / "step_000000")
     ours = receiver(tmp_path)
     with pytest.raises(
-        SyncError, match=rf"is corrupted: .*{told}.*None of its weights were loaded"
+        SyncError, match=rf"is corrupted: .*{message}.*None of its weights were loaded"
     ):
         version_of(ours)
     push(tmp_path, weights_type, 5)
@@ -166,7 +166,7 @@ def test_without_checksums_sizes_and_names_are_still_checked(
 
 
 @pytest.mark.parametrize(
-    ("expected", "told"),
+    ("expected", "message"),
     [
         (SHAPES | {"more": (2,)}, r"1 of 10 weights did not come, e\.g\. more"),
         ({n: s for n, s in SHAPES.items() if n != "w2"}, "weight w2 is not one of the 8"),
@@ -174,10 +174,10 @@ def test_without_checksums_sizes_and_names_are_still_checked(
     ],
 )
 def test_weights_of_another_model_are_rejected_before_any_tensor_is_yielded(
-    expected: dict[str, tuple[int, ...]], told: str, tmp_path: Path, weights_type: Any
+    expected: dict[str, tuple[int, ...]], message: str, tmp_path: Path, weights_type: Any
 ) -> None:
     push(tmp_path, weights_type, 5)
-    with pytest.raises(SyncError, match=told):
+    with pytest.raises(SyncError, match=message):
         version_of(receiver(tmp_path, expected=expected), 5)
 
 

@@ -103,7 +103,7 @@ def test_a_skipped_step_does_not_change_the_version(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (
             lambda w: w | {"model.extra": torch.zeros(1)},
@@ -126,12 +126,12 @@ def test_a_skipped_step_does_not_change_the_version(
 )
 def test_mismatched_weights_are_rejected_and_the_version_is_unchanged(
     change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
-    told: str,
+    message: str,
     make_engine: MakeEngine,
     tiny_config: ModelConfig,
     tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     rollout = LocalRolloutEngine(load_causal_lm(tiny_config), tiny_tokenizer, LocalEngine())
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         rollout.load_weights(7, change(dict(make_engine().weights())).items())
     assert rollout.version == 0

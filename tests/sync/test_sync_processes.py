@@ -125,8 +125,8 @@ def test_a_trainer_that_fails_during_a_push_notifies_its_receivers(
     trainer, *workers = (found[f"giving up {kind}"] for found in reports)
     assert trainer["error"] == "gathering failed on purpose", "the first error, not one of the link"
     for worker in workers:
-        told = "the sender aborted version 4: RuntimeError: gathering failed on purpose"
-        assert told in worker["receive"]["error"]
+        message = "the sender aborted version 4: RuntimeError: gathering failed on purpose"
+        assert message in worker["receive"]["error"]
         assert worker["again"]["result"]["sync/version"] == 0, "the link can still be used"
 
 
@@ -137,15 +137,17 @@ def test_timeouts_name_the_missing_process(kind: str, reports: Reports) -> None:
         assert waiting["nobody"]["type"] == "LinkError"
         assert waiting["nobody"]["error"].startswith("receiver 1 did not join within 1.5 s")
     for worker in (first, second):
-        told = "after 2 buckets of version 0: the sender sent nothing more within 1.5 s"
-        assert told in worker["silent sender"]["error"]
+        message = "after 2 buckets of version 0: the sender sent nothing more within 1.5 s"
+        assert message in worker["silent sender"]["error"]
         assert worker["generate"]["type"] == "InvalidWeightsError"
     assert "sent nothing more within 1.5 s" in first["silent receiver"]["error"]
     assert "receiver 1" in trainer["silent receiver"]["error"]
     assert "within 1.5 s" in trainer["silent receiver"]["error"]
     for one in (trainer, first, second):
-        told = one["closed"]["error"]
-        assert "was closed in this process; make a new one" in told or "broadcast failed" in told
+        message = one["closed"]["error"]
+        assert (
+            "was closed in this process; make a new one" in message or "broadcast failed" in message
+        )
         assert one["again"]["sync/version"] == 0, "a new connection between the same processes"
     assert first["tokens"] == second["tokens"] == trainer["tokens"]
 

@@ -127,7 +127,7 @@ def test_an_average_that_was_not_saved_starts_from_the_loaded_weights(
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (
             ScratchConfig(hidden_size=32, num_layers=3),
@@ -138,10 +138,10 @@ def test_an_average_that_was_not_saved_starts_from_the_loaded_weights(
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(
-    other: ScratchConfig, told: str, make_engine: MakeEngine, tmp_path: Path
+    other: ScratchConfig, message: str, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     make_engine(config=ModelConfig(scratch=other)).save(tmp_path)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         make_engine().load(tmp_path)
 
 

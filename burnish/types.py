@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from burnish.tensors import upload
+from burnish.transcript import Episode
 
 FinishReason = Literal["stop", "length", "aborted"]
 
@@ -124,6 +125,8 @@ class Sample:
     """Rows of the calls that the last row does not extend, in the order of time."""
     turn_rewards: tuple[float, ...] = ()
     """Reward of each turn, already weighted and contained in ``reward``. Empty: none."""
+    episode: Episode | None = None
+    """Record of a multi-turn episode. None: a single response."""
 
     @property
     def rows(self) -> tuple[TokenRow, ...]:

@@ -13,7 +13,7 @@ from burnish.config.registry import REGISTRY
 
 PACKAGE = Path(burnish.__file__).parent
 
-MATHS = {"types", "tensors"}
+MATHS = {"types", "tensors", "transcript"}
 BASE = MATHS | {"config", "errors", "messages", "oom", "secret", "shm", "templates"}
 LOOPS = BASE | {
     *(
@@ -34,7 +34,8 @@ LOOPS = BASE | {
 }
 
 ALLOWED: dict[str, set[str]] = {
-    "types": {"tensors"},
+    "types": {"tensors", "transcript"},
+    "transcript": set(),
     "batches": {"types"},
     "errors": set(),
     "messages": set(),
@@ -54,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": BASE | {"models"},
     "rewards": BASE | {"environments", "models", "train", "algorithms", "data"},
     "rollout": BASE | {"models", "rewards", "environments"},
-    "episodes": BASE | {"data", "environments", "rollout"},
+    "episodes": BASE | {"data", "environments", "rewards", "rollout"},
     "sync": BASE | {"models", "checkpoint", "train", "rollout"},
     "serve": BASE | {"models", "train", "rewards"},
     "plan": BASE | {"models", "observe", "rollout", "train"},

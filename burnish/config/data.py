@@ -63,6 +63,21 @@ class EnvironmentSource(Node):
     """Relative probability of drawing from this source."""
 
 
+class SeedSource(Node):
+    """Numbered tasks without data, for multi-turn environments that make a task from its seed
+    (``rollout.episodes``)."""
+
+    kind: Literal["seeds"] = "seeds"
+    size: int = Field(1000, ge=1)
+    """Number of distinct tasks."""
+    seed: int = Field(0, ge=0)
+    """Seed of the tasks. Use a different one for evaluation."""
+    name: str = "seeds"
+    """Name in prompt ids and metrics."""
+    weight: float = Field(1.0, gt=0)
+    """Relative probability of drawing from this source."""
+
+
 def _path_to_file_source(value: Any) -> Any:
     if isinstance(value, str):
         return {"kind": "file", "path": value}
@@ -72,7 +87,7 @@ def _path_to_file_source(value: Any) -> Any:
 
 
 SourceConfig = Annotated[
-    Annotated[FileSource | HubSource | EnvironmentSource, Field(discriminator="kind")],
+    Annotated[FileSource | HubSource | EnvironmentSource | SeedSource, Field(discriminator="kind")],
     BeforeValidator(_path_to_file_source),
 ]
 """Source of rows. A plain string is the path of a file."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from burnish.config.base import PathText
+from burnish.config.episodes import EpisodesConfig, episode_rules
 from burnish.config.job import InferenceJob
 from burnish.config.observe import TrackersConfig
 from burnish.config.rewards import (
@@ -17,6 +18,7 @@ from burnish.config.rewards import (
 from burnish.config.roles import (
     RolloutRole,
     RowLengths,
+    sampled_lengths,
 )
 from burnish.config.rollout import (
     EvalConfig,
@@ -41,6 +43,8 @@ class EvaluateConfig(InferenceJob):
     """Rewards of the responses."""
     engine: RolloutEngineConfig = LocalEngine()
     """Rollout engine."""
+    episodes: EpisodesConfig | None = None
+    """Multi-turn episodes with an environment or tools. None: one response per prompt."""
     observe: TrackersConfig = TrackersConfig()
     """Trackers of the scores, in addition to the run folder."""
 
@@ -50,7 +54,7 @@ class EvaluateConfig(InferenceJob):
 
     @property
     def row_lengths(self) -> RowLengths:
-        return RowLengths(self.eval.data.prompt_max_len, self.eval.generate_max_len or 1)
+        return sampled_lengths(self.eval.data, self.eval.generate_max_len or 1, self.episodes)
 
     @property
     def rows_per_step(self) -> int:
@@ -68,6 +72,7 @@ class EvaluateConfig(InferenceJob):
                 "eval.generate_max_len is not set, and this job has no rollout to inherit it "
                 "from; set it"
             )
+        yield from episode_rules(self.episodes, self.eval.data, self.rewards)
 
     def advice(self) -> Iterator[str]:
         yield from pass_advice(self.eval, self.rewards)

@@ -12,9 +12,10 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig
+from burnish.config.episodes import EpisodesConfig, episode_rules
 from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, running_norm_rules, weigh_nothing
-from burnish.config.roles import RolloutRole, RowLengths
+from burnish.config.roles import RolloutRole, RowLengths, sampled_lengths
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, SamplingConfig
 
 
@@ -28,6 +29,8 @@ class GenerateRollout(SamplingConfig):
     """Samples per prompt (n)."""
     engine: RolloutEngineConfig = LocalEngine()
     """Rollout engine."""
+    episodes: EpisodesConfig | None = None
+    """Multi-turn episodes with an environment or tools. None: one response per prompt."""
 
     def rules(self) -> Iterator[str]:
         if self.temperature == 0 and self.n_samples_per_prompt > 1:
@@ -148,7 +151,8 @@ class GenerateConfig(RowsJob):
 
     @property
     def row_lengths(self) -> RowLengths:
-        return RowLengths(self.data.prompt_max_len, self.rollout.generate_max_len)
+        rollout = self.rollout
+        return sampled_lengths(self.data, rollout.generate_max_len, rollout.episodes)
 
     @property
     def rows_per_step(self) -> int:
@@ -175,6 +179,7 @@ class GenerateConfig(RowsJob):
         if not self.rewards and self.on_reward_failure != FailurePolicy():
             yield "on_reward_failure has no effect without rewards; remove it"
         yield from super().rules()
+        yield from episode_rules(self.rollout.episodes, self.data, self.rewards)
         if self.data.overlong == "truncate_left":
             yield (
                 "data.overlong=truncate_left would sample from prompts that differ from those in "

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burnish.config.columns import json_value
-from burnish.config.data import DataConfig, EnvironmentSource, FileSource, SourceConfig
+from burnish.config.data import (
+    DataConfig,
+    EnvironmentSource,
+    FileSource,
+    SeedSource,
+    SourceConfig,
+)
 
 _LARGEST = 2 << 30
 """Text files with more bytes than this are not counted before a run."""
@@ -18,7 +24,7 @@ Line = tuple[str, str, str]
 def num_rows(source: SourceConfig) -> int | None:
     """Return the number of rows of a source, or None if it is unknown before the source is opened
     (hub datasets, and missing, large or unreadable files)."""
-    if isinstance(source, EnvironmentSource):
+    if isinstance(source, EnvironmentSource | SeedSource):
         return source.size
     if not isinstance(source, FileSource):
         return None

@@ -87,6 +87,22 @@ class EnvironmentReward(_Reward):
     kind: Literal["environment"] = "environment"
 
 
+class EpisodeReward(_Reward):
+    """Rewards that the environment of a multi-turn episode gave in its steps
+    (``rollout.episodes``)."""
+
+    kind: Literal["episode"] = "episode"
+    reward: str | None = None
+    """Name of the environment's reward. None: the sum of all its rewards."""
+    per_turn: bool = False
+    """Credit each turn with its own reward, at its last token, instead of the episode's sum at the
+    end. For advantages on tokens (gae, reinforce_pp)."""
+
+    def rules(self) -> Iterator[str]:
+        if self.per_turn and self.running_norm is not None:
+            yield "per_turn=true and running_norm cannot be combined; remove one"
+
+
 class RemoteReward(_Reward):
     """A reward server over HTTP, compatible with OpenRLHF's.
 
@@ -174,7 +190,7 @@ def _is_local(url: str) -> bool:
 
 
 RewardConfig = Annotated[
-    FunctionReward | ModelReward | MathReward | EnvironmentReward | RemoteReward,
+    FunctionReward | ModelReward | MathReward | EnvironmentReward | EpisodeReward | RemoteReward,
     Field(discriminator="kind"),
 ]
 

@@ -16,6 +16,7 @@ from burnish.config.algorithm import (
 )
 from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout
 from burnish.config.data import PromptDataConfig, held_out_advice
+from burnish.config.episodes import episode_rules
 from burnish.config.job import TrainingJob, derived_batch, training_rules
 from burnish.config.model import (
     CriticConfig,
@@ -26,6 +27,7 @@ from burnish.config.model import (
 from burnish.config.passes import passes_lines, total_rows
 from burnish.config.ptx import PtxConfig, ptx_rules
 from burnish.config.rewards import (
+    EpisodeReward,
     FailurePolicy,
     FunctionReward,
     RewardConfig,
@@ -38,6 +40,7 @@ from burnish.config.roles import (
     RowLengths,
     TrainRole,
     reward_roles,
+    sampled_lengths,
     samples_with_policy,
 )
 from burnish.config.rollout import EvalConfig, RolloutConfig, pass_advice
@@ -137,7 +140,7 @@ class RLConfig(TrainingJob):
             model=self.model,
             precision=self.precision,
             ranks=self.cluster.ranks("policy"),
-            lengths=self._lengths,
+            lengths=self.row_lengths,
             train=self.train,
             with_entropy=True,
             dropout=False,
@@ -150,7 +153,7 @@ class RLConfig(TrainingJob):
 
     def _rollout(self) -> RolloutRole:
         return replace(
-            self.rollout_on(self.rollout.engine, key="rollout.engine", lengths=self._lengths),
+            self.rollout_on(self.rollout.engine, key="rollout.engine", lengths=self.row_lengths),
             prompts=self.rollout.rollout_batch_size,
             samples_per_prompt=self.rollout.n_samples_per_prompt,
             evaluation=self.eval,
@@ -159,8 +162,10 @@ class RLConfig(TrainingJob):
         )
 
     @property
-    def _lengths(self) -> RowLengths:
-        return RowLengths(self.data.prompt_max_len, self.rollout.generate_max_len)
+    def row_lengths(self) -> RowLengths:
+        """Return the maximum lengths of sampled rows."""
+        rollout = self.rollout
+        return sampled_lengths(self.data, rollout.generate_max_len, rollout.episodes)
 
     @property
     def holds_reference(self) -> bool:
@@ -265,6 +270,11 @@ def _field_rules(config: RLConfig) -> Iterator[str]:
     yield from _advantage_rules(config)
     yield from _kl_rules(config)
     yield from _reward_rules(config)
+    yield from episode_rules(config.rollout.episodes, config.data, config.rewards)
+    kind = config.algorithm.advantage.kind
+    by_turn = any(isinstance(entry, EpisodeReward) and entry.per_turn for entry in config.rewards)
+    if by_turn and kind in WITHOUT_TURN_REWARDS:
+        yield turn_rewards_refused(kind)
 
 
 def _sampling_advice(config: RLConfig) -> Iterator[str]:

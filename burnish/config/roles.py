@@ -12,6 +12,8 @@ from typing import Literal, cast
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.cluster import COLOCATED, ClusterConfig, ClusterRole
+from burnish.config.data import PromptDataConfig
+from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.ptx import PtxConfig
 from burnish.config.rewards import ModelReward, RewardConfig
@@ -42,6 +44,16 @@ class RowLengths:
             return min(self.rest, limit), 1
         prompt = max(1, min(self.prompt, limit - self.rest))
         return prompt + self.rest, prompt
+
+
+def sampled_lengths(
+    data: PromptDataConfig, new_tokens: int, episodes: EpisodesConfig | None
+) -> RowLengths:
+    """Return the maximum lengths of sampled rows: a prompt and ``new_tokens``, or the conversation
+    of an episode."""
+    if episodes is None:
+        return RowLengths(data.prompt_max_len, new_tokens)
+    return RowLengths(data.prompt_max_len, max(1, episodes.max_tokens - data.prompt_max_len))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node
 from burnish.config.data import PromptDataConfig
+from burnish.config.episodes import EpisodesConfig
 from burnish.config.rewards import RewardConfig
 
 StopText = Annotated[str, Field(min_length=1)]  # an empty string is a substring of every response
@@ -128,6 +129,8 @@ class RolloutConfig(SamplingConfig):
     """Samples per prompt (n); the buffer holds P x n."""
     engine: RolloutEngineConfig = LocalEngine()
     """Rollout engine."""
+    episodes: EpisodesConfig | None = None
+    """Multi-turn episodes with an environment or tools. None: one response per prompt."""
     dynamic_sampling: DynamicSampling | None = None
     """Replace groups with equal or out-of-bounds scores with new prompts (``{}``: defaults). None:
     train on every group."""

@@ -13,8 +13,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from burnish.config.columns import LARGEST_JSON, json_value
-from burnish.config.data import EnvironmentSource, FileSource, HubSource, SourceConfig
+from burnish.config.data import (
+    EnvironmentSource,
+    FileSource,
+    HubSource,
+    SeedSource,
+    SourceConfig,
+)
 from burnish.config.explain import nearest
 from burnish.errors import BurnishError
 
@@ -63,10 +71,12 @@ def open_source(config: SourceConfig) -> Source:
         source = _open_file(config)
     elif isinstance(config, HubSource):
         source = _open_dataset(config)
+    elif isinstance(config, SeedSource):
+        source = _seed_rows(config)
     else:
         source = _EnvironmentRows(config)
     if len(source) == 0:
-        place = config.environment if isinstance(config, EnvironmentSource) else config.path
+        place = config.path if isinstance(config, FileSource | HubSource) else config.name
         raise DataError(_EMPTY.format(place=place))
     return source
 
@@ -357,6 +367,14 @@ def _choose_split(saved: Any, config: HubSource) -> Any:
     if asked and saved.split is not None and str(saved.split) != config.split:
         raise DataError(f"{config.path} is the split {str(saved.split)!r}, not {config.split!r}")
     return saved
+
+
+def _seed_rows(config: SeedSource) -> Source:
+    def read(i: int) -> Row:
+        seed = int(np.random.SeedSequence([config.seed, i]).generate_state(1)[0])
+        return Row({"prompt": str(i), "seed": seed}, f"{config.name} row {i}")
+
+    return _Rows(config.name, config.size, read)
 
 
 class _EnvironmentRows:

@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
-"""hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).
-xml: ``<function=NAME><parameter=KEY>VALUE</parameter></function>`` in ``<tool_call>`` (Qwen3-Coder,
-Qwen3.5). glm: ``<arg_key>`` and ``<arg_value>`` in ``<tool_call>`` (GLM-4.5). llama3_json: the
-response is one JSON object (Llama 3.1). mistral: ``[TOOL_CALLS]`` and a JSON list (v3).
-mistral_args: ``[TOOL_CALLS]NAME[ARGS]{...}`` (v11 and later). harmony: channels (gpt-oss)."""
+from burnish.config.episodes import FormatName as FormatName
 
 _LAX_JSON: dict[str, Any] = {"content": "json", "content_args": {"allow_non_json": True}}
 _NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config import EvaluateConfig, JobConfig, RLConfig, dump_yaml
-from burnish.config.rewards import ShapingConfig
+from burnish.config import EvaluateConfig, JobConfig, dump_yaml
+from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.prompts import load_prompts
+from burnish.episodes.runner import Players
 from burnish.jobs.base import Driver, Functions, Job, Metrics
 from burnish.jobs.build import (
     WeightedRewards,
@@ -23,6 +24,7 @@ from burnish.jobs.build import (
     within_positions,
 )
 from burnish.jobs.degenerate import warn_without_labels
+from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
@@ -30,7 +32,7 @@ from burnish.observe.progress import FILE_ONLY, tell
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
 from burnish.rewards.base import RewardSet, sum_of_part
-from burnish.rollout.base import RolloutEngine, Sampling
+from burnish.rollout.base import Sampling
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Runtime
 from burnish.types import ROUNDING, Group, Prompt
@@ -62,14 +64,14 @@ class Evaluator:
         each, unweighted."""
         groups = self.runner.run(self.prompts).groups
         self.keep_samples(step, groups)
-        n, to_pass = self.config.n_samples_per_prompt, self.runner.rewards.to_pass
-        passed = [
-            sum(to_pass(s) >= self.config.pass_threshold - ROUNDING for s in group.samples)
+        to_pass, least = self.runner.rewards.to_pass, self.config.pass_threshold - ROUNDING
+        passed = [  # a group of episodes may lack failed members
+            (len(group.samples), sum(to_pass(s) >= least for s in group.samples))
             for group in groups
         ]
         samples = [s for group in groups for s in group.samples]
         metrics = {
-            f"eval/pass@{k}": sum(pass_at_k(n, c, k) for c in passed) / len(passed)
+            f"eval/pass@{k}": _mean([pass_at_k(n, c, k) for n, c in passed if n >= k])
             for k in sorted({1, *self.config.pass_k})
         }
         names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
@@ -84,11 +86,14 @@ class Evaluator:
 
     def close(self) -> None:
         """Close the rewards and the engine."""
-        self.runner.rewards.close()
-        self.runner.engine.close()
+        self.runner.close()
 
 
 _ALL = 1 << 30
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def held_out_prompts(
@@ -127,24 +132,22 @@ def eval_sampling(config: EvalConfig, rollout: SamplingConfig) -> Sampling:
     )
 
 
-def make_evaluator(  # house: ok called twice, with everything an evaluation consists of
-    config: EvalConfig,
-    engine: RolloutEngine,
-    scores: WeightedRewards,
-    sampling: Sampling,
-    prompts: Sequence[Prompt],
-    job: RLConfig | EvaluateConfig,
-    run_dir: Path,
-) -> Evaluator:
-    rewards = RewardSet(
+def eval_rewards(
+    scores: WeightedRewards, on_failure: FailurePolicy, sampling: Sampling
+) -> RewardSet:
+    """Return the reward set of an evaluation, which does not shape rewards."""
+    return RewardSet(
         scores,
-        on_failure=job.on_reward_failure,
+        on_failure=on_failure,
         shaping=ShapingConfig(),
         generate_max_len=sampling.max_tokens,
     )
-    runner = Runner(
-        engine, rewards, sampling, num_samples=config.n_samples_per_prompt, seed=job.seed
-    )
+
+
+def make_evaluator(
+    config: EvalConfig, runner: Runner, prompts: Sequence[Prompt], run_dir: Path
+) -> Evaluator:
+    """Return an evaluator that writes all of its samples to the run folder."""
     return Evaluator(
         config,
         prompts,
@@ -157,20 +160,37 @@ def build_evaluation(
     config: EvaluateConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> Evaluator:
     """Return the evaluator of an ``evaluate`` job."""
+    players = build_players(config.episodes, config.model, runtime.tokenizer)
+    with closed_on_error(players):
+        return _build(config, runtime, functions, run_dir, players)
+
+
+def _build(
+    config: EvaluateConfig,
+    runtime: Runtime,
+    functions: Functions,
+    run_dir: Path,
+    players: Players | None,
+) -> Evaluator:
     assert config.eval.generate_max_len is not None
-    new_tokens = config.eval.generate_max_len
+    new_tokens = config.row_lengths.rest
     held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
     scores = weighted_rewards(config.rewards, runtime, functions)
-    longest = longest_row(config.eval, new_tokens)
+    longest = config.eval.data.prompt_max_len + new_tokens
     engine = runtime.standalone_rollout(config.model, config.engine, max_len=longest)
-    plain = SamplingConfig(generate_max_len=new_tokens)
+    plain = SamplingConfig(generate_max_len=config.eval.generate_max_len)
     sampling = eval_sampling(config.eval, plain)
-    timeline = runtime.timeline
-    rollout = timed(engine, timeline, {"generate": "rollout"})  # phase name in the memory plan
-    evaluator = make_evaluator(config.eval, rollout, scores, sampling, held_out, config, run_dir)
-    warn_without_labels(held_out, evaluator.runner.rewards)
-    evaluator.runner.rewards = timed(evaluator.runner.rewards, timeline, {"score": "reward"})
-    return evaluator
+    rewards = eval_rewards(scores, config.on_reward_failure, sampling)
+    warn_without_labels(held_out, rewards)
+    runner = make_runner(
+        engine,
+        timed(rewards, runtime.timeline, {"score": "reward"}),
+        sampling,
+        players,
+        timeline=runtime.timeline,
+        options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed),
+    )
+    return make_evaluator(config.eval, runner, held_out, run_dir)
 
 
 class Evaluation(Driver[Evaluator]):

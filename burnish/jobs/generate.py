@@ -19,9 +19,11 @@ from burnish.config import GenerateConfig
 from burnish.config.model import ModelConfig
 from burnish.data.generation_prompts import GenerationPrompt, GenerationPrompts
 from burnish.data.selection import DROPS, Selection, select
+from burnish.episodes.runner import Players
 from burnish.jobs.base import Functions, Metrics
 from burnish.jobs.build import reward_set, sampling_of, weighted_rewards, within_positions
 from burnish.jobs.degenerate import warn_without_labels
+from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
 from burnish.jobs.rows_run import StepRows, WritesRows, sums_of
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError
@@ -113,8 +115,7 @@ class Generation:
 
     def close(self) -> None:
         """Close the rewards and the engine."""
-        self.runner.rewards.close()
-        self.runner.engine.close()
+        self.runner.close()
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,15 @@ def generate_step(parts: Generation, step: int) -> GenerationStep:
 def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
     """Return the components of a ``generate`` job. Data and rewards are built first, because their
     errors are the quickest to find."""
-    new_tokens = config.rollout.generate_max_len
+    players = build_players(config.rollout.episodes, config.model, runtime.tokenizer)
+    with closed_on_error(players):
+        return _build(config, runtime, functions, players)
+
+
+def _build(
+    config: GenerateConfig, runtime: Runtime, functions: Functions, players: Players | None
+) -> Generation:
+    new_tokens = config.row_lengths.rest
     data = within_positions(config.data, config.model, new_tokens=new_tokens)
     generation_prompts = GenerationPrompts(
         data,
@@ -169,12 +178,13 @@ def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functi
     warn_without_labels([generation_prompt.prompt for generation_prompt in first], rewards)
     longest = data.prompt_max_len + new_tokens
     engine = runtime.standalone_rollout(config.model, config.rollout.engine, max_len=longest)
-    runner = Runner(
-        timed(engine, runtime.timeline, {"generate": "rollout"}),
+    runner = make_runner(
+        engine,
         timed(rewards, runtime.timeline, {"score": "reward"}),
         sampling_of(config.rollout),
-        num_samples=config.rollout.n_samples_per_prompt,
-        seed=config.seed,
+        players,
+        timeline=runtime.timeline,
+        options=RunnerOptions(config.rollout.n_samples_per_prompt, config.seed),
     )
     return Generation(config, generation_prompts, runner, runtime.tokenizer)
 

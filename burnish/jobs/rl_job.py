@@ -13,6 +13,7 @@ from burnish.config.algorithm import KlConfig
 from burnish.config.model import CriticConfig, PrecisionConfig
 from burnish.data.prompts import PromptStream
 from burnish.data.sft import SFTStream
+from burnish.episodes.runner import Players
 from burnish.jobs.base import Functions, Job, Loop, Metrics
 from burnish.jobs.build import (
     WeightedRewards,
@@ -24,9 +25,11 @@ from burnish.jobs.build import (
     within_positions,
 )
 from burnish.jobs.degenerate import NoSignalMonitor, warn_without_labels
-from burnish.jobs.distill import make_teacher
+from burnish.jobs.distill import Teacher, make_teacher
+from burnish.jobs.episodes import RunnerOptions, build_players, closed_on_error, make_runner
 from burnish.jobs.evaluate import (
     Evaluator,
+    eval_rewards,
     eval_sampling,
     held_out_prompts,
     longest_row,
@@ -76,8 +79,7 @@ class RLLoop:
     def close(self) -> None:
         """Close the rewards and the rollout engine."""
         self.run.signal.log_total()
-        self.run.runner.rewards.close()
-        self.run.runner.engine.close()
+        self.run.runner.close()
 
 
 def _log_gap(precision: PrecisionConfig, step: int, metrics: Mapping[str, float]) -> None:
@@ -97,9 +99,21 @@ def _log_gap(precision: PrecisionConfig, step: int, metrics: Mapping[str, float]
 def build_rl(
     config: RLConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> tuple[RL, Evaluator | None]:
-    """Return the components of an RL run and its evaluator. Data and rewards are built first,
-    because their errors are detected in the least time."""
-    new_tokens = config.rollout.generate_max_len
+    """Return the components of an RL run and its evaluator. Data, environments and rewards are
+    built first, because their errors are detected in the least time."""
+    players = build_players(config.rollout.episodes, config.model, runtime.tokenizer)
+    with closed_on_error(players):
+        return _build(config, runtime, functions, run_dir, players)
+
+
+def _build(
+    config: RLConfig,
+    runtime: Runtime,
+    functions: Functions,
+    run_dir: Path,
+    players: Players | None,
+) -> tuple[RL, Evaluator | None]:
+    new_tokens = config.row_lengths.rest
     data = within_positions(config.data, config.model, new_tokens=new_tokens)
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed)
     held_out = held_out_prompts(config.eval, config, runtime.tokenizer, new_tokens)
@@ -112,11 +126,10 @@ def build_rl(
     rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
     kl = _kl_controller(config.algorithm.kl)
     critic, value_loss = _critic(config, specs.get("critic"), runtime)
-    max_len = config.rollout.generate_max_len
     rewards = reward_set(
         scores,
         on_failure=config.on_reward_failure,
-        max_len=max_len,
+        max_len=new_tokens,
         shaping=config.shaping,
         running=_running(config, scores),
     )
@@ -125,21 +138,16 @@ def build_rl(
     parts = RL(
         config=config,
         prompts=prompts,
-        runner=_runner(config, rollout, rewards, runtime.timeline),
+        runner=_runner(config, rollout, rewards, players, runtime.timeline),
         policy=policy,
-        policy_loss=with_expert_balance(
-            policy_objective(config.algorithm, max_len=max_len, kl_coef=lambda: kl.coef),
-            config.train.moe_aux_loss_coef,
-        ),
+        policy_loss=_policy_loss(config, kl),
         kl=kl,
         sync=runtime.sync(policy, rollout, config.sync),
         keep_samples=lambda step, groups, advantages: write_samples(
             run_dir, step, groups, advantages, limit=limit, split="train"
         ),
         reference=_reference(config, specs.get("reference"), runtime, policy),
-        teacher=make_teacher(specs["teacher"], config.model, runtime)
-        if "teacher" in specs
-        else None,
+        teacher=_teacher(config, specs.get("teacher"), runtime),
         critic=critic,
         value_loss=value_loss,
         ptx=ptx,
@@ -148,23 +156,47 @@ def build_rl(
     if config.eval is None:
         return parts, None
     sampling = eval_sampling(config.eval, config.rollout)
-    eval_rollout = timed(rollout, runtime.timeline, {"generate": "eval"})
-    return parts, make_evaluator(
-        config.eval, eval_rollout, scores, sampling, held_out, config, run_dir
+    eval_runner = make_runner(
+        rollout,
+        eval_rewards(scores, config.on_reward_failure, sampling),
+        sampling,
+        players,
+        timeline=runtime.timeline,
+        options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed, phase="eval"),
     )
+    return parts, make_evaluator(config.eval, eval_runner, held_out, run_dir)
 
 
 def _runner(
-    config: RLConfig, engine: RolloutEngine, rewards: RewardSet, timeline: Timeline
+    config: RLConfig,
+    engine: RolloutEngine,
+    rewards: RewardSet,
+    players: Players | None,
+    timeline: Timeline,
 ) -> Runner:
-    return Runner(
-        timed(engine, timeline, {"generate": "rollout"}),
+    return make_runner(
+        engine,
         timed(rewards, timeline, {"score": "reward"}),
         sampling_of(config.rollout),
-        num_samples=config.rollout.n_samples_per_prompt,
-        seed=config.seed,
-        dynamic=config.rollout.dynamic_sampling,
+        players,
+        timeline=timeline,
+        options=RunnerOptions(
+            config.rollout.n_samples_per_prompt,
+            config.seed,
+            dynamic=config.rollout.dynamic_sampling,
+        ),
     )
+
+
+def _policy_loss(config: RLConfig, kl: KlController) -> Loss:
+    objective = policy_objective(
+        config.algorithm, max_len=config.row_lengths.rest, kl_coef=lambda: kl.coef
+    )
+    return with_expert_balance(objective, config.train.moe_aux_loss_coef)
+
+
+def _teacher(config: RLConfig, spec: EngineSpec | None, runtime: Runtime) -> Teacher | None:
+    return None if spec is None else make_teacher(spec, config.model, runtime)
 
 
 def _critic(

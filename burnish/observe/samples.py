@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from burnish.observe.files import replacing
+from burnish.transcript import Turn
 from burnish.types import Group, Sample
 
 SAMPLES_DIR = "samples"
@@ -37,6 +39,7 @@ SCHEMA = pa.schema(
         ("response_tokens", pa.int64()),
         ("label", pa.string()),
         ("version", pa.int64()),  # optimizer steps of the newest weights that sampled a token
+        ("episode", pa.string()),  # JSON of `episode_record`; null for a single response
     ]
 )
 
@@ -138,6 +141,47 @@ def _row(group: Group, sample: Sample, advantage: float | None) -> dict[str, Any
         "response_tokens": sample.num_sampled_tokens,
         "label": None if label is None else _text(str(label)),
         "version": max((v for row in sample.rows for v in row.versions), default=None),
+        "episode": None if sample.episode is None else json.dumps(episode_record(sample)),
+    }
+
+
+def episode_record(sample: Sample) -> dict[str, Any]:
+    """Return the record of an episode as JSON values: status, first messages, tools, turns, seconds
+    and training rows.
+
+    Each row has its number of ``prompt_tokens`` and ``spans``: lists of [turn, tokens], in which
+    turn -1 stands for observations, which are masked.
+    """
+    episode = sample.episode
+    assert episode is not None
+    return {
+        "status": episode.status,
+        "seconds": round(episode.seconds, 3),
+        "start": list(episode.start),
+        "tools": list(episode.tools),
+        "turns": [_turn(turn) for turn in episode.turns],
+        "rows": [
+            {
+                "prompt_tokens": len(row.prompt_ids),
+                "spans": [[turn, len(list(run))] for turn, run in groupby(row.turns)],
+            }
+            for row in sample.rows
+        ],
+    }
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "message": dict(turn.message),
+        "answer": list(turn.answer),
+        "rewards": dict(turn.rewards),
+        "counts": dict(turn.counts),
+        "problem": turn.problem,
+        "tokens": turn.num_tokens,
+        "prompt_tokens": turn.num_prompt_tokens,
+        "cached_tokens": turn.cached_tokens,
+        "engine_s": round(turn.engine_s, 4),
+        "environment_s": round(turn.environment_s, 4),
     }
 
 

@@ -113,6 +113,17 @@ class HasMeans(Protocol):
         ...
 
 
+@runtime_checkable
+class HasTurnRewards(Protocol):
+    """A reward of episodes that can be credited turn by turn."""
+
+    per_turn: bool
+
+    def of_turns(self, item: RewardInput) -> tuple[float, ...]:
+        """Return the unweighted reward of each turn. Their sum is the score."""
+        ...
+
+
 @dataclass(frozen=True)
 class Scored:
     """Result of :meth:`RewardSet.score`."""
@@ -221,6 +232,16 @@ class RewardSet:
             ) from first
         return Scored(tuple(kept), tuple(dropped), self._stats(kept, len(dropped)))
 
+    def _turn_rewards(self, item: RewardInput) -> tuple[float, ...]:
+        """Return the weighted rewards of an episode's turns that are credited turn by turn. Empty
+        if there are none."""
+        columns = [
+            [weight * value for value in reward.of_turns(item)]
+            for reward, weight in self._rewards
+            if isinstance(reward, HasTurnRewards) and reward.per_turn
+        ]
+        return tuple(map(sum, zip(*columns, strict=True))) if columns else ()
+
     @property
     def label_takers(self) -> tuple[str, ...]:
         """Names of the rewards that declare that they read the label."""
@@ -306,7 +327,8 @@ class RewardSet:
             _check_total(reward, own, RewardInput(group.prompt, sample))
             if reward != total:
                 own["shaping"] = reward - total
-            samples.append(replace(sample, reward=reward, reward_parts=own))
+            of_turns = self._turn_rewards(RewardInput(group.prompt, sample))
+            samples.append(replace(sample, reward=reward, reward_parts=own, turn_rewards=of_turns))
         return replace(group, samples=tuple(samples))
 
     def _normalized(self, parts: Mapping[str, float]) -> dict[str, float]:

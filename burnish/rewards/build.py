@@ -13,6 +13,7 @@ from burnish.config.rewards import RewardConfig
 from burnish.environments.importing import LoadError, load_object
 from burnish.rewards.base import RESERVED_NAMES, Reward, RewardError
 from burnish.rewards.environment import EnvironmentReward
+from burnish.rewards.episode import EpisodeReward
 from burnish.rewards.function import FunctionReward
 from burnish.rewards.math import MathReward
 from burnish.rewards.remote import RemoteReward
@@ -62,6 +63,8 @@ def _build(
         return MathReward(name=name, timeout_s=entry.timeout_s, num_workers=entry.num_workers)
     if isinstance(entry, config.EnvironmentReward):
         return EnvironmentReward(name=name)
+    if isinstance(entry, config.EpisodeReward):
+        return EpisodeReward(entry.reward, name=name, per_turn=entry.per_turn)
     if isinstance(entry, config.RemoteReward):
         return RemoteReward(entry, name=name, tokenizer=tokenizer)
     if model_reward is None:

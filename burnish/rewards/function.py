@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from burnish.rewards.base import RewardError, RewardInput, SampleError
@@ -16,12 +16,14 @@ _SINGLE: dict[str, Callable[[RewardInput], Any]] = {
     "response": lambda item: item.sample.text,
     "label": lambda item: item.prompt.label,
     "metadata": lambda item: item.prompt.metadata,
+    "messages": lambda item: conversation(item),
 }
 _BATCH = {
     "prompts": _SINGLE["prompt"],
     "responses": _SINGLE["response"],
     "labels": _SINGLE["label"],
     "metadatas": _SINGLE["metadata"],
+    "conversations": _SINGLE["messages"],
 }
 _ACCEPTED = (
     f"accepted for one response: {', '.join(_SINGLE)} (returns a number); accepted for a batch: "
@@ -36,7 +38,8 @@ class FunctionReward:
     ``f(prompt, response, label)`` returns one number, ``f(prompts, responses, labels)`` a list. The
     parameter names select the kind. Either kind takes any subset of its names that includes
     ``response`` or ``responses``. ``metadata`` (``metadatas``) is a mapping with the other columns
-    of the data row. Arguments are passed by name.
+    of the data row, ``messages`` (``conversations``) a list of all messages of the conversation.
+    Arguments are passed by name.
 
     Coroutine functions run on one event loop in a dedicated thread, all responses concurrently.
     They therefore work inside a notebook, and a client object bound to an event loop can be reused
@@ -138,6 +141,16 @@ def _parameters(function: Callable[..., Any], named: str) -> tuple[str, ...]:
     if "response" not in names and "responses" not in names:
         raise RewardError(f"{named}: no parameter receives the response; {_ACCEPTED}")
     return names
+
+
+def conversation(item: RewardInput) -> list[Mapping[str, Any]]:
+    """Return the conversation: all messages of an episode, or the prompt and its response."""
+    if item.sample.episode is not None:
+        return item.sample.episode.messages
+    prompt: Sequence[Mapping[str, Any]] = item.prompt.messages or (
+        {"role": "user", "content": item.prompt.text},
+    )
+    return [*prompt, {"role": "assistant", "content": item.sample.text}]
 
 
 def _location(function: Any) -> str:

@@ -107,21 +107,32 @@ class Runner:
 
     def run(self, prompts: Sequence[Prompt]) -> Rollout:
         """Sample and score all of ``prompts``, in their order."""
-        scored = self.rewards.score(self.sample(prompts))
-        return Rollout(scored.groups, scored.stats + _sample_stats(scored.groups))
+        groups, stats = self.sample(prompts)
+        if not groups:
+            raise NoGroupLeftError("every group lost its members", len(prompts))
+        scored = self.rewards.score(groups)
+        return Rollout(scored.groups, stats + scored.stats + _sample_stats(scored.groups))
 
-    def sample(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Return unscored groups of ``num_samples`` responses, one per prompt, in prompt order."""
+    def close(self) -> None:
+        """Close the rewards and the engine."""
+        self.rewards.close()
+        self.engine.close()
+
+    def sample(self, prompts: Sequence[Prompt]) -> tuple[list[Group], Stats]:
+        """Return unscored groups of ``num_samples`` responses, in prompt order, and statistics of
+        the sampling."""
         requests = [
-            Request(p.id, p.token_ids, self.num_samples, _seed(self.seed, p.id)) for p in prompts
+            Request(p.id, p.token_ids, self.num_samples, prompt_seed(self.seed, p.id))
+            for p in prompts
         ]
         found: dict[tuple[str, int], Completion] = {
             (c.request_id, c.index): c for c in self.engine.generate(requests, self.sampling)
         }
-        return [
+        groups = [
             Group(i, p, tuple(_sample(p, i, found[p.id, k]) for k in range(self.num_samples)))
             for i, p in enumerate(prompts)
         ]
+        return groups, Stats()
 
 
 def _filter_stats(left_out: int, used: int) -> Stats:
@@ -135,7 +146,7 @@ def _numbered(group: Group, group_id: int) -> Group:
     return Group(group_id, group.prompt, samples)
 
 
-def _seed(seed: int, prompt_id: str) -> int:
+def prompt_seed(seed: int, prompt_id: str) -> int:
     """Return a stable seed for a prompt. Its id contains the epoch, so samples differ between
     epochs."""
     return (seed << 32) + zlib.crc32(prompt_id.encode())

@@ -51,6 +51,7 @@ def test_a_sample_comes_back_with_every_column(tmp_path: Path) -> None:
         "response_tokens": 3,
         "label": "{'answer': 1}",
         "version": 4,
+        "episode": None,
     }
 
 

@@ -1,0 +1,248 @@
+"""The loop of one episode: the policy responds, the environment answers, until a limit or the end.
+
+The next prompt is the previous prompt, the sampled ids and the ids of the new messages
+(``renderer.py``). All waits have a time limit. Every way in which an episode can end has a named
+status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from burnish.environments.multi_turn import Step
+from burnish.environments.pool import Environments, EpisodeFailedError, OpenEpisode
+from burnish.episodes.renderer import ChatRenderer
+from burnish.episodes.template import RendererError
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.service import RolloutService
+from burnish.transcript import Episode, EpisodeStatus, Turn
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one episode. Each ends the episode with a status of its own."""
+
+    max_turns: int
+    """Maximum responses of the policy (status ``max_turns``)."""
+    max_tokens: int
+    """Maximum tokens of a conversation: prompt, responses and observations (``max_tokens``)."""
+    step_timeout_s: float
+    """Maximum seconds of one call of the environment (``timeout``)."""
+    timeout_s: float
+    """Maximum seconds of the episode (``timeout``)."""
+    on_parse_error: Literal["feedback", "end"] = "feedback"
+    """Malformed tool calls: return the error to the policy as a message, or end the episode
+    (``parse_error``)."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the engine: exact prompt ids and what was sampled."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class Played:
+    """A finished episode: its record, and the engine calls of its turns in time order."""
+
+    record: Episode
+    calls: tuple[Call, ...]
+    error: EpisodeFailedError | None = None
+    """Cause of a failure that the policy did not cause."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One episode to play."""
+
+    episode_id: str
+    row: Mapping[str, Any]
+    """Data row for ``reset``."""
+    environment_seed: int
+    """Equal for all members of a group."""
+    sampling_seed: int
+    """Different for every member of a group."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The sampled policy: engine, chat format and sampling parameters."""
+
+    service: RolloutService
+    renderer: ChatRenderer
+    sampling: Sampling
+    rendering: asyncio.Lock
+    """Fast tokenizers are not re-entrant, so one conversation is rendered at a time."""
+
+    async def respond(self, request: Request) -> Completion:
+        """Sample one response. Cancelling the wait cancels the request."""
+        future = asyncio.wrap_future(self.service.submit(request, self.sampling))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.service.cancel(request.request_id)
+            raise
+
+
+async def play(task: Task, policy: Policy, environments: Environments, limits: Limits) -> Played:
+    """Play one episode. Failures that the policy did not cause are part of the result.
+
+    Raises EnvironmentSetupError if workers cannot be started any more, and the engine's errors.
+    """
+    game = _Game(task, policy, limits)
+    status: EpisodeStatus
+    started = time.monotonic()
+    episode: OpenEpisode | None = None
+    error: EpisodeFailedError | None = None
+    try:
+        async with asyncio.timeout(limits.timeout_s):
+            episode = await environments.open(
+                task.row, task.environment_seed, timeout_s=limits.step_timeout_s
+            )
+            status = await game.play(episode)
+    except EpisodeFailedError as failed:
+        status, error = failed.status, failed
+    except TimeoutError:
+        status = "timeout"
+        error = EpisodeFailedError("timeout", f"the episode took more than {limits.timeout_s:g} s")
+    except RendererError as wrong:
+        error = EpisodeFailedError("env_error", f"the environment's messages: {wrong}")
+        status = error.status
+    finally:
+        if episode is not None:
+            await episode.close()
+        policy.service.release(task.episode_id)
+    record = Episode(
+        status=status,
+        start=tuple(game.start),
+        tools=tuple(game.tools),
+        turns=tuple(game.turns),
+        seconds=time.monotonic() - started,
+        error="" if error is None else str(error),
+    )
+    return Played(record, tuple(game.calls), error)
+
+
+@dataclass
+class _Game:
+    """State of one episode."""
+
+    task: Task
+    policy: Policy
+    limits: Limits
+    start: Sequence[Message] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    turns: list[Turn] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    async def play(self, episode: OpenEpisode) -> EpisodeStatus:
+        """Take turns until the episode ends. Return its status."""
+        self.start, self.tools = episode.start.messages, episode.start.tools
+        prompt = await self._render(self.start)
+        if len(prompt) >= self.limits.max_tokens:
+            return "prompt_too_long"
+        for number in range(self.limits.max_turns):
+            begun = time.monotonic()
+            completion = await self.policy.respond(self._request(prompt, number))
+            sampled = time.monotonic()
+            self.calls.append(Call(prompt, completion))
+            message, problem = await self._parse(prompt, completion)
+            step, status = await self._answer(episode, message, completion, problem)
+            self.turns.append(
+                Turn(
+                    message=message,
+                    answer=tuple(step.messages),
+                    rewards=step.rewards,
+                    counts=step.counts,
+                    problem=problem or "",
+                    num_tokens=len(completion.token_ids),
+                    num_prompt_tokens=len(prompt),
+                    cached_tokens=completion.cached_tokens,
+                    engine_s=sampled - begun,
+                    environment_s=time.monotonic() - sampled,
+                )
+            )
+            if status is not None:
+                return status
+            prompt = await self._next_prompt(prompt, completion, step.messages)
+            if len(prompt) >= self.limits.max_tokens:
+                return "max_tokens"
+        return "max_turns"
+
+    async def _answer(
+        self,
+        episode: OpenEpisode,
+        message: Message,
+        completion: Completion,
+        problem: str | None,
+    ) -> tuple[Step, EpisodeStatus | None]:
+        """Return the answer to a turn, and the status if the episode ends with it."""
+        if completion.finish_reason == "length":
+            used = len(self.calls[-1].prompt_ids) + len(completion.token_ids)
+            full = used >= self.limits.max_tokens
+            return Step(done=True), "max_tokens" if full else "max_turn_tokens"
+        if problem is None:
+            step = await episode.step(message, timeout_s=self.limits.step_timeout_s)
+            return step, "done" if step.done else None
+        if self.limits.on_parse_error == "end":
+            return Step(done=True), "parse_error"
+        return Step([{"role": "user", "content": f"error: {problem}"}]), None
+
+    def _request(self, prompt: tuple[int, ...], number: int) -> Request:
+        room = self.limits.max_tokens - len(prompt)
+        return Request(
+            request_id=f"{self.task.episode_id}/{number}",
+            prompt_ids=prompt,
+            seed=turn_seed(self.task.sampling_seed, number),
+            max_tokens=min(room, self.policy.sampling.max_tokens),
+            conversation=self.task.episode_id,
+        )
+
+    async def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        async with self.policy.rendering:
+            return await asyncio.to_thread(self.policy.renderer.render, messages, self.tools)
+
+    async def _parse(
+        self, prompt: tuple[int, ...], completion: Completion
+    ) -> tuple[Message, str | None]:
+        async with self.policy.rendering:
+            parsed = await asyncio.to_thread(
+                self.policy.renderer.parse, completion.token_ids, self.tools, prompt_ids=prompt
+            )
+        return parsed.message, parsed.problem
+
+    async def _next_prompt(
+        self, prompt: tuple[int, ...], completion: Completion, messages: Sequence[Message]
+    ) -> tuple[int, ...]:
+        """Return the prompt of the next turn."""
+        renderer = self.policy.renderer
+        if renderer.history == "template":
+            return await self._render(self.messages)
+        async with self.policy.rendering:
+            return await asyncio.to_thread(
+                renderer.bridge, prompt, completion.token_ids, messages, self.tools
+            )
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far."""
+        found = list(self.start)
+        for turn in self.turns:
+            found += [turn.message, *turn.answer]
+        return found
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the sampling seed of a turn. It depends on nothing else, so a resumed run draws the
+    same tokens."""
+    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])

@@ -1,0 +1,225 @@
+"""Play episodes and score them: prompts -> scored groups of multi-turn samples."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from burnish.config.episodes import EpisodesConfig
+from burnish.config.rollout import DynamicSampling
+from burnish.environments.pool import Environments
+from burnish.episodes.play import Limits, Played, Policy, Task, play
+from burnish.episodes.renderer import ChatRenderer
+from burnish.episodes.rows import episode_rows
+from burnish.errors import BurnishError
+from burnish.rewards.base import RewardSet
+from burnish.rewards.loop_thread import LoopThread
+from burnish.rollout.base import RolloutEngine, Sampling
+from burnish.rollout.runner import Runner, prompt_seed
+from burnish.rollout.service import RolloutService
+from burnish.types import Group, Prompt, Sample, Stats
+
+log = logging.getLogger("burnish")
+
+FAILED = ("env_error", "infra_error", "timeout", "cancelled")
+"""Statuses that the policy did not cause. Their episodes are not scored."""
+
+
+class EpisodesFailedError(BurnishError, RuntimeError):
+    """Too many episodes of a rollout failed for reasons other than the policy."""
+
+
+class Players:
+    """The components that play episodes: environments, chat format and limits."""
+
+    def __init__(
+        self,
+        config: EpisodesConfig,
+        environments: Environments,
+        renderer: ChatRenderer,
+        loop: LoopThread,
+    ) -> None:
+        self.config, self.environments = config, environments
+        self.renderer, self.loop = renderer, loop
+        self.limits = Limits(
+            max_turns=config.max_turns,
+            max_tokens=config.max_tokens,
+            step_timeout_s=config.step_timeout_s,
+            timeout_s=config.timeout_s,
+            on_parse_error=config.on_parse_error,
+        )
+
+    def play(
+        self, engine: RolloutEngine, sampling: Sampling, tasks: Sequence[Task]
+    ) -> list[Played]:
+        """Play episodes that share ``engine``, and return them in the order of ``tasks``."""
+        with closing(RolloutService(engine)) as service:
+            return self.loop.run(self._play, service, sampling, tasks)
+
+    async def _play(
+        self, service: RolloutService, sampling: Sampling, tasks: Sequence[Task]
+    ) -> list[Played]:
+        policy = Policy(service, self.renderer, sampling, asyncio.Lock())
+        running = asyncio.Semaphore(self.config.max_concurrent or len(tasks) or 1)
+
+        async def one(task: Task) -> Played:
+            async with running:
+                for _ in range(self.config.infra_retries):
+                    played = await play(task, policy, self.environments, self.limits)
+                    if played.record.status != "infra_error":
+                        return played
+                return await play(task, policy, self.environments, self.limits)
+
+        started = [asyncio.create_task(one(task)) for task in tasks]
+        try:
+            return await asyncio.gather(*started)
+        finally:  # after an error: end the others before the engine is handed back
+            for waiting in started:
+                waiting.cancel()
+            await asyncio.gather(*started, return_exceptions=True)
+
+    def close(self) -> None:
+        """End the environments' processes and the event loop's thread."""
+        self.loop.run(self.environments.close)
+        self.loop.close()
+
+
+class EpisodeRunner(Runner):
+    """Plays n episodes of each prompt and scores them.
+
+    All episodes of a call share the engine. A new turn joins the running batch at once, and no
+    episode waits for the turns of others. Failed episodes leave their group; a group with fewer
+    than two members (one, if ``num_samples`` is 1) is dropped, and :meth:`fill` replaces it.
+    """
+
+    def __init__(  # house: ok the parameters of a Runner, and the players
+        self,
+        engine: RolloutEngine,
+        rewards: RewardSet,
+        sampling: Sampling,
+        players: Players,
+        *,
+        num_samples: int,
+        seed: int,
+        dynamic: DynamicSampling | None = None,
+    ) -> None:
+        super().__init__(
+            engine, rewards, sampling, num_samples=num_samples, seed=seed, dynamic=dynamic
+        )
+        self.players = players
+
+    def close(self) -> None:
+        """Close the rewards, the engine and the environments."""
+        super().close()
+        self.players.close()
+
+    def sample(self, prompts: Sequence[Prompt]) -> tuple[list[Group], Stats]:
+        """Return unscored groups of the prompts that have enough members, and statistics of all
+        episodes.
+
+        Raises EpisodesFailedError if more than ``max_failed_frac`` of the episodes failed.
+        """
+        tasks = [self._task(prompt, k) for prompt in prompts for k in range(self.num_samples)]
+        played = self.players.play(self.engine, self.sampling, tasks)
+        self._check_failures(played)
+        return self._groups(prompts, played)
+
+    def _task(self, prompt: Prompt, member: int) -> Task:
+        seed = prompt_seed(self.seed, prompt.id)
+        given = prompt.metadata.get("seed")
+        content: Any = prompt.text if prompt.messages is None else list(prompt.messages)
+        row = {**prompt.metadata, "prompt": content, "label": prompt.label}
+        name = f"{prompt.id}/{member}"
+        return Task(
+            name,
+            row,
+            environment_seed=given if isinstance(given, int) else seed % (1 << 53),
+            sampling_seed=(seed << 20) + zlib.crc32(name.encode()),
+        )
+
+    def _check_failures(self, played: Sequence[Played]) -> None:
+        failed = [p for p in played if p.record.status in FAILED]
+        if not failed:
+            return
+        statuses = Counter(p.record.status for p in failed)
+        counts = ", ".join(f"{status} {count}" for status, count in statuses.most_common())
+        frac = self.players.config.max_failed_frac
+        first = next((p.error for p in failed if p.error is not None), None)
+        what = f"{len(failed)} of {len(played)} episodes failed ({counts}). The first: {first}"
+        if len(failed) > frac * len(played):
+            raise EpisodesFailedError(
+                f"{what}\nMore than rollout.episodes.max_failed_frac={frac:g} of a rollout must "
+                "not fail; correct the environment, or raise the limit"
+            ) from first
+        log.warning("%s", what)
+
+    def _groups(
+        self, prompts: Sequence[Prompt], played: Sequence[Played]
+    ) -> tuple[list[Group], Stats]:
+        groups: list[Group] = []
+        dropped = 0
+        size = self.num_samples
+        for i, prompt in enumerate(prompts):
+            members = [
+                episode_sample(prompt, f"{prompt.id}/{k}", len(groups), one)
+                for k, one in enumerate(played[i * size : (i + 1) * size])
+                if one.record.status not in FAILED and one.calls
+            ]
+            if len(members) < min(size, 2):
+                dropped += 1
+                continue
+            groups.append(Group(len(groups), prompt, tuple(members)))
+        return groups, episode_stats(played) + Stats(sums={"episodes/groups_dropped": dropped})
+
+
+def episode_sample(prompt: Prompt, sample_id: str, group_id: int, played: Played) -> Sample:
+    """Return an episode as a training sample. Its text is that of the last turn."""
+    rows = episode_rows(played.calls)
+    last = rows[-1]
+    final = played.calls[-1].completion
+    return Sample(
+        sample_id=sample_id,
+        prompt_id=prompt.id,
+        group_id=group_id,
+        prompt_ids=last.prompt_ids,
+        response_ids=last.response_ids,
+        sampler_logprobs=last.sampler_logprobs,
+        action_mask=last.action_mask,
+        versions=last.versions,
+        turns=last.turns,
+        earlier_rows=rows[:-1],
+        text=final.text,
+        finish_reason=final.finish_reason,
+        episode=played.record,
+    )
+
+
+def episode_stats(played: Sequence[Played]) -> Stats:
+    """Return statistics of played episodes: turns, statuses, tokens, cache use and times."""
+    records = [p.record for p in played]
+    turns = [turn for record in records for turn in record.turns]
+    later = [turn for record in records for turn in record.turns[1:]]
+    num = len(records)
+    statuses = Counter(record.status for record in records)
+    sums: dict[str, float] = {f"episodes/{status}": count for status, count in statuses.items()}
+    for turn in turns:
+        for name, count in turn.counts.items():
+            sums[f"episodes/{name}"] = sums.get(f"episodes/{name}", 0) + count
+    sums["episodes/parse_problems"] = sum(bool(turn.problem) for turn in turns)
+    prompts = sum(turn.num_prompt_tokens for turn in later)
+    return Stats(
+        means={
+            "episodes/turns": (len(turns), num),
+            "episodes/tokens": (sum(turn.num_tokens for turn in turns), num),
+            "episodes/engine_s": (sum(turn.engine_s for turn in turns), num),
+            "episodes/environment_s": (sum(turn.environment_s for turn in turns), num),
+            "episodes/cached_prefix_frac": (sum(turn.cached_tokens for turn in later), prompts),
+        },
+        maxima={"episodes/turns_max": max((len(record.turns) for record in records), default=0)},
+        sums=sums,
+    )

@@ -1,0 +1,108 @@
+"""Build the components of multi-turn episodes from a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from burnish.config.episodes import EpisodesConfig
+from burnish.config.model import ModelConfig
+from burnish.config.rollout import DynamicSampling
+from burnish.environments.pool import EnvironmentPool, EnvironmentSpec
+from burnish.episodes.renderer import ChatRenderer
+from burnish.episodes.runner import EpisodeRunner, Players
+from burnish.models.load import ModelError, describe, num_positions
+from burnish.observe.timeline import Timeline, timed
+from burnish.rewards.base import RewardSet
+from burnish.rewards.loop_thread import LoopThread
+from burnish.rollout.base import RolloutEngine, Sampling
+from burnish.rollout.runner import Runner
+
+TOOL_ENVIRONMENT = "burnish.environments.tools:ToolEnvironment"
+
+
+def build_players(
+    config: EpisodesConfig | None,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Players | None:
+    """Return what plays the episodes of a recipe, with started worker processes; None for
+    single-turn recipes.
+
+    Call it before any model is loaded: raises EnvironmentSetupError if the environment, its tools
+    or its interpreter cannot be used, and RendererError if the chat template cannot be extended.
+    """
+    if config is None:
+        return None
+    limit = num_positions(model)
+    if limit is not None and config.max_tokens > limit:
+        raise ModelError(
+            f"episodes.max_tokens={config.max_tokens}: {describe(model)} reads rows of up to "
+            f"{limit} tokens; lower max_tokens"
+        )
+    renderer = ChatRenderer(tokenizer, history=config.history, tool_format=config.tool_format)
+    loop = LoopThread("episodes")
+    pool = EnvironmentPool(environment_spec(config), workers=config.workers)
+    try:
+        loop.run(pool.start)
+    except BaseException:
+        loop.run(pool.close)
+        loop.close()
+        raise
+    return Players(config, pool, renderer, loop)
+
+
+@contextmanager
+def closed_on_error(players: Players | None) -> Iterator[None]:
+    """End the environments' processes if the ``with`` block raises."""
+    try:
+        yield
+    except BaseException:
+        if players is not None:
+            players.close()
+        raise
+
+
+def environment_spec(config: EpisodesConfig) -> EnvironmentSpec:
+    """Return the environment that a recipe describes: a class, or the one that calls tools."""
+    if config.environment is not None:
+        return EnvironmentSpec(config.environment, config.options, config.python)
+    options: dict[str, Any] = {"tools": list(config.tools), "timeout_s": config.tool_timeout_s}
+    return EnvironmentSpec(TOOL_ENVIRONMENT, options, config.python)
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """Options of a runner other than its components."""
+
+    num_samples: int
+    """Samples per prompt."""
+    seed: int
+    phase: str = "rollout"
+    """Name of the sampling in the timeline and in the memory plan."""
+    dynamic: DynamicSampling | None = None
+
+
+def make_runner(
+    engine: RolloutEngine,
+    rewards: RewardSet,
+    sampling: Sampling,
+    players: Players | None,
+    *,
+    timeline: Timeline,
+    options: RunnerOptions,
+) -> Runner:
+    """Return the runner of a recipe: one response per prompt, or episodes. Its sampling is
+    timed."""
+    engine = timed(engine, timeline, {"generate": options.phase})
+    given = {"num_samples": options.num_samples, "seed": options.seed}
+    if players is None:
+        return Runner(engine, rewards, sampling, **given, dynamic=options.dynamic)
+    players = timed(players, timeline, {"play": options.phase})
+    ends = {*sampling.stop_token_ids, *players.renderer.stop_token_ids}
+    sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
+    return EpisodeRunner(engine, rewards, sampling, players, **given, dynamic=options.dynamic)

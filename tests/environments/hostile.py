@@ -1,0 +1,81 @@
+"""Environments that misbehave on request, in worker processes of the tests. Imports nothing of
+Burnish, so that it runs under any interpreter."""
+
+import os
+import random
+import time
+
+
+class Hostile:
+    """Does what the seed selects: works, raises, hangs, returns garbage, or ends its process."""
+
+    def __init__(self, rate: float = 0.0, turns: int = 3, hang_s: float = 60.0) -> None:
+        self.rate, self.turns, self.hang_s = rate, turns, hang_s
+
+    def reset(self, task: dict, seed: int) -> dict:
+        self.random = random.Random(f"{seed} {task.get('salt', '')}")
+        self.left = self.random.randint(1, self.turns)
+        self._misbehave("reset")
+        return {"messages": [{"role": "user", "content": f"{seed % 7}"}]}
+
+    def step(self, message: dict) -> dict:
+        garbage = self._misbehave("step")
+        if garbage is not None:
+            return garbage
+        self.left -= 1
+        done = self.left == 0
+        return {
+            "messages": [] if done else [{"role": "user", "content": str(len(message["content"]))}],
+            "done": done,
+            "rewards": {"turns": 1.0},
+        }
+
+    def _misbehave(self, method: str):
+        if self.random.random() >= self.rate:
+            return None
+        kind = self.random.choice(["raise", "hang", "garbage", "kill", "exit"])
+        if kind == "raise":
+            raise ValueError(f"{method} failed")
+        if kind == "hang":
+            time.sleep(self.hang_s)
+        if kind == "kill":
+            os._exit(7)
+        if kind == "exit":
+            raise SystemExit(1)
+        return {"nonsense": 1} if method == "step" else None
+
+
+class Async:
+    """Works with coroutine functions, and counts its closings in a file."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+
+    async def reset(self, task, seed):
+        return {"messages": [{"role": "user", "content": task["prompt"]}]}
+
+    async def step(self, message):
+        print("output of an environment must not disturb the protocol")
+        return {"done": True, "rewards": {"length": len(message["content"])}}
+
+    async def close(self):
+        with open(self.path, "a") as file:
+            file.write("closed\n")
+
+
+class WithoutStep:
+    """Lacks a method."""
+
+    def reset(self, task, seed):
+        return {"messages": []}
+
+
+class Fixed:
+    """Answers with what the task says."""
+
+    def reset(self, task, seed):
+        self.task = task
+        return {"messages": task["start"]}
+
+    def step(self, message):
+        return self.task["step"]

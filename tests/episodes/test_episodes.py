@@ -1,0 +1,192 @@
+"""Episodes with a scripted policy: exact tokens, statuses, limits, and conservation under failing
+environments."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_families import chat_tokenizer
+from scripted_engine import Answer, ScriptedEngine
+
+from burnish.config.episodes import EpisodesConfig
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.episodes.runner import EpisodeRunner, EpisodesFailedError, Players
+from burnish.jobs.episodes import build_players
+from burnish.rewards.base import RewardSet
+from burnish.rewards.episode import EpisodeReward
+from burnish.rollout.base import Request, Sampling
+from burnish.types import Group, Prompt, Stats
+
+MODEL = ModelConfig(scratch=ScratchConfig(max_position_embeddings=1 << 16))
+ENVIRONMENTS = Path(__file__).parents[1] / "environments"
+TOKENIZER = chat_tokenizer("chatml")
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+
+
+def options(name: str, **changes: Any) -> EpisodesConfig:
+    return EpisodesConfig(
+        **{"environment": f"{ENVIRONMENTS / 'hostile.py'}:{name}", "max_tokens": 4096, **changes}
+    )
+
+
+@contextmanager
+def players(config: EpisodesConfig) -> Iterator[Players]:
+    made = build_players(config, MODEL, TOKENIZER)
+    assert made is not None
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def prompts(count: int, **metadata: Any) -> list[Prompt]:
+    return [Prompt(f"task:{i}@0", (1,), f"task {i}", metadata=metadata) for i in range(count)]
+
+
+def runner(engine: ScriptedEngine, made: Players, *, n: int = 2) -> EpisodeRunner:
+    rewards = RewardSet(
+        [(EpisodeReward(None, name="all"), 1.0)],
+        on_failure=FailurePolicy(),
+        shaping=ShapingConfig(),
+        generate_max_len=100,
+    )
+    return EpisodeRunner(engine, rewards, Sampling(40), made, num_samples=n, seed=3)
+
+
+def says(text: str) -> tuple[int, ...]:
+    return (*TOKENIZER(text, add_special_tokens=False)["input_ids"], END)
+
+
+def random_words(request: Request) -> Sequence[int]:
+    """Random token ids, most of which the tokenizer would encode differently from their text."""
+    draw = random.Random(f"{request.request_id}")
+    ordinary = [i for i in range(len(TOKENIZER)) if i not in TOKENIZER.all_special_ids]
+    return [*draw.choices(ordinary, k=draw.randint(1, 9)), END]
+
+
+def play(answer: Answer, config: EpisodesConfig, count: int = 4, **metadata: Any) -> Any:
+    engine = ScriptedEngine(answer, TOKENIZER)
+    with players(config) as made:
+        groups, stats = runner(engine, made).sample(prompts(count, **metadata))
+    return engine, groups, stats
+
+
+def test_rows_have_exactly_the_ids_that_the_engine_sampled() -> None:
+    """The engine's own log is the record. Decoding and tokenizing again gives other ids for most
+    of these turns, so the naive way would train on tokens that were not sampled."""
+    engine, groups, _ = play(random_words, options("Hostile", options={"turns": 6}), count=8)
+    logged = {request.request_id: (request, ids) for request, ids in engine.log}
+    used, changed = [], 0
+    for sample in (s for group in groups for s in group.samples):
+        (row,) = sample.rows
+        ids = row.prompt_ids + row.response_ids
+        for turn in range(len(sample.episode.turns)):
+            request, sampled = logged[f"{sample.sample_id}/{turn}"]
+            at = [t for t, number in enumerate(row.turns) if number == turn]
+            assert tuple(row.response_ids[t] for t in at) == sampled
+            assert ids[: len(row.prompt_ids) + at[0]] == request.prompt_ids
+            used.append(request.request_id)
+            text = TOKENIZER.decode(sampled[:-1])
+            changed += tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"]) != sampled[:-1]
+        assert sum(row.action_mask) == sum(turn.num_tokens for turn in sample.episode.turns)
+    assert sorted(used) == sorted(logged)
+    assert changed > len(used) / 2
+    assert sorted(engine.released) == sorted(s.sample_id for g in groups for s in g.samples)
+
+
+def test_members_of_a_group_start_equally_and_sample_differently() -> None:
+    engine, groups, _ = play(random_words, options("Hostile"))
+    for group in groups:
+        one, other = group.samples
+        assert one.episode.start == other.episode.start
+        assert one.rows[0].prompt_ids == other.rows[0].prompt_ids
+    seeds = [request.seed for request, _ in engine.log]
+    assert len(set(seeds)) == len(seeds)
+
+
+def statuses(groups: Sequence[Group]) -> Counter[str]:
+    return Counter(s.episode.status for group in groups for s in group.samples)
+
+
+FOREVER = {"start": [{"role": "user", "content": "a"}]} | {
+    "step": {"messages": [{"role": "user", "content": "b"}], "rewards": {"x": 0.5}}
+}
+LONG = {"start": [{"role": "user", "content": "a " * 3000}], "step": {"done": True}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes", "task", "status", "turns"),
+    [
+        (says("hi"), {"max_turns": 3}, FOREVER, "max_turns", 3),
+        (says("hi " * 100), {}, FOREVER, "max_turn_tokens", 1),
+        (says("hi"), {"max_tokens": 60, "max_turns": 99}, FOREVER, "max_tokens", None),
+        (says("hi"), {"max_turns": 1}, FOREVER, "max_turns", 1),
+    ],
+)
+def test_limits_end_an_episode_with_their_status(
+    answer: tuple[int, ...], changes: dict[str, Any], task: Any, status: str, turns: int | None
+) -> None:
+    _, groups, stats = play(lambda _: answer, options("Fixed", **changes), **task)
+    assert statuses(groups) == {status: 8}
+    assert stats.floats()[f"episodes/{status}"] == 8
+    for sample in (s for group in groups for s in group.samples):
+        (row,) = sample.rows
+        limit = changes.get("max_tokens", 4096)
+        assert len(row.prompt_ids + row.response_ids) <= limit
+        assert turns in (None, len(sample.episode.turns))
+
+
+def test_a_prompt_that_fills_the_limit_leaves_nothing_to_train_on() -> None:
+    _, groups, stats = play(lambda _: says("hi"), options("Fixed", max_tokens=100), **LONG)
+    assert groups == []
+    assert stats.floats()["episodes/prompt_too_long"] == 8
+
+
+def test_failures_are_conserved_and_leave_the_baseline() -> None:
+    """Environments raise, hang, return garbage and kill their process: every episode ends exactly
+    once, and only those that the policy ended are trained on."""
+    config = options(
+        "Hostile",
+        options={"rate": 0.15},
+        step_timeout_s=1.0,
+        workers=2,
+        max_concurrent=3,
+        max_failed_frac=1.0,
+    )
+    engine, groups, stats = play(random_words, config, count=20)
+    found: Stats = stats
+    ended = {k.removeprefix("episodes/"): v for k, v in found.floats().items()}
+    names = ("done", "max_turns", "env_error", "timeout", "infra_error")
+    assert sum(ended.get(name, 0) for name in names) == 40
+    assert ended["env_error"] and ended["done"]
+    kept = sum(len(group.samples) for group in groups)
+    assert set(statuses(groups)) <= {"done", "max_turns"}
+    assert all(len(group.samples) == 2 for group in groups)
+    assert len(groups) + ended["groups_dropped"] == 20
+    assert kept <= ended["done"] + ended.get("max_turns", 0)
+    assert not engine.busy
+
+
+def test_too_many_failures_stop_the_run_with_the_cause() -> None:
+    config = options("Hostile", options={"rate": 1.0}, step_timeout_s=0.5, max_failed_frac=0.5)
+    with pytest.raises(EpisodesFailedError, match=r"(?s)episodes failed .*max_failed_frac=0\.5"):
+        play(random_words, config, count=2, salt="b")
+
+
+def test_results_do_not_depend_on_the_order_of_arrival() -> None:
+    """The engine finishes requests in another order, with other numbers of episodes at once."""
+    found = []
+    for seed, concurrent in ((0, None), (1, 1), (2, 3)):
+        engine = ScriptedEngine(random_words, TOKENIZER, seed=seed)
+        config = options("Hostile", max_concurrent=concurrent, workers=2)
+        with players(config) as made:
+            groups, _ = runner(engine, made).sample(prompts(5))
+        found.append([sample.rows for group in groups for sample in group.samples])
+    assert found[0] == found[1] == found[2]

@@ -1,0 +1,65 @@
+"""A rollout engine that answers with given token ids, so that episodes really use their tools."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
+
+Answer = Callable[[Request], Sequence[int]]
+
+
+class ScriptedEngine:
+    """Answers each request with the ids that ``answer`` returns for it, at most its ``max_tokens``.
+
+    Requests finish in a random order. ``log`` has every request and its ids: the record that the
+    rows of episodes are compared with.
+    """
+
+    def __init__(self, answer: Answer, tokenizer: Any, *, seed: int = 0) -> None:
+        self.answer, self.tokenizer = answer, tokenizer
+        self.version = 0
+        self.log: list[tuple[Request, tuple[int, ...]]] = []
+        self.released: list[str] = []
+        self._open: dict[str, tuple[Request, Sampling]] = {}
+        self._random = random.Random(seed)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        for request in requests:
+            self._open[request.request_id] = (request, sampling)
+
+    def poll(self) -> list[Completion]:
+        if self._random.random() < 0.3:
+            return []
+        request, sampling = self._open.pop(self._random.choice(list(self._open)))
+        ids = tuple(self.answer(request))
+        limit = request.limit(sampling)
+        cut, ids = len(ids) > limit, ids[:limit]
+        self.log.append((request, ids))
+        return [
+            Completion(
+                request_id=request.request_id,
+                index=0,
+                token_ids=ids,
+                logprobs=tuple(-1.0 / (1 + t) for t in ids),
+                finish_reason="length" if cut else "stop",
+                text=str(self.tokenizer.decode(list(ids), skip_special_tokens=True)),
+                spans=(VersionSpan(self.version, 0, len(ids)),),
+            )
+        ]
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._open.pop(request_id, None)
+
+    def release(self, conversations: Iterable[str]) -> None:
+        self.released += conversations
+
+    def close(self) -> None:
+        self._open.clear()

@@ -1,9 +1,9 @@
 """Convert the exception that ended a command to its message and exit code.
 
 Exit codes: 0 done; 1 any other error, with a traceback; 2 an error with a known cause, with a
-message on stderr; 3 stopped by itself after saving (non-finite numbers, no learning signal); 4 a
-plan that does not fit; 128 + n stopped by signal n, after saving if the job trains or generates.
-docs/commands.md also lists them."""
+message on stderr; 3 stopped by itself (non-finite numbers, diverged weights, no learning signal),
+after saving unless the weights are unusable; 4 a plan that does not fit; 128 + n stopped by signal
+n, after saving if the job trains or generates. docs/commands.md also lists them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Options of each train engine, and the facts about it that checks, plans and runtimes need.
 
 To add an engine, write a class here with its options and facts, and add it to
-:data:`TrainEngineConfig`. Implement the engine itself (``train/engine.py`` lists the hooks). Add
-its memory profile (``plan/model_state.py``) and one line in ``tests/contract/pools.py``."""
+:data:`TrainEngineConfig`. Implement the engine itself (``train/engine.py`` lists the hooks) and its
+memory profile (``plan/engine_profile.py`` lists the hooks), each in a file of its own. Add one line
+in ``tests/contract/pools.py``."""
 
 from __future__ import annotations
 
@@ -59,6 +60,11 @@ class TrainEngineFacts(ABC):
     @abstractmethod
     def implementation(self, *, grouped: bool) -> str:
         """Return ``module:class`` of the engine. ``grouped``: its ranks have a process group."""
+
+    @abstractmethod
+    def memory_profile(self, *, ranks: int) -> str:
+        """Return ``module:class`` of the engine's memory profile, for the planner. ``ranks``: ranks
+        with different rows."""
 
     def precision_rules(self, precision: PrecisionConfig) -> Iterator[str]:
         """Yield an error for each number format that the engine does not support."""
@@ -131,6 +137,12 @@ class TorchEngine(Node, TrainEngineFacts):
         if self.sharding == "full" and grouped:
             return "burnish.train.fsdp:ShardedTrainEngine"
         return "burnish.train.torch:TorchTrainEngine"
+
+    def memory_profile(self, *, ranks: int) -> str:
+        """Return ``module:class`` of the engine's memory profile. ``ranks``: ranks with different
+        rows."""
+        sharded = self.sharding == "full" and ranks > 1
+        return "burnish.plan.torch_profile:" + ("ShardedProfile" if sharded else "ReplicaProfile")
 
     def precision_rules(self, precision: PrecisionConfig) -> Iterator[str]:
         """Yield an error for each number format that the engine does not support."""
@@ -232,6 +244,10 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
     def implementation(self, *, grouped: bool) -> str:
         """Return ``module:class`` of the engine."""
         return "burnish.train.deepspeed:DeepSpeedTrainEngine"
+
+    def memory_profile(self, *, ranks: int) -> str:
+        """Return ``module:class`` of the engine's memory profile."""
+        return "burnish.plan.deepspeed_profile:DeepSpeedProfile"
 
     def precision_rules(self, precision: PrecisionConfig) -> Iterator[str]:
         """Yield an error for each number format that the engine does not support."""

@@ -18,7 +18,7 @@ from burnish.config.load import ConfigError, load_config
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, TrainRole
 from burnish.config.rollout import VllmEngine
-from burnish.config.train_engines import DeepSpeedEngine
+from burnish.plan.engine_profile import profile_class
 from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import TIGHT, Plan
 from burnish.plan.predict import make_plan
@@ -136,7 +136,8 @@ def candidates(config: JobConfig, hardware: Hardware) -> list[list[str]]:
     job = config.resolve()
     options = [_vllm_shares(config, job, hardware)]
     if job.trained is not None and job.batch is not None:
-        options += [_engines(job.trained), _checkpointing(job.trained)]
+        profile = profile_class(job.trained.train.engine, job.trained.ranks)
+        options += [profile.alternatives(job.trained), _checkpointing(job.trained)]
         options.append(_micro_batches(job.trained, job.batch))
     return [[*itertools.chain(*chosen)] for chosen in itertools.product(*options)]
 
@@ -158,38 +159,6 @@ def _micro_batches(role: TrainRole, plan: BatchPlan) -> list[list[str]]:
     for n in near:
         out.append([f"train.micro_train_batch_size={n}", "train.gradient_accumulation_steps=null"])
     return out
-
-
-def _engines(role: TrainRole) -> list[list[str]]:
-    """Return overrides for each way to shard and offload the model with the recipe's engine."""
-    key = "train.engine."
-    if isinstance(role.train.engine, DeepSpeedEngine):
-        stages = [(s, adam, False) for s in (1, 2, 3) for adam in (False, True)]
-        return [[], *(_stage(role, *way) for way in (*stages, (3, True, True)))]
-    if role.ranks == 1:
-        return [[]]
-    plain = [f"{key}sharding=none", f"{key}cpu_offload=false", f"{key}reshard_after_forward=true"]
-    plain.append(f"{key}reduce_gradients=every_pass")
-    full = f"{key}sharding=full"
-    return [
-        [],
-        plain,
-        [full, f"{key}reshard_after_forward=false", f"{key}cpu_offload=false"],
-        [full, f"{key}reshard_after_forward=true", f"{key}cpu_offload=false"],
-        [full, f"{key}reshard_after_forward=true", f"{key}cpu_offload=true"],
-    ]
-
-
-def _stage(role: TrainRole, stage: int, adam_offload: bool, param_offload: bool) -> list[str]:
-    unsharded = stage < 3  # weights
-    values = {
-        "zero_stage": stage,
-        "adam_offload": str(adam_offload).lower(),
-        "param_offload": str(param_offload).lower(),
-        "zero_init": str(not unsharded and bool(role.model.path)).lower(),
-        **({"zero_hpz_partition_size": 1} if unsharded else {}),
-    }
-    return [f"train.engine.{name}={value}" for name, value in values.items()]
 
 
 def _vllm_shares(config: JobConfig, job: JobSpec, hardware: Hardware) -> list[list[str]]:

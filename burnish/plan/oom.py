@@ -13,10 +13,10 @@ from burnish.config.load import ConfigError, load_config
 from burnish.config.roles import JobSpec, RolloutRole, TrainRole
 from burnish.config.rollout import VllmEngine
 from burnish.config.train import on_oom_problem
-from burnish.config.train_engines import DeepSpeedEngine
 from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.logprobs import chunk_tokens
+from burnish.plan.engine_profile import Suggestion, profile_class
 from burnish.plan.hardware import Hardware
 from burnish.plan.launch import hardware_of
 from burnish.plan.memory_plan import Plan
@@ -26,14 +26,6 @@ from burnish.plan.predict import make_plan
 
 class RunOutOfMemoryError(BurnishError, RuntimeError):
     """A run that ran out of memory. The message gives the phase and suggested changes."""
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """Suggested change of the recipe, with its cost."""
-
-    overrides: tuple[str, ...]
-    cost: str
 
 
 @dataclass(frozen=True)
@@ -181,27 +173,10 @@ def _pass_suggestions(role: TrainRole, plan: BatchPlan, device: str) -> Iterator
 
 def _state_suggestions(job: JobSpec, role: TrainRole) -> Iterator[Suggestion]:
     """Yield suggestions that reduce the part of the model on each rank."""
-    engine, ranks, key = role.train.engine, role.ranks, "train.engine."
-    moved = "offloaded to host memory; slower optimizer step"
-    if isinstance(engine, DeepSpeedEngine):
-        for stage in range(engine.zero_stage + 1, 4) if ranks > 1 else ():
-            held = {1: "masters and moments", 2: "gradients", 3: "weights"}[stage]
-            yield Suggestion((f"{key}zero_stage={stage}",), f"shards {held}; more communication")
-        if not engine.adam_offload and engine.zero_stage:
-            yield Suggestion((f"{key}adam_offload=true",), f"masters and moments {moved}")
-        if not engine.param_offload and engine.zero_stage == 3:
-            yield Suggestion(
-                (f"{key}param_offload=true",), "weight shards offloaded to host memory; slower"
-            )
-    elif ranks > 1:
-        if engine.sharding == "none" and engine.ranks_per_row == 1:
-            full = "shards weights, gradients and moments; more communication"
-            yield Suggestion((f"{key}sharding=full",), full)
-        elif engine.sharding == "full" and not engine.cpu_offload:
-            yield Suggestion((f"{key}cpu_offload=true",), f"weights, gradients and moments {moved}")
+    yield from profile_class(role.train.engine, role.ranks).savings(role)
     if not job.inline:
         more = "fewer rows per rank, and smaller shards if the state is sharded"
-        yield Suggestion((f"cluster.policy_ranks={2 * ranks}",), more)
+        yield Suggestion((f"cluster.policy_ranks={2 * role.ranks}",), more)
 
 
 def _rollout_suggestions(role: RolloutRole) -> Iterator[Suggestion]:

@@ -15,7 +15,7 @@ from burnish.config.job import JobConfig
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
 from burnish.config.rollout import VllmEngine
-from burnish.config.train_engines import DeepSpeedEngine
+from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
 from burnish.plan.kv_cache import bytes_per_token, vllm_on_gpu
 from burnish.plan.model_state import SIZES, EngineSetup
@@ -134,6 +134,7 @@ class _Clock:
     def engine(self, role: TrainRole) -> list[Part]:
         ranks = role.ranks
         setup, rows = setup_of(self.job, role)
+        profile = profile_of(setup)
         length, prompt = self._mean_lengths(role.lengths, setup.model)
         group = self.job.samples_per_prompt
         shares = setup.train.layout == "shared_prefix"
@@ -144,13 +145,13 @@ class _Clock:
         work = self.samples / ranks * tokens * per_token
         parts = []
         if self.updates > 1 or role.kind == "critic" or not role.trainable:
-            seconds, how = self._pass(setup, work, passes, gathers=1.0, reduces=0.0)
+            seconds, how = self._pass(profile, work, passes, trains=False)
             parts.append(Part(role.name, "log-probs", seconds, how))
         if setup.trainable:
             factor = (2.0 if setup.shape.adapters else 3.0) + setup.train.gradient_checkpointing
-            seconds, how = self._pass(setup, work * factor, passes, gathers=2.0, reduces=1.0)
+            seconds, how = self._pass(profile, work * factor, passes, trains=True)
             parts.append(Part(role.name, "forward/backward", seconds, how))
-            parts.append(self._step(setup, role.name))
+            parts.append(self._step(profile, role.name))
         if role.sync is not None:
             parts.append(self._sync(setup))
         return parts
@@ -160,31 +161,21 @@ class _Clock:
         return length * self.share["mean_length"], prompt * self.share["mean_length"]
 
     def _pass(
-        self, setup: EngineSetup, work: float, passes: float, *, gathers: float, reduces: float
+        self, profile: TrainEngineProfile, work: float, passes: float, *, trains: bool
     ) -> tuple[float, str]:
         """Return the larger of computing time and link time of a pass, with a description."""
-        compute = work / self.flops_per_s(setup.half)
-        sent = 0.0
-        if setup.sharded and setup.ranks > 1:
-            weights = setup.shape.parameters * setup.weight_size * gathers
-            sums = setup.trained * SIZES[setup.precision.grad_accum_dtype] * reduces
-            sent = passes * (weights + sums) * (setup.ranks - 1) / setup.ranks
-        elif setup.ranks > 1:
-            sums = setup.trained * SIZES[setup.precision.grad_accum_dtype] * reduces
-            once = isinstance(setup.train.engine, DeepSpeedEngine)
-            sent = 2 * sums * (passes if once else self.updates)
-        wait = sent / self.link_bytes_per_s(setup.ranks)
+        compute = work / self.flops_per_s(profile.setup.half)
+        sent = profile.traffic(passes=passes, updates=self.updates, trains=trains)
+        wait = sent / self.link_bytes_per_s(profile.setup.ranks)
         if wait > compute:
             return wait, (f"communication: {sent / 1e9:.0f} GB per rank (compute: {compute:.1f} s)")
         return compute, f"compute: {work:.2e} FLOPs per rank" + (
             f" (communication: {wait:.1f} s)" if wait else ""
         )
 
-    def _step(self, setup: EngineSetup, role: str) -> Part:
-        engine = setup.train.engine
-        sharded = setup.sharded or (isinstance(engine, DeepSpeedEngine) and engine.zero_stage > 0)
-        own = setup.trained / (setup.ranks if sharded else 1)
-        if engine.offloads_optimizer and self.hardware.gpu is not None:
+    def _step(self, profile: TrainEngineProfile, role: str) -> Part:
+        setup, own = profile.setup, profile.stepped_entries
+        if setup.train.engine.offloads_optimizer and self.hardware.gpu is not None:
             node = min(setup.ranks, self.hardware.gpus_per_node)
             host = own * 28 * node / (self.share["host_adam_gbs"] * 1e9)
             seconds = host + own * (4 + setup.weight_size) / self.pcie_bytes_per_s()

@@ -3,19 +3,19 @@ model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from burnish.config.arithmetic import BatchPlan
 from burnish.config.model import ModelConfig
 from burnish.config.roles import JobSpec, TrainRole
-from burnish.config.train_engines import DeepSpeedEngine, TorchEngine
 from burnish.models.logprobs import chunk_tokens
 from burnish.plan import model_state
 from burnish.plan.activations import Peaks
 from burnish.plan.distill import teacher_head, with_teacher
+from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.memory_plan import PHASES
-from burnish.plan.model_state import EngineSetup, Item, Where
+from burnish.plan.model_state import EngineSetup, Item
 from burnish.plan.passes import Pass
 from burnish.plan.role_base import (
     Context,
@@ -38,6 +38,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
     """Return the memory of a policy, reference, teacher, critic or reward model."""
     job = context.job
     setup, rows = setup_of(job, role, context.assume)
+    profile = profile_of(setup)
     passes = _passes(context, setup, role, rows)
     peaks, notes, guessed = {}, [], 0.0
     for name, work in passes.items():
@@ -45,19 +46,20 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
         peaks[name] = with_teacher(role, found, work)
         guessed = max(guessed, extra)
         notes += [f"{role.name}: {note}"] if note else []
-    always = (*overhead(context, role.ranks), *model_state.state(setup), *teacher_head(role))
+    always = (*overhead(context, role.ranks), *profile.state(), *teacher_head(role))
     passing = {
-        name: _in_pass(setup, peaks[name], accumulates=work.accumulates)
+        name: _in_pass(profile, peaks[name], accumulates=work.accumulates)
         for name, work in passes.items()
     }
-    loading, loading_host = _loading(context, setup, planned_model(job, role))
-    passing["load"] = (*loading, *loading_host)
+    model, gpu = planned_model(job, role), context.hardware.gpu is not None
+    from_folder = model.path is not None and model.gguf_file is None
+    passing["load"] = tuple(profile.loading(from_folder=from_folder, gpu=gpu))
     if setup.trainable:
-        passing["step"] = tuple(model_state.gradients_in_step(setup))
-        passing["checkpoint"] = _saving(context, setup)
+        passing["step"] = tuple(profile.gradients_in_step())
+        passing["checkpoint"] = tuple(profile.saving(gpu=gpu))
     first: dict[str, Items] = {}
     if role.sync is not None:
-        passing["sync"] = tuple(model_state.weight_transfer(setup))
+        passing["sync"] = tuple(profile.weight_transfer())
         first = _object_store(context, setup)
     resident = {phase: always for phase in PHASES}
     resident["load"] = tuple(i for i in always if not i.how.startswith("moments"))
@@ -201,92 +203,36 @@ def _passes(
     return passes
 
 
-def _in_pass(setup: EngineSetup, peaks: Peaks, *, accumulates: bool) -> Items:
+def _in_pass(profile: TrainEngineProfile, peaks: Peaks, *, accumulates: bool) -> Items:
     """Return the items of a pass at its worst stage. ``accumulates``: gradients of an earlier pass
     exist."""
-    stages = [_at_stage(setup, peaks, stage, accumulates) for stage in peaks.other]
+    setup = profile.setup
+    stages = [_at_stage(profile, peaks, stage, accumulates) for stage in peaks.other]
     layers = len(setup.shape.layers)
-    if setup.sharded and setup.trainable and layers > 2 and "bottom" in peaks.other:
+    if profile.gathers and setup.trainable and layers > 2 and "bottom" in peaks.other:
         # Second layer from the bottom: nearly all gradients, and one more layer to prefetch.
-        top, bottom = peaks.other["top"], peaks.other["bottom"]
-        second = {**peaks.other, "middle": bottom + (top - bottom) / (layers - 1)}
-        stages.append(_at_stage(setup, replace(peaks, other=second), "middle", accumulates))
+        def second(sizes: Mapping[str, float]) -> dict[str, float]:
+            top, bottom = sizes["top"], sizes["bottom"]
+            return {**sizes, "middle": bottom + (top - bottom) / (layers - 1)}
+
+        between = replace(peaks, total=second(peaks.total), other=second(peaks.other))
+        stages.append(_at_stage(profile, between, "middle", accumulates))
     return max(stages, key=model_state.total)
 
 
-def _at_stage(setup: EngineSetup, peaks: Peaks, stage: str, accumulates: bool) -> Items:
+def _at_stage(profile: TrainEngineProfile, peaks: Peaks, stage: str, accumulates: bool) -> Items:
     others = peaks.other[stage]
     output = min(peaks.output, others) if stage in ("forward", "head") else 0.0
     items = [
         Item("activations", others - output, f"{peaks.how}; stage {stage}"),
         Item("logits/loss", output, "log-prob head, logits of one chunk"),
     ]
-    trains = setup.trainable and any(peaks.total[s] > peaks.other[s] for s in peaks.total)
-    if setup.sharded or isinstance(setup.train.engine, DeepSpeedEngine):
-        items += model_state.gathered(setup, stage)
-        if trains:
-            items += model_state.gradients_in_pass(setup, stage, accumulates=accumulates)
-    elif trains:
-        grad = peaks.total[stage] - others
-        items.append(Item("gradients", grad, f"traced; stage {stage}"))
+    items += profile.gathered(stage)
+    trains = any(peaks.total[s] > peaks.other[s] for s in peaks.total)
+    if profile.setup.trainable and trains:
+        traced = peaks.total[stage] - others
+        items += profile.gradients_in_pass(stage, accumulates=accumulates, traced=traced)
     return tuple(i for i in items if i.bytes)
-
-
-def _loading(context: Context, setup: EngineSetup, model: ModelConfig) -> tuple[Items, Items]:
-    """Return the temporary memory (device, host) of loading a model, in addition to its state. The
-    model is read into host memory, moved as a unit, and sharded on the device. FSDP2 ranks instead
-    read their own rows from a model folder."""
-    engine, whole = setup.train.engine, setup.model.parameters
-    in_parts = model.path is not None and model.gguf_file is None
-    if in_parts and setup.sharded and isinstance(engine, TorchEngine):
-        how = "largest weight; each rank reads its own rows"
-        largest = Item("parameters", 4.0 * setup.largest_tensor / setup.ranks, how)
-        return (largest,), ()
-    lora = bool(setup.shape.adapters)
-    size = 4 if setup.trainable and not lora else setup.weight_size
-    host = Item("parameters", whole * size, f"model file: {whole / 1e9:.3f}e9 x {size} B", "host")
-    zero = isinstance(engine, DeepSpeedEngine)
-    if isinstance(engine, DeepSpeedEngine) and engine.zero_init:
-        part = whole / setup.ranks * (0 if size == setup.weight_size else size)
-        how = "zero_init: shards in the format of the file + largest weight, unsharded"
-        return (Item("parameters", setup.largest_tensor * size + part, how),), ()
-    if context.hardware.gpu is None:
-        host = replace(host, where="device")
-    sharded = setup.sharded or setup.unsharded is not None or (zero and setup.trainable)
-    if not sharded:
-        return (), (host,) if context.hardware.gpu is not None else ()
-    if zero and setup.trainable:  # the fp32 weights stay in host memory: train/engines.py
-        size = setup.weight_size
-    elif isinstance(engine, TorchEngine) and engine.cpu_offload:
-        return (Item("parameters", 4.0 * setup.largest_tensor, "largest weight"),), (host,)
-    kept = model_state.total(i for i in model_state.state(setup) if i.name == "parameters")
-    how = f"unsharded on every rank while loading: {whole / 1e9:.3f}e9 x {size} B"
-    item = Item("parameters", max(0.0, whole * size - kept), how)
-    return (item,), (host,) if context.hardware.gpu is not None else ()
-
-
-def _saving(context: Context, setup: EngineSetup) -> Items:
-    """Return the temporary memory of writing a checkpoint."""
-    where: Where = "device" if context.hardware.gpu is None else "host"
-    if isinstance(setup.train.engine, DeepSpeedEngine):
-        size = 8.0 * setup.largest_tensor
-        return (Item("parameters", size, "largest weight in fp32, and its bytes", where),)
-    if setup.sharded:
-        if where == "device":  # already in host memory
-            return ()
-        parts = setup.ranks
-        if setup.unsharded is not None:
-            parts *= setup.train.engine.tensor_parallel_size
-        size = model_state.checkpoint_bytes(setup) / parts
-        return (Item("optimizer", size, "copy of this rank's state", where),)
-    return (
-        Item(
-            "optimizer",
-            4.0 * setup.trained,
-            "bytes of one set of tensors (masters or a moment)",
-            where,
-        ),
-    )
 
 
 def _object_store(context: Context, setup: EngineSetup) -> dict[str, Items]:

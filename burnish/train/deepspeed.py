@@ -38,6 +38,7 @@ from burnish.train.forward import BatchForward, zero_of
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.zero import (
+    WEIGHT_BUCKET_BYTES,
     ZeroAdamW,
     ZeroOptimizer,
     buckets,
@@ -49,7 +50,6 @@ from burnish.train.zero import (
 from burnish.types import Batch, FinishedSave, PendingSave, Stats
 
 OLDEST = Version("0.19.8")
-WEIGHT_BUCKET_BYTES = 256 << 20
 
 
 class DeepSpeedError(BurnishError, RuntimeError):

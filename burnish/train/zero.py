@@ -25,6 +25,9 @@ from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.state import Shard, ShardedState, Shards
 
+WEIGHT_BUCKET_BYTES = 256 << 20
+"""Full tensors that stage 3 gathers at a time for a weight transfer."""
+
 
 def ds_config(spec: EngineSpec, *, on_gpu: bool) -> dict[str, Any]:
     """Return the DeepSpeed configuration of an engine. ``on_gpu``: the engine computes on a GPU.

@@ -19,7 +19,8 @@ from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.models.load import load_causal_lm
 from burnish.plan.activations import key_of, measure
-from burnish.plan.model_state import EngineSetup, Item, state, total
+from burnish.plan.engine_profile import profile_of
+from burnish.plan.model_state import EngineSetup, Item, total
 from burnish.plan.passes import Pass
 from burnish.plan.shapes import shape_of
 from burnish.plan.train_role import _in_pass
@@ -110,8 +111,8 @@ def test_plan_of_a_sharded_engine_matches_torchs_memory_tracker(
     shape = shape_of(spec.model)
     setup = EngineSetup(shape=shape, train=spec.train, precision=spec.precision, ranks=RANKS)
     peaks = measure(key_of(shape), work)
-    items = _in_pass(setup, peaks, accumulates=work.accumulates)
-    whole = state(setup)
+    items = _in_pass(profile_of(setup), peaks, accumulates=work.accumulates)
+    whole = profile_of(setup).state()
     before = [i for i in whole if not i.how.startswith("moments")]
     engine = ShardedTrainEngine(load_causal_lm(spec.model, dtype="fp32"), spec, ranks=ranks)
     peak, after = tracked(engine, batch_of(work.rows * RANKS))

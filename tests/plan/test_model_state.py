@@ -8,14 +8,8 @@ from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, Scrat
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm
 from burnish.models.value_head import load_scalar_model
-from burnish.plan.model_state import (
-    EngineSetup,
-    checkpoint_bytes,
-    gathered,
-    gradients_in_step,
-    state,
-    total,
-)
+from burnish.plan.engine_profile import profile_of
+from burnish.plan.model_state import EngineSetup, checkpoint_bytes, total
 from burnish.plan.shapes import known_models, shape_from_config, shape_of
 
 SCRATCH = ModelConfig(scratch=ScratchConfig(hidden_size=64, num_layers=3))
@@ -37,7 +31,8 @@ def setup(dtype="bf16", ranks=1, sums="fp32", path="meta-llama/Meta-Llama-3-8B",
 def per_parameter(s, where="device"):
     """Bytes per parameter of what is there for good and of the gradients in the step, buckets left
     out."""
-    items = [*state(s), *gradients_in_step(s)]
+    profile = profile_of(s)
+    items = [*profile.state(), *profile.gradients_in_step()]
     return total((i for i in items if i.name != "communication"), where) / s.shape.parameters
 
 
@@ -149,7 +144,7 @@ def test_lora_trains_the_adapters_only():
         precision=PrecisionConfig(dtype="bf16"),
     )
     assert s.trained == s.shape.adapters == 161_480_704
-    bytes_ = total([*state(s), *gradients_in_step(s)])
+    bytes_ = total([*profile_of(s).state(), *profile_of(s).gradients_in_step()])
     assert bytes_ == 7_615_616_512 * 2 + 161_480_704 * 18
 
 
@@ -179,7 +174,7 @@ def test_fsdp_gathers_are_independent_of_depth():
     sizes = []
     for shape in (short, shape_from_config(config, "twice as deep", "here")):
         s = setup(ranks=8, engine={"kind": "torch", "sharding": "full"})
-        sizes.append(total(gathered(EngineSetup(shape, s.train, s.precision, 8))))
+        sizes.append(total(profile_of(replace(s, shape=shape)).gathered()))
     assert sizes[0] == sizes[1]
 
 

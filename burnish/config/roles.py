@@ -130,6 +130,15 @@ class TrainRole(RoleSpec):
         return self.train.engine.tensor_parallel_size
 
     @property
+    def num_forward_passes(self) -> int:
+        """Number of passes over a step's rows without gradient, outside of the updates: outputs of
+        a frozen role, values, old log-probs, and the log-probs of a reference that the role
+        holds."""
+        if not self.trainable:
+            return 1
+        return (self.kind == "critic") + self.needs_old_logprobs + self.holds_reference
+
+    @property
     def engine_role(self) -> Literal["policy", "reference", "teacher", "critic", "reward"]:
         """The kind, excluding the rollout."""
         assert self.kind != "rollout"

@@ -144,8 +144,9 @@ class _Clock:
         passes = max(1.0, model_parallel * self.samples / ranks / max(1, len(rows)))
         work = self.samples / ranks * tokens * per_token
         parts = []
-        if self.updates > 1 or role.kind == "critic" or not role.trainable:
-            seconds, how = self._pass(profile, work, passes, trains=False)
+        times = role.num_forward_passes
+        if times:
+            seconds, how = self._pass(profile, times * work, times * passes, trains=False)
             parts.append(Part(role.name, "log-probs", seconds, how))
         if setup.trainable:
             factor = (2.0 if setup.shape.adapters else 3.0) + setup.train.gradient_checkpointing

@@ -187,8 +187,7 @@ def _passes(
         kernels=context.hardware.kernels,
     )
     passes: dict[str, Pass] = {}
-    before = role.kind == "critic" or role.needs_old_logprobs or role.holds_reference
-    if before or not role.trainable:
+    if role.num_forward_passes:
         passes["log-probs"] = base
     if role.trainable:
         assert batch is not None

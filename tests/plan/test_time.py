@@ -1,0 +1,61 @@
+"""The time estimate of a step, by hand."""
+
+import pytest
+
+from burnish.config import load_config
+from burnish.config.model import ModelConfig
+from burnish.plan.hardware import parse_cluster
+from burnish.plan.shapes import shape_of
+from burnish.plan.time import estimate, flops
+
+GRPO = {
+    "job": "rl",
+    "max_steps": 1,
+    "model": {"scratch": {}},
+    "data": {"sources": ["prompts.jsonl"], "prompt_max_len": 16},
+    "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "generate_max_len": 8},
+    "train": {"train_batch_size": 16},
+}
+IN_LOSS = ("algorithm.kl.init_kl_coef=0.1",)
+IN_REWARD = (
+    *IN_LOSS,
+    "algorithm.kl.placement=reward",
+    "algorithm.kl.estimator=k1",
+    "algorithm.advantage=rloo",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        ((), 0),  # one update: the old log-probs are those of the update
+        (("train.train_batch_size=8",), 1),
+        (IN_LOSS, 0),
+        (IN_REWARD, 1),
+        ((*IN_LOSS, "model.lora={}"), 1),
+        ((*IN_REWARD, "model.lora={}"), 2),
+    ],
+)
+def test_time_counts_the_passes_that_the_policy_makes_before_its_updates(overrides, passes):
+    """Old log-probs if the update needs them, and the reference's if it is the base of a LoRA
+    policy. Each is a third of forward and backward, or half with LoRA, whose frozen weights have no
+    gradient."""
+    config = load_config(GRPO, list(overrides))
+    found = estimate(config, parse_cluster("A100-80GB")).parts
+    seconds = {p.phase: p.seconds for p in found if p.role == "policy"}
+    assert ("log-probs" in seconds) == bool(passes)
+    share = passes / (3 if config.model.lora is None else 2)
+    assert seconds.get("log-probs", 0) == pytest.approx(seconds["forward/backward"] * share)
+
+
+def test_flops_are_two_per_parameter_and_token_and_attention():
+    """Llama-3-8B, rows of 2048: 2 x (8.03e9 - 0.525e9 of the input embedding), and 4 x 1024 x 4096
+    in each of 32 layers."""
+    shape = shape_of(ModelConfig(path="meta-llama/Meta-Llama-3-8B"))
+    expected = 2 * (8_030_261_248 - 525_336_576) + 32 * 4 * 1024 * 4096
+    assert flops(shape, 2048) == pytest.approx(expected)
+
+
+def test_mixture_of_experts_counts_only_the_active_parameters():
+    shape = shape_of(ModelConfig(path="Qwen/Qwen3-30B-A3B"))
+    assert flops(shape, 2) / 2 == pytest.approx(3.04e9, rel=0.02)  # "A3B", less the embedding

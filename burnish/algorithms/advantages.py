@@ -145,8 +145,8 @@ def token_rewards(
     last = mask & (actions_so_far == actions_so_far[:, -1:])
     rest = at_least_fp32(rewards)
     if turn_rewards is not None:
-        turn_rewards = torch.where(mask, at_least_fp32(turn_rewards), 0.0)
-        rest = (rest.double() - turn_rewards.double().sum(1)).to(rest)
+        turn_rewards = torch.where(mask, turn_rewards, 0.0)
+        rest = (rest - turn_rewards.double().sum(1)).to(rest)
     out = torch.where(last, rest.unsqueeze(1), 0.0)
     out = out if turn_rewards is None else out + turn_rewards
     return out if kl is None else out - kl_coef * torch.where(mask, at_least_fp32(kl), 0.0)

@@ -186,3 +186,17 @@ def test_sums_by_row_have_gradients_and_see_no_garbage() -> None:
     assert gradcheck(lambda v: sum_by_row(v, mask, row_ids=ids, num_rows=2), (x,))
     assert gradcheck(lambda v: row_mean(v, mask, ids), (x,))
     assert gradcheck(lambda v: row_sum(v.view(2, 2), mask.view(2, 2)), (x,))
+
+
+def test_rows_of_one_sequence_are_divided_by_all_of_its_tokens() -> None:
+    """Rows (1, 2, 3) and (6) of one sequence, 4 tokens: 12 / 4 = 3, in one pass or in two. Another
+    sequence of one token, 5: (3 + 5) / 2 = 4."""
+    loss = torch.tensor([1.0, 2.0, 3.0, 6.0, 5.0, math.nan])
+    mask = torch.tensor([True] * 5 + [False])
+    counts = {"aggregation": "sequence_mean", "num_tokens": 5, "num_sequences": 2}
+    tokens = torch.tensor([4, 4, 4, 4, 1, 0])
+    rows_of = torch.tensor([0, 0, 0, 1, 2, 3])
+    whole = reduce(loss, mask, sequence_tokens=tokens, row_ids=rows_of, **counts)
+    assert whole.item() == 4.0
+    parts = [slice(0, 3), slice(3, 6)]
+    assert sum(reduce(loss[p], mask[p], sequence_tokens=tokens[p], **counts) for p in parts) == 4.0

@@ -77,6 +77,16 @@ SENSELESS = {
         ["algorithm.advantage={kind: reinforce_pp_baseline, gamma: 0.99}"],
         "recipe: algorithm.advantage.gamma=0.99 with a group baseline",
     ),
+    "a discount of turns that discounts nothing": (
+        "rl",
+        ["algorithm.advantage={kind: reinforce_pp, discount: turn}"],
+        "algorithm.advantage: discount=turn does nothing with gamma=1",
+    ),
+    "the same of gae": (
+        "rl",
+        ["algorithm.advantage={kind: gae, lam: 1, discount: turn}"],
+        "algorithm.advantage: discount=turn does nothing with gamma=1 and lam=1",
+    ),
     "a correction of tokens cut off by top_p": (
         "rl",
         ["algorithm.correction={}", "rollout.top_p=0.9"],

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.jobs.credit import assign_advantages
+from burnish.rewards.base import RewardError
 from burnish.types import Batch, rows_to_batch
 
 LENGTHS = [2, 1, 1, 3]
@@ -169,3 +170,111 @@ def test_kl_in_the_loss_leaves_advantages_alone(options: dict[str, Any], batch: 
     plain = assign_advantages(batch, config, kl_coef=0.0).advantages
     with_kl = assign_advantages(_with_kl(batch), config, kl_coef=0.1).advantages
     assert plain is not None and with_kl is not None and torch.equal(plain, with_kl)
+
+
+# ---- episodes: sample A has two rows, B one; both are of one group
+#
+#     A, reward 3:  P  a1 a1         (turn 1, an earlier call's branch)
+#                   P  a0 o  a2      (turns 0 and 2, an observation between)
+#     B, reward 1:  P  a0
+
+
+@pytest.fixture
+def episodes() -> Batch:
+    turns = [[-1, 1, 1], [-1, 0, -1, 2], [-1, 0]]
+    masks = [[turn >= 0 for turn in row] for row in turns]
+    made = rows_to_batch([[9] * len(row) for row in turns], masks, prompt_lens=[1] * 3)
+    return replace(
+        made,
+        group_ids=torch.zeros(3, dtype=torch.int64),
+        rewards=torch.tensor([3.0, 3.0, 1.0]),
+        sample_ids=torch.tensor([0, 0, 1]),
+        sample_tokens=torch.tensor([4, 4, 1]),
+        turn_ids=torch.tensor([turn for row in turns for turn in row]),
+    )
+
+
+def _in_time(values: Tensor | None, batch: Batch) -> list[list[float]]:
+    """The numbers of A's tokens in the order of time, and those of B's."""
+    assert values is not None
+    assert not values[~batch.action_mask].any()
+    a1, a1_end, a0, a2, b0 = values[batch.action_mask].tolist()
+    return [[a0, a1, a1_end, a2], [b0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "a", "b"),
+    [
+        ("grpo", 0.5**0.5, -(0.5**0.5)),  # mean 2, standard deviation sqrt(2)
+        ("dr_grpo", 1.0, -1.0),
+        ("opo", 0.4, -1.6),  # 4 tokens of 3 and 1 token of 1: baseline 13 / 5
+        ("rloo", 2.0, -2.0),
+    ],
+)
+def test_a_group_compares_episodes_and_each_row_gets_their_advantage(
+    kind: str, a: float, b: float, episodes: Batch
+) -> None:
+    """Counted by row, the mean would be 7 / 3. With turn rewards the total is the same."""
+    found = assign_advantages(episodes, _advantage(kind), kl_coef=0.0).advantages
+    wanted = [[a] * 4, [b]]
+    for row, expected in zip(_in_time(found, episodes), wanted, strict=True):
+        assert row == pytest.approx(expected, rel=2e-6)  # eps of grpo
+    if kind != "rloo":
+        by_turn = replace(episodes, turn_rewards=torch.ones(9))
+        again = assign_advantages(by_turn, _advantage(kind), kl_coef=0.0).advantages
+        assert found is not None and again is not None and torch.equal(again, found)
+
+
+@pytest.mark.parametrize(
+    ("discount", "wanted"), [("token", [0.375, 0.75, 1.5, 3.0]), ("turn", [0.75, 1.5, 1.5, 3.0])]
+)
+def test_returns_run_through_the_rows_in_the_order_of_time(
+    discount: str, wanted: list[float], episodes: Batch
+) -> None:
+    """gamma 1/2 from token to token, or from turn 0 to 1 and from 1 to 2."""
+    config = _advantage("reinforce_pp", gamma=0.5, discount=discount, whiten=False)
+    found = assign_advantages(episodes, config, kl_coef=0.0).advantages
+    assert _in_time(found, episodes) == [wanted, [1.0]]
+
+
+def _with_turn_rewards(batch: Batch) -> Batch:
+    """0.5, 1.5 and 0.25 for turns 0 to 2 of A, on their last tokens."""
+    return replace(batch, turn_rewards=torch.tensor([0, 0, 1.5, 0, 0.5, 0, 0.25, 0, 0]))
+
+
+def test_a_turns_reward_counts_for_the_tokens_up_to_its_end(episodes: Batch) -> None:
+    """A's rest, 3 - 2.25 = 0.75, is on its last token: rewards 0.5, 0, 1.5, 1 in time."""
+    config = _advantage("reinforce_pp", whiten=False)
+    found = assign_advantages(_with_turn_rewards(episodes), config, kl_coef=0.0).advantages
+    assert _in_time(found, episodes) == [[3.0, 2.5, 2.5, 1.0], [1.0]]
+
+
+def test_gae_follows_the_order_of_time_with_turn_rewards_and_kl(episodes: Batch) -> None:
+    """lambda 0, values 1 2 3 4 in A's time and 5 of B. KL 1 with weight 0.25 on every token:
+    rewards 0.25, -0.25, 1.25, 0.75 and 0.75. Deltas: 0.25 + 2 - 1, -0.25 + 3 - 2, 1.25 + 4 - 3,
+    0.75 - 4, and 0.75 - 5."""
+    zeros = torch.zeros(9)
+    batch = replace(
+        _with_turn_rewards(episodes),
+        values=torch.tensor([9, 2, 3, 9, 1, 9, 4, 9, 5.0]),
+        ref_logprobs=zeros,
+        old_logprobs=torch.where(episodes.action_mask, 1.0, 0.0),
+    )
+    config = _kl_in_reward("gae", lam=0.0, whiten=False)
+    found = assign_advantages(batch, config, kl_coef=0.25)
+    assert _in_time(found.advantages, batch) == [[1.25, 0.75, 2.25, -3.25], [-4.25]]
+    assert _in_time(found.returns, batch) == [[2.25, 2.75, 5.25, 0.75], [0.75]]
+
+
+@pytest.mark.parametrize("kind", ["rloo", "reinforce_pp_baseline"])
+def test_a_baseline_of_totals_is_refused_with_rewards_of_turns(kind: str, episodes: Batch) -> None:
+    with pytest.raises(
+        RewardError, match=f"algorithm.advantage={kind} with rewards of single turn"
+    ):
+        assign_advantages(_with_turn_rewards(episodes), _advantage(kind), kl_coef=0.0)
+
+
+def test_a_discount_of_turns_does_nothing_in_single_turns(batch: Batch) -> None:
+    config = _advantage("reinforce_pp", gamma=0.5, discount="turn", whiten=False)
+    found = _rows(assign_advantages(batch, config, kl_coef=0.0).advantages, batch)
+    assert found == [[1.0, 1.0], [0.0], [2.0], [5.0, 5.0, 5.0]]

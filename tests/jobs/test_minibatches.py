@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import torch
 
 from burnish.config import RLConfig, load_config
 from burnish.jobs.rl import minibatches
@@ -85,3 +87,66 @@ def test_the_order_depends_on_seed_and_step_alone(
     assert order(0, 1) == order(0, 1)
     assert order(0, 1) != order(0, 2)
     assert order(0, 1) != order(1, 1)
+
+
+# ---- episodes: samples of one or more rows, and fewer samples than planned
+
+
+def _episodes(samples_of_groups: list[list[int]]) -> Batch:
+    """Groups of samples with so many rows each; a row holds the number of its sample."""
+    samples = [(g, n) for g, group in enumerate(samples_of_groups) for n in group]
+    rows = [(g, s) for s, (g, n) in enumerate(samples) for _ in range(n)]
+    ids = torch.tensor([sample for _, sample in rows])
+    made = rows_to_batch(
+        [[sample, sample] for _, sample in rows],
+        [[False, True]] * len(rows),
+        prompt_lens=[1] * len(rows),
+        group_ids=[group for group, _ in rows],
+    )
+    return replace(made, sample_ids=ids, sample_tokens=torch.bincount(ids)[ids])
+
+
+def _samples(batch: Batch) -> list[int]:
+    return list(dict.fromkeys(_rows(batch)))
+
+
+def test_samples_of_several_rows_are_divided_like_single_rows(
+    batch: Batch, config: Callable[..., RLConfig]
+) -> None:
+    """16 samples with 1 to 3 rows: the same samples in each step as of 16 rows."""
+    episodes = _episodes([[1 + g % 3, 1 + g % 2] for g in range(8)])
+    plan = config(4, epochs=2)
+    wanted = list(minibatches(batch, plan, step=3))
+    found = list(minibatches(episodes, plan, step=3))
+    assert [_samples(part) for part in found] == [_rows(part) for part in wanted]
+    for part in found:
+        assert part.num_sequences == 4 and part.num_tokens == part.num_rows
+
+
+def test_failed_members_leave_the_number_of_steps(config: Callable[..., RLConfig]) -> None:
+    """13 of 16 samples in 7 groups: 4 steps that take every sample once and whole groups."""
+    episodes = _episodes([[1, 2], [1], [3, 1], [1, 1], [2], [1, 1], [1, 1, 1]])
+    for step in range(1, 20):
+        parts = list(minibatches(episodes, config(4), step=step))
+        assert len(parts) == 4
+        assert sorted(s for part in parts for s in _samples(part)) == list(range(13))
+        groups = [set(part.group_ids.tolist()) for part in parts]
+        assert sum(map(len, groups)) == 7, "no group is in two steps"
+        assert all(1 <= part.num_sequences <= 6 for part in parts)
+        assert sum(part.num_rows for part in parts) == episodes.num_rows
+
+
+def test_a_step_is_never_empty_while_there_are_samples(config: Callable[..., RLConfig]) -> None:
+    """Fewer groups than steps: 5 samples of one group in 4 steps are 1 + 1 + 1 + 2. Fewer samples
+    than steps: as many steps as samples."""
+    sizes = [part.num_sequences for part in minibatches(_episodes([[1] * 5]), config(4), step=1)]
+    assert sizes == [1, 1, 1, 2]
+    sizes = [part.num_sequences for part in minibatches(_episodes([[1, 2, 1]]), config(4), step=1)]
+    assert sizes == [1, 1, 1]
+
+
+def test_a_single_step_keeps_the_order_of_an_incomplete_rollout(
+    config: Callable[..., RLConfig],
+) -> None:
+    (only,) = minibatches(_episodes([[1, 2], [1]]), config(16), step=1)
+    assert _rows(only) == [0, 1, 1, 2]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from burnish.config.rewards import ShapingConfig
 from burnish.rewards.shaping import clip, overlong_penalty, shaped
-from burnish.types import Sample
+from burnish.types import Sample, TokenRow
 
 
 def _sample(num_tokens: int, finish_reason: str = "stop") -> Sample:
@@ -62,3 +64,15 @@ def test_every_token_costs_the_same_and_that_is_not_clipped_away() -> None:
     assert shaped(5.0, _sample(9), config=config, generate_max_len=99) == pytest.approx(0.91)
     cut = shaped(5.0, _sample(9, "length"), config=config, generate_max_len=99)
     assert cut == pytest.approx(0.41)
+
+
+def test_penalties_count_what_the_policy_sampled_in_all_rows() -> None:
+    """Last row: 9 tokens, of which a tool wrote 4. An earlier row: 3, of which 1. 5 + 2 = 7 sampled
+    tokens at 0.5; of max 8 with buffer 2, 1 token too many: 1 / 2."""
+    last = replace(_sample(9), action_mask=(True,) * 5 + (False,) * 4)
+    row = TokenRow((1,), (2,) * 3, (0.0,) * 3, (True, True, False), (0,) * 3, (0, 0, -1))
+    episode = replace(last, earlier_rows=(row,), turns=(1,) * 5 + (-1,) * 4)
+    config = ShapingConfig(length_penalty=0.5)
+    assert shaped(0.0, episode, config=config, generate_max_len=8) == -3.5
+    config = ShapingConfig(overlong_buffer_len=2, overlong_penalty=1.0)
+    assert shaped(0.0, episode, config=config, generate_max_len=8) == -0.5

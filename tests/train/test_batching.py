@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from burnish.train.batching import Layout, arrange, read_and_target, split_rows
+from burnish.train.batching import (
+    Layout,
+    arrange,
+    read_and_target,
+    row_units,
+    split_over_ranks,
+    split_rows,
+)
 from burnish.types import Batch, rows_to_batch
 
 
@@ -95,3 +102,36 @@ def test_what_predicts_a_token_is_the_token_before_it() -> None:
     )
     read, target = read_and_target(batch)
     assert target.tolist() == [2, 4, 5] and read.tolist() == [1, 3, 4]
+
+
+def test_the_rows_of_a_sample_stay_together_if_the_loss_needs_them() -> None:
+    """Rows 0 and 2 are one sample, 1 and 3 others. Packed: 5 + 7 = 12, 6 and 11 tokens."""
+    episodes = replace(FOUR, sample_ids=torch.tensor([5, 0, 5, 3]))
+    assert split(episodes, micro=1, layout="packed") == [[0], [1], [2], [3]]
+    together = replace(episodes, samples_together=True)
+    assert split(together, micro=1, layout="packed") == [[0, 2], [1], [3]]
+    assert split(together, micro=2, layout="packed") == [[0, 2, 1], [3]]
+    assert split(together, budget=1, layout="packed") == [[0, 2], [1], [3]]
+    assert split(together, budget=18, layout="packed") == [[0, 2, 1], [3]]
+    assert split(together, budget=17, layout="packed") == [[0, 2], [1, 3]]
+    assert row_units(together, [3, 2, 0]) == [[3], [2, 0]]
+    single = replace(FOUR, samples_together=True)
+    assert split(single, micro=1, layout="packed") == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("budget", [None, 1, 12, 100])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_rank_gets_a_part_of_a_sample(ranks: int, budget: int | None) -> None:
+    samples = torch.tensor([0, 1, 0, 2, 1, 0, 3, 3])
+    rows = batch_of([(2, 1 + i) for i in range(8)], [0] * 8)
+    parts = split_over_ranks(
+        replace(rows, sample_ids=samples, samples_together=True),
+        ranks=ranks,
+        micro_batch_size=1,
+        max_tokens=budget,
+        layout="packed",
+    )
+    micros = [micro for part in parts for micro in part if micro]
+    assert sorted(row for micro in micros for row in micro) == list(range(8))
+    of_micro = [set(samples[micro].tolist()) for micro in micros]
+    assert sum(map(len, of_micro)) == 4, "each sample is in one micro-batch"

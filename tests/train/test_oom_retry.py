@@ -4,6 +4,7 @@ same."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,8 +134,6 @@ def test_by_default_the_error_comes_through(
 
 
 def test_rows_that_stay_together_are_never_cut(ragged_batch: Batch) -> None:
-    from dataclasses import replace
-
     pairs = replace(ragged_batch, rows_per_unit=2)
     smaller = MicroBatchBackoff("shared_prefix", forget=lambda: None)
     smaller.most_tokens = 1
@@ -175,3 +174,17 @@ def test_a_real_allocation_that_cannot_be_had_is_recognised() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(raised.value), raised.value
+
+
+def test_rows_of_one_sample_are_never_cut(ragged_batch: Batch) -> None:
+    """Samples of rows 0 3 5, 1 2 and 4: halved into the first and the others, then no more."""
+    ids = torch.tensor([0, 1, 1, 0, 2, 0, 9, 9])
+    episodes = replace(ragged_batch, sample_ids=ids, samples_together=True)
+    smaller = MicroBatchBackoff("packed", forget=lambda: None)
+    smaller.most_tokens = 1
+    parts = list(smaller.parts(episodes, [0, 1, 2, 3, 4, 5]))
+    assert parts == [[0, 3, 5], [1, 2], [4]]
+    full = RuntimeError(FULL)
+    assert not smaller.try_reduce(full, episodes, [0, 3, 5])
+    assert "3 row(s)" in full.__notes__[0]
+    assert smaller.try_reduce(RuntimeError(FULL), episodes, [0, 3, 5, 4])

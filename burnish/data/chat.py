@@ -336,21 +336,23 @@ def _prefix_length(
 
 
 def encode_piece(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool = False
+    tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool = False, literal: bool = False
 ) -> list[int]:
     """Tokenize ``text`` without adding special tokens. ``follows``: other tokens precede it.
+    ``literal``: special tokens in it are tokenized as ordinary text.
 
     SentencePiece-style tokenizers prepend a space to any text, even if it continues a line. For
     them the piece is tokenized after a newline, and the newline's ids are removed.
     """
-    ids = _plain_ids(tokenizer, text)
+    tokenize = _literal_ids if literal else _plain_ids
+    ids = tokenize(tokenizer, text)
     if not follows or not text:
         return ids
     probe = tokenizer.convert_ids_to_tokens(_plain_ids(tokenizer, "a"))
     if not probe or not probe[0].startswith(_WORD_START):
         return ids
     newline = _plain_ids(tokenizer, "\n")
-    behind = _plain_ids(tokenizer, "\n" + text)
+    behind = tokenize(tokenizer, "\n" + text)
     return behind[len(newline) :] if behind[: len(newline)] == newline else ids
 
 
@@ -380,6 +382,11 @@ def _encode_with_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
 
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _literal_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    found = tokenizer(text, add_special_tokens=False, verbose=False, split_special_tokens=True)
+    return list(found["input_ids"])
 
 
 def _trained_length(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> int:

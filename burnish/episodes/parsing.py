@@ -61,6 +61,8 @@ class ResponseParser:
         self._template = _lenient(template)
         self._format = tool_format
         self._prefix = prefix
+        closing = self._template["fields"].get("reasoning_content", {}).get("close")
+        self._reasoning_end = closing if isinstance(closing, str) else ""
 
     def parse(
         self, text: str, tools: Sequence[Mapping[str, Any]], *, salt: bytes = b""
@@ -95,6 +97,9 @@ class ResponseParser:
         opening, closing = self._format.opening, self._format.closing
         if opening in content:
             yield f"{opening!r} is not followed by a well-formed tool call"
+            return
+        if self._reasoning_end not in text and opening in reasoning:
+            yield f"tool calls in reasoning are not run; write {self._reasoning_end!r} first"
             return
         behind = text.rpartition(reasoning)[2] if reasoning else text
         if closing and behind.count(opening) > behind.count(closing):

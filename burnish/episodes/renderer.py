@@ -7,6 +7,8 @@ in :class:`ChatRenderer` for templates that rewrite earlier turns.
 
 from __future__ import annotations
 
+import inspect
+from array import array
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from hashlib import blake2b
@@ -20,7 +22,7 @@ from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
 from burnish.episodes.parsing import ParsedMessage, ResponseParser, argument_problem
 from burnish.episodes.probing import call
-from burnish.episodes.template import ChatTemplate, RendererError, Tools
+from burnish.episodes.template import ChatTemplate, RendererError, Tools, literal_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,11 +47,13 @@ class ChatRenderer:
     ``today``: date for templates that write one. It is fixed at creation, so that prompts of one
     episode agree across midnight.
 
+    Special tokens in tool results become ordinary text, so that a result cannot end a turn.
+
     Not thread-safe: fast tokenizers are not re-entrant.
 
     Raises RendererError if the template is not append-only and ``history`` is None (the message
-    contains the first difference), if the template cannot be extended at all, or if ``tool_format``
-    is unknown.
+    contains the first difference), if the template cannot be extended at all, if ``tool_format`` is
+    unknown, or if transformers is older than 5.15.
     """
 
     def __init__(
@@ -65,7 +69,9 @@ class ChatRenderer:
                 f"history is {history!r}; use keep (what was sampled stays in the prompt) or "
                 "template (every turn renders all messages again)"
             )
+        _check_transformers(tokenizer)
         self._tokenizer = tokenizer
+        self._own_format = tool_format is not None
         self._template = ChatTemplate(tokenizer, today=today or datetime.now())
         self.differences, self.rejected = self._template.probe()
         """First difference of every probe conversation in which the template rewrites history, and
@@ -101,8 +107,8 @@ class ChatRenderer:
                     "the conversation ends with an assistant message, so there is nothing to "
                     "answer; end it with a user message or a tool result"
                 )
-            check_rendering(self._tokenizer, checked, list(tools) or None)
-            text = self._template.text(checked, tools, generate=True)
+            check_rendering(self._tokenizer, checked)
+            text = self._template.text(self._template.marked(checked), tools, generate=True)
         except DataError as error:
             raise RendererError(f"the conversation cannot be rendered: {error}") from error
         if tools and not self.reads_tool_calls:
@@ -113,7 +119,14 @@ class ChatRenderer:
                 "describe that format in the system prompt if the template does not"
             )
         _check_tools(tools)
-        return tuple(encode_piece(self._tokenizer, text))
+        names = [str(tool.get("function", tool)["name"]) for tool in tools]
+        if names and not self._own_format and not any(name in text for name in names):
+            raise RendererError(
+                f"the chat template does not render tools, so the policy would not see "
+                f"{', '.join(names)}. Set model.chat_template to one that does, or describe the "
+                "tools in the system prompt and set tool_format"
+            )
+        return tuple(self._encode(text, follows=False))
 
     def bridge(
         self,
@@ -139,13 +152,13 @@ class ChatRenderer:
             )
         try:
             new = self._identified(new_messages, sampled_ids, tools, prompt_ids)
-            found = self._template.continuation(new, tools)
+            found = self._template.continuation(self._template.marked(new), tools)
         except DataError as error:
             raise RendererError(f"the new messages cannot be rendered: {error}") from error
         if not sampled_ids or sampled_ids[-1] not in self._closing_ids:
             text = found.before_end + found.end + found.rest
-            return (*prompt_ids, *sampled_ids, *self._follow(text))
-        added = self._follow(found.end + found.rest)
+            return (*prompt_ids, *sampled_ids, *self._encode(text))
+        added = self._encode(found.end + found.rest)
         if found.end or added[:1] == [sampled_ids[-1]]:
             added = added[1:]  # the sampled end token
         return (*prompt_ids, *sampled_ids, *added)
@@ -158,12 +171,16 @@ class ChatRenderer:
         ``prompt_ids``: the prompt it answers. It makes ids of calls unique within the episode, and
         the first token of a response decode as a continuation.
         """
-        salt = repr((tuple(prompt_ids), tuple(sampled_ids))).encode()
+        salt = blake2b(array("q", [len(prompt_ids), *prompt_ids, *sampled_ids]).tobytes())
         text = self._decode(sampled_ids, prompt_ids)
-        return self._parser.parse(text, tools, salt=blake2b(salt).digest())
+        return self._parser.parse(text, tools, salt=salt.digest())
 
-    def _follow(self, text: str) -> list[int]:
-        return encode_piece(self._tokenizer, text, follows=True)
+    def _encode(self, text: str, *, follows: bool = True) -> list[int]:
+        ids: list[int] = []
+        for part, literal in literal_parts(text):
+            follow = follows or bool(ids)
+            ids += encode_piece(self._tokenizer, part, follows=follow, literal=literal)
+        return ids
 
     def _decode(self, sampled_ids: Sequence[int], prompt_ids: Sequence[int]) -> str:
         """Return the text of a response without its end token, with other special tokens."""
@@ -234,6 +251,18 @@ class ChatRenderer:
         found = FORMATS[name] if name else None
         template = response_template(found, reasoning=reasoning, anchor=anchor)
         return ResponseParser(self._tokenizer, template, tool_format=found, prefix=opened)
+
+
+def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise RendererError if transformers cannot parse responses with types of arguments."""
+    import transformers
+
+    method = getattr(tokenizer, "parse_response", None)  # house: ok not in every version
+    if method is None or not {"prefix", "tools"} <= set(inspect.signature(method).parameters):
+        raise RendererError(
+            f"transformers {transformers.__version__} cannot parse responses with tool calls, "
+            "which episodes need; install transformers 5.15 or newer"
+        )
 
 
 def _check_tools(tools: Tools) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]
 _MARK = "qzanswerzq"
 _SHOWN, _BEFORE = 60, 20  # characters of a text shown after and before a difference
+_BEGIN, _END = "\U000f0000", "\U000f0001"  # private-use characters around literal text
+_LITERAL = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
 
 
 class RendererError(BurnishError, ValueError):
@@ -112,11 +114,11 @@ class ChatTemplate:
         mark = next(m for m in (_MARK + "z" * i for i in range(len(text) + 1)) if m not in text)
         results = _leading_results(new)
         with_call = _placeholder(mark, results)
-        check_rendering(self._tokenizer, [user("Go."), with_call, *new], list(tools) or None)
+        check_rendering(self._tokenizer, [user("Go."), with_call, *new])
         for answer in (with_call, {**with_call, "content": mark}) if results else (with_call,):
             head = self.text([user("Go."), answer], tools, generate=False)
             full = self.text([user("Go."), answer, *new], tools, generate=True)
-            if 0 < head.count(mark) < len(results):
+            if answer is with_call and 0 < head.count(mark) < len(results):
                 raise RendererError(
                     f"the chat template renders {head.count(mark)} of the {len(results)} tool "
                     "calls of a turn, so a result would belong to another call. Run one call per "
@@ -232,6 +234,18 @@ class ChatTemplate:
         )
         return frozenset(stop_ids), frozenset(stop_ids | close_ids)
 
+    def marked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return the messages with marks around special tokens in tool results.
+
+        A result is data: a web page that contains ``<|im_end|>`` must not end a turn.
+        """
+        return [
+            {**m, "content": self._special.sub(_in_marks, _LITERAL.sub(_unmarked, m["content"]))}
+            if m["role"] == "tool" and isinstance(m.get("content"), str)
+            else dict(m)
+            for m in messages
+        ]
+
     @cached_property
     def generation_prompt(self) -> str:
         """Text that the template writes at the end of a prompt."""
@@ -263,6 +277,21 @@ class ChatTemplate:
             if end in source:
                 return begin, end
         return None
+
+
+def literal_parts(text: str) -> list[tuple[str, bool]]:
+    """Split a text at the marks of :meth:`ChatTemplate.marked` into (part, whether its special
+    tokens are ordinary text)."""
+    parts = [(part, i % 2 == 1) for i, part in enumerate(_LITERAL.split(text))]
+    return [(part, literal) for part, literal in parts if part]
+
+
+def _in_marks(found: re.Match[str]) -> str:
+    return f"{_BEGIN}{found[0]}{_END}"
+
+
+def _unmarked(found: re.Match[str]) -> str:
+    return found[1] or ""
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:

@@ -158,6 +158,11 @@ def test_ids_of_calls_depend_on_the_prompt_and_repeat() -> None:
             '<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}',
             "not closed by '</tool_call>'",
         ),
+        (
+            "chatml",
+            '<think>\nSo <tool_call>{"name": "measure", "arguments": {"key": "a"}}</tool_call>',
+            "tool calls in reasoning are not run; write '</think>' first",
+        ),
         ("llama3", '{"name": "look_up", "parameters": {"key": ', "is not valid JSON"),
         ("mistral", "[TOOL_CALLS][{", "is not valid JSON"),
         ("xml", "<tool_call>\n<function=look_up\n</tool_call>", "not followed by a well-formed"),

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import CHATML, FAMILIES, byte_bpe, chat_tokenizer
+from chat_families import (
+    FAMILIES,
+    TODAY,
+    Ids,
+    byte_bpe,
+    chat_tokenizer,
+    encoded,
+    kept,
+    rendered,
+    renderer_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
 
 from burnish.data.sources import DataError
 from burnish.episodes.probing import (
@@ -20,34 +28,13 @@ from burnish.episodes.probing import (
     TOOLS,
     Conversation,
     assistant,
-    call,
     result,
     user,
 )
 from burnish.episodes.renderer import ChatRenderer, RendererError
 
-Ids = tuple[int, ...]
 APPEND_ONLY = ("chatml", "llama3", "xml")
 REWRITING = ("chatml_drops", "harmony", "mistral")
-TODAY = datetime(2026, 3, 1)
-
-
-def renderer_of(family: str, **options: Any) -> tuple[ChatRenderer, PreTrainedTokenizerBase]:
-    tokenizer = chat_tokenizer(family)
-    options = {"history": "keep", "today": TODAY, **options}
-    return ChatRenderer(tokenizer, **options), tokenizer
-
-
-def rendered(
-    renderer: ChatRenderer, messages: Sequence[Mapping[str, Any]], tools: Any, *, answered: bool
-) -> str:
-    """Text of the complete rendering, with a generation prompt unless the last turn is the
-    assistant's."""
-    return renderer._template.text(messages, tools, generate=not answered)
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def turn_ids(
@@ -146,10 +133,6 @@ def naive(
     answer = renderer.parse(sampled, tools).message
     text = rendered(renderer, [*messages, answer, *new], tools, answered=False)
     return encoded(renderer._tokenizer, text)
-
-
-def kept(prompt: Ids, sampled: Ids, following: Ids) -> bool:
-    return following[: len(prompt) + len(sampled)] == prompt + sampled
 
 
 def test_double_spaces_in_the_arguments_of_a_call_are_kept() -> None:
@@ -259,6 +242,24 @@ def test_the_end_token_of_the_last_turn_counts_as_the_end_of_an_earlier_turn() -
     assert sorted(stops) == ["<|call|>", "<|return|>"]  # <|end|> also ends reasoning
 
 
+CONTENT = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from(" \n\t"))
+
+
+@pytest.mark.parametrize("family", ["chatml", "xml"])
+@given(contents=st.lists(CONTENT.filter(str.strip), min_size=3, max_size=5))
+def test_any_conversation_has_the_text_of_a_complete_rendering(
+    family: str, contents: list[str]
+) -> None:
+    renderer, tokenizer = KEPT if family == "chatml" else KEPT_XML
+    odd = contents[: len(contents) - 1 + len(contents) % 2]  # the last message is the user's
+    messages = [assistant(text) if i % 2 else user(text) for i, text in enumerate(odd)]
+    prompt = renderer.render(messages[:1])
+    for turn in range(1, len(messages), 2):
+        sampled = encoded(tokenizer, messages[turn]["content"] + "<|im_end|>")
+        prompt = renderer.bridge(prompt, sampled, messages[turn + 1 : turn + 2])
+    assert tokenizer.decode(prompt) == rendered(renderer, messages, (), answered=False)
+
+
 @given(seed=st.integers(0, 2**32), length=st.integers(0, 30))
 def test_whatever_is_sampled_is_kept(seed: int, length: int) -> None:
     renderer, tokenizer = KEPT
@@ -276,153 +277,7 @@ def test_whatever_is_sampled_is_kept(seed: int, length: int) -> None:
 
 
 KEPT = renderer_of("chatml")
-
-
-# ---- templates that look back, and templates that cannot be used ---------------------------------
-
-
-def test_a_result_without_id_and_name_gets_those_of_the_call() -> None:
-    renderer, tokenizer = renderer_of("harmony")
-    prompt = renderer.render([user("How long?")], TOOLS)
-    text = "<|channel|>commentary to=functions.measure <|constrain|>json<|message|>"
-    sampled = encoded(tokenizer, text + '{"key": "a"}<|call|>')
-    following = renderer.bridge(prompt, sampled, [{"role": "tool", "content": "3 m"}], TOOLS)
-    tail = tokenizer.decode(following[len(prompt) + len(sampled) :])
-    assert tail.startswith("<|start|>functions.measure to=assistant<|channel|>commentary")
-
-
-def test_the_id_of_a_call_is_in_its_result() -> None:
-    renderer, tokenizer = renderer_of("mistral")
-    prompt = renderer.render([user("How long?")], TOOLS)
-    text = '[TOOL_CALLS][{"name": "measure", "arguments": {"key": "a"}, "id": "abcdefghi"}]</s>'
-    sampled = encoded(tokenizer, text)
-    following = renderer.bridge(prompt, sampled, [{"role": "tool", "content": "3 m"}], TOOLS)
-    assert '"call_id": "abcdefghi"' in tokenizer.decode(following[len(prompt) + len(sampled) :])
-
-
-def test_results_of_calls_that_the_template_leaves_out_are_refused() -> None:
-    renderer, tokenizer = renderer_of("harmony")
-    new = [result("1", "look_up", "probe0000"), result("2", "measure", "probe0001")]
-    with pytest.raises(RendererError, match="renders 1 of the 2 tool calls"):
-        renderer.bridge((), encoded(tokenizer, "x<|call|>"), new, TOOLS)
-
-
-def test_the_date_is_fixed_at_creation() -> None:
-    renderer, tokenizer = renderer_of("llama3")
-    assert "Today Date: 01 Mar 2026" in tokenizer.decode(renderer.render([user("Hi.")]))
-    assert datetime.now().strftime("%Y") != "2000"
-    other, _ = renderer_of("llama3", today=datetime(2000, 1, 31))
-    assert "Today Date: 31 Jan 2000" in tokenizer.decode(other.render([user("Hi.")]))
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (
-            "{% for m in messages if m.role != 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>"
-            "{% endfor %}",
-            "leaves out messages of the role 'assistant'",
-        ),
-        (
-            "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}"
-            "{{ messages[0].content }}",
-            "one turn only",
-        ),
-    ],
-)
-def test_a_template_that_cannot_be_extended_is_refused(template: str, reason: str) -> None:
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = template
-    with pytest.raises(RendererError, match="cannot extend any conversation") as caught:
-        ChatRenderer(tokenizer, history="keep")
-    assert reason in str(caught.value)
-
-
-def test_a_template_without_an_end_token_is_not_append_only() -> None:
-    """The policy ends its turns with a token that a complete rendering lacks."""
-    tokenizer = byte_bpe((), eos="<eos>")
-    tokenizer.add_special_tokens({"eos_token": "<eos>"})
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    with pytest.raises(RendererError, match=r"Hello\.<eos>"):
-        ChatRenderer(tokenizer)
-    renderer = ChatRenderer(tokenizer, history="keep")
-    prompt = renderer.render([user("Hi.")])
-    sampled = encoded(tokenizer, "Hello.<eos>")
-    following = renderer.bridge(prompt, sampled, [user("And?")])
-    assert (
-        tokenizer.decode(following) == "user: Hi.\nassistant: Hello.<eos>\nuser: And?\nassistant: "
-    )
-
-
-def test_history_template_renders_and_does_not_extend() -> None:
-    renderer, _ = renderer_of("chatml_drops", history="template")
-    assert renderer.history == "template"
-    with pytest.raises(RendererError, match="history: template"):
-        renderer.bridge((1,), (2,), [user("And?")])
-    appending, _ = renderer_of("chatml", history="template")
-    assert appending.history == "keep"
-
-
-@pytest.mark.parametrize(
-    ("new", "reason"),
-    [
-        ([], "no new messages"),
-        ([assistant("I answer.")], "only the policy writes those"),
-        ([{"role": "tool", "content": None}], "no `content`"),
-    ],
-)
-def test_new_messages_that_cannot_be_rendered(new: list[Any], reason: str) -> None:
-    renderer, tokenizer = renderer_of("chatml")
-    with pytest.raises(RendererError, match=reason):
-        renderer.bridge((1,), encoded(tokenizer, "x<|im_end|>"), new)
-
-
-def test_a_conversation_that_ends_with_an_answer_is_refused() -> None:
-    renderer, _ = renderer_of("chatml")
-    with pytest.raises(RendererError, match="ends with an assistant message"):
-        renderer.render([user("Hi."), assistant("Hello.")])
-
-
-def test_tools_need_a_format_in_which_calls_can_be_parsed() -> None:
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    renderer = ChatRenderer(tokenizer)
-    assert renderer.render([user("Hi.")])
-    with pytest.raises(RendererError, match=r"no known format.*Set tool_format to hermes"):
-        renderer.render([user("Hi.")], TOOLS)
-    assert ChatRenderer(tokenizer, tool_format="hermes").render([user("Hi.")], TOOLS)
-
-
-@pytest.mark.parametrize(
-    ("tool", "reason"),
-    [
-        ({"function": {"description": "nameless"}}, "a tool has no name"),
-        ({"function": {"name": "f", "parameters": {"type": "text"}}}, "'f' are not a JSON schema"),
-    ],
-)
-def test_tools_that_cannot_be_offered(tool: dict[str, Any], reason: str) -> None:
-    renderer, _ = renderer_of("chatml")
-    with pytest.raises(RendererError, match=reason):
-        renderer.render([user("Hi.")], [tool])
-
-
-def test_arguments_are_json_text_for_templates_that_require_it() -> None:
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = CHATML.replace(
-        "{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}"
-    )
-    renderer = ChatRenderer(tokenizer)
-    assert renderer.append_only and not renderer.rejected
-    made = assistant("", tool_calls=[call("look_up", {"key": "ä"}, "probe0000")])
-    new = result("12", "look_up", "probe0000")
-    text = tokenizer.decode(renderer.render([user("Hi."), made, new], TOOLS))
-    assert '"arguments": {"key": "ä"}' in text
+KEPT_XML = renderer_of("xml")
 
 
 # ---- published templates -------------------------------------------------------------------------

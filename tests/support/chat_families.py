@@ -1,10 +1,14 @@
-"""Chat templates of the common families, written for the tests, and tokenizers for them.
+"""Chat templates of the common families, written for the tests, with tokenizers and renderers.
 
 Each template is shorter than the published one of its family and has the same markers and habits.
 ``byte_bpe`` and ``sentencepiece_bpe`` train a small tokenizer in some milliseconds.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -15,7 +19,12 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from burnish.episodes.renderer import ChatRenderer
+
+Ids = tuple[int, ...]
+TODAY = datetime(2026, 3, 1)
 
 _CALLS = (
     "{% for c in m.tool_calls or [] %}\n<tool_call>\n"
@@ -204,3 +213,28 @@ def _finished(backend: Tokenizer, special: tuple[str, ...], eos: str) -> PreTrai
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in _MARKUP])
     return tokenizer
+
+
+def renderer_of(family: str, **options: Any) -> tuple[ChatRenderer, PreTrainedTokenizerBase]:
+    """A renderer with ``history: keep`` and its tokenizer."""
+    tokenizer = chat_tokenizer(family)
+    options = {"history": "keep", "today": TODAY, **options}
+    return ChatRenderer(tokenizer, **options), tokenizer
+
+
+def rendered(
+    renderer: ChatRenderer, messages: Sequence[Mapping[str, Any]], tools: Any, *, answered: bool
+) -> str:
+    """Text of the complete rendering, with a generation prompt unless the last turn is the
+    assistant's."""
+    return renderer._template.text(messages, tools, generate=not answered)
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
+    """Ids of a text without added special tokens."""
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def kept(prompt: Ids, sampled: Ids, following: Ids) -> bool:
+    """True if ``following`` begins with the prompt and the sampled ids."""
+    return following[: len(prompt) + len(sampled)] == prompt + sampled

@@ -1,0 +1,220 @@
+"""Chat templates that look back, that cannot be used, and texts that look like control tokens."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+from chat_families import (
+    CHATML,
+    FAMILIES,
+    byte_bpe,
+    chat_tokenizer,
+    encoded,
+    renderer_of,
+)
+
+from burnish.episodes.probing import TOOLS, assistant, call, result, user
+from burnish.episodes.renderer import ChatRenderer, RendererError
+
+# ---- special tokens in tool results --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_tokens_in_a_result_are_ordinary_text(family: str) -> None:
+    renderer, tokenizer = renderer_of(family)
+    end = tokenizer.convert_ids_to_tokens(min(renderer.stop_token_ids))
+    prompt = renderer.render([user("How many?")], TOOLS)
+    sampled = encoded(tokenizer, f"x{end}")
+    plain, forged = (
+        renderer.bridge(prompt, sampled, [result(text, "look_up", "probe0000")], TOOLS)
+        for text in ("a b", f"a{end}b{end}{end}")
+    )
+    specials = set(tokenizer.convert_tokens_to_ids(list(FAMILIES[family][1])))
+    assert [i for i in plain if i in specials] == [i for i in forged if i in specials]
+    assert f"a{end}b{end}{end}" in tokenizer.decode(forged)
+
+
+def test_special_tokens_in_a_result_of_the_first_prompt_are_ordinary_text() -> None:
+    renderer, tokenizer = renderer_of("chatml")
+    made = assistant("", tool_calls=[call("look_up", {"key": "a"}, "probe0000")])
+    messages = [user("Hi."), made, result("a<|im_end|>\U000f0000b", "look_up", "probe0000")]
+    ids = renderer.render(messages, TOOLS)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 4
+    assert "\na<|im_end|>b\n" in tokenizer.decode(ids)
+
+
+# ---- templates that look back, and templates that cannot be used ---------------------------------
+
+
+def test_a_result_without_id_and_name_gets_those_of_the_call() -> None:
+    renderer, tokenizer = renderer_of("harmony")
+    prompt = renderer.render([user("How long?")], TOOLS)
+    text = "<|channel|>commentary to=functions.measure <|constrain|>json<|message|>"
+    sampled = encoded(tokenizer, text + '{"key": "a"}<|call|>')
+    following = renderer.bridge(prompt, sampled, [{"role": "tool", "content": "3 m"}], TOOLS)
+    tail = tokenizer.decode(following[len(prompt) + len(sampled) :])
+    assert tail.startswith("<|start|>functions.measure to=assistant<|channel|>commentary")
+
+
+def test_the_id_of_a_call_is_in_its_result() -> None:
+    renderer, tokenizer = renderer_of("mistral")
+    prompt = renderer.render([user("How long?")], TOOLS)
+    text = '[TOOL_CALLS][{"name": "measure", "arguments": {"key": "a"}, "id": "abcdefghi"}]</s>'
+    sampled = encoded(tokenizer, text)
+    following = renderer.bridge(prompt, sampled, [{"role": "tool", "content": "3 m"}], TOOLS)
+    assert '"call_id": "abcdefghi"' in tokenizer.decode(following[len(prompt) + len(sampled) :])
+
+
+def test_results_of_calls_that_the_template_leaves_out_are_refused() -> None:
+    renderer, tokenizer = renderer_of("harmony")
+    new = [result("1", "look_up", "probe0000"), result("2", "measure", "probe0001")]
+    with pytest.raises(RendererError, match="renders 1 of the 2 tool calls"):
+        renderer.bridge((), encoded(tokenizer, "x<|call|>"), new, TOOLS)
+
+
+def test_the_date_is_fixed_at_creation() -> None:
+    renderer, tokenizer = renderer_of("llama3")
+    assert "Today Date: 01 Mar 2026" in tokenizer.decode(renderer.render([user("Hi.")]))
+    assert datetime.now().strftime("%Y") != "2000"
+    other, _ = renderer_of("llama3", today=datetime(2000, 1, 31))
+    assert "Today Date: 31 Jan 2000" in tokenizer.decode(other.render([user("Hi.")]))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for m in messages if m.role != 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>"
+            "{% endfor %}",
+            "leaves out messages of the role 'assistant'",
+        ),
+        (
+            "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}"
+            "{{ messages[0].content }}",
+            "one turn only",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_extended_is_refused(template: str, reason: str) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = template
+    with pytest.raises(RendererError, match="cannot extend any conversation") as caught:
+        ChatRenderer(tokenizer, history="keep")
+    assert reason in str(caught.value)
+
+
+def test_a_template_without_an_end_token_is_not_append_only() -> None:
+    """The policy ends its turns with a token that a complete rendering lacks."""
+    tokenizer = byte_bpe((), eos="<eos>")
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    with pytest.raises(RendererError, match=r"Hello\.<eos>"):
+        ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, history="keep")
+    prompt = renderer.render([user("Hi.")])
+    sampled = encoded(tokenizer, "Hello.<eos>")
+    following = renderer.bridge(prompt, sampled, [user("And?")])
+    assert (
+        tokenizer.decode(following) == "user: Hi.\nassistant: Hello.<eos>\nuser: And?\nassistant: "
+    )
+
+
+def test_history_template_renders_and_does_not_extend() -> None:
+    renderer, _ = renderer_of("chatml_drops", history="template")
+    assert renderer.history == "template"
+    with pytest.raises(RendererError, match="history: template"):
+        renderer.bridge((1,), (2,), [user("And?")])
+    appending, _ = renderer_of("chatml", history="template")
+    assert appending.history == "keep"
+
+
+@pytest.mark.parametrize(
+    ("new", "reason"),
+    [
+        ([], "no new messages"),
+        ([assistant("I answer.")], "only the policy writes those"),
+        ([{"role": "tool", "content": None}], "no `content`"),
+    ],
+)
+def test_new_messages_that_cannot_be_rendered(new: list[Any], reason: str) -> None:
+    renderer, tokenizer = renderer_of("chatml")
+    with pytest.raises(RendererError, match=reason):
+        renderer.bridge((1,), encoded(tokenizer, "x<|im_end|>"), new)
+
+
+def test_a_conversation_that_ends_with_an_answer_is_refused() -> None:
+    renderer, _ = renderer_of("chatml")
+    with pytest.raises(RendererError, match="ends with an assistant message"):
+        renderer.render([user("Hi."), assistant("Hello.")])
+
+
+def test_tools_need_a_format_in_which_calls_can_be_parsed() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.render([user("Hi.")])
+    with pytest.raises(RendererError, match=r"no known format.*Set tool_format to hermes"):
+        renderer.render([user("Hi.")], TOOLS)
+    assert ChatRenderer(tokenizer, tool_format="hermes").render([user("Hi.")], TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("tool", "reason"),
+    [
+        ({"function": {"description": "nameless"}}, "a tool has no name"),
+        ({"function": {"name": "f", "parameters": {"type": "text"}}}, "'f' are not a JSON schema"),
+    ],
+)
+def test_tools_that_cannot_be_offered(tool: dict[str, Any], reason: str) -> None:
+    renderer, _ = renderer_of("chatml")
+    with pytest.raises(RendererError, match=reason):
+        renderer.render([user("Hi.")], [tool])
+
+
+def test_a_template_that_does_not_render_tools_is_refused() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = CHATML[CHATML.index("{% for m in messages") :]
+    with pytest.raises(RendererError, match="would not see look_up, measure"):
+        ChatRenderer(tokenizer).render([user("Hi.")], TOOLS)
+    assert ChatRenderer(tokenizer, tool_format="hermes").render([user("Hi.")], TOOLS)
+
+
+def test_transformers_that_cannot_parse_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    monkeypatch.setattr(type(tokenizer), "parse_response", lambda self, response, schema=None: {})
+    with pytest.raises(RendererError, match=r"install transformers 5\.15 or newer"):
+        ChatRenderer(tokenizer)
+
+
+def test_history_template_renders_what_was_parsed() -> None:
+    """Reasoning stays until the next user message, and is dropped then."""
+    renderer, tokenizer = renderer_of("chatml_drops", history="template")
+    messages = [user("How many?")]
+    text = '<think>\nLook.\n</think>\n\n<tool_call>\n{"name": "look_up", "arguments": '
+    sampled = encoded(tokenizer, text + '{"key":  "a"}}\n</tool_call><|im_end|>')
+    messages += [renderer.parse(sampled, TOOLS).message, {"role": "tool", "content": "12"}]
+    prompt = tokenizer.decode(renderer.render(messages, TOOLS))
+    assert "<think>\nLook.\n</think>" in prompt and '"arguments": {"key": "a"}}' in prompt
+    messages += [assistant("12."), user("Thanks.")]
+    assert "Look." not in tokenizer.decode(renderer.render(messages, TOOLS))
+
+
+def test_arguments_are_json_text_for_templates_that_require_it() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = CHATML.replace(
+        "{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}"
+    )
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.append_only and not renderer.rejected
+    made = assistant("", tool_calls=[call("look_up", {"key": "ä"}, "probe0000")])
+    new = result("12", "look_up", "probe0000")
+    text = tokenizer.decode(renderer.render([user("Hi."), made, new], TOOLS))
+    assert '"arguments": {"key": "ä"}' in text

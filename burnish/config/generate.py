@@ -180,6 +180,11 @@ class GenerateConfig(RowsJob):
             yield "on_reward_failure has no effect without rewards; remove it"
         yield from super().rules()
         yield from episode_rules(self.rollout.episodes, self.data, self.rewards)
+        if self.rollout.episodes is not None and kind in ("pairs", "conditioned"):
+            yield (
+                f"mode={kind} writes one response per prompt, and rollout.episodes makes "
+                "conversations; use mode all or best_of_n"
+            )
         if self.data.overlong == "truncate_left":
             yield (
                 "data.overlong=truncate_left would sample from prompts that differ from those in "

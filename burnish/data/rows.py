@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+TOKENS, TOKENS_MASK, TOKENS_TEXT = "tokens", "tokens_mask", "tokens_text"
+"""Columns of the exact token ids of an episode (written by the job generate): the ids, true for
+those that the policy sampled, and the text that they decode to."""
+
+
 @dataclass(frozen=True)
 class TokenRow:
     """Token ids [T] and the training mask [T]. Created by :func:`token_row`."""
@@ -241,6 +246,30 @@ def encode_exchange(
     )
 
 
+def sampled_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> TokenRow | None:
+    """Return the exact tokens of an episode, trained where the policy sampled them.
+
+    Return None if the row has none, or if they do not decode to their text with this tokenizer
+    (recorded as a notice).
+    """
+    ids, mask, text = (row.values.get(key) for key in (TOKENS, TOKENS_MASK, TOKENS_TEXT))
+    if ids is None or mask is None or text is None:
+        return None
+    if not isinstance(ids, list | tuple) or not isinstance(mask, list | tuple):
+        return None
+    usable = len(ids) == len(mask) and all(type(i) is int and i >= 0 for i in ids)
+    if usable and max(ids) < len(tokenizer) and str(tokenizer.decode(list(ids))) == text:
+        return token_row(ids, [bool(m) for m in mask])
+    note("other_tokens", _OTHER_TOKENS)
+    return None
+
+
+_OTHER_TOKENS = (
+    "the row's token ids do not decode to its text with this tokenizer (another model's, or the "
+    "text was changed), so the text is tokenized again; use_tokens: false does so silently"
+)
+
+
 def is_text(*values: Any) -> bool:
     """Return whether all values are strings."""
     return all(isinstance(value, str) for value in values)
@@ -272,11 +301,7 @@ def _sampled(
         alone = str(tokenizer.decode(list(ids), skip_special_tokens=True))
         if given.response in (alone, response_text(tokenizer, prompt_ids, ids)):
             return token_row([*prompt_ids, *ids], [False] * len(prompt_ids) + [True] * len(ids))
-    note(
-        "other_tokens",
-        "the row's token ids do not decode to its text with this tokenizer (another model's, or "
-        "the text was changed), so the text is tokenized again; use_tokens: false does so silently",
-    )
+    note("other_tokens", _OTHER_TOKENS)
     return None
 
 

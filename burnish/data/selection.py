@@ -10,8 +10,9 @@ SFT data. Rows with ``prompt``, ``chosen``, ``rejected`` and ``margin`` are vali
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ from burnish.config.generate import (
 )
 from burnish.data.chat import response_text
 from burnish.data.generation_prompts import Content, GenerationPrompt, with_reward
+from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT
+from burnish.transcript import Episode
 from burnish.types import ROUNDING, Group, Sample, all_equal
 
 DataRow = dict[str, Any]
@@ -63,17 +66,19 @@ def select(
     template: str = "",
     with_tokens: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    as_text: bool = False,
 ) -> Selection:
     """Return the rows selected from ``groups``, in order.
 
     ``generation_prompts`` is indexed by prompt id. ``template`` states the reward (mode
     conditioned). With ``tokenizer``, a response's text is decoded as a continuation of its prompt;
-    decoded alone (``Sample.text``) it can lack its first space.
+    decoded alone (``Sample.text``) it can lack its first space. ``as_text``: write the messages and
+    tools of episodes as JSON text, because columns of the output have one type.
 
     Example: one prompt, rewards 0, 1, 1, 0.5: ``all`` gives 4 rows, ``best_of_n`` the second
     response, ``pairs`` the second over the first with margin 1.
     """
-    writer = _Writer(generation_prompts, template, with_tokens, tokenizer)
+    writer = _Writer(generation_prompts, template, with_tokens, tokenizer, as_text)
     rows: list[DataRow] = []
     dropped: Counter[str] = Counter()
     for group in groups:
@@ -82,7 +87,7 @@ def select(
             samples = tuple(s for s in samples if s.finish_reason == "stop")
             dropped["samples_truncated"] += len(group.samples) - len(samples)
         if isinstance(mode, AllSamples):
-            rows += [writer.response(s) for s in samples]
+            rows += [row for s in samples for row in writer.response(s)]
         elif isinstance(mode, RewardConditioned):
             rows += [writer.reward_conditioned(s) for s in samples]
         elif isinstance(mode, BestOfN):
@@ -90,7 +95,7 @@ def select(
             if isinstance(found, str):
                 dropped[found] += 1
             else:
-                rows.append(writer.response(found))
+                rows += writer.response(found)
         else:
             pair = best_and_worst(samples, min_margin=mode.min_margin)
             if isinstance(pair, str):
@@ -147,10 +152,39 @@ class _Writer:
     template: str
     with_tokens: bool
     tokenizer: PreTrainedTokenizerBase | None
+    as_text: bool
 
-    def response(self, sample: Sample) -> DataRow:
-        """Return the row of one response."""
-        return self._row(sample, self.generation_prompts[sample.prompt_id].content)
+    def response(self, sample: Sample) -> list[DataRow]:
+        """Return the row of one response, or the rows of one episode."""
+        if sample.episode is not None:
+            return list(self._episode(sample, sample.episode))
+        return [self._row(sample, self.generation_prompts[sample.prompt_id].content)]
+
+    def _episode(self, sample: Sample, episode: Episode) -> Iterator[DataRow]:
+        """Yield a row for each token row of an episode; without tokens, only one."""
+        messages: Any = [dict(message) for message in episode.messages]
+        tools: Any = [dict(tool) for tool in episode.tools]
+        row = _of_the_data(self.generation_prompts[sample.prompt_id]) | {
+            "prompt_id": sample.prompt_id,
+            "sample": int(sample.sample_id.rpartition("/")[2]),
+            "messages": json.dumps(messages) if self.as_text else messages,
+            "tools": json.dumps(tools) if self.as_text else tools,
+            "status": episode.status,
+            "turns": len(episode.turns),
+        }
+        if sample.reward_parts:
+            row |= {"reward": sample.reward, "rewards": dict(sample.reward_parts)}
+        if not self.with_tokens or self.tokenizer is None:
+            yield row
+            return
+        for found in sample.rows:
+            ids = [*found.prompt_ids, *found.response_ids]
+            mask = [False] * len(found.prompt_ids) + list(found.action_mask)
+            yield row | {
+                TOKENS: ids,
+                TOKENS_MASK: mask,
+                TOKENS_TEXT: str(self.tokenizer.decode(ids)),
+            }
 
     def reward_conditioned(self, sample: Sample) -> DataRow:
         """Return the row of one response, with its reward stated in the prompt."""

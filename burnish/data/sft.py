@@ -25,6 +25,7 @@ from burnish.data.rows import (
     encode_exchange,
     exchange,
     prompt_column,
+    sampled_row,
     token_row,
     tools_column,
 )
@@ -87,6 +88,9 @@ class _SFTEncoder:
 
     def _encode(self, row: Row) -> TokenRow:
         config, tokenizer = self._config, self._tokenizer
+        sampled = sampled_row(row, tokenizer) if config.use_tokens else None
+        if sampled is not None:
+            return replace(sampled, answers=sampled.mask)
         kind = demonstration_key(row, config)
         if kind == config.text_key:
             return self._encode_text(row.values[kind])

@@ -145,6 +145,7 @@ def generate_step(parts: Generation, step: int) -> GenerationStep:
         template=config.condition.template if config.condition is not None else "",
         with_tokens=config.with_tokens,
         tokenizer=parts.tokenizer,
+        as_text=not config.output.lower().endswith(".jsonl"),
     )
     return GenerationStep(rollout, chosen, len(generation_prompts) - len(rollout.groups))
 

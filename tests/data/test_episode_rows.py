@@ -1,0 +1,68 @@
+"""SFT rows of episodes: written by generate with exact tokens, read by SFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import burnish
+from burnish.config import load_config
+from burnish.config.data import SFTDataConfig
+from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.data.sft import SFTStream
+from burnish.models.load import load_tokenizer
+
+ENVIRONMENT = "recipes/environments/guess_number.py:GuessNumber"
+SCRATCH = {"alphabet": "1234567?<>", "hidden_size": 32, "max_position_embeddings": 64}
+
+
+def generate(tmp_path: Path, output: str, **changes: Any) -> list[dict[str, Any]]:
+    recipe = {
+        "job": "generate",
+        "run_dir": str(tmp_path / "run"),
+        "model": {"scratch": SCRATCH},
+        "data": {"sources": [{"kind": "seeds", "size": 6}], "prompt_max_len": 8},
+        "rollout": {
+            "n_samples_per_prompt": 2,
+            "generate_max_len": 4,
+            "stop": list("1234567"),
+            "episodes": {"environment": ENVIRONMENT, "max_turns": 3, "max_tokens": 32},
+        },
+        "rewards": [{"kind": "episode", "name": "found"}],
+        "output": str(tmp_path / output),
+        **changes,
+    }
+    path = tmp_path / "generate.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    burnish.run(load_config(path))
+    if output.endswith(".jsonl"):
+        return [json.loads(line) for line in (tmp_path / output).open()]
+    import pyarrow.parquet as pq
+
+    return list(pq.read_table(tmp_path / output).to_pylist())
+
+
+def test_sft_trains_on_the_sampled_tokens_of_an_episode(tmp_path: Path) -> None:
+    """Every sampled token is trained, no observation is, and the ids are those of the row, also
+    where the text would be encoded differently (the closing token that the policy left out)."""
+    for output in ("rows.jsonl", "rows.parquet"):
+        folder = tmp_path / output.partition(".")[2]
+        folder.mkdir()
+        rows = generate(folder, output)
+        assert len(rows) == 12
+        assert {row["turns"] for row in rows} > {1}
+        tokenizer = load_tokenizer(ModelConfig(scratch=ScratchConfig(**SCRATCH)))
+        data = SFTDataConfig(sources=[str(folder / output)], max_len=64, shuffle=False)
+        batch = SFTStream(data, tokenizer, seed=0).next(len(rows))
+        offsets = batch.offsets.tolist()
+        for row, begin, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
+            assert batch.tokens[begin:end].tolist() == row["tokens"]
+            assert batch.action_mask[begin:end].tolist() == [bool(m) for m in row["tokens_mask"]]
+            messages = row["messages"]
+            messages = json.loads(messages) if isinstance(messages, str) else messages
+            said = [m["content"] for m in messages if m["role"] == "assistant"]
+            sampled = [t for t, m in zip(row["tokens"], row["tokens_mask"], strict=True) if m]
+            assert tokenizer.decode(sampled).replace("<eos>", "") == "".join(said)

@@ -58,7 +58,7 @@ class Selection:
     """Sums over the rows: ``kept_reward`` (best_of_n), ``margin`` (pairs)."""
 
 
-def select(
+def select(  # house: ok the options of the rows
     mode: GenerateMode,
     groups: Sequence[Group],
     generation_prompts: Mapping[str, GenerationPrompt],

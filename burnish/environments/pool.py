@@ -91,7 +91,7 @@ class Environments(Protocol):
         ...
 
 
-class _Reply(Exception):
+class _Reply(BurnishError):
     """An error reply of a worker: user code raised."""
 
     def __init__(self, kind: str, message: str, trace: str) -> None:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -457,25 +457,3 @@ def steps_to_batch(
 def flat_array(rows: Iterable[Iterable[Any]], dtype: Any, *, count: int) -> Tensor:
     """Return all entries of all rows, several times as fast as through an intermediate list."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype, count=count))
-
-
-class PendingSave(Protocol):
-    """A part of a checkpoint that may be written in the background."""
-
-    @property
-    def done(self) -> bool:
-        """Return whether the save has ended, successfully or not."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until the save is complete. Raises its error if it failed."""
-        ...
-
-
-class FinishedSave:
-    """A part that was written synchronously. Implements :class:`PendingSave`."""
-
-    done = True
-
-    def wait(self) -> None:
-        """Return at once, because the save is complete."""

@@ -265,7 +265,7 @@ def test_an_interrupted_run_exits_with_128_plus_the_signal_and_a_resume_command(
     result = call("rl", recipe)
     assert result.exit_code == 128 + number
     assert result.stderr == (
-        f"stopped by {number.name}; the run is saved. Go on with: burnish rl --resume runs/x\n"
+        f"stopped by {number.name}; the run is saved. Resume with: burnish rl --resume runs/x\n"
     )
 
 

@@ -91,5 +91,5 @@ def test_an_interrupted_run_names_the_command_that_resumes_it():
     error = Interrupted(Path("runs/x"), signal.SIGTERM)
     assert error.exit_code == 143
     assert error.text_for("generate") == (
-        "stopped by SIGTERM; the run is saved. Go on with: burnish generate --resume runs/x"
+        "stopped by SIGTERM; the run is saved. Resume with: burnish generate --resume runs/x"
     )

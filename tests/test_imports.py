@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE,
     "environments": BASE,
     "observe": BASE,
-    "train": BASE | {"models"},
+    "train": BASE | {"models", "checkpoint"},
     "data": BASE | {"environments"},
     "checkpoint": BASE | {"models"},
     "rewards": BASE | {"environments", "models", "train", "algorithms", "data"},

@@ -49,7 +49,7 @@ def reduce(  # house: ok the counts of every aggregation
     if num_tokens < 1 or num_sequences < 1:
         raise ValueError(
             f"num_tokens={num_tokens} and num_sequences={num_sequences} are the counts of the "
-            "whole optimizer step and must be at least 1; leave out a step with nothing to train on"
+            "entire optimizer step and must be at least 1; skip a step without tokens to train on"
         )
     loss = torch.where(mask, at_least_fp32(per_token_loss), 0.0)
     if aggregation == "token_mean":
@@ -61,7 +61,7 @@ def reduce(  # house: ok the counts of every aggregation
         if max_len is None:
             raise ValueError(
                 "sequence_sum_constant got max_len=None: it divides by a constant length; "
-                "pass max_len (generate_max_len is meant)"
+                "pass max_len (usually generate_max_len)"
             )
         return loss.sum() / (num_sequences * max_len)
     raise ValueError(
@@ -84,8 +84,8 @@ def row_sum(x: Tensor, mask: Tensor, row_ids: Tensor | None = None) -> Tensor:
     if row_ids is None:
         if mask.dim() != 2:
             raise ValueError(
-                f"got packed tokens [{mask.numel()}] and row_ids=None, so the rows cannot be told "
-                "apart; pass row_ids [M]"
+                f"got packed tokens [{mask.numel()}] and row_ids=None, so row boundaries are "
+                "unknown; pass row_ids [M]"
             )
         return inside.sum(1, keepdim=True).expand_as(inside)
     index = _numbered(row_ids)
@@ -102,8 +102,8 @@ def _tokens_in_row(mask: Tensor, row_ids: Tensor | None) -> Tensor:
     if row_ids is None:
         if mask.dim() != 2:
             raise ValueError(
-                f"sequence_mean got packed tokens [{mask.numel()}] and row_ids=None, so "
-                "it cannot tell the rows apart; pass row_ids [M]"
+                f"sequence_mean got packed tokens [{mask.numel()}] and row_ids=None, so row "
+                "boundaries are unknown; pass row_ids [M]"
             )
         return mask.sum(1, keepdim=True)
     index = _numbered(row_ids)

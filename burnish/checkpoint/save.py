@@ -24,11 +24,11 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from burnish.checkpoint.errors import CheckpointError
 from burnish.checkpoint.manifest import fsync, read_manifest, sync_tree, verify, write_manifest
-from burnish.checkpoint.retention import BestMode, Entry, best_step, to_delete
-from burnish.types import PendingSave
+from burnish.checkpoint.retention import BestMode, Entry, to_delete
 
 logger = logging.getLogger("burnish")
 
@@ -36,6 +36,28 @@ _STEP = re.compile(r"step_(\d{6,})")
 _TEMPORARY = re.compile(r"\.tmp-step_\d{6,}-(\d{1,9})")
 _REPLACED = re.compile(r"\.replaced-step_(\d{6,})")
 _TRASH = re.compile(r"\.trash-.*")
+
+
+class PendingSave(Protocol):
+    """A part of a checkpoint that may be written in the background."""
+
+    @property
+    def done(self) -> bool:
+        """Return whether the save has ended, successfully or not."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the save is complete. Raises its error if it failed."""
+        ...
+
+
+class FinishedSave:
+    """A part that was written synchronously. Implements :class:`PendingSave`."""
+
+    done = True
+
+    def wait(self) -> None:
+        """Return at once, because the save is complete."""
 
 
 class PendingCheckpoint:
@@ -147,20 +169,6 @@ class CheckpointStore:
         Logs a warning for each newer bad checkpoint, with its problem and the one used instead.
         """
         return self._first_good(list(reversed(self.all())))
-
-    def best(self) -> Path | None:
-        """Return the good checkpoint with the best metric, after verifying all checksums; None if
-        none has a metric.
-
-        Logs a warning for each better but bad checkpoint.
-        """
-        paths = self._by_step()
-        entries = [_entry(step, path) for step, path in paths.items()]
-        ranked: list[Path] = []
-        while (step := best_step(entries, self.best_mode)) is not None:
-            ranked.append(paths[step])
-            entries = [entry for entry in entries if entry.step != step]
-        return self._first_good(ranked)
 
     def _by_step(self) -> dict[int, Path]:
         found: dict[int, Path] = {}

@@ -61,7 +61,7 @@ def encode_prompt(
         messages = as_messages(prompt, system_prompt=system_prompt)
         if messages[-1]["role"] == "assistant":
             raise DataError(
-                "the prompt ends with an assistant message, so there is nothing left to answer; "
+                "the prompt ends with an assistant message, so there is no response to generate; "
                 "remove the last assistant message from the prompt column"
             )
         check_rendering(tokenizer, messages, tools, system_prompt=system_prompt)

@@ -320,7 +320,7 @@ def _answer(response: Any, prompt: Sequence[dict[str, Any]]) -> list[dict[str, A
         )
         raise DataError(
             f"the response {begins}; it has to be a string, or messages that follow the prompt "
-            "(or repeat it word for word) and go on with an assistant message"
+            "(or repeat it word for word) and continue with an assistant message"
         )
     return messages
 

@@ -227,7 +227,9 @@ def _read_json(path: Path, name: str) -> Source:
     try:
         values = json_value(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:  # also raised for text that is not UTF-8
-        hint = " (one object per line? Then call it .jsonl)" if "Extra data" in str(error) else ""
+        hint = (
+            " (if it has one object per line, name it .jsonl)" if "Extra data" in str(error) else ""
+        )
         raise DataError(f"{path}: the file is not valid JSON: {error}{hint}") from error
     if not isinstance(values, list):
         raise DataError(

@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
+from burnish.checkpoint.save import PendingSave
 from burnish.config import JobConfig
 from burnish.jobs.memory_monitor import MemoryMonitor
 from burnish.observe.metrics import MetricsLog
@@ -26,7 +27,6 @@ from burnish.observe.progress import close_logging, setup_logging
 from burnish.observe.timeline import Timeline
 from burnish.observe.trackers import open_trackers
 from burnish.runtime.base import Runtime
-from burnish.types import PendingSave
 
 Metrics = dict[str, float]
 Functions = Mapping[str, Callable[..., Any]]

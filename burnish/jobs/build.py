@@ -48,11 +48,12 @@ def within_positions(
         return data
     if limit <= new_tokens:
         raise ModelError(
-            f"generate_max_len={new_tokens} leaves no room for a prompt: {describe(model)} reads "
-            f"rows of up to {limit} tokens"
+            f"generate_max_len={new_tokens} leaves no room for a prompt: {describe(model)} "
+            f"supports rows of at most {limit} tokens; lower generate_max_len, or use a model with "
+            "more positions"
         )
     log.warning(
-        "%s.%s lowered to %d: %s reads rows of up to %d tokens",
+        "%s.%s is lowered to %d: %s supports rows of at most %d tokens",
         *(field, name, limit - new_tokens, describe(model), limit),
     )
     return data.model_copy(update={name: limit - new_tokens})
@@ -98,8 +99,8 @@ def log_disabled_noise(model: ModelConfig, role: Role) -> None:
     noise = {} if found is None else noise_of(found)
     if noise:
         log.info(
-            "the %s %s: %s of its config off in training passes, so that ratios and distances "
-            "compare log-probs of the same function",
+            "%s %s: training passes ignore %s of the model's config, so that probability ratios "
+            "and KL compare log-probs of the same function",
             *(role, describe(model), ", ".join(f"{k}={v:g}" for k, v in noise.items())),
         )
 

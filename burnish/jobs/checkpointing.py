@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from burnish.checkpoint import CheckpointError, CheckpointStore, PendingCheckpoint
+from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import capture_rng, load_state, restore_rng, save_state
 from burnish.config.job import TrainingJob
 from burnish.config.train import better
 from burnish.jobs.base import Metrics, State
 from burnish.jobs.errors import RunError
 from burnish.observe.timeline import Timeline
-from burnish.types import PendingSave
 
 log = logging.getLogger("burnish")
 
@@ -141,13 +141,13 @@ class Checkpointing:
         newest = self.store.latest()
         if newest is None and self.store.all():
             raise RunError(
-                f"none of the checkpoints in {self.store.folder} is good (the warnings above say "
-                "why); move that folder away to start this run from step 0"
+                f"no checkpoint in {self.store.folder} is valid (the warnings above give the "
+                "reasons); move that folder away to start this run from step 0"
             )
         if newest is None and run.step > 0:
             raise RunError(
-                f"there is no checkpoint in {self.store.folder} to go back to from step "
-                f"{run.step}; start the run anew"
+                f"{self.store.folder} contains no checkpoint to restore after the failure at step "
+                f"{run.step}; start a new run"
             )
         if newest is None:
             self.saved_step = -1
@@ -155,7 +155,9 @@ class Checkpointing:
         try:
             state.load(newest)
         except ValueError as error:
-            raise RunError(f"{newest} does not fit this recipe: {error}") from error
+            raise RunError(
+                f"the checkpoint {newest} does not match this recipe: {error}"
+            ) from error
         saved = load_state(newest, "session")
         run.step = self.saved_step = saved["step"]
         run.evaluated_step = saved.get("evaluated_step", -1)

@@ -138,9 +138,9 @@ def _check_size(batch: Batch, rewards: Tensor) -> Batch:
     found = max(_largest(x) for x in (batch.advantages, batch.returns) if x is not None)
     if largest == math.inf or (largest > MAX_REWARD and found > MAX_REWARD):
         raise RewardError(
-            f"the rewards of this rollout reach {largest:.3g} in size; beyond {MAX_REWARD:.0e} "
-            "losses and gradients overflow (fp32 ends at 3.4e38); divide the reward by a constant, "
-            "or set running_norm for it"
+            f"the largest absolute reward of this rollout is {largest:.3g}; above "
+            f"{MAX_REWARD:.0e} losses and gradients overflow (the largest fp32 value is 3.4e38); "
+            "divide the reward by a constant, or set its running_norm"
         )
     return batch
 

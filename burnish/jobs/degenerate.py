@@ -40,8 +40,8 @@ class Finding:
     num_empty: int
     """Number of units without signal."""
     what: str = ""
-    """Description of a unit without signal, in the plural: ``pairs with the same response
-    twice``."""
+    """Description of a unit without signal, in the plural: ``pairs with identical
+    responses``."""
     why: str = ""
     """Possible cause and suggested fix."""
     at_once: bool = False
@@ -75,11 +75,12 @@ class NoSignalMonitor:
         soon = _WARN_AFTER if self._limit is None else min(_WARN_AFTER, self._limit)
         if not self._said and (self._streak >= soon or (finding.at_once and finding.num_empty)):
             self._said = True
-            stops = "" if self._limit is None else f"; the run stops after {self._limit} in a row"
+            limit = self._limit
+            stops = "" if limit is None else f"; the run stops after {limit} consecutive ones"
             log.warning(
-                "%s; steps without any signal so far: %d%s (train.max_steps_without_signal; said "
-                "once, and measured as train/no_signal_frac)",
-                *(self._told(finding), self._steps, stops),
+                "%s; steps without any signal so far: %d%s (train.max_steps_without_signal). This "
+                "is logged once; the metric train/no_signal_frac has every step",
+                *(_description(finding), self._steps, stops),
             )
         return {"train/no_signal_frac": finding.frac}
 
@@ -94,8 +95,8 @@ class NoSignalMonitor:
         if self._limit is None or self._streak < self._limit:
             return metrics
         raise StoppedError(
-            f"{self._streak} steps in a row gave nothing to learn from "
-            f"(train.max_steps_without_signal={self._limit}): {self._told(self._last)}",
+            f"{self._streak} consecutive steps had no learning signal "
+            f"(train.max_steps_without_signal={self._limit}): {_description(self._last)}",
             metrics,
         )
 
@@ -103,12 +104,13 @@ class NoSignalMonitor:
         """Log the number of steps without signal, if a warning was issued before."""
         if self._said:
             log.warning(
-                "%d of %d steps of this run gave nothing to learn from (in total %d %s)",
+                "%d of %d steps of this run had no learning signal (%d %s in total)",
                 *(self._steps, self._seen, self._units, self._last.what),
             )
 
-    def _told(self, finding: Finding) -> str:
-        return f"{finding.num_empty} of {finding.num_units} {finding.what}: {finding.why}"
+
+def _description(finding: Finding) -> str:
+    return f"{finding.num_empty} of {finding.num_units} {finding.what}: {finding.why}"
 
 
 # ---- signal of a step ----------------------------------------------------------------------------
@@ -147,20 +149,20 @@ def _why_equal(
         return _no_labels(takers)
     if not all(map(all_equal, empty)):
         return (
-            "rewards differ by less than fp32 resolves (such as 1e9 and 1e9 + 1); subtract a "
-            "constant in the reward, or scale it down"
+            "rewards differ by less than the resolution of fp32 (such as 1e9 and 1e9 + 1); "
+            "subtract a constant in the reward, or scale it down"
         )
     if len(groups) > 1 and all(len({s.text for s in g.samples}) == 1 for g in groups):
-        return "the responses of each group are the same text; raise rollout.temperature"
+        return "all responses of each group are identical; raise rollout.temperature"
     values = sorted({unit[0] for unit in empty})
     if len(values) == 1:
         return (
-            f"every response in them has the reward {values[0]:g}; look at the samples: the reward "
-            "does not find the answer, or the prompts are far too hard or too easy"
+            f"every response in them has the reward {values[0]:g}; look at the samples: either the "
+            "reward does not find the answer, or the prompts are far too hard or too easy"
         )
     return (
-        "each prompt's responses have the same reward; the prompts are too hard or too easy "
-        "(rollout.dynamic_sampling leaves such groups out), or the reward ignores the response"
+        "the responses to each prompt have the same reward; either the prompts are too hard or too "
+        "easy (rollout.dynamic_sampling drops such groups), or the reward ignores the response"
     )
 
 
@@ -172,8 +174,8 @@ def pair_signal(batch: Batch) -> Finding:
     return Finding(
         len(rows) // 2,
         same,
-        "pairs with the same response twice",
-        "chosen and rejected are equal, so nothing tells them apart; drop such rows, or correct "
+        "pairs with identical responses",
+        "chosen and rejected are equal, so the pair has no preference; drop such rows, or correct "
         "chosen_key and rejected_key",
         at_once=True,
     )
@@ -182,14 +184,14 @@ def pair_signal(batch: Batch) -> Finding:
 def label_signal(batch: Batch) -> Finding:
     """Return one unit for the step, without signal if all its responses have the same label."""
     assert batch.labels is not None
-    liked = batch.labels.float().mean().item()
-    one_class = liked in (0.0, 1.0)
+    desirable = batch.labels.float().mean().item()
+    one_class = desirable in (0.0, 1.0)
     return Finding(
         1,
         int(one_class),
-        f"steps in which every response was {'liked' if liked else 'not liked'}",
-        "kto compares responses that were liked with those that were not; give data with both "
-        "verdicts, mixed (data.shuffle), or use burnish sft on the liked ones",
+        f"steps in which every response was {'desirable' if desirable else 'undesirable'}",
+        "kto compares desirable with undesirable responses; use data with both labels, shuffled "
+        "(data.shuffle), or run burnish sft on the desirable ones",
     )
 
 
@@ -213,6 +215,6 @@ def warn_without_labels(prompts: Sequence[Prompt], rewards: RewardSet) -> bool:
 def _no_labels(takers: Sequence[str]) -> str:
     names = ", ".join(map(repr, takers))
     return (
-        f"reward {names} takes the label and gets None; set data.label_key to the column with the "
-        "answers, or fill that column"
+        f"reward {names} requires a label but receives None; set data.label_key to the column with "
+        "the answers, or fill that column"
     )

@@ -64,11 +64,11 @@ class Teacher:
         unknown = batch.tokens >= self.vocabulary
         if bool(unknown.any()):
             token = int(batch.tokens[unknown][0])
-            text = by_id(self.tokenizer).get(token, "no token of the tokenizer")
+            text = by_id(self.tokenizer).get(token, "not in the tokenizer")
             raise DataError(
-                f"a row has token {token} ({text!r}), which the teacher does not have: it and the "
-                f"student share {self.vocabulary} tokens; leave such rows out, or use another "
-                "teacher"
+                f"a row contains token {token} ({text!r}), which is not in the teacher's "
+                f"vocabulary: teacher and student share {self.vocabulary} tokens; remove such rows "
+                "from the data, or use another teacher"
             )
         return replace(batch, teacher_states=self.engine.states(batch))
 

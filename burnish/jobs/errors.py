@@ -38,5 +38,5 @@ class Interrupted(BurnishError):
     def text_for(self, job: str) -> str:
         return (
             f"stopped by {signal.Signals(self.signal_number).name}; the run is saved. "
-            f"Go on with: burnish {job} --resume {self.run_dir}"
+            f"Resume with: burnish {job} --resume {self.run_dir}"
         )

@@ -206,7 +206,7 @@ class Evaluation(Driver[Evaluator]):
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
         self.metrics.start_trackers()
         samples = self.config.eval.n_samples_per_prompt
-        tell(f"evaluating {len(loop.prompts):,} prompts, {samples} samples of each")
+        tell(f"evaluating {len(loop.prompts):,} prompts with {samples} samples per prompt")
         with self.measured_memory():
             started = time.perf_counter()
             metrics = loop.evaluate(0)
@@ -224,7 +224,7 @@ def score_lines(metrics: Mapping[str, float], *, threshold: float) -> list[str]:
     """Return each ``eval/`` metric as one line of text.
 
     >>> score_lines({"eval/pass@1": 0.25, "eval/reward": 0.5, "time/eval_s": 1.0}, threshold=1.0)
-    ['pass@1        0.2500  (a response passes with a reward of 1 or more)', 'reward        0.5000']
+    ['pass@1        0.2500  (passed: reward of at least 1)', 'reward        0.5000']
     """
     scores = {n.removeprefix("eval/"): v for n, v in metrics.items() if n.startswith("eval/")}
     width = max(12, *map(len, scores))
@@ -232,7 +232,7 @@ def score_lines(metrics: Mapping[str, float], *, threshold: float) -> list[str]:
     for name, value in scores.items():
         shown = f"{value:,.0f}" if name == "prompts" else f"{value:.4f}"
         lines.append(f"{name:<{width}}  {shown}")
-    lines[0] += f"  (a response passes with a reward of {threshold:g} or more)"
+    lines[0] += f"  (passed: reward of at least {threshold:g})"
     return lines
 
 

@@ -71,11 +71,11 @@ class Generation:
         """Log the prompts and columns that are excluded."""
         generation_prompts = self.generation_prompts
         if generation_prompts.dropped:
-            log.warning("left out: %d %s", generation_prompts.dropped, DROPS["prompts_overlong"])
+            log.warning("dropped: %d %s", generation_prompts.dropped, DROPS["prompts_overlong"])
         if generation_prompts.left_out:
             log.warning(
-                "columns of the data that are left out, since rows have their own or SFT would "
-                "read them: %s",
+                "columns of the data that are not copied to the output, because their names are "
+                "those of output columns, or of columns that SFT reads: %s",
                 ", ".join(generation_prompts.left_out),
             )
 
@@ -198,11 +198,11 @@ def summary(totals: Mapping[str, float], output: Path) -> list[str]:
     ]
     if totals.get("scored"):
         lines.append(f"mean reward {totals['reward'] / totals['scored']:.4g}")
-    for name, words in (("kept_reward", "of the rows"), ("margin", "margin of the pairs")):
+    means = {"kept_reward": "mean reward of the rows", "margin": "mean margin of the pairs"}
+    for name, words in means.items():
         if name in totals and totals["rows"]:
-            what = f"mean reward {words}" if name == "kept_reward" else f"mean {words}"
-            lines.append(f"{what} {totals[name] / totals['rows']:.4g}")
-    lines += [f"left out: {totals[k]:,.0f} {words}" for k, words in DROPS.items() if totals.get(k)]
+            lines.append(f"{words} {totals[name] / totals['rows']:.4g}")
+    lines += [f"dropped: {totals[k]:,.0f} {words}" for k, words in DROPS.items() if totals.get(k)]
     return lines
 
 

@@ -73,4 +73,4 @@ class MemoryMonitor:
         failure = Failure(error, phase, self.run_dir, store.latest())
         text = oom_text(self.config, failure, self.lines())
         write_text(self.run_dir / OOM_FILE, text + "\n")
-        return RunOutOfMemoryError(f"{text}\n(This is also in {self.run_dir / OOM_FILE}.)")
+        return RunOutOfMemoryError(f"{text}\n(This report is also in {self.run_dir / OOM_FILE}.)")

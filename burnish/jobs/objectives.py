@@ -82,7 +82,7 @@ def policy_objective(
 
 
 def _correction(config: CorrectionConfig, old: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
-    assert batch.sampler_logprobs is not None, "a correction needs what the sampler reported"
+    assert batch.sampler_logprobs is not None, "the correction requires sampler_logprobs"
     return correction_weights(
         old,
         batch.sampler_logprobs,
@@ -207,7 +207,7 @@ def with_expert_balance(loss: Loss, coef: float) -> Loss:
 
     def objective(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         value, stats = loss(outputs, batch)
-        assert outputs.router_logits is not None, "the engine does not read the routers"
+        assert outputs.router_logits is not None, "the load-balancing loss requires router_logits"
         routed: dict[str, Any] = {"top_k": outputs.experts_per_token}
         balance = load_balancing_loss(outputs.router_logits, **routed)
         loads, count = expert_loads(outputs.router_logits, **routed), batch.tokens.numel()

@@ -70,9 +70,9 @@ class OutputShards:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise RunError(f"{path} is not JSON ({error}); start a new run") from error
+            raise RunError(f"{path} is corrupt: not JSON ({error}); start a new run") from error
         if not isinstance(found, dict):
-            raise RunError(f"{path} is not a JSON object; start a new run")
+            raise RunError(f"{path} is corrupt: not a JSON object; start a new run")
         return found
 
     def write_state(self, state: Mapping[str, Any]) -> None:
@@ -138,11 +138,11 @@ class OutputShards:
         head, _, body = path.read_bytes().partition(b"\n")
         try:
             info = ShardInfo(**json.loads(head))
-            whole = hashlib.sha256(body).hexdigest() == info.sha256
+            complete = hashlib.sha256(body).hexdigest() == info.sha256
         except (ValueError, TypeError):
-            whole, info = False, None
-        if info is None or not whole or (info.step, info.prompts) != (step, prompts_of(step)):
-            log.warning("%s is not whole; its step and those after it are done again", path)
+            complete, info = False, None
+        if info is None or not complete or (info.step, info.prompts) != (step, prompts_of(step)):
+            log.warning("%s is incomplete; this step and later ones are run again", path)
             return None
         return info
 
@@ -165,8 +165,9 @@ class OutputShards:
                     scratch.rename(output)
                 elif not filecmp.cmp(scratch, output, shallow=False):
                     raise RunError(
-                        f"the output {output} appeared while this run went on, and is not its own; "
-                        f"nothing is lost: move it away, or choose another, and go on with: "
+                        f"the output {output} was created by another process during this run, and "
+                        "its content differs. All completed steps are kept. Move it away, or "
+                        "choose another path, and resume with: "
                         f"burnish {self.job} --resume {self.run_dir} output=OTHER"
                     )
             finally:
@@ -184,8 +185,8 @@ class OutputShards:
             write_parquet(readers, path, as_they_are=OWN_COLUMNS - {"label"})
         except ColumnError as error:
             raise RunError(
-                f"the rows cannot be written as Parquet: {error}. Nothing is lost: go on with: "
-                f"burnish {self.job} --resume {self.run_dir} output=OTHER.jsonl"
+                f"the rows cannot be written as Parquet: {error}. All completed steps are kept. "
+                f"Resume with: burnish {self.job} --resume {self.run_dir} output=OTHER.jsonl"
             ) from error
 
     @contextmanager
@@ -196,8 +197,8 @@ class OutputShards:
             yield
         except OSError as error:
             raise RunError(
-                f"{path} could not be written ({error}). The steps before are kept: mend that, "
-                f"then go on with: burnish {self.job} --resume {self.run_dir}"
+                f"{path} could not be written ({error}). Completed steps are kept. Correct the "
+                f"cause and resume with: burnish {self.job} --resume {self.run_dir}"
             ) from error
 
 

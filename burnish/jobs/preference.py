@@ -157,7 +157,7 @@ def measure_preferences(loss: Loss, prepare: Prepare) -> Callable[[TrainEngine, 
 
 def _sums(logprobs: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the log-probs of entire responses and their token counts (at least 1): two [N]."""
-    assert logprobs is not None, "a batch without the reference's log-probs"
+    assert logprobs is not None, "the batch has no log-probs of the reference model"
     mask = batch.action_mask.to(logprobs.device)
     rows: dict[str, Any] = {
         "row_ids": batch.row_ids.to(logprobs.device),
@@ -233,7 +233,7 @@ def _preference_engines(
     else:
         reference = runtime.language_model(separate, {"logprobs": "reference"})
     if rows:
-        log.info("the reference's log-probs of %d rows", sum(b.num_rows for b in rows))
+        log.info("computing the reference log-probs of %d rows", sum(b.num_rows for b in rows))
         cache = compute_cache(reference, rows, 2 * config.batch_plan().train_batch_size)
         save_cache(cache, kept_in, model=of, dtype=dtype)
         runtime.release(reference)

@@ -52,10 +52,9 @@ class CachedReference:
         for key in row_keys(batch):
             if key not in self._row_offsets:
                 raise RunError(
-                    "a row of this batch was not there when the reference's log-probs were "
-                    "computed: the data has changed while the run goes on; leave its files as they "
-                    f"are, and go on with --resume, which computes {REFERENCE_FILE} again where "
-                    "rows are missing"
+                    f"a row of this batch is not in {REFERENCE_FILE}, so the data files have "
+                    "changed during the run. Resume with --resume, which computes the reference "
+                    "log-probs of missing rows, and do not change the data files during a run"
                 )
             begin, end = self._row_offsets[key]
             parts.append(self._logprobs[begin:end])
@@ -103,8 +102,8 @@ def save(cache: CachedReference, path: Path, *, model: ModelConfig, dtype: str) 
     offsets = torch.tensor([0, *(end for _, end in cache._row_offsets.values())], dtype=torch.int64)
     tensors = {"keys": keys, "offsets": offsets, "logprobs": cache._logprobs}
     hidden = path.with_name(f".{path.name}.part")
-    told = {"model": _told(model), "weights": weights_digest([model]), "dtype": dtype}
-    save_file(tensors, hidden, metadata=told)
+    identity = {"model": _as_json(model), "weights": weights_digest([model]), "dtype": dtype}
+    save_file(tensors, hidden, metadata=identity)
     hidden.replace(path)
 
 
@@ -126,26 +125,26 @@ def load(
     cache = CachedReference([bytes(key.tolist()) for key in keys], offsets, logprobs)
     other_weights = metadata.get("weights") != weights_digest([model])
     why = None
-    if metadata.get("model") != _told(model):
-        why = "is of another model"
+    if metadata.get("model") != _as_json(model):
+        why = "was computed with another model"
     elif other_weights and not begun:
-        why = f"is of other weights than {describe(model)} holds now"
+        why = f"was computed with weights that {describe(model)} no longer contains"
     elif metadata.get("dtype") != dtype:
-        why = f"was computed in {metadata.get('dtype', 'an unknown format')}, and this is {dtype}"
+        why = f"was computed in {metadata.get('dtype', 'an unknown dtype')} instead of {dtype}"
     elif missing := cache.count_missing(batches):
         rows = sum(batch.num_rows for batch in batches)
-        why = f"lacks {missing} of {rows} rows (other data, another template or length limit)"
+        why = f"lacks {missing} of {rows} rows (the data, template or length limit changed)"
     if why is None:
         if other_weights:
             log.warning(
-                "%s holds other weights than at the start of this run, which goes on with the "
-                "reference's log-probs of that time (%s)",
+                "the weights in %s changed after the start of this run; the reference log-probs "
+                "computed at the start are kept (%s)",
                 *(describe(model), path),
             )
         return cache
-    log.warning("%s %s: the reference's log-probs are computed again", path, why)
+    log.warning("%s %s; the reference log-probs are computed again", path, why)
     return None
 
 
-def _told(model: ModelConfig) -> str:
+def _as_json(model: ModelConfig) -> str:
     return json.dumps(model.model_dump(mode="json"), sort_keys=True)

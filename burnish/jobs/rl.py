@@ -18,6 +18,7 @@ import torch
 
 from burnish.algorithms.kl import KL_ESTIMATORS, KlController
 from burnish.batches import groups_to_batch
+from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import load_state, save_state
 from burnish.config import RLConfig
 from burnish.config.algorithm import AlgorithmConfig
@@ -33,7 +34,7 @@ from burnish.jobs.updates import Updates
 from burnish.rollout.runner import Runner
 from burnish.runtime.base import Sync
 from burnish.train.base import HasLogprobs, Loss, TrainEngine
-from burnish.types import Batch, Group, PendingSave
+from burnish.types import Batch, Group
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,8 @@ class RLLoop:
 
 def _log_gap(precision: PrecisionConfig, step: int, metrics: Mapping[str, float]) -> None:
     log.warning(
-        "precision.rollout_dtype: measured at step %d, log-probs of the trainer (%s) and "
-        "of the rollout engine (%s) differ by %.2g nats per token on average and %.2g at "
-        "most, k3 KL %.2g",
+        "precision.rollout_dtype: at step %d, log-probs of the trainer (%s) and of the rollout "
+        "engine (%s) differ by %.2g nats per token on average and by at most %.2g; k3 KL %.2g",
         step,
         precision.dtype,
         precision.sampler_dtype,

@@ -53,14 +53,14 @@ MAY_CHANGE = ("run_dir", "cluster", "device", "observe", "output", "rollout.engi
 responses. (Another ``rollout.engine.kind`` draws different random numbers from the same
 distribution.)"""
 
-_HOW_TO_ASK = (
+_CONNECTION_SETTINGS = (
     *("urls", "batch_size", "max_concurrency", "max_reply_bytes", "token_env", "use_proxy"),
     *("connect_timeout_s", "read_timeout_s", "retries", "backoff_s", "max_backoff_s", "rest_s"),
     *("num_workers", "micro_batch_size"),
 )
 _MAY_CHANGE = re.compile(
     rf"({'|'.join(map(re.escape, MAY_CHANGE))}|on_reward_failure|"
-    rf"rewards\.\d+\.({'|'.join(_HOW_TO_ASK)}))(\..*)?"
+    rf"rewards\.\d+\.({'|'.join(_CONNECTION_SETTINGS)}))(\..*)?"
 )
 """Pattern of all keys that may change: ``MAY_CHANGE``, the failure policy, and how rewards are
 called. After a reward failure, a run can therefore resume with the changes that the error
@@ -133,13 +133,16 @@ def check_output(config: RowsJob, run_dir: Path, *, resumed: bool) -> None:
     output = output_path(config, run_dir)
     if output.is_dir() or (output.exists() and not resumed):
         raise RunError(
-            f"the output {output} exists, and is not written over; move it away, or choose another "
-            "by output=..."
+            f"the output {output} already exists and is never overwritten; move it away, or choose "
+            "another path with output=..."
         )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"the folder of the output {output} cannot be made: {error}") from error
+        raise RunError(
+            f"the folder of the output {output} cannot be created: {error}; choose another path "
+            "with output=..."
+        ) from error
 
 
 def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
@@ -159,8 +162,8 @@ def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
         )
     if not output.exists():
         raise RunError(
-            f"the run {run_dir} is finished, and its output {output} is not there any more; start "
-            "a new run"
+            f"the run {run_dir} is finished, but its output {output} no longer exists; start a new "
+            "run"
         )
     parts.remove()  # left by a run killed before it removed them
     return _as_metrics(state["finished"])
@@ -171,13 +174,14 @@ def check_same_recipe(config: RowsJob, run_dir: Path) -> None:
     saved = run_dir / "config.yaml"
     then = yaml.safe_load(saved.read_text(encoding="utf-8"))
     now = yaml.safe_load(dump_yaml(config))
-    told = changed_settings(then, now).items()
-    changed = [f"{key}: {what}" for key, what in told if not may_change(key)]
+    changes = changed_settings(then, now).items()
+    changed = [f"{key}: {change}" for key, change in changes if not may_change(key)]
     if changed:
         raise RunError(
-            f"the run {run_dir} was begun with another recipe, and its rows would be of two: "
-            f"{'; '.join(changed)}. Go on without these changes, or start a new run. ("
-            f"{', '.join(MAY_CHANGE)}, on_reward_failure and how rewards are asked may change.)"
+            f"the run {run_dir} was started with another recipe, so its output would mix rows of "
+            f"two recipes: {'; '.join(changed)}. Resume without these changes, or start a new run. "
+            f"(Allowed changes: {', '.join(MAY_CHANGE)}, on_reward_failure, and the connection "
+            "settings of rewards.)"
         )
 
 
@@ -236,20 +240,20 @@ class RowsRun(Driver[RowsLoop]):
         mine = {**self.loop.identity, "weights": weights}
         if state is None and self.files.path(1).exists():
             raise RunError(
-                f"{self.run_dir} has rows and no {self.files.state_file.name}; start a new run"
+                f"{self.run_dir} contains rows but no {self.files.state_file.name}; start a new run"
             )
         if state is not None and state.get("weights") != mine["weights"]:
             raise RunError(
-                f"the run {self.run_dir} was begun with other weights than those that the models' "
-                "folders hold now, and its rows would be of two models; restore them, or start a "
-                "new run"
+                f"the run {self.run_dir} was started with other weights than the model folders "
+                "contain now, so its output would mix rows of two models; restore the weights, or "
+                "start a new run"
             )
         if state is not None and {name: state.get(name) for name in mine} != mine:
             raise RunError(
-                f"the run {self.run_dir} was begun with {state.get('prompts')} prompts, and the "
-                f"data gives {mine['prompts']} now, or other ones; rows would come twice, "
-                "never, or with another label. Restore the data and the tokenizer, or "
-                "start a new run"
+                f"the run {self.run_dir} was started with {state.get('prompts')} prompts, and the "
+                f"data now contains {mine['prompts']}, or different ones; rows would be repeated, "
+                "missing, or have another label. Restore the data and the tokenizer, or start a "
+                "new run"
             )
         return mine
 
@@ -299,7 +303,8 @@ class RowsRun(Driver[RowsLoop]):
         if len(newest) == _MAX_LOST_STEPS and lost:
             raise RewardError(
                 f"a reward failed on every prompt of the last {_MAX_LOST_STEPS} steps (the "
-                "warnings above say how); on_reward_failure.then=fail stops at the first error"
+                "warnings above give the errors). Correct the cause and resume; "
+                "on_reward_failure.then=fail stops at the first error"
             )
 
     def _finish(self) -> Metrics:
@@ -314,13 +319,13 @@ class RowsRun(Driver[RowsLoop]):
         for line in self.loop.summary(totals, output):
             self.progress.message(line)
         if not totals["rows"]:
-            log.warning("the output %s has no rows: everything was left out", output)
+            log.warning("the output %s has no rows: every row was dropped", output)
         return _as_metrics(totals)
 
     def _announce_stop(self, name: str) -> None:
         self.progress.message(
-            f"{name}: finishing the step under way, then stopping; once more stops at once, and "
-            "that step is done again"
+            f"{name}: finishing the current step, then stopping; a second signal stops "
+            "immediately, and a resume runs that step again"
         )
 
 

@@ -62,11 +62,9 @@ def run(
     functions = {"": rewards} if callable(rewards) else dict(rewards or {})
     job = job_of(config)
     if resume is not None and not REGISTRY[config.job].resumable:
-        raise RunError(
-            f"the job {config.job} is done in one go and cannot be resumed; leave resume out"
-        )
+        raise RunError(f"the job {config.job} has no steps and cannot be resumed; remove resume")
     if functions and not job.takes_rewards:
-        raise RunError(f"the job {config.job} takes no rewards; leave rewards out")
+        raise RunError(f"the job {config.job} takes no rewards; remove rewards")
     check_inputs(config, resumed=resume is not None)
     check_head_divisibility(config, download=True)
     check_families(config, download=True)
@@ -74,7 +72,7 @@ def run(
     run_dir = prepare_run_dir(config, Path(resume) if resume is not None else None)
     done = job.prepare(config, run_dir, resumed=resume is not None)
     if done is not None:
-        log.warning("the run %s is finished; there is nothing left to do", run_dir)
+        log.warning("the run %s is already finished", run_dir)
         if not (run_dir / "report.html").exists():  # killed after it wrote its output
             _write_report(run_dir)
         return RunResult(run_dir, done)
@@ -127,7 +125,9 @@ def _write_report(run_dir: Path, *, may_lack_steps: bool = False) -> None:
     try:
         from burnish.observe.report import ReportError, build_report
     except ModuleNotFoundError as error:
-        log.warning("no report.html: %s. Install it and run: burnish report %s", error, run_dir)
+        log.warning(
+            "no report.html: %s. Install the module and run: burnish report %s", error, run_dir
+        )
         return
     with suppress(ReportError) if may_lack_steps else nullcontext():
         build_report(run_dir)

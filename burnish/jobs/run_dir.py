@@ -40,32 +40,31 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
         job = yaml.safe_load(saved.read_text(encoding="utf-8"))["job"]
         if job != config.job:
             raise RunError(
-                f"--resume {resume}: that is a run of the job {job!r}, and this recipe is for "
-                f"{config.job!r}; go on "
-                f"with it by 'burnish {job} --resume {resume}', or leave --resume out to start a "
-                "new run"
+                f"--resume {resume}: this is a run of the job {job!r}, but the recipe is for "
+                f"{config.job!r}; resume it with 'burnish {job} --resume {resume}', or omit "
+                "--resume to start a new run"
             )
         _check_writable(resume)
         return resume
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_dir = Path(config.run_dir.replace("{job}", config.job).replace("{time}", stamp))
     if not config.run_dir.strip():
-        raise RunError("run_dir is empty; give the name of a new folder, such as run_dir=runs/one")
+        raise RunError("run_dir is empty; give the path of a new folder, such as run_dir=runs/one")
     if run_dir.exists() and not run_dir.is_dir():
-        raise RunError(f"the run folder {run_dir} is a file; choose another name with run_dir=...")
+        raise RunError(f"the run folder {run_dir} is a file; choose another path with run_dir=...")
     if run_dir.exists() and _holds_something(run_dir):
         resumable = REGISTRY[config.job].resumable
-        go_on = f"go on with that run by --resume {run_dir}, or " if resumable else ""
+        or_resume = f"resume that run with --resume {run_dir}, or " if resumable else ""
         raise RunError(
-            f"the run folder {run_dir} is not empty; {go_on}choose another folder with run_dir=... "
-            "({time} in it is filled in)"
+            f"the run folder {run_dir} is not empty; {or_resume}choose another folder with "
+            "run_dir=... ({time} in it is replaced by the current time)"
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(
-            f"the run folder {run_dir} cannot be made: {error.strerror}; choose another one with "
-            "run_dir=..."
+            f"the run folder {run_dir} cannot be created: {error.strerror}; choose another one "
+            "with run_dir=..."
         ) from error
     _check_writable(run_dir)
     return run_dir
@@ -74,7 +73,7 @@ def prepare_run_dir(config: JobConfig, resume: Path | None) -> Path:
 def _check_writable(run_dir: Path) -> None:
     if not os.access(run_dir, os.W_OK | os.X_OK):
         raise RunError(
-            f"the run folder {run_dir} cannot be written to (user {getpass.getuser()}); change its "
+            f"the run folder {run_dir} is not writable for user {getpass.getuser()}; change its "
             "permissions, or choose another one with run_dir=..."
         )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from burnish.checkpoint.save import PendingSave
 from burnish.train.base import TrainEngine
-from burnish.types import PendingSave
 
 
 def save_engines(

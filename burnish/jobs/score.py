@@ -29,9 +29,9 @@ log = logging.getLogger("burnish")
 
 FAILED = "prompts_reward_failed"
 _WORDS = {
-    "prompts_overlong": "rows left out, whose prompt is longer than data.prompt_max_len "
+    "prompts_overlong": "rows dropped because their prompt is longer than data.prompt_max_len "
     "(data.overlong=drop)",
-    FAILED: "rows with null for a reward, because one failed (on_reward_failure.then=drop_group)",
+    FAILED: "rows whose reward is null because a reward failed (on_reward_failure.then=drop_group)",
 }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from burnish.checkpoint.save import PendingSave
 from burnish.checkpoint.state import EXPORT_METADATA, load_state, save_state
 from burnish.config.job import SupervisedJob
 from burnish.data.preference import PreferenceStream
@@ -23,7 +24,7 @@ from burnish.jobs.trainer import Trainer
 from burnish.jobs.updates import Updates
 from burnish.runtime.base import Runtime
 from burnish.train.base import Loss, TrainEngine
-from burnish.types import Batch, PendingSave, Stats
+from burnish.types import Batch, Stats
 
 
 @dataclass(frozen=True)

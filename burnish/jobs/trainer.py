@@ -74,7 +74,7 @@ class Trainer(Driver[Loop]):
         self._open_records(loop)
         with self._recovery(loop):
             self._restore(loop)
-        self._say_best_mode()
+        self._log_best_mode()
         # A successful restore proves that this recipe and the run in the folder match.
         self._log_config_diff()
         write_text(self.run_dir / "config.yaml", dump_yaml(self.config))
@@ -181,7 +181,7 @@ class Trainer(Driver[Loop]):
             raise error
         self.checkpoints.try_finish()
         while lost is not None:
-            self.progress.message(f"{lost}; going back to the newest checkpoint")
+            self.progress.message(f"{lost}; rolling back to the newest checkpoint")
             try:
                 self.recover(lost)
                 self._restore(loop)
@@ -191,8 +191,8 @@ class Trainer(Driver[Loop]):
 
     def _restore(self, loop: Loop) -> None:
         """Restore the newest checkpoint, and truncate metrics and samples to its step."""
-        for about_the_last_time in (STOPPED_FILE, OOM_FILE):
-            (self.run_dir / about_the_last_time).unlink(missing_ok=True)
+        for old_report in (STOPPED_FILE, OOM_FILE):
+            (self.run_dir / old_report).unlink(missing_ok=True)
         newest = self.checkpoints.restore(loop.state, self.position)
         step = -1 if newest is None else self.position.step
         self.metrics.rewind(step)
@@ -213,8 +213,8 @@ class Trainer(Driver[Loop]):
         changed = changed_settings(then, yaml.safe_load(dump_yaml(self.config)))
         changed.pop("run_dir", None)
         if changed:
-            listed = "; ".join(f"{key}: {what}" for key, what in changed.items())
-            self.progress.message(f"with other settings: {listed}")
+            listed = "; ".join(f"{key}: {change}" for key, change in changed.items())
+            self.progress.message(f"changed settings: {listed}")
 
     # ---- ends --------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Trainer(Driver[Loop]):
             log.warning(error)
             return
         self.progress.message(
-            f"step {run.step} is saved: once this is mended, go on by --resume {self.run_dir}"
+            f"step {run.step} is saved; correct the cause and resume with --resume {self.run_dir}"
         )
 
     def _stop(self, loop: Loop, stop: StoppedError) -> NoReturn:
@@ -245,11 +245,11 @@ class Trainer(Driver[Loop]):
             self._save_now(loop)
             saved = "The run is saved"
         except CheckpointError as error:
-            saved = f"This step is not saved: {error}"
+            saved = f"This step could not be saved: {error}"
         more = " max_steps=MORE" if step == total else ""
         why = (
-            f"stopped at step {step} of {total}: {stop}. {saved}; go on with other "
-            f"settings by --resume {self.run_dir} KEY=VALUE{more}"
+            f"stopped at step {step} of {total}: {stop}. {saved}; resume with other settings: "
+            f"--resume {self.run_dir} KEY=VALUE{more}"
         )
         write_text(self.run_dir / STOPPED_FILE, why + "\n")
         log.info(why)
@@ -264,10 +264,10 @@ class Trainer(Driver[Loop]):
             return
         why = (
             f"{skipped:.0f} optimizer steps were skipped because the loss or the gradient was not "
-            "finite: this run has learned little (see train/skipped_steps in the report)"
+            "finite, so this run has learned little (see train/skipped_steps in the report)"
         )
         if last.get("train/skipped_steps") and not last.get("train/overflows"):
-            more = "; try a lower learning rate, or look at the data and rewards"
+            more = "; try a lower learning rate, or check the data and rewards"
             self._stop(loop, StoppedError(why + more, last))
         log.warning(why)
 
@@ -280,16 +280,16 @@ class Trainer(Driver[Loop]):
 
     def _announce_stop(self, name: str) -> None:
         self.progress.message(
-            f"{name}: saving after the step under way, then stopping; once more stops at once "
-            "without saving"
+            f"{name}: saving after the current step, then stopping; a second signal stops "
+            "immediately without saving"
         )
 
-    def _say_best_mode(self) -> None:
+    def _log_best_mode(self) -> None:
         if self.config.checkpoint.best_metric and self.config.checkpoint.best_mode is None:
             which = "smallest" if self.checkpoints.best_mode == "min" else "largest"
             self.progress.message(
                 f"the checkpoint with the {which} {self.checkpoints.best_metric} is kept as the "
-                "best (checkpoint.best_mode changes that)"
+                "best; checkpoint.best_mode changes this"
             )
 
     def _warn_if_best_was_never_measured(self) -> None:

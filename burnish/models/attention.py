@@ -67,7 +67,7 @@ class _Bucket:
     k_index: Tensor  # [S, Lk]
     reach: Tensor  # [S, Lq] index, within its segment's keys, of the last key each query reads
     plain: bool
-    """Whether all segments are causal and equally long, so that no mask is needed."""
+    """True if all segments are causal and equally long, so that no mask is needed."""
 
 
 @dataclass(frozen=True)
@@ -243,13 +243,13 @@ def _options(module: nn.Module, query: Tensor, mask: Tensor | None, given: Any) 
     """
     name = type(module).__name__
     if mask is not None and mask.numel() != 1:
-        raise UnsupportedAttention(f"{name} brings its own attention mask {list(mask.shape)}")
+        raise UnsupportedAttention(f"{name} passes its own attention mask {list(mask.shape)}")
     if vars(module).get("is_causal", True) is False:
         raise UnsupportedAttention(f"{name} is not causal")
     _refuse_unknown(module, given)
     layer = vars(module).get("layer_idx")
     if layer is None:
-        raise UnsupportedAttention(f"{name} does not say which layer it is (layer_idx)")
+        raise UnsupportedAttention(f"{name} has no layer index (layer_idx)")
     scale = given.get("scaling")
     return _Options(
         layer=int(layer),
@@ -270,7 +270,7 @@ def _refuse_unknown(module: nn.Module, given: Any) -> None:
             continue
         if value is not None and value is not False:
             name, meaning = type(module).__name__, _MEANINGS.get(key, key)
-            raise UnsupportedAttention(f"{name} asks for attention with {meaning}")
+            raise UnsupportedAttention(f"{name} requires attention with {meaning}")
 
 
 _WINDOWS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()

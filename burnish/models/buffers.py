@@ -66,12 +66,14 @@ def fill_buffers(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
     """
     own = dict(persistent_buffers(model))
     if odd := sorted(own.keys() ^ tensors.keys())[:3]:
-        raise ValueError(f"{source} is of another model: buffers differ, e.g. {', '.join(odd)}")
+        raise ValueError(
+            f"{source} is of another model: buffer names differ, e.g. {', '.join(odd)}"
+        )
     for name, buffer in own.items():
         if tensors[name].shape != buffer.shape:
             raise ValueError(
-                f"{source} is of another model: the buffer {name} is {list(tensors[name].shape)} "
-                f"there and {list(buffer.shape)} here"
+                f"{source} is of another model: the buffer {name} has shape "
+                f"{list(tensors[name].shape)} in it and {list(buffer.shape)} in this model"
             )
     for name, buffer in own.items():
         buffer.copy_(tensors[name])

@@ -49,8 +49,8 @@ def empty_model(
     odd = [name for name, tensor in state.items() if not _fits(files, name, tensor)]
     if odd:
         log.warning(
-            "%s has no %s of the model's shape in its safetensors files, so every rank reads the "
-            "whole model before it keeps its shard",
+            "the safetensors files of %s have no %s of the model's shape, so every rank reads the "
+            "full model before it keeps its shard",
             config.path,
             odd[0],
         )

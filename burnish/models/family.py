@@ -28,9 +28,9 @@ Decoding = Literal["batched", "cached", "recomputed"]
 """How the local engine decodes. ``batched``: many rows together with a slot cache. ``cached``: one
 row at a time with the model's own cache. ``recomputed``: one row at a time without a cache."""
 _WORDS = {
-    "batched": "many rows at a time from a cache of slots",
-    "cached": "one row at a time from the model's own cache",
-    "recomputed": "one row at a time, without a cache",
+    "batched": "batches of rows with a slot cache",
+    "cached": "single rows with the model's own cache",
+    "recomputed": "single rows without a cache",
 }
 
 

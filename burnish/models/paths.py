@@ -28,7 +28,7 @@ def check_path(config: ModelConfig, *, warn: bool = False) -> None:
         raise ModelError(f"{problem}; check model.path")
     if warn and path.parts[:-1] and path.parent.is_dir() and not path.exists():
         log.warning(
-            "%s does not exist, although the folder %s does: it is taken for a model on the hub",
+            "%s does not exist, although the folder %s does: it is treated as a hub name",
             *(config.path, path.parent),
         )
     if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():

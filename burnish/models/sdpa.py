@@ -40,7 +40,7 @@ class Kernels:
     capability: tuple[int, int]
     """Compute capability, such as (8, 0) for A100."""
     hip: bool = False
-    """Whether torch is built for AMD GPUs."""
+    """True if torch is built for AMD GPUs."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Call:
     """(head size of queries and keys, head size of values)"""
     masked: bool
     grouped: bool
-    """Whether there are fewer key/value heads than query heads."""
+    """True if there are fewer key/value heads than query heads."""
 
 
 def kernels_of(device: torch.device) -> Kernels | None:

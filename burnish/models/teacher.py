@@ -74,8 +74,9 @@ def shared_vocabulary(
             raise ModelError(
                 f"the teacher {describe(teacher)} ({len(other)} tokens, {sizes[1]} logits) has "
                 f"another vocabulary than the student {describe(student)} ({len(own)} tokens, "
-                f"{sizes[0]} logits): token {i} is {other[i]!r} there and {own[i]!r} here. Their "
-                "distributions cannot be compared; use a teacher of the student's family"
+                f"{sizes[0]} logits): token {i} is {other[i]!r} in the teacher and {own[i]!r} in "
+                "the student. Their distributions cannot be compared; use a teacher of the "
+                "student's family"
             )
     shared = min(sizes)
     only_one = own.keys() ^ other.keys()

@@ -36,7 +36,7 @@ class MetricsLog:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         self._path = Path(run_dir) / METRICS_FILE
         self._trackers = trackers or Trackers()
-        _cut_torn_line(self._path)
+        _drop_incomplete_line(self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -151,7 +151,7 @@ def _lines(path: Path) -> Iterator[str]:
             yield line
 
 
-def _cut_torn_line(path: Path) -> None:
+def _drop_incomplete_line(path: Path) -> None:
     """Remove a last line without a newline, so that the next line is not appended to it."""
     if not path.is_file():
         return

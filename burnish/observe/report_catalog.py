@@ -24,7 +24,7 @@ class Chart:
     """Unit as text, "" for a pure number. "fraction" is drawn in percent, "bytes" in GiB or MiB."""
     names: tuple[str, ...]
     log: bool = False
-    """Whether values are powers of two that change in steps. They are drawn as steps on a base-2
+    """True if values are powers of two that change in steps. They are drawn as steps on a base-2
     logarithmic axis and never averaged."""
 
 
@@ -36,13 +36,13 @@ CHARTS = (
     Chart(LEARNING, "Mean reward", "per response", ("reward/mean",)),
     Chart(LEARNING, "Loss", "", ("train/loss", "eval/loss")),
     Chart(LEARNING, "KL to the teacher", "nats per token", ("train/teacher_kl", "eval/teacher_kl")),
-    Chart(LEARNING, "Most likely token as the teacher's", "fraction", ("*/agreement",)),
-    Chart(LEARNING, "Pairs ranked right", "fraction", ("train/accuracy", "eval/accuracy")),
-    Chart(LEARNING, "Steps judged right", "fraction", ("*/step_accuracy", "*/*_step_accuracy")),
-    Chart(LEARNING, "Solutions with every step judged right", "fraction", ("*/row_exact",)),
+    Chart(LEARNING, "Same most likely token as the teacher", "fraction", ("*/agreement",)),
+    Chart(LEARNING, "Pairs ranked correctly", "fraction", ("train/accuracy", "eval/accuracy")),
+    Chart(LEARNING, "Correct step labels", "fraction", ("*/step_accuracy", "*/*_step_accuracy")),
+    Chart(LEARNING, "Solutions with all step labels correct", "fraction", ("*/row_exact",)),
     Chart(LEARNING, "Score margin", "chosen minus rejected", ("*/score_margin",)),
     Chart(LEARNING, "Held-out reward", "per response", ("eval/reward",)),
-    Chart(LEARNING, "Mean reward of what is trained on", "per response", ("reward/trained_mean",)),
+    Chart(LEARNING, "Mean reward of training samples", "per response", ("reward/trained_mean",)),
     Chart(LEARNING, "Spread of the reward", "standard deviation", ("reward/std",)),
     Chart(LEARNING, "Reward parts", "mean per response", ("reward/*", "eval/reward/*")),
     Chart(LEARNING, "Scores", "", ("*/score_chosen", "*/score_rejected")),
@@ -59,20 +59,20 @@ CHARTS = (
     Chart(UPDATE, "Other text (ptx)", "nats per token", ("train/ptx_nll",)),
     Chart(UPDATE, "Load-balancing loss of experts", "", ("train/moe_aux_loss",)),
     Chart(UPDATE, "Busiest expert", "1: an even share", ("train/moe_max_load",)),
-    Chart(UPDATE, "Experts without a token", "fraction", ("train/moe_idle_experts",)),
+    Chart(UPDATE, "Experts without tokens", "fraction", ("train/moe_idle_experts",)),
     Chart(UPDATE, "Value loss", "", ("critic/value_loss",)),
     Chart(UPDATE, "Loss scale", "log scale", ("*/loss_scale",), log=True),
     Chart(UPDATE, "Skipped steps", "per step", ("*/skipped_steps", "*/overflows")),
     Chart(UPDATE, "Skipped steps, total", "since the start", ("*/skipped_total",)),
-    Chart(UPDATE, "Loss spikes", "1: far above the steps before", ("*/loss_spike",)),
-    Chart(UPDATE, "Trainer against sampler", "nats per token, mean", ("*/mismatch_abs",)),
-    Chart(UPDATE, "Trainer against sampler, largest", "nats per token", ("*/mismatch_max",)),
-    Chart(UPDATE, "Trainer against sampler, KL", "nats per token, k3", ("*/mismatch_k3",)),
+    Chart(UPDATE, "Loss spikes", "1: far above earlier steps", ("*/loss_spike",)),
+    Chart(UPDATE, "Trainer vs. sampler", "nats per token, mean", ("*/mismatch_abs",)),
+    Chart(UPDATE, "Trainer vs. sampler, largest", "nats per token", ("*/mismatch_max",)),
+    Chart(UPDATE, "Trainer vs. sampler, KL", "nats per token, k3", ("*/mismatch_k3",)),
     Chart(ROLLOUT, "Response length", "tokens", ("rollout/response_len", "rollout/response_len_*")),
     Chart(ROLLOUT, "Held-out response length", "tokens", ("eval/response_len",)),
     Chart(
         ROLLOUT,
-        "Responses cut at the length limit",
+        "Responses truncated at the length limit",
         "fraction",
         ("reward/truncated_frac", "rollout/truncated_frac"),
     ),
@@ -80,7 +80,7 @@ CHARTS = (
     Chart(UPDATE, "Groups or pairs without signal", "fraction", ("train/no_signal_frac",)),
     Chart(ROLLOUT, "Groups dropped", "per step", ("reward/groups_dropped",)),
     Chart(ROLLOUT, "Rows written", "per step", ("generate/rows",)),
-    Chart(ROLLOUT, "Left out", "per step", ("generate/dropped_*",)),
+    Chart(ROLLOUT, "Dropped prompts or responses", "per step", ("generate/dropped_*",)),
     Chart(ROLLOUT, "Reward of the rows", "per row", ("generate/kept_reward",)),
     Chart(ROLLOUT, "Margin of the pairs", "per row", ("generate/margin",)),
     Chart(ROLLOUT, "Prompts", "since the start", ("generate/prompts_done",)),
@@ -89,8 +89,8 @@ CHARTS = (
     Chart(MACHINE, "GPU memory by phase, tensors", "bytes", ("memory/*/peak_bytes",)),
     Chart(MACHINE, "GPU memory by phase, reserved", "bytes", ("memory/*/reserved_peak_bytes",)),
     Chart(MACHINE, "Host memory by phase", "bytes", ("memory/*/host_peak_bytes",)),
-    Chart(MACHINE, "Rank that held most", "rank", ("memory/*/peak_rank",)),
-    Chart(MACHINE, "Steps that a tracker lost", "since the start", ("observe/*_dropped",)),
+    Chart(MACHINE, "Rank with the largest peak", "rank", ("memory/*/peak_rank",)),
+    Chart(MACHINE, "Steps lost by a tracker", "since the start", ("observe/*_dropped",)),
     Chart(MACHINE, "Memory", "bytes", ("memory/peak_rss_bytes", "memory/*_bytes")),
 )
 

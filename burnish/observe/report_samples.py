@@ -94,18 +94,18 @@ class _Files:
             notes.append(
                 f"{kept:,} of {self._total:,} samples, from the newest and the oldest steps"
             )
-        if self.counts["cut"]:
-            notes.append(f"{self.counts['cut']:,} long texts are truncated in the middle")
+        if self.counts["truncated"]:
+            notes.append(f"{self.counts['truncated']:,} long texts are truncated in the middle")
         if notes:
             notes.append("everything is in samples/*.parquet")
         if self.counts["numbers"]:
             notes.append(f"{self.counts['numbers']:,} samples have numbers that are not finite")
         if self.counts["parts"]:
             notes.append(f"the reward parts of {self.counts['parts']:,} samples cannot be read")
-        told = [f"{name} ({why})" for name, why in list(self.bad.items())[:3]]
-        if told:
+        bad = [f"{name} ({why})" for name, why in list(self.bad.items())[:3]]
+        if bad:
             more = f" and {len(self.bad) - 3:,} more" if len(self.bad) > 3 else ""
-            notes.append(f"omitted because they cannot be read: {', '.join(told)}{more}")
+            notes.append(f"omitted because they cannot be read: {', '.join(bad)}{more}")
         return "; ".join(notes)
 
     def _leave_out(self, path: Path, error: Exception) -> None:
@@ -117,11 +117,11 @@ def _entry(
     row: dict[str, Any], prompts: dict[str, int], step: int, *, counts: Counter[str]
 ) -> dict[str, Any]:
     texts = [row["prompt"] or "", row["response"] or ""]
-    prompt, response = map(_cut, texts)
+    prompt, response = map(_truncated, texts)
     numbers = [row["reward"], row["advantage"]]
     reward, advantage = map(_finite, numbers)
     parts = _parts(row["reward_parts"])
-    counts["cut"] += [prompt, response] != texts
+    counts["truncated"] += [prompt, response] != texts
     counts["parts"] += parts is None
     found = [_finite(value) for value in (parts or {}).values()]
     counts["numbers"] += [*numbers, *(parts or {}).values()] != [reward, advantage, *found]
@@ -130,7 +130,7 @@ def _entry(
         "split": row["split"],
         "prompt": prompts.setdefault(prompt, len(prompts)),
         "response": response,
-        "label": None if row["label"] is None else _cut(row["label"]),
+        "label": None if row["label"] is None else _truncated(row["label"]),
         "reward": reward,
         "parts": dict(zip(parts or {}, found, strict=True)),
         "advantage": advantage,
@@ -157,7 +157,7 @@ def _finite(value: float | None) -> float | None:
     return value if is_finite(value) else None
 
 
-def _cut(text: str) -> str:
+def _truncated(text: str) -> str:
     if len(text) <= MAX_CHARS:
         return text
     half = MAX_CHARS // 2

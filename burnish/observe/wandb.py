@@ -217,7 +217,7 @@ class WandbTracker:
 
     def _table(self, rows: Sequence[Mapping[str, Any]]) -> Table:
         columns = [name for name in rows[0] if name != "split"]
-        cells = [[_cut(row[name]) for name in columns] for row in rows]
+        cells = [[_truncated(row[name]) for name in columns] for row in rows]
         table: Table = self._wandb.Table(columns=columns, data=cells)
         return table
 
@@ -244,7 +244,7 @@ class WandbTracker:
         write_text(self._run_dir / STATE_FILE, json.dumps(asdict(self._state)) + "\n")
 
 
-def _cut(cell: Any) -> Any:
+def _truncated(cell: Any) -> Any:
     if isinstance(cell, str) and len(cell) > MAX_TEXT_CHARS:
         return f"{cell[:MAX_TEXT_CHARS]} [{len(cell) - MAX_TEXT_CHARS} more characters]"
     return cell

@@ -65,7 +65,7 @@ class Context:
         return any(kind in _STORED for kind in kinds) and not self.job.inline
 
     @property
-    def over(self) -> Mapping[str, float]:
+    def overhead(self) -> Mapping[str, float]:
         """Memory constants other than tensors (``overhead`` in ``hardware.yaml``)."""
         return self.hardware.tables.overhead
 
@@ -150,7 +150,7 @@ def with_fragmentation(context: Context, items: Items) -> Items:
     """Return the items with the memory that the GPU's allocator loses to fragmentation."""
     if context.hardware.gpu is None:
         return items
-    share = context.over["fragmentation"]
+    share = context.overhead["fragmentation"]
     size = share * model_state.total(items)
     lost = Item("overhead", size, f"fragmentation: {share:.0%} of temporary memory")
     return (*items, lost) if size else items
@@ -158,13 +158,13 @@ def with_fragmentation(context: Context, items: Items) -> Items:
 
 def overhead(context: Context, ranks: int) -> Items:
     """Return the memory of a process other than tensors."""
-    over = context.over
+    gb = context.overhead
     if context.hardware.gpu is None:
-        return (Item("overhead", over["process_gb"] * 1e9, "a Python process with torch"),)
+        return (Item("overhead", gb["process_gb"] * 1e9, "a Python process with torch"),)
     items = [
-        Item("overhead", over["context_gb"] * 1e9, "CUDA context and workspaces"),
-        Item("overhead", over["gpu_process_gb"] * 1e9, "a Python process with CUDA", "host"),
+        Item("overhead", gb["context_gb"] * 1e9, "CUDA context and workspaces"),
+        Item("overhead", gb["gpu_process_gb"] * 1e9, "a Python process with CUDA", "host"),
     ]
     if ranks > 1:
-        items.append(Item("overhead", over["nccl_gb"] * 1e9, "NCCL channels"))
+        items.append(Item("overhead", gb["nccl_gb"] * 1e9, "NCCL channels"))
     return tuple(items)

@@ -71,7 +71,7 @@ def _local_role(
         precision=role.precision,
         trainable=False,
     )
-    peaks, extra, note = peaks_of(setup, work, context.over["fallback_margin"])
+    peaks, extra, note = peaks_of(setup, work, context.overhead["fallback_margin"])
     prefill = Item("activations", max(0.0, peaks.activations - peaks.output), "prefill, traced")
     own = () if inline and role.shares_weights else _own_weights(setup)
     always = (*(() if inline else overhead(context, 1)), *own)
@@ -128,13 +128,13 @@ def _vllm_role(
         demand,
         dtype=dtype,
         gpu_bytes=context.hardware.gpu.bytes,
-        overhead=dict(context.over),
+        overhead=dict(context.overhead),
     )
     process = overhead(context, engine.tensor_parallel_size)
     awake: Items = (*process, found.weights, found.cache, found.rest)
     resident: dict[str, Items] = {phase: awake for phase in PHASES}
     if engine.sleep_between_rollouts:
-        asleep = Item("overhead", context.over["vllm_asleep_gb"] * 1e9, "vLLM asleep")
+        asleep = Item("overhead", context.overhead["vllm_asleep_gb"] * 1e9, "vLLM asleep")
         sleeping: Items = (*(i for i in process if i.where == "host"), asleep)
         resident = {phase: sleeping for phase in PHASES}
         resident |= {phase: awake for phase in ("load", "rollout")}

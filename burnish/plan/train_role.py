@@ -42,7 +42,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
     passes = _passes(context, setup, role, rows)
     peaks, notes, guessed = {}, [], 0.0
     for name, work in passes.items():
-        found, extra, note = peaks_of(setup, work, context.over["fallback_margin"])
+        found, extra, note = peaks_of(setup, work, context.overhead["fallback_margin"])
         peaks[name] = with_teacher(role, found, work)
         guessed = max(guessed, extra)
         notes += [f"{role.name}: {note}"] if note else []

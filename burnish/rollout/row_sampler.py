@@ -28,7 +28,7 @@ class RowSampler:
 
     model: PreTrainedModel
     use_cache: bool
-    """Whether to use the model's own cache. False: recompute the full row for each token."""
+    """True to use the model's own cache. False: recompute the full row for each token."""
 
     def sample(self, sample: LiveSample, version: int) -> None:
         """Add tokens to ``sample`` until it is finished. ``version`` is that of the weights.

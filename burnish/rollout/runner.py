@@ -77,16 +77,16 @@ class Runner:
             if used:
                 log.warning(
                     "rollout.dynamic_sampling: %d of %d groups have no signal after %d refills "
-                    "but are trained on to fill the step",
+                    "but are used to fill the step",
                     *(used, count, refills),
                 )
                 groups += rejected[len(rejected) - used :]
         if len(groups) == count:
             return Rollout(tuple(_numbered(g, i) for i, g in enumerate(groups)), stats)
         raise RewardError(
-            f"after {refills} refills only {len(groups)} of {count} groups have a reward; it "
-            "fails on almost everything. on_reward_failure.then=fail stops at the first error"
-            + (f". The last refill: {failure}" if failure else "")
+            f"after {refills} refills only {len(groups)} of {count} groups have a reward; the "
+            "reward fails on almost all of them. on_reward_failure.then=fail stops at the first "
+            "error" + (f". The last refill: {failure}" if failure else "")
         ) from failure
 
     def _has_signal(self, group: Group) -> bool:

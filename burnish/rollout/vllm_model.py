@@ -22,8 +22,8 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     if config.get_text_config() is not config:
         raise ModelError(
-            f"vLLM runs all parts of this composite model ({config.model_type}), and the trainer "
-            "has its text alone; use rollout.engine.kind=local"
+            f"vLLM runs all parts of this composite model ({config.model_type}), but the trainer "
+            "has only its language model; use rollout.engine.kind=local"
         )
     with torch.device("meta"):
         bare: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -72,8 +72,8 @@ def longest_row(config: PretrainedConfig, wanted: int | None) -> int:
     limits = [limit for limit in (wanted, row_limit(config)) if limit is not None]
     if not limits:
         raise ModelError(
-            f"the config of this {config.model_type} model has no max_position_embeddings, so how "
-            "long a row may be is not known; set rollout.engine.max_model_len"
+            f"the config of this {config.model_type} model has no max_position_embeddings, so the "
+            "maximum row length is unknown; set rollout.engine.max_model_len"
         )
     return min(limits)
 

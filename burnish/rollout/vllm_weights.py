@@ -96,7 +96,7 @@ class WeightStream:
                 expected[name] = (expected.get(name, 0) + number) % (1 << 64)
         for name in sorted(expected):
             if expected[name] not in _totals([report[name] for report in held]):
-                problems.append(f"the parameter {name} does not hold what was given")
+                problems.append(f"the parameter {name} has other values than were sent")
         left: dict[str, list[str]] = {}
         for name in held[0].keys() - expected.keys():
             left.setdefault(layer_of(name), []).append(name)
@@ -125,9 +125,10 @@ def _mismatch(given: Sequence[str], held: Sequence[str]) -> str:
     if not held:
         return f"vLLM has no parameter {given[0]}"
     if not given:
-        return f"vLLM has a parameter {held[0]}, which was not given"
+        return f"vLLM has a parameter {held[0]}, which was not sent"
     return (
-        f"the parameters {', '.join(held[:3])} do not hold what was given as {', '.join(given[:3])}"
+        f"the parameters {', '.join(held[:3])} have other values than were sent as "
+        f"{', '.join(given[:3])}"
     )
 
 
@@ -285,7 +286,7 @@ def _not_live(model: Any, derived: Container[str] = ()) -> list[str]:
         if name in derived:
             continue
         if id(parameter) not in seen and parameter.ndim > 1:  # (vectors are read at every call)
-            found.append(f"it cannot be seen whether {name} {list(parameter.shape)} is used")
+            found.append(f"it cannot be verified that {name} {list(parameter.shape)} is used")
     return found
 
 

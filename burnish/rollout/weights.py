@@ -30,18 +30,18 @@ class WeightNameCheck:
         copy could broadcast silently)."""
         if name in self.given:
             raise ValueError(
-                f"weight {name} was given twice, and each is to come once; the sender's weights() "
-                "repeats it, or a bucket was sent twice"
+                f"weight {name} was received twice; the sender's weights() repeats it, or a bucket "
+                "was sent twice"
             )
         if self._expected is not None and name not in self._expected:
             raise ValueError(
                 f"weight {name} is not one of the {len(self._expected)} weights of the rollout "
-                "model; trainer and rollout engine must be of one model"
+                "model; trainer and rollout engine must have the same model"
             )
         if self._expected is not None and self._expected[name] != shape:
             raise ValueError(
-                f"weight {name} is {list(shape)}, the rollout model has "
-                f"{list(self._expected[name])}; trainer and rollout engine must be of one model"
+                f"weight {name} has shape {list(shape)}, but {list(self._expected[name])} in the "
+                "rollout model; trainer and rollout engine must have the same model"
             )
         self.given[name] = shape
 
@@ -50,7 +50,7 @@ class WeightNameCheck:
         missing = [n for n in self._expected or () if n not in self.given]
         if missing:
             raise ValueError(
-                f"{len(missing)} of {len(self._expected or ())} weights did not come, e.g. "
+                f"{len(missing)} of {len(self._expected or ())} weights were not received, e.g. "
                 f"{missing[0]}: they would be stale"
             )
 

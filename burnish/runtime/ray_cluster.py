@@ -283,7 +283,7 @@ def worker_peaks(ray: Any, groups: Iterable[tuple[str, Sequence[Any]]]) -> list[
     return [ProcessPeaks(*asked[r], ray.get(r)) for r in ready if failure(ray, r) is None]
 
 
-_PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+_FORWARDED_PREFIXES = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
 
 
 def worker_environment(*, on_gpu: bool) -> dict[str, str]:
@@ -292,6 +292,8 @@ def worker_environment(*, on_gpu: bool) -> dict[str, str]:
 
     Secrets are excluded: Ray writes these variables to a log that every user of the machine can
     read. Workers of a local cluster inherit secrets; nodes of another cluster need their own."""
-    names = [name for name in os.environ if name.startswith(_PASSED_ON) and not is_secret(name)]
+    names = [
+        name for name in os.environ if name.startswith(_FORWARDED_PREFIXES) and not is_secret(name)
+    ]
     own = {name: os.environ[name] for name in names}
     return own if on_gpu else {"DS_ACCELERATOR": "cpu", **own}

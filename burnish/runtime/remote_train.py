@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from burnish.checkpoint.save import PendingSave
 from burnish.runtime.worker import BUCKET_BYTES, TransferOptions, pack_batch, to_tensor
 from burnish.runtime.worker_group import WorkerGroup
 from burnish.sync.snapshot import SnapshotSource, WeightSnapshot
 from burnish.train.base import Loss, NonFiniteError, StepStats
-from burnish.types import Batch, PendingSave, Stats
+from burnish.types import Batch, Stats
 
 
 class RemoteTrainEngine:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.models.load import DTYPES, load_tokenizer
@@ -41,7 +42,7 @@ from burnish.train.base import Loss, NonFiniteError, StepStats
 from burnish.train.engine import BaseTrainEngine, FrozenBase
 from burnish.train.process_group import RankGroup
 from burnish.train.spec import EngineSpec
-from burnish.types import Batch, PendingSave, Stats
+from burnish.types import Batch, Stats
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -160,7 +161,7 @@ class Worker:
         return start_heartbeat(heartbeat, every_s)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def release_memory_after(self) -> Iterator[None]:
         """Run a call after which other workers on this GPU may need its memory. The allocator's
         unused memory is released at the end."""
         try:
@@ -246,7 +247,7 @@ class TrainWorker(Worker):
         torch.manual_seed(seed)
         self._passes = 0
         runtime = self.runtime(self.ranks)
-        with self.turn():
+        with self.release_memory_after():
             if scalar:
                 self.engine = runtime.scalar_model(spec, seed=seed, spans=spans)
             else:
@@ -258,7 +259,7 @@ class TrainWorker(Worker):
     @contextmanager
     def _pass(self) -> Iterator[None]:
         """Run a call in which ranks wait only for each other's passes."""
-        with self.turn(), limited(self.limits, self._groups):
+        with self.release_memory_after(), limited(self.limits, self._groups):
             yield
 
     def _seed_pass(self) -> None:
@@ -349,7 +350,7 @@ class TrainWorker(Worker):
                 yield payload.numpy()
                 yield encode(message)
         finally:
-            with self.turn():
+            with self.release_memory_after():
                 drain(weights)  # after an early exit, the other ranks still wait in these gathers
 
     def serve_store(self, timeout_s: float) -> tuple[str, int]:
@@ -390,13 +391,13 @@ class TrainWorker(Worker):
 
     def save(self, folder: str) -> None:
         """Save the engine's state. All ranks take part, and return once everything is written."""
-        with self.turn(), self.timeline.span("checkpoint"):
+        with self.release_memory_after(), self.timeline.span("checkpoint"):
             self.engine.save(Path(folder))
 
     def save_async(self, folder: str) -> None:
         """Start a :meth:`save` of the current state, in the background if the engine supports
         it."""
-        with self.turn(), self.timeline.span("checkpoint"):
+        with self.release_memory_after(), self.timeline.span("checkpoint"):
             self._saving = self.engine.save_async(Path(folder))
 
     def is_saved(self) -> bool:

@@ -119,7 +119,7 @@ class Guard:
         self.check_token(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page cannot send it cross-origin without preflight
-            raise HTTPException(415, "the header 'Content-Type: application/json' is needed")
+            raise HTTPException(415, "the header 'Content-Type: application/json' is required")
         body = bytearray()
         try:
             await self._read(request, body)

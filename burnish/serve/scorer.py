@@ -72,7 +72,7 @@ class TextScorer:
         if self.options.append_eos and ids[-1:] != [eos]:
             ids.append(eos)
         if not ids:
-            raise TextError("has no tokens; there is nothing to score")
+            raise TextError("has no tokens, so it cannot be scored")
         if len(ids) <= self.max_len:
             return Row(tuple(ids), truncated=excess > 0)
         if self.options.overlong == "error":
@@ -103,7 +103,7 @@ def load_text_scorer(model: ModelConfig, options: ServeOptions) -> TextScorer:
         raise ServeError(
             f"{describe(model)} is a process reward model, which scores the steps of a response, "
             "but a request does not say where the response begins; use it in the run itself "
-            "(rewards: {kind: model}), or serve a model that scores whole responses"
+            "(rewards: {kind: model}), or serve a model that scores complete responses"
         )
     limit = options.max_len or positions or options.max_batch_tokens
     engine = load_reward_engine(

@@ -13,8 +13,9 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from burnish.checkpoint.save import PendingSave
 from burnish.errors import BurnishError
-from burnish.types import Batch, PendingSave, Stats
+from burnish.types import Batch, Stats
 
 Role = Literal["policy", "critic", "reference", "reward", "teacher"]
 

@@ -216,7 +216,10 @@ def read_and_target(batch: Batch) -> tuple[Tensor, Tensor]:
     mask = batch.on_host.action_mask
     targets = mask.nonzero()[:, 0]
     if bool(mask[batch.offsets[:-1][batch.lengths > 0]].any()):
-        raise ValueError("the first token of a row is marked as an action, and nothing precedes it")
+        raise ValueError(
+            "the action mask includes the first token of a row, which no earlier token predicts; "
+            "set it to 0 there"
+        )
     return targets - 1, targets
 
 

@@ -24,6 +24,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from burnish.checkpoint.save import FinishedSave, PendingSave
 from burnish.config.model import Dtype
 from burnish.config.train_engines import DeepSpeedEngine
 from burnish.errors import BurnishError
@@ -47,7 +48,7 @@ from burnish.train.zero import (
     is_partitioned,
     zero_section,
 )
-from burnish.types import Batch, FinishedSave, PendingSave, Stats
+from burnish.types import Batch, Stats
 
 OLDEST = Version("0.19.8")
 
@@ -248,13 +249,13 @@ def check_version(version: str) -> None:
     if Version("0.16.0") <= found < Version("0.16.8"):
         raise DeepSpeedError(
             f"DeepSpeed {version} does not release gathered weights under ZeRO-3 with gradient "
-            "checkpointing (0.16.0 to 0.16.7: its pull request 6726, taken back by 7258), so that "
-            f"memory grows with the depth of the model; install {OLDEST} or newer"
+            "checkpointing (0.16.0 to 0.16.7: pull request 6726, reverted by 7258), so memory "
+            f"grows with the depth of the model; install {OLDEST} or newer"
         )
     if found < OLDEST:
         raise DeepSpeedError(
-            f"DeepSpeed {version} does not check gradients in fp32 and bf16 at stage 3, so that a "
-            f"step over one that is not finite ruins the weights; install {OLDEST} or newer"
+            f"DeepSpeed {version} does not check gradients in fp32 and bf16 at stage 3, so one "
+            f"step with a non-finite gradient destroys the weights; install {OLDEST} or newer"
         )
 
 
@@ -276,9 +277,8 @@ def _join(library: Any, ranks: RankGroup) -> None:
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0
     if world != ranks.size:
         raise DeepSpeedError(
-            f"this engine was given {ranks.size} ranks and torch.distributed has {world}: "
-            "DeepSpeed works over the whole process group; start as many processes as the engine "
-            "has ranks"
+            f"this engine has {ranks.size} ranks but torch.distributed has {world}: DeepSpeed "
+            "uses the entire process group; start as many processes as the engine has ranks"
         )
     forget_ended_groups(library)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it; launchers set it

@@ -52,18 +52,18 @@ class BadTensor:
     def __str__(self) -> str:
         """Return a description in one plain sentence."""
         if self.stage == "loss":
-            return "loss: the scaled loss is not finite, while all that the modules returned is"
+            return "loss: the scaled loss is not finite, although all module outputs are finite"
         if self.num_bad == self.num_entries:
-            count = f"none of its {self.num_entries} entries finite"
+            count = f"{self.num_entries} entries, none of which is finite"
         else:
             count = (
                 f"{self.num_bad} of {self.num_entries} entries that are not finite; "
-                f"the largest finite one is {self.largest:.2g}"
+                f"the largest finite absolute value is {self.largest:.2g}"
             )
         return f"{self.stage}: {self._subject()} {list(self.shape)} has {count}{self._culprit()}"
 
     def _subject(self) -> str:
-        module = self.module or "the whole model"
+        module = self.module or "the full model"
         if self.stage == "weight":
             return self.module
         if self.stage == "gradient":
@@ -71,20 +71,22 @@ class BadTensor:
         if self.stage == "forward":
             return f"the {self.side} of {module}"
         if self.side == "input":
-            return f"the gradient that {module} passes back to its input"
-        return f"the gradient that arrives at the output of {module}"
+            return f"the gradient that {module} computes for its input"
+        return f"the gradient at the output of {module}"
 
     def _culprit(self) -> str:
         if self.stage == "forward" and self.side == "input":
-            return "; what is computed between this module and those before it made it"
+            return "; the operations between this module and the previous ones produced it"
         if self.stage == "backward":
             if self.side == "input":
-                return "; the gradient at its output was finite, so this module's backward made it"
-            return "; the backward of the operations that read this output made it"
+                return (
+                    "; the gradient at its output is finite, so this module's backward produced it"
+                )
+            return "; the backward of the operations that read this output produced it"
         return ""
 
 
-def why_stop(
+def stop_reason(
     stats: StepStats, *, role: Role, skips: int, limit: int, precision: PrecisionConfig
 ) -> tuple[str, str] | None:
     """Return (reason, suggestion) if later steps would be skipped as the step of ``stats`` was,
@@ -95,46 +97,46 @@ def why_stop(
     """
     if stats.at_floor:
         return (
-            f"the gradient of the {role} overflows with the loss scale at its floor "
+            f"the gradient of the {role} overflows although the loss scale is at its minimum "
             f"(precision.min_loss_scale={stats.loss_scale:g})",
             f"{precision.overrides_for('bf16')}, a lower learning rate, or a smaller "
             "train.max_grad_norm",
         )
     if not stats.skipped or skips < limit:
         return None
-    hint = "a lower learning rate, or look at the data and rewards of these rows"
+    hint = "a lower learning rate, or check the data and rewards of these rows"
     if precision.loss_scale:
-        hint += f"; or a loss_scale below {stats.loss_scale:g}, or a dynamic one (0)"
+        hint += f"; or a loss_scale below {stats.loss_scale:g}, or 0 for a dynamic one"
     if precision.dtype == "fp16":
         largest = torch.finfo(torch.float16).max
-        hint += f"; or, for values beyond {largest:g}, {precision.overrides_for('bf16')}"
+        hint += f"; or, for values above {largest:g}, {precision.overrides_for('bf16')}"
     return (
-        f"{skips} steps of the {role} in a row were skipped because the loss or the gradient was "
-        f"not finite (train.max_consecutive_skips={limit})",
+        f"{skips} consecutive steps of the {role} were skipped because the loss or the gradient "
+        f"was not finite (train.max_consecutive_skips={limit})",
         hint,
     )
 
 
-def why_ruined(stats: StepStats, role: Role) -> str:
-    """Return the message for weights that are far larger than at the start."""
+def divergence_message(stats: StepStats, role: Role) -> str:
+    """Return the message for weights that are far larger than at the start of training."""
     return (
-        f"the weights of the {role} are {stats.growth:.3g} times as large as at the start, so what "
-        f"they had learned is gone: the learning rate of the last step was {stats.lr:g}, and AdamW "
-        "moves every weight by about that much. Go on from an earlier checkpoint, or start anew, "
-        "with a lower train.lr (1e-6 to 1e-4 is usual for pretrained models)"
+        f"the weights of the {role} are {stats.growth:.3g} times as large as at the start, so "
+        f"training diverged: the learning rate of the last step was {stats.lr:g}, and AdamW "
+        "changes every weight by about that much. Resume from an earlier checkpoint, or start a "
+        "new run, with a lower train.lr (1e-6 to 1e-4 is usual for pretrained models)"
     )
 
 
-def where_bad(bad: BadTensor, rows: Sequence[int]) -> str:
+def bad_tensor_message(bad: BadTensor, rows: Sequence[int]) -> str:
     """Return the message for a bad tensor in a micro-batch of these rows."""
     return f"First bad tensor: {bad} (rows {_shortened(rows)} of the batch)."
 
 
-def sum_is_bad(precision: PrecisionConfig) -> str:
+def bad_sum_message(precision: PrecisionConfig) -> str:
     """Return the message for a bad gradient if no micro-batch has a bad tensor."""
     return (
-        "Computed once more, every micro-batch's gradient is finite: their sum is not "
-        f"(precision.grad_accum_dtype={precision.grad_accum_dtype}), or dropout drew other numbers."
+        "In a repeated pass the gradient of every micro-batch is finite. Either their sum is not "
+        f"(precision.grad_accum_dtype={precision.grad_accum_dtype}), or dropout used other masks."
     )
 
 
@@ -166,30 +168,30 @@ def first_bad_tensor(
     calls this at the same time. The pass always runs to completion, because the other ranks wait
     for this one. The gradient is left in ``parameter.grad``.
     """
-    watch = _Watch(stops=not (units or to_the_end))
+    checker = _FiniteChecker(stops=not (units or to_the_end))
     try:
-        _check_weights(model, watch)
-        _hook_modules(model, watch)
-        _hook_gathered(model, units, watch)
+        _check_weights(model, checker)
+        _hook_modules(model, checker)
+        _hook_gathered(model, units, checker)
         loss = compute()
-        watch.check(loss.detach(), "loss", "")
-        watch.in_forward = False  # gradient checkpointing reruns modules: not checked
+        checker.check(loss.detach(), "loss", "")
+        checker.in_forward = False  # gradient checkpointing reruns modules: not checked
         if units:
             loss.backward()  # (autograd.grad would bypass FSDP2)
         else:
-            _backward(model, loss, watch)
+            _backward(model, loss, checker)
     except _Found:
         pass
     finally:
-        watch.remove_hooks()
-    return watch.found
+        checker.remove_hooks()
+    return checker.found
 
 
 class _Found(Exception):
     """Ends the pass at the first bad tensor."""
 
 
-class _Watch:
+class _FiniteChecker:
     """The bad tensor, if found, and the hooks to remove at the end."""
 
     def __init__(self, *, stops: bool) -> None:
@@ -233,11 +235,11 @@ class _Watch:
             handle.remove()
 
 
-def _check_weights(model: nn.Module, watch: _Watch) -> None:
+def _check_weights(model: nn.Module, checker: _FiniteChecker) -> None:
     for name, parameter in model.named_parameters():
-        watch.check(_own_part(parameter.detach()), "weight", name)
+        checker.check(_own_part(parameter.detach()), "weight", name)
     for name, buffer in model.named_buffers():  # (stored attention masks contain -inf)
-        watch.check(buffer, "weight", name, allow_minus_inf=True)
+        checker.check(buffer, "weight", name, allow_minus_inf=True)
 
 
 def _own_part(tensor: Tensor) -> Tensor:
@@ -247,64 +249,64 @@ def _own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _hook_gathered(model: nn.Module, units: Sequence[nn.Module], watch: _Watch) -> None:
+def _hook_gathered(model: nn.Module, units: Sequence[nn.Module], checker: _FiniteChecker) -> None:
     """Check the gradients of the parameters that a unit gathers, before they are summed over
     ranks."""
 
     def hook(unit: nn.Module, args: Any) -> None:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and _own_part(parameter) is parameter:
-                check = partial(watch.check, stage="gradient", module=name)
-                watch.handles.append(parameter.register_hook(lambda grad, c=check: c(grad)))
+                check = partial(checker.check, stage="gradient", module=name)
+                checker.handles.append(parameter.register_hook(lambda grad, c=check: c(grad)))
 
     for unit in units:
-        watch.handles.append(unit.register_forward_pre_hook(hook))
+        checker.handles.append(unit.register_forward_pre_hook(hook))
 
 
-def _hook_modules(model: nn.Module, watch: _Watch) -> None:
+def _hook_modules(model: nn.Module, checker: _FiniteChecker) -> None:
     """Check the inputs and outputs of every module. An inner module's hook runs before that of its
     parent, so the innermost module is reported."""
     for name, module in model.named_modules():
-        before = module.register_forward_pre_hook(_input_hook(name, watch), with_kwargs=True)
-        watch.handles += [before, module.register_forward_hook(_output_hook(name, watch))]
+        before = module.register_forward_pre_hook(_input_hook(name, checker), with_kwargs=True)
+        checker.handles += [before, module.register_forward_hook(_output_hook(name, checker))]
 
 
-def _input_hook(name: str, watch: _Watch) -> Callable[..., Any]:
+def _input_hook(name: str, checker: _FiniteChecker) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not watch.in_forward:
+        if not checker.in_forward:
             return None
-        return _own_views(args, name, watch), {
-            key: _own_views(value, name, watch) for key, value in kwargs.items()
+        return _own_views(args, name, checker), {
+            key: _own_views(value, name, checker) for key, value in kwargs.items()
         }
 
     return hook
 
 
-def _own_views(value: Any, name: str, watch: _Watch) -> Any:
+def _own_views(value: Any, name: str, checker: _FiniteChecker) -> Any:
     """Return ``value`` with each activation replaced by a view that only this module reads.
 
     The gradient of a view belongs to this module alone. (Query, key and value projections read the
     same tensor.) Tensors without gradient (masks with -inf, token ids) are not checked.
     """
     if type(value) is tuple:
-        return tuple(_own_views(item, name, watch) for item in value)
+        return tuple(_own_views(item, name, checker) for item in value)
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad):
         return value
-    watch.check(value.detach(), "forward", name, "input")
+    checker.check(value.detach(), "forward", name, "input")
     own = value.view_as(value)
     if own.requires_grad:  # (not inside a no_grad)
-        own.register_hook(lambda grad: watch.check(grad, "backward", name, "input"))
+        own.register_hook(lambda grad: checker.check(grad, "backward", name, "input"))
     return own
 
 
-def _output_hook(name: str, watch: _Watch) -> Callable[..., None]:
+def _output_hook(name: str, checker: _FiniteChecker) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if not watch.in_forward:
+        if not checker.in_forward:
             return
         for tensor in _tensors(output):
-            watch.check(tensor.detach(), "forward", name)
+            checker.check(tensor.detach(), "forward", name)
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: watch.check(grad, "backward", name))
+                tensor.register_hook(lambda grad: checker.check(grad, "backward", name))
 
     return hook
 
@@ -320,20 +322,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _backward(model: nn.Module, loss: Tensor, watch: _Watch) -> None:
+def _backward(model: nn.Module, loss: Tensor, checker: _FiniteChecker) -> None:
     """Compute the gradient of ``loss`` under the hooks. Each parameter's gradient is dropped once
     it is checked."""
     if not loss.requires_grad:
         return
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in params.items():
-        watch.handles.append(parameter.register_hook(_gradient_hook(name, watch)))
+        checker.handles.append(parameter.register_hook(_gradient_hook(name, checker)))
     torch.autograd.grad(loss, list(params.values()), allow_unused=True)
 
 
-def _gradient_hook(name: str, watch: _Watch) -> Callable[[Tensor], Tensor]:
+def _gradient_hook(name: str, checker: _FiniteChecker) -> Callable[[Tensor], Tensor]:
     def hook(grad: Tensor) -> Tensor:
-        watch.check(grad, "gradient", name)
+        checker.check(grad, "gradient", name)
         return grad.new_zeros(()).expand_as(grad)  # one entry of memory instead of all
 
     return hook

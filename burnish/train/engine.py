@@ -56,6 +56,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype
 from burnish.models.buffers import buffers_now, load_buffers, num_buffer_bytes
 from burnish.models.dropout import start_training
@@ -67,11 +68,11 @@ from burnish.train.batching import fill_rows, split_over_ranks
 from burnish.train.diagnose import (
     STAGES,
     BadTensor,
+    bad_sum_message,
+    bad_tensor_message,
+    divergence_message,
     first_bad_tensor,
-    sum_is_bad,
-    where_bad,
-    why_ruined,
-    why_stop,
+    stop_reason,
 )
 from burnish.train.forward import Forward, enable_checkpointing, no_rows, zero_of
 from burnish.train.oom import MicroBatchBackoff
@@ -79,7 +80,7 @@ from burnish.train.optim import MAX_GROWTH, EngineOptimizer
 from burnish.train.process_group import SINGLE, RankGroup
 from burnish.train.spec import EngineSpec
 from burnish.train.state import read_description, write_description
-from burnish.types import Batch, PendingSave, Stats
+from burnish.types import Batch, Stats
 
 Describe = Callable[[Path], None]
 """Function that writes buffers, ``hf/`` and ``engine.json``, as of the start of the save."""
@@ -93,9 +94,9 @@ class BaseTrainEngine(ABC):
     """
 
     waits_in_forward = False
-    """Whether ranks synchronize in every forward pass."""
+    """True if ranks synchronize in every forward pass."""
     waits_in_backward = False
-    """Whether ranks synchronize in every pass that adds to the gradient."""
+    """True if ranks synchronize in every pass that adds to the gradient."""
 
     def __init__(
         self,
@@ -116,10 +117,10 @@ class BaseTrainEngine(ABC):
         self._since_step: list[tuple[Batch, Loss]] = []
         """Batches and losses since the last step, for the search for the first bad tensor."""
         self._losses: list[Tensor] = []
-        self._told: str | None = None
+        self._bad_tensor_text: str | None = None
         """Description of the first bad tensor, once found. Reset by the next step that is taken."""
-        self._ruined = False
-        """Whether a step made the weights far too large. Reset when other weights are loaded."""
+        self._diverged = False
+        """True if a step made the weights far too large. Reset when other weights are loaded."""
         self.device = self._start_backend(device)
         self.model_parallel, self.data_parallel = self._groups()
         self.forward = self._make_forward()
@@ -212,18 +213,18 @@ class BaseTrainEngine(ABC):
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return [M] fp32 log-probs of the action tokens, without gradient."""
-        assert not self.scalar, f"a {self.role} has values, not log-probs"
+        assert not self.scalar, f"a {self.role} computes values, not log-probs"
         return self._no_grad_pass(batch, "logprobs")
 
     def values(self, batch: Batch) -> Tensor:
         """Return [M] fp32 values of action states (critic) or scores on last tokens (reward),
         without gradient."""
-        assert self.scalar, f"a {self.role} has log-probs, not values"
+        assert self.scalar, f"a {self.role} computes log-probs, not values"
         return self._no_grad_pass(batch, "values")
 
     def states(self, batch: Batch) -> Tensor:
         """Return the [M, H] hidden states that predict the action tokens, without gradient."""
-        assert not self.scalar, f"a {self.role} has values, not a vocabulary"
+        assert not self.scalar, f"a {self.role} computes values and has no vocabulary"
         return self._no_grad_pass(batch, "states")
 
     @torch.no_grad()
@@ -303,7 +304,7 @@ class BaseTrainEngine(ABC):
             out = self.forward.no_states(batch, DTYPES[self.spec.precision.dtype])
         found: list[tuple[list[int], Tensor]] = []
         for rows in self._split(batch, waits=self.waits_in_forward):
-            result = self._look(self._micro(batch, rows), name)
+            result = self._no_grad_output(self._micro(batch, rows), name)
             if rows:
                 found.append((rows, result))
             if name == "states":  # [m, H] each: too large to keep on the device until the end
@@ -314,7 +315,7 @@ class BaseTrainEngine(ABC):
         self.data_parallel.all_reduce_([out])  # exact: an entry is 0 on all peers but one
         return out
 
-    def _look(self, micro: Batch, name: str) -> Tensor:
+    def _no_grad_output(self, micro: Batch, name: str) -> Tensor:
         if name == "states":
             return self._states(micro)
         result: Tensor = vars(self._outputs(micro, with_entropy=False))[name]
@@ -353,7 +354,7 @@ class BaseTrainEngine(ABC):
             self.consecutive_skips += not (optimizer.scaler.adapts and finite_loss)
         else:
             self.version += 1
-            self.consecutive_skips, self._told = 0, None
+            self.consecutive_skips, self._bad_tensor_text = 0, None
         retries = None if self.smaller is None else sum(self.ranks.gather(self.smaller.taken()))
         stats = replace(stats, skipped_total=self.skipped_total, oom_retries=retries)
         try:
@@ -365,9 +366,9 @@ class BaseTrainEngine(ABC):
     def _raise_if_diverged(self, stats: StepStats) -> None:
         """Raise NonFiniteError if later steps would be skipped too or the weights are ruined."""
         if not stats.growth <= MAX_GROWTH:
-            self._ruined = True
-            raise NonFiniteError(why_ruined(stats, self.role), stats)
-        reason = why_stop(
+            self._diverged = True
+            raise NonFiniteError(divergence_message(stats, self.role), stats)
+        reason = stop_reason(
             stats,
             role=self.role,
             skips=self.consecutive_skips,
@@ -379,19 +380,19 @@ class BaseTrainEngine(ABC):
         why, hint = reason
         if not stats.at_floor:
             self.consecutive_skips = 0  # a caller that continues gets the same number of tries
-        self._told = self._told or self._first_bad()
+        self._bad_tensor_text = self._bad_tensor_text or self._describe_bad_tensor()
         raise NonFiniteError(
-            f"{why}. {self._told} Nothing moved in this step (optimizer step "
+            f"{why}. {self._bad_tensor_text} No weight changed in this step (optimizer step "
             f"{self.version + 1}). Try {hint}",
             stats,
         )
 
-    def _first_bad(self) -> str:
+    def _describe_bad_tensor(self) -> str:
         """Describe the first non-finite tensor in order of execution, on any rank."""
-        found = [own for own in self.ranks.gather(self._first_bad_here()) if own is not None]
-        return min(found)[2] if found else sum_is_bad(self.spec.precision)
+        found = [own for own in self.ranks.gather(self._find_local_bad_tensor()) if own is not None]
+        return min(found)[2] if found else bad_sum_message(self.spec.precision)
 
-    def _first_bad_here(self) -> tuple[int, int, str] | None:
+    def _find_local_bad_tensor(self) -> tuple[int, int, str] | None:
         """Repeat this rank's micro-batches under observation; return (micro-batch, stage,
         description) of the first bad tensor, or None."""
         together = self.model_parallel.size > 1 or self.waits_in_backward
@@ -404,13 +405,13 @@ class BaseTrainEngine(ABC):
                 compute = partial(self._scaled_loss, batch, rows, loss)
                 bad = self._find_bad(compute, together=together)
                 if bad is not None:
-                    found.append((number, STAGES.index(bad.stage), where_bad(bad, rows)))
+                    found.append((number, STAGES.index(bad.stage), bad_tensor_message(bad, rows)))
                 if found and not together:
                     break
         except Exception as error:  # it must not prevent the stop or the checkpoint
             if self.waits_in_backward:
                 raise
-            text = f"The first bad tensor could not be looked for: {type(error).__name__}: {error}."
+            text = f"The search for the first bad tensor failed: {type(error).__name__}: {error}."
             return len(self._losses), len(STAGES), text
         finally:
             self.model.eval()
@@ -452,13 +453,14 @@ class BaseTrainEngine(ABC):
 
     def _check_finite(self, broken: str | None) -> None:
         """Raise ValueError on all ranks if any weight is not finite or the weights are ruined."""
-        if self._ruined:
-            raise ValueError(f"the weights of the {self.role} are far too large, and are not saved")
+        hint = "resume from an earlier checkpoint with a lower learning rate"
+        if self._diverged:
+            raise ValueError(f"the weights of the {self.role} diverged and are not saved; {hint}")
         found = next((name for name in self.ranks.gather(broken) if name is not None), None)
         if found is not None:
             raise ValueError(
                 f"the weights of the {self.role} are not finite, e.g. {found}, and are not saved; "
-                "earlier checkpoints are as they were: go on from them with a lower learning rate"
+                f"{hint}"
             )
 
     def _description(self) -> str:
@@ -483,7 +485,7 @@ class BaseTrainEngine(ABC):
         self.version = int(state["version"])
         self.skipped_total = int(state.get("skipped_total", 0))
         self.consecutive_skips = int(state.get("consecutive_skips", 0))
-        self._ruined = False
+        self._diverged = False
         if state.get("loss_scaler"):  # empty for a constant scale, and a recipe may have changed
             optimizer.scaler.load_state_dict(state["loss_scaler"])
 

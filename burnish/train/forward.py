@@ -69,7 +69,7 @@ class Forward:
         self.body = cast(PreTrainedModel, body)
         """All modules before the head."""
         self.packs = takes_plans(self.body)
-        """Whether the model supports packed rows (``models/support.py``)."""
+        """True if the model supports packed rows (``models/support.py``)."""
         self.layout: Layout = train.layout if self.packs else "padded"
         self.scaling = UNSCALED if self.scalar else logit_scaling(self.body.config)
         self.head = cast(nn.Linear, head)
@@ -252,19 +252,19 @@ def enable_checkpointing(body: PreTrainedModel) -> None:
         (renamed or body.gradient_checkpointing_enable)({"use_reentrant": False})
     except ValueError as error:
         raise ModelError(
-            f"train.gradient_checkpointing: {error} Use train.gradient_checkpointing=false"
+            f"train.gradient_checkpointing=true: {error} Use train.gradient_checkpointing=false"
         ) from error
 
 
 def experts_per_token(body: PreTrainedModel) -> int:
     """Return the number of experts per token of a mixture. Raises ModelError if it has none."""
-    told = body.config.to_dict()
-    experts = told.get("num_experts") or told.get("num_local_experts") or 0
-    each = told.get("num_experts_per_tok") or 0
+    values = body.config.to_dict()
+    experts = values.get("num_experts") or values.get("num_local_experts") or 0
+    each = values.get("num_experts_per_tok") or 0
     if experts < 2 or each < 1:
         raise ModelError(
-            f"train.moe_aux_loss_coef evens the load of experts, and this {body.config.model_type} "
-            "model has none (no num_experts in its config); remove it"
+            f"train.moe_aux_loss_coef balances the load of experts, but this "
+            f"{body.config.model_type} model has none (no num_experts in its config); remove it"
         )
     return int(each)
 
@@ -280,9 +280,9 @@ def _in_rows(
     """
     if not routed:
         raise ModelError(
-            f"train.moe_aux_loss_coef: {type(body).__name__} does not say what its routers chose "
+            f"train.moe_aux_loss_coef: {type(body).__name__} does not return router logits "
             "(output_router_logits); use a model that does (such as Mixtral, Qwen3-MoE, OLMoE), or "
-            "leave the loss out"
+            "remove train.moe_aux_loss_coef"
         )
     return torch.stack([logits[flat_index] for logits in routed])
 

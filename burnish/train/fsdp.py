@@ -136,8 +136,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         gathered = gathered_modules(self.body, tied=tied)
         if not any(part.kind == "layer" for part in gathered):
             log.warning(
-                "%s names no layers that can be gathered one by one, so every rank gathers the "
-                "whole model to compute it",
+                "%s declares no layers that can be gathered separately, so every rank gathers the "
+                "full model in each pass",
                 type(self.body).__name__,
             )
         units = []

@@ -115,7 +115,7 @@ class DynamicLossScaler:
         if self._left > 1:
             self._left -= 1
         elif self.scale == self.min_loss_scale:
-            raise LossScaleFloorError(f"the loss scale is at its floor, {self.scale:g}")
+            raise LossScaleFloorError(f"the loss scale is at its minimum, {self.scale:g}")
         else:
             self.scale = max(self.scale / 2, self.min_loss_scale)
         self._clean_steps = 0

@@ -32,16 +32,16 @@ class MicroBatchBackoff:
         tokens = computed_tokens(batch, rows, self.layout)
         if len(row_units(batch, rows)) <= 1:
             error.add_note(
-                f"train.on_oom=retry_smaller cannot help: {len(rows)} row(s) of {tokens} tokens "
-                "that stay together do not fit alone"
+                f"train.on_oom=retry_smaller cannot split this pass: it has {len(rows)} row(s) of "
+                f"{tokens} tokens that must stay in one micro-batch"
             )
             return False
         halves = _halves(batch, rows)
         self.most_tokens = max(computed_tokens(batch, half, self.layout) for half in halves)
         self._retries += 1
         log.warning(
-            "out of memory in a pass over %d rows of %d tokens; from now on at most %d tokens a "
-            "pass (train.on_oom=retry_smaller)",
+            "out of memory in a pass over %d rows of %d tokens; the limit is now %d tokens "
+            "(train.on_oom=retry_smaller)",
             len(rows),
             tokens,
             self.most_tokens,

@@ -131,7 +131,7 @@ class Optimizer:
             *[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True
         )
         self.half = precision.dtype != "fp32"
-        """Whether the model has half-precision weights in addition to the masters."""
+        """True if the model has half-precision weights in addition to the masters."""
         self.rows: dict[str, tuple[int, int]] = {}
         """[begin, end) of this rank's rows of a parameter; a missing name means all rows."""
         self.shapes = {n: tuple(p.shape) for n, p in zip(self.names, self.params, strict=True)}

@@ -217,10 +217,10 @@ def _check_same_names(by_rank: Sequence[Stats]) -> None:
                 sorted(a - b) for a, b in ((names[first], names[rank]), (names[rank], names[first]))
             ]
             raise ValueError(
-                f"ranks measured different things: only rank {first} has "
-                f"{', '.join(only[0]) or 'nothing'}, only rank {rank} has "
-                f"{', '.join(only[1]) or 'nothing'}. A loss has to return the same names for "
-                "every micro-batch, whatever is in it"
+                f"ranks returned different statistics: only rank {first} has "
+                f"{', '.join(only[0]) or 'none'}, only rank {rank} has "
+                f"{', '.join(only[1]) or 'none'}. A loss must return the same names for every "
+                "micro-batch, regardless of its content"
             )
 
 

@@ -75,9 +75,8 @@ def parallel_groups(engine: TorchEngine, ranks: RankGroup) -> tuple[RankGroup, R
     size = engine.ranks_per_row
     if ranks.size % size:
         raise ValueError(
-            f"{engine.parallel_setting}: {size} ranks compute the same rows, and this engine has "
-            f"{ranks.size}, "
-            f"which is no multiple of that; use a multiple of {size}"
+            f"{engine.parallel_setting}: {size} ranks compute the same rows, but this engine has "
+            f"{ranks.size} ranks, which is not a multiple of {size}; use a multiple"
         )
     return ranks.subgroups(size)
 
@@ -140,8 +139,8 @@ class SequenceParallelForward(Forward):
         asked, layers = len(plan.layers), int(_text(self.body.config).num_hidden_layers)
         if not self._checked and asked != layers:
             raise ModelError(
-                f"{type(self.body).__name__} has {layers} layers, and {asked} of them mix tokens "
-                "by an attention that can be exchanged between ranks; use "
+                f"{type(self.body).__name__} has {layers} layers, but only {asked} of them use an "
+                "attention that supports sequence parallelism; use "
                 "train.engine.sequence_parallel_size=1"
             )
         self._checked = True
@@ -163,15 +162,15 @@ def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
     odd = sorted(set(values.get("layer_types") or ()) - ATTENDING)
     if odd:
         raise ModelError(
-            f"{what}: this {name} model has layers of type {', '.join(odd)}, which mix tokens in "
-            "another way than attention does, and tokens on several ranks would not be mixed; use 1"
+            f"{what}: this {name} model has layers of type {', '.join(odd)}, which mix tokens "
+            "without attention, so tokens of different ranks would not be mixed; use 1"
         )
     rope = str(values.get("rope_parameters") or values.get("rope_scaling") or "")
     found = [kind for kind in sorted(BY_LENGTH) if f"'{kind}'" in rope]
     if found:
         raise ModelError(
-            f"{what}: the rotary embedding of this {name} model ({found[0]}) depends on the "
-            "longest row, of which each rank sees a part; use 1"
+            f"{what}: the rotary embedding of this {name} model ({found[0]}) depends on the length "
+            "of the longest row, but each rank has only a shard of it; use 1"
         )
 
 

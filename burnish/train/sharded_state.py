@@ -28,7 +28,7 @@ def own_rows(parameter: Tensor) -> Rows:
     mesh, rows = sharded.device_mesh, sharded.shape[0]
     each, rank = -(-rows // mesh.size()), mesh.get_local_rank()
     begin, end = min(rank * each, rows), min((rank + 1) * each, rows)
-    assert end - begin == local(sharded).shape[0], "FSDP2 cuts parameters in another way"
+    assert end - begin == local(sharded).shape[0], "FSDP2 shards parameters in another way"
     return begin, end
 
 

@@ -48,7 +48,7 @@ class EngineSpec:
     contain this, so that they can move together with the folder of the recipe and the base of a
     LoRA."""
     dropout: bool = True
-    """Whether training passes use the dropout and router noise of the model's own config."""
+    """True if training passes use the dropout and router noise of the model's own config."""
 
     def with_precision(self, precision: PrecisionConfig) -> EngineSpec:
         """Return the spec with the job's precision, or with its own dtype if it has one."""

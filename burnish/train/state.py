@@ -93,7 +93,7 @@ class Shards:
     ) -> None:
         self.all, self.flats, self.ranks = tuple(shards), tuple(flats), ranks
         self.replicated = replicated
-        """Whether every rank holds all entries."""
+        """True if every rank holds all entries."""
 
     @property
     def numel(self) -> int:
@@ -111,7 +111,7 @@ class Shards:
                 )
                 shard.of(shard.flat).copy_(own)
 
-    def whole(self, pick: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    def gather(self, pick: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
         """Yield every parameter's full tensor in fp32, one at a time. All ranks take part.
 
         ``pick`` maps a flat master to the tensor to gather: the master itself, or a moment in the
@@ -181,17 +181,17 @@ class ShardedState:
                 describe()
         except OSError as failed:
             error = failed
-        _tell(ranks, error)
+        _raise_on_all(ranks, error)
 
     def _kinds(self) -> dict[str, Iterator[Tensor]]:
         """Return the tensors of a checkpoint, by kind."""
-        kinds, updates = {"master": self.shards.whole(lambda flat: flat)}, self.num_updates
+        kinds, updates = {"master": self.shards.gather(lambda flat: flat)}, self.num_updates
         if updates is not None:
             for name in MOMENTS:
-                kinds[name] = self.shards.whole(partial(self._moment, name))
+                kinds[name] = self.shards.gather(partial(self._moment, name))
             kinds["step"] = (torch.tensor(updates) for _ in self.shards.all)
         if self.ema:
-            kinds["ema"] = self.shards.whole(lambda flat: self.ema[id(flat)])
+            kinds["ema"] = self.shards.gather(lambda flat: self.ema[id(flat)])
         return kinds
 
     def _moment(self, name: str, flat: Tensor) -> Tensor:
@@ -243,13 +243,13 @@ def check_names(files: TensorFiles, wanted: Mapping[str, Shape]) -> None:
     """Raise ValueError if names or shapes in a checkpoint differ from the ``wanted`` ones."""
     if odd := sorted(set(files) ^ set(wanted))[:3]:
         raise ValueError(
-            f"the checkpoint is of another model: parameters differ, e.g. {', '.join(odd)}"
+            f"the checkpoint is of another model: parameter names differ, e.g. {', '.join(odd)}"
         )
     for name, shape in wanted.items():
         if files.shape(name) != shape:
             raise ValueError(
-                f"the checkpoint is of another model: {name} is {list(files.shape(name))} there "
-                f"and {list(shape)} here"
+                f"the checkpoint is of another model: {name} has shape {list(files.shape(name))} "
+                f"in the checkpoint and {list(shape)} in this model"
             )
 
 
@@ -273,9 +273,8 @@ def _num_updates(folder: Path, kinds: Mapping[str, TensorFiles]) -> float | None
     counts = {float(kinds["step"].read(n)) if n in counted else 0.0 for n in kinds["master"]}
     if len(counts) > 1:
         raise ValueError(
-            f"{folder} has parameters with different numbers of updates ({min(counts):g} to "
-            f"{max(counts):g}), e.g. because no batch reached an expert, and DeepSpeed counts one "
-            "for all; resume with train.engine.kind=torch"
+                f"the checkpoint is of another model: {name} has shape {list(files.shape(name))} "
+                f"in the checkpoint and {list(shape)} in this model"
         )
     return counts.pop() or None
 
@@ -305,8 +304,8 @@ def write_description(
         except SafetensorError as error:  # raised by the library if the disk is full
             raise OSError(str(error)) from error
     hf = folder / "hf"
-    whole = engine.body if engine.scalar else engine.model  # (a composite model with all parts)
-    whole.config.save_pretrained(hf)  # type: ignore[union-attr, operator]
+    model = engine.body if engine.scalar else engine.model  # (a composite model with all parts)
+    model.config.save_pretrained(hf)  # type: ignore[union-attr, operator]
     if not engine.scalar:  # has further end-of-response tokens
         settings = engine.model.generation_config.to_json_string()  # type: ignore[union-attr, operator]
         (hf / "generation_config.json").write_text(settings)
@@ -320,15 +319,16 @@ def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
     another role, or of adapters for another base."""
     role = spec.role
     if not (folder / "engine.json").is_file():
-        raise ValueError(f"{folder.parent} holds no {role}")
+        raise ValueError(f"{folder.parent} contains no {role}; resume with the recipe of that run")
     state: dict[str, Any] = json.loads((folder / "engine.json").read_text())
     if state["role"] != role:
-        raise ValueError(f"{folder} is the checkpoint of a {state['role']}, not of a {role}")
+        raise ValueError(f"{folder} is a checkpoint of a {state['role']}, not of a {role}")
     saved = ModelConfig.model_validate(state["model"])
     if spec.model.lora is not None and not _same_base(saved, spec):
         own = spec.recipe_model or spec.model
         raise ValueError(
-            f"{folder} has adapters for {_base(saved)}, and this recipe's base is {_base(own)}"
+            f"{folder} contains adapters for the base {_base(saved)}, but the base of this recipe "
+            f"is {_base(own)}; set the base of the checkpoint"
         )
     return state
 
@@ -344,15 +344,15 @@ def write_together(ranks: RankGroup, write: Callable[[], None] | None) -> None:
         error = OSError(str(failed))
     except Exception as failed:  # the other ranks wait for the result
         error = failed
-    _tell(ranks, error)
+    _raise_on_all(ranks, error)
 
 
-def _tell(ranks: RankGroup, error: Exception | None) -> None:
+def _raise_on_all(ranks: RankGroup, error: Exception | None) -> None:
     """Raise one rank's error on all ranks."""
-    told = ranks.gather(None if error is None else str(error))
+    texts = ranks.gather(None if error is None else str(error))
     if error is not None:
         raise error
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(texts):
         if text is not None:
             raise OSError(f"rank {rank} could not write the checkpoint: {text}")
 

@@ -122,9 +122,8 @@ def apply_tensor_parallel(
         room = 0.02 * float(before.abs().max())
         if model_parallel.any(not torch.allclose(after, before, rtol=0.02, atol=room)):
             raise ModelError(
-                f"train.engine.tensor_parallel_size={model_parallel.size}: {type(body).__name__} "
-                f"computes "
-                "something else when it is cut by transformers' plan; use 1"
+                f"train.engine.tensor_parallel_size={model_parallel.size}: the outputs of "
+                f"{type(body).__name__} change when it is sharded by transformers' plan; use 1"
             )
     prefix = next(name for name, module in model.named_modules() if module is body)
     named = {f"{prefix}.{name}" if prefix else name: spec for name, spec in specs.items()}

@@ -16,6 +16,7 @@ from typing import cast
 from safetensors.torch import save_file
 from torch import Tensor
 
+from burnish.checkpoint.save import FinishedSave, PendingSave
 from burnish.config.train_engines import TorchEngine
 from burnish.models.checks import check_compute_dtype, check_weights
 from burnish.models.load import DTYPES, ModelError, describe
@@ -29,7 +30,6 @@ from burnish.train.process_group import RankGroup
 from burnish.train.sequence_parallel import make_forward, parallel_groups
 from burnish.train.state import write_together
 from burnish.train.tensor_parallel import TensorParallelPlan, apply_tensor_parallel
-from burnish.types import FinishedSave, PendingSave
 
 
 class TorchTrainEngine(BaseTrainEngine):

@@ -240,7 +240,7 @@ def test_deep_and_long_json_is_a_data_error_with_its_place(
     ("name", "content", "says"),
     [
         ("a.json", '{"a": 1}', "contains one dict; a .json data set must be a list"),
-        ("b.json", '{"a": 1}\n{"a": 2}', "Then call it .jsonl"),
+        ("b.json", '{"a": 1}\n{"a": 2}', "name it .jsonl"),
         ("c.csv", "a,b\n1,2\n1,2,3\n", "c.csv:3: 3 cells, but the header has 2 columns"),
         ("d.csv", "a,a\n1,2\n", "names a column twice"),
         ("e.parquet", "PAR?", "not readable as parquet"),

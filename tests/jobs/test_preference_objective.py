@@ -174,8 +174,8 @@ def test_what_is_kept_of_another_reference_or_lacks_rows_is_not_taken_and_says_w
     kept = load(path, [known], model=model, dtype="fp32", begun=False)
     assert kept is not None and not caplog.records
     for rows, of, dtype, why in (
-        (known, other, "fp32", "is of another model"),
-        (known, model, "bf16", "was computed in fp32, and this is bf16"),
+        (known, other, "fp32", "was computed with another model"),
+        (known, model, "bf16", "was computed in fp32 instead of bf16"),
         (batch, model, "fp32", "lacks 1 of 4 rows"),
     ):
         caplog.clear()
@@ -198,13 +198,13 @@ def test_of_other_weights_in_the_same_folder_it_is_taken_only_by_a_run_that_bega
             assert load(path, rows, model=model, dtype="fp32", begun=False) is not None
     assert not caplog.records
     assert load(path, rows, model=model, dtype="fp32", begun=False) is None
-    assert f"{path} is of other weights than {folder} holds now" in caplog.text
+    assert f"{path} was computed with weights that {folder} no longer contains" in caplog.text
     caplog.clear()
     assert load(path, rows, model=model, dtype="fp32", begun=True) is not None
-    assert "other weights than at the start of this run" in caplog.text
+    assert f"the weights in {folder} changed after the start of this run" in caplog.text
 
 
 def test_a_row_that_was_not_there_is_an_error_that_says_what_to_do() -> None:
     cache = compute(Known(-0.5), [pairs().select([0, 1])], rows_at_once=2)
-    with pytest.raises(RunError, match=r"the data has changed while .* go on with --resume"):
+    with pytest.raises(RunError, match=r"changed during the run\. Resume with --resume"):
         cache.logprobs(pairs())

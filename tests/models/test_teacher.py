@@ -63,7 +63,10 @@ def test_another_vocabulary_is_refused_with_both_sizes_and_the_first_difference(
         shared(scratch(), scratch("9876543210+=?"))
     said = str(error.value)
     assert "(19 tokens, 19 logits)" in said and "(18 tokens, 18 logits)" in said
-    assert "token 6 is '9' there and '0' here" in said and "the student's family" in said
+    assert (
+        "token 6 is '9' in the teacher and '0' in the student" in said
+        and "the student's family" in said
+    )
 
 
 def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:

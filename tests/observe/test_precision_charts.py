@@ -50,9 +50,9 @@ def test_every_metric_of_precision_has_its_chart_in_the_update_section() -> None
         ),
         "Skipped steps, total": (("train/skipped_total",), False),
         "Loss spikes": (("train/loss_spike",), False),
-        "Trainer against sampler": (("train/mismatch_abs",), False),
-        "Trainer against sampler, largest": (("train/mismatch_max",), False),
-        "Trainer against sampler, KL": (("train/mismatch_k3",), False),
+        "Trainer vs. sampler": (("train/mismatch_abs",), False),
+        "Trainer vs. sampler, largest": (("train/mismatch_max",), False),
+        "Trainer vs. sampler, KL": (("train/mismatch_k3",), False),
     }
 
 
@@ -148,7 +148,7 @@ def test_the_page_shows_the_loss_scale_and_what_it_cost(tmp_path: Path) -> None:
     assert "<b>Loss scale</b> <span>log scale</span>" in page
     assert '"type":"log"' in page and "[65536.0,65536.0,65536.0,32768.0,32768.0,32768.0]" in page
     assert '"shape":"hv"' in page and page.count('"type":"log"') == 1
-    for title in ("Skipped steps", "Skipped steps, total", "Trainer against sampler, KL"):
+    for title in ("Skipped steps", "Skipped steps, total", "Trainer vs. sampler, KL"):
         assert f"<b>{title}</b>" in page
     assert _tile(page, "Skipped steps") == ("2", "loss or gradient not finite")
 

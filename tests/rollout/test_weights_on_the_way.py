@@ -120,12 +120,12 @@ def test_layers_that_compute_with_a_copy_or_with_noise_are_told_apart() -> None:
 def test_every_weight_comes_once_in_its_shape() -> None:
     names = WeightNameCheck({"a": (2,), "b": (3,)})
     names.add("a", (2,))
-    with pytest.raises(ValueError, match="weight a was given twice"):
+    with pytest.raises(ValueError, match="weight a was received twice"):
         names.add("a", (2,))
     with pytest.raises(ValueError, match="weight c is not one of the 2 weights of the rollout"):
         names.add("c", (2,))
     with pytest.raises(
-        ValueError, match=r"1 of 2 weights did not come, e\.g\. b: they would be stale"
+        ValueError, match=r"1 of 2 weights were not received, e\.g\. b: they would be stale"
     ):
         names.complete()
     with pytest.raises(ValueError, match=r"weight b is \[1\], the rollout model has \[3\]"):

@@ -133,7 +133,7 @@ def test_a_run_folder_that_is_not_empty_is_refused_without_resume(
     config = rl("max_steps=1")
     run_dir = burnish.run(config, rewards=reward).run_dir
     before = (run_dir / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunError, match=f"{run_dir} is not empty; go on .* --resume {run_dir}"):
+    with pytest.raises(RunError, match=f"{run_dir} is not empty; resume .* --resume {run_dir}"):
         burnish.run(config, rewards=reward)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
@@ -176,7 +176,7 @@ def test_resuming_with_a_recipe_of_another_job_is_refused_and_changes_nothing(
             "train": {"train_batch_size": 4},
         }
     )
-    with pytest.raises(RunError, match="a run of the job 'rl', and this recipe is for 'sft'"):
+    with pytest.raises(RunError, match="a run of the job 'rl', but the recipe is for 'sft'"):
         burnish.run(other, resume=run_dir)
     assert (run_dir / "config.yaml").read_bytes() == before
 
@@ -187,7 +187,7 @@ def test_resuming_with_another_model_is_refused_and_the_recipe_in_the_folder_sta
     run_dir = burnish.run(rl("max_steps=1"), rewards=reward).run_dir
     before = (run_dir / "config.yaml").read_bytes()
     wider = rl("max_steps=2", "model.scratch.hidden_size=64")
-    with pytest.raises(RunError, match=r"does not fit this recipe: .*of another model"):
+    with pytest.raises(RunError, match=r"does not match this recipe: .*of another model"):
         burnish.run(wider, resume=run_dir, rewards=reward)
     assert (run_dir / "config.yaml").read_bytes() == before
 
@@ -253,7 +253,7 @@ def test_adapters_are_not_put_on_another_base_at_resume(
 ) -> None:
     burnish.run(rl("model.lora={}"), rewards=reward)
     other = rl("model.lora={}", "model.scratch.seed=1", "max_steps=3")
-    with pytest.raises(RunError, match="has adapters for"):
+    with pytest.raises(RunError, match="contains adapters for the base"):
         burnish.run(other, resume=tmp_path / "run", rewards=reward)
 
 
@@ -284,7 +284,7 @@ def test_held_out_rows_that_the_model_has_no_positions_for_are_over_the_limit(
         tree["teacher"] = {"model": {"scratch": scratch | {"max_position_embeddings": 32}}}
     metrics = burnish.run(burnish.load_config(tree)).metrics
     assert math.isfinite(metrics["eval/loss"])
-    assert f"eval_data.max_len lowered to {32 if job == 'distill' else 64}" in caplog.text
+    assert f"eval_data.max_len is lowered to {32 if job == 'distill' else 64}" in caplog.text
     assert "1 rows dropped" in caplog.text or "1 pairs dropped" in caplog.text
 
 
@@ -294,12 +294,12 @@ def test_a_run_folder_that_cannot_be_made_or_written_is_refused_before_anything_
     file = tmp_path / "file"
     file.write_text("")
     for run_dir, said in (
-        (file, "is a file; choose another name"),
-        (file / "run", "cannot be made: Not a directory"),
+        (file, "is a file; choose another path"),
+        (file / "run", "cannot be created: Not a directory"),
         ("", "run_dir is empty"),
     ):
         with pytest.raises(RunError, match=said):
             burnish.run(rl(f"run_dir={run_dir}"))
     monkeypatch.setattr("os.access", lambda path, mode: False)  # the tests may be run by root
-    with pytest.raises(RunError, match=r"read-only cannot be written to \(user .*permissions"):
+    with pytest.raises(RunError, match=r"read-only is not writable for user .*permissions"):
         burnish.run(rl(f"run_dir={tmp_path / 'read-only'}"))

@@ -56,7 +56,7 @@ def test_a_run_that_a_reward_ended_is_saved_and_goes_on_as_if_nothing_had_been(
     with pytest.raises(RewardError, match="out of quota"):
         burnish.run(config, rewards=out_of_quota)
     assert steps_of(run_dir) == ["step_000002"]
-    assert f"step 2 is saved: once this is mended, go on by --resume {run_dir}" in caplog.text
+    assert f"step 2 is saved; correct the cause and resume with --resume {run_dir}" in caplog.text
     burnish.run(config, rewards=reward, resume=run_dir)
     assert measured(run_dir) == measured(whole)
 

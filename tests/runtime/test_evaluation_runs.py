@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish.checkpoint import CheckpointStore
 from burnish.config import JobConfig
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
@@ -206,6 +205,3 @@ def test_the_smallest_loss_is_the_best_of_a_supervised_run(
     best = min(losses, key=lambda step: losses[step])
     assert best != 4, "the run gets worse at the end, or the test shows nothing"
     assert set(_kept(run_dir)) == {best, 4}
-    store = CheckpointStore(run_dir / "checkpoints", keep_last=1, best_mode="min")
-    found = store.best()
-    assert found is not None and found.name == f"step_{best:06d}"

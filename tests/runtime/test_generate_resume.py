@@ -134,7 +134,7 @@ def test_a_finished_run_stays_as_it_is(generate: MakeConfig, reward: Reward) -> 
     assert (output.read_bytes(), output.stat().st_mtime_ns) == before
     assert again.metrics["total/rows"] == 88
     output.unlink()
-    with pytest.raises(RunError, match=r"its output .* is not there any more"):
+    with pytest.raises(RunError, match=r"its output .* no longer exists"):
         burnish.run(config, rewards=reward, resume=first.run_dir)
 
 
@@ -153,7 +153,7 @@ def test_a_foreign_output_is_never_written_over_and_nothing_is_lost(
 ) -> None:
     config, run_dir = _half_done(generate)
     (run_dir / "generated.jsonl").write_text("mine\n")
-    with pytest.raises(RunError, match=r"appeared while this run went on.*nothing is lost"):
+    with pytest.raises(RunError, match=r"created by another process.*All completed steps are kept"):
         burnish.run(config, rewards=reward, resume=run_dir)
     assert (run_dir / "generated.jsonl").read_text() == "mine\n"
     elsewhere = config.model_copy(update={"output": str(tmp_path / "new" / "rows.jsonl")})
@@ -225,7 +225,7 @@ def test_data_that_changed_under_a_run_is_refused(
     told = source.read_text()
     source.write_text(told.replace(then, now))
     assert source.read_text() != told
-    with pytest.raises(RunError, match="other ones; rows would come twice"):
+    with pytest.raises(RunError, match="different ones; rows would be repeated"):
         burnish.run(config, rewards=reward, resume=run_dir)
 
 
@@ -243,7 +243,7 @@ def test_weights_that_changed_under_a_run_are_refused(
     write(0)
     config, run_dir = _half_done(generate, f"model={{path: '{tmp_path / 'model'}'}}")
     write(1)
-    with pytest.raises(RunError, match="begun with other weights"):
+    with pytest.raises(RunError, match="started with other weights"):
         burnish.run(config, rewards=reward, resume=run_dir)
     write(0)
     burnish.run(config, rewards=reward, resume=run_dir)

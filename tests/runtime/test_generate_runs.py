@@ -101,8 +101,8 @@ def test_what_is_left_out_is_counted_and_said(
     result = burnish.run(config, rewards=lambda response, label: float(label))
     assert [row["label"] for row in rows_of(result.run_dir)] == [1] * 4
     said = capsys.readouterr()
-    assert "left out: 4 prompts whose best response is below mode.min_reward" in said.out
-    assert "left out: 1 prompts longer than data.prompt_max_len" in said.out
+    assert "dropped: 4 prompts whose best response is below mode.min_reward" in said.out
+    assert "dropped: 1 prompts longer than data.prompt_max_len" in said.out
     assert result.metrics["total/prompts_below_min_reward"] == 4
     assert result.metrics["total/prompts_overlong"] == 1
 
@@ -113,7 +113,7 @@ def test_an_output_without_rows_is_written_with_a_warning(
     result = burnish.run(generate(*modes["pairs"]), rewards=lambda response: 0.0)
     assert (result.run_dir / "generated.jsonl").read_bytes() == b""
     assert result.metrics["total/prompts_equal_rewards"] == 22
-    assert "has no rows: everything was left out" in capsys.readouterr().err
+    assert "has no rows: every row was dropped" in capsys.readouterr().err
 
 
 def test_columns_that_would_be_taken_for_something_else_are_left_out_and_named(

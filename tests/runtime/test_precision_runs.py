@@ -56,7 +56,7 @@ def test_fp16_rl_runs_end_to_end_and_everything_is_measured(
     assert {value.dtype for value in masters.values()} == {torch.float32}
     assert any(not torch.equal(v, v.half().float()) for v in masters.values())
     page = (result.run_dir / "report.html").read_text(encoding="utf-8")
-    for title in ("Loss scale", "Skipped steps", "Trainer against sampler"):
+    for title in ("Loss scale", "Skipped steps", "Trainer vs. sampler"):
         assert title in page
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_only_skips_stops_with_a_checkpoint_and_says_where_it_begins(
     with pytest.raises(StoppedError) as caught:
         burnish.run(config, rewards=reward)
     said, run_dir = str(caught.value), Path(config.run_dir)
-    assert said.startswith("stopped at step 3 of 9: 3 steps of the policy in a row")
+    assert said.startswith("stopped at step 3 of 9: 3 consecutive steps of the policy")
     assert "First bad tensor: " in said and "precision.dtype=bf16 precision.loss_scale=null" in said
     assert f"--resume {run_dir}" in said
     assert _newest(run_dir).name.endswith("3")
@@ -181,7 +181,7 @@ def test_a_run_at_the_floor_of_its_loss_scale_stops(rl: MakeConfig, reward: Rewa
         f"precision.min_loss_scale={2.0**49}",
         "max_steps=9",
     )
-    with pytest.raises(StoppedError, match=r"stopped at step 3 of 9: .*at its floor"):
+    with pytest.raises(StoppedError, match=r"stopped at step 3 of 9: .*at its minimum"):
         burnish.run(config, rewards=reward)
     lines = read_metrics(Path(config.run_dir))
     assert [line["train/loss_scale"] for line in lines] == [2.0**50, 2.0**50, 2.0**49]
@@ -209,7 +209,7 @@ def test_fp32_losses_that_are_not_finite_stop_a_run(supervised: Callable[..., Jo
     """A rate of 1e38 makes weights whose products are infinite: every loss after the first is
     NaN."""
     config = supervised("sft", "train.lr=1e38", "train.max_consecutive_skips=2", "max_epochs=4")
-    with pytest.raises(StoppedError, match="2 steps of the policy in a row") as caught:
+    with pytest.raises(StoppedError, match="2 consecutive steps of the policy") as caught:
         burnish.run(config)
     assert "First bad tensor" in str(caught.value)
 
@@ -229,7 +229,7 @@ def test_a_rate_that_ruins_the_weights_stops_the_run_and_is_named(
     for part in (
         "stopped at step 1 of",
         "times as large as at the start",
-        "This step is not saved",
+        "This step could not be saved",
     ):
         assert part in done.output
     assert f"learning rate of the last step was {float(lr):g}" in done.output
@@ -336,7 +336,7 @@ def test_a_stop_at_the_last_step_says_that_more_steps_are_needed(
 def test_a_stopped_run_has_as_many_tries_again(rl: MakeConfig, reward: Reward) -> None:
     for last in (3, 6):
         resume = None if last == 3 else rl().run_dir
-        with pytest.raises(StoppedError, match=f"stopped at step {last} of 9: 3 steps"):
+        with pytest.raises(StoppedError, match=f"stopped at step {last} of 9: 3 consecutive steps"):
             burnish.run(stopping(rl), resume=resume, rewards=reward)
 
 
@@ -345,7 +345,7 @@ def test_several_updates_per_rollout_are_finished_and_told_once(
 ) -> None:
     config = stopping(rl, "train.train_batch_size=2", "max_steps=2")
     with pytest.raises(
-        StoppedError, match=r"stopped at step 1 of 2: 3 steps of the policy"
+        StoppedError, match=r"stopped at step 1 of 2: 3 consecutive steps of the policy"
     ) as caught:
         burnish.run(config, rewards=reward)
     assert str(caught.value).count("First bad tensor") == 1
@@ -470,7 +470,7 @@ def test_the_gap_of_two_formats_is_measured_and_said_once(
     lines = read_metrics(burnish.run(config, rewards=reward).run_dir)
     said = capsys.readouterr().err
     gap = f"differ by {lines[0]['train/mismatch_abs']:.2g} nats per token on average"
-    assert said.count("measured at step 1") == 1 and gap in said
+    assert said.count("precision.rollout_dtype: at step 1") == 1 and gap in said
     assert "measured at step 2" not in said
 
 

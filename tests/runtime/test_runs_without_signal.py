@@ -51,15 +51,17 @@ def test_a_reward_that_gets_no_labels_is_said_at_once_and_ends_the_run(
         f"data.sources=[{write_rows('bare', rows)}]",
         *(f"algorithm.advantage={advantage}", "max_steps=9", "train.max_steps_without_signal=3"),
     )
-    with pytest.raises(StoppedError, match="stopped at step 3 of 9: 3 steps in a row") as stopped:
+    with pytest.raises(
+        StoppedError, match="stopped at step 3 of 9: 3 consecutive steps had no learning signal"
+    ) as stopped:
         burnish.run(config, rewards=_right)
     run_dir = Path(config.run_dir)
     why = (run_dir / STOPPED_FILE).read_text(encoding="utf-8")
     assert why.strip() == str(stopped.value) and "The run is saved" in why
-    assert "reward 'function' takes the label and gets None; set data.label_key" in why
+    assert "reward 'function' requires a label but receives None; set data.label_key" in why
     assert len(_warnings(caplog, "none of 4 prompts has a label")) == 1
-    assert len(_warnings(caplog, "train.max_steps_without_signal; said once")) == 1
-    assert len(_warnings(caplog, "3 of 3 steps of this run gave nothing to learn from")) == 1
+    assert len(_warnings(caplog, "(train.max_steps_without_signal). This is logged once")) == 1
+    assert len(_warnings(caplog, "3 of 3 steps of this run had no learning signal")) == 1
     assert [line["train/no_signal_frac"] for line in read_metrics(run_dir)] == [1.0] * 3
 
 
@@ -68,7 +70,7 @@ def test_a_run_may_go_on_without_signal_if_it_is_told_to(
 ) -> None:
     config = rl("max_steps=12", "train.max_steps_without_signal=null")
     burnish.run(config, rewards=lambda response: 0.25)
-    (said,) = _warnings(caplog, "said once")
+    (said,) = _warnings(caplog, "This is logged once")
     assert (
         "4 of 4 groups whose rewards are all equal: every response in them has the reward 0.25"
         in said
@@ -88,14 +90,17 @@ def test_one_group_with_signal_begins_the_count_anew(
     config = rl("max_steps=9", "train.max_steps_without_signal=3")
     metrics = read_metrics(burnish.run(config, rewards=every_third).run_dir)
     assert [line["train/no_signal_frac"] for line in metrics] == [1.0, 1.0, 0.75] * 3
-    assert not _warnings(caplog, "said once")
+    assert not _warnings(caplog, "This is logged once")
 
 
 @pytest.mark.parametrize(
     ("reward", "cause"),
     [
-        (lambda response: 1e9 + len(response), "differ by less than fp32 resolves"),
-        (lambda prompt, response: float(prompt[0]), "each prompt's responses have the same reward"),
+        (lambda response: 1e9 + len(response), "differ by less than the resolution of fp32"),
+        (
+            lambda prompt, response: float(prompt[0]),
+            "the responses to each prompt have the same reward",
+        ),
     ],
     ids=["below fp32", "by prompt"],
 )
@@ -129,17 +134,17 @@ def test_an_error_does_not_advise_what_the_recipe_has_set(rl: MakeConfig) -> Non
         (
             "rm",
             [{"prompt": f"{a}+1=", "chosen": "2", "rejected": "2"} for a in range(6)],
-            "2 of 2 pairs with the same response twice",
+            "2 of 2 pairs with identical responses",
         ),
         (
             "preference",
             [{"prompt": f"{a}+1=", "chosen": "2", "rejected": "2"} for a in range(6)],
-            "2 of 2 pairs with the same response twice",
+            "2 of 2 pairs with identical responses",
         ),
         (
             "kto",
             [{"prompt": f"{a}+1=", "response": "2", "label": False} for a in range(6)],
-            "steps in which every response was not liked",
+            "steps in which every response was undesirable",
         ),
     ],
     ids=["rm", "dpo", "kto"],
@@ -166,7 +171,7 @@ def test_preferences_without_a_difference_end_the_run(
         tree["data"]["label_key"] = "label"
     with pytest.raises(StoppedError, match=cause):
         burnish.run(load_config(tree))
-    assert len(_warnings(caplog, cause, "said once")) == 1
+    assert len(_warnings(caplog, cause, "This is logged once")) == 1
     assert len(read_metrics(tmp_path / "run")) == 4
 
 

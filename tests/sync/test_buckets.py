@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "drop the last": (leave_out(2), "end of version 3.* 3 buckets with 6 .* 2 buckets with 4"),
     "never sent": (
         leave_out(2, End(0, 3, 2, 4, 128)),
-        r"2 of 6 weights did not come, e\.g\. w4: they would be stale",
+        r"2 of 6 weights were not received, e\.g\. w4: they would be stale",
     ),
     "twice": (
         lambda m: m.insert(1, m[1]),
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "bucket 1 of version 3 is corrupted",
     ),
     "name": (edit_piece(1, 0, name="x"), "bucket 1 .* weight x is not one of the 6 weights"),
-    "again": (edit_piece(1, 0, name="w0"), "bucket 1 .* weight w0 was given twice"),
+    "again": (edit_piece(1, 0, name="w0"), "bucket 1 .* weight w0 was received twice"),
     "shape": (edit_piece(1, 0, shape=(4, 2)), r"weight w2 is \[4, 2\], .* has \[8\]"),
     "longer": (edit_piece(1, 1, shape=(99,)), r"weight w3 is \[99\], .* has \[8\]"),
     "format": (edit_piece(1, 0, dtype="float12"), "weight w2 has the unknown dtype 'float12'"),
@@ -271,7 +271,7 @@ def test_expected_names_are_learned_from_the_first_successful_push(
     assert len(received(source)) == 6
     del policy.own["w5"]
     sender.push()
-    with pytest.raises(SyncError, match=r"1 of 6 weights did not come, e\.g\. w5"):
+    with pytest.raises(SyncError, match=r"1 of 6 weights were not received, e\.g\. w5"):
         received(source)
 
 

@@ -109,7 +109,7 @@ def test_a_duplicate_name_is_not_written(tmp_path: Path, weights_type: Any) -> N
             yield from super().weights()
             yield "w0", torch.ones(8)
 
-    with pytest.raises(SyncError, match="weight w0 was given twice"):
+    with pytest.raises(SyncError, match="weight w0 was received twice"):
         DiskSender(Policy(WEIGHTS, 1), tmp_path, bucket_bytes=64).push()
     assert list(tmp_path.iterdir()) == []
 
@@ -168,7 +168,7 @@ def test_without_checksums_sizes_and_names_are_still_checked(
 @pytest.mark.parametrize(
     ("expected", "message"),
     [
-        (SHAPES | {"more": (2,)}, r"1 of 10 weights did not come, e\.g\. more"),
+        (SHAPES | {"more": (2,)}, r"1 of 10 weights were not received, e\.g\. more"),
         ({n: s for n, s in SHAPES.items() if n != "w2"}, "weight w2 is not one of the 8"),
         (SHAPES | {"w2": (4,)}, r"weight w2 is \[8\], the rollout model has \[4\]"),
     ],

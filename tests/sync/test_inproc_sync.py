@@ -111,7 +111,7 @@ def test_a_skipped_step_does_not_change_the_version(
         ),
         (
             lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"},
-            r"1 of 20 weights did not come, e\.g\. model\.norm\.weight: they would be stale",
+            r"1 of 20 weights were not received, e\.g\. model\.norm\.weight: they would be stale",
         ),
         (
             lambda w: w | {"model.norm.weight": torch.ones(3)},

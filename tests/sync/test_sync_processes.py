@@ -69,7 +69,7 @@ TOLD = {
     "truncate": "bucket 3 of version 5 should have 4096 bytes, but 4080 were received",
     "name": "bucket 3 of version 6: weight model.extra is not one of the 21 weights",
     "shape": "v_proj.weight is [16, 32, 1], the rollout model has [16, 32]",
-    "twice": "weight model.embed_tokens.weight was given twice",
+    "twice": "weight model.embed_tokens.weight was received twice",
     "version": "expected bucket 3 of version 9 (push 17), but received bucket 3 of version 10",
     "lost tensors": "announces 36 buckets with 22 tensors and 137088 bytes, but of version 10 (push"
     " 19) 36 buckets with 21 tensors",

@@ -221,7 +221,7 @@ def test_an_overflow_at_the_floor_stops_and_names_the_first_bad_tensor(bad: Repo
     for stage in ("1", "2", "3"):
         found = bad.found["floor"][stage]
         assert found["at_floor"] and not found["after"], "the engine can be used afterwards"
-        assert "loss scale at its floor (precision.min_loss_scale=1)" in found["message"]
+        assert "loss scale is at its minimum (precision.min_loss_scale=1)" in found["message"]
         assert "arrives at the output of lm_head" in found["message"]
 
 
@@ -229,7 +229,7 @@ def test_an_overflow_at_the_floor_stops_and_names_the_first_bad_tensor(bad: Repo
 def test_skips_in_a_row_stop_and_say_where_it_begins(bad: Reports) -> None:
     for stage in ("0", "2", "3"):
         found = bad.found["limit"][stage]
-        assert "2 steps of the policy in a row were skipped" in found["message"]
+        assert "2 consecutive steps of the policy were skipped" in found["message"]
         assert "First bad tensor: loss" in found["message"] and not found["after"]
     assert "the output of model.layers.1.mlp.down_proj" in bad.found["bad weight"]["message"]
 
@@ -385,7 +385,7 @@ def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["0.16.0", "0.16.4", "0.16.7"])
 def test_versions_that_keep_gathered_weights_are_refused_with_the_reason(version: str) -> None:
-    told = r"does not release gathered weights .* 6726, taken back by 7258"
+    told = r"does not release gathered weights .* 6726, reverted by 7258"
     with pytest.raises(DeepSpeedError, match=told):
         check_version(version)
 

@@ -128,7 +128,7 @@ def test_a_bad_weight_is_named(model: LlamaForCausalLM, ragged_batch: Batch) -> 
     )
     assert str(bad) == (
         "weight: model.layers.1.mlp.up_proj.weight [128, 32] has 2 of 4096 entries that are not "
-        "finite; the largest finite one is 8"
+        "finite; the largest finite absolute value is 8"
     )
 
 
@@ -172,8 +172,8 @@ def test_what_overflows_between_modules_is_a_bad_input_of_the_next(
     assert bad is not None
     expected = ("forward", "model.layers.1.mlp.down_proj", "input")
     assert (bad.stage, bad.module, bad.side) == expected
-    assert "between this module and those before it" in str(bad)
-    assert "has none of its" in str(bad)
+    assert "between this module and the previous ones" in str(bad)
+    assert "entries, none of which is finite" in str(bad)
 
 
 def test_a_loss_that_overflows_is_named(model: LlamaForCausalLM, ragged_batch: Batch) -> None:
@@ -189,7 +189,7 @@ def test_a_bad_gradient_from_behind_the_last_module_is_seen_at_its_output(
     assert bad is not None
     assert (bad.stage, bad.module, bad.side) == ("backward", "model.norm", "output")
     assert bad.num_bad == 1
-    assert "backward of the operations that read this output made it" in str(bad)
+    assert "backward of the operations that read this output produced it" in str(bad)
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj"])
@@ -206,7 +206,7 @@ def test_the_module_whose_own_backward_overflows_is_named_among_those_that_read_
     assert bad is not None
     expected = ("backward", f"model.layers.0.{name}", "input")
     assert (bad.stage, bad.module, bad.side) == expected
-    assert "this module's backward made it" in str(bad)
+    assert "this module's backward produced it" in str(bad)
 
 
 def test_a_bad_gradient_of_a_parameter_is_named(
@@ -292,4 +292,4 @@ def test_a_model_that_returns_a_mapping_and_one_with_nothing_to_train_are_looked
     model.register_forward_hook(lambda _m, _a, out: type(out)(logits=out.logits / 0))
     bad = first_bad_tensor(model, lambda: model(ids).logits.sum())
     assert bad is not None and (bad.stage, bad.module) == ("forward", "")
-    assert str(bad).startswith("forward: the output of the whole model [1, 8, ")
+    assert str(bad).startswith("forward: the output of the full model [1, 8, ")

@@ -194,7 +194,7 @@ def test_a_run_that_must_stop_stops_on_all_ranks_and_says_where(two: Reports) ->
 
 def test_a_gradient_that_overflows_at_the_floor_is_named(two: Reports) -> None:
     found = two.same("gradient_overflow")
-    assert found["unmoved"] and "loss scale at its floor" in found["message"]
+    assert found["unmoved"] and "loss scale is at its minimum" in found["message"]
     assert "First bad tensor: " in found["message"]
 
 

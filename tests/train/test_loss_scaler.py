@@ -138,7 +138,7 @@ def test_the_floor_is_reached_and_an_overflow_there_raises_and_changes_nothing()
     assert after(scaler, (True, 1)) == 2.0
     assert after(scaler, (True, 1)) == 1.5  # not 1
     before = scaler.state_dict()
-    with pytest.raises(LossScaleFloorError, match=r"floor, 1\.5"):
+    with pytest.raises(LossScaleFloorError, match=r"minimum, 1\.5"):
         scaler.update(True)
     assert scaler.state_dict() == before
 

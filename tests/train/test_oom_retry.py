@@ -120,7 +120,7 @@ def test_a_row_that_does_not_fit_alone_ends_it_with_its_size(
     limit_rows(engine, 0)
     with pytest.raises(RuntimeError, match="not enough memory") as raised:
         engine.forward_backward(ragged_batch.with_global_counts(), nll)
-    assert "do not fit alone" in "".join(raised.value.__notes__)
+    assert "must stay in one micro-batch" in "".join(raised.value.__notes__)
 
 
 def test_by_default_the_error_comes_through(

@@ -106,7 +106,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(reports: R
 def test_a_run_that_must_stop_stops_on_both_ranks_and_says_the_same(reports: Reports) -> None:
     """Rank 1 alone finds the bad loss; rank 0 tells of it too."""
     message = reports.same("stop")["message"]
-    assert "2 steps of the policy in a row were skipped" in message
+    assert "2 consecutive steps of the policy were skipped" in message
     assert "First bad tensor: loss" in message
 
 

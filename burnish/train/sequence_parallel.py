@@ -75,8 +75,8 @@ def parallel_groups(engine: TorchEngine, ranks: RankGroup) -> tuple[RankGroup, R
     size = engine.ranks_per_row
     if ranks.size % size:
         raise ValueError(
-            f"{engine.parallel_setting}: {size} ranks compute the same rows, but this engine has "
-            f"{ranks.size} ranks, which is not a multiple of {size}; use a multiple"
+            f"{engine.parallel_setting}: {size} ranks compute the same rows, so the number of "
+            f"ranks ({ranks.size}) must be a multiple of {size}"
         )
     return ranks.subgroups(size)
 

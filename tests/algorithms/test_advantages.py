@@ -102,7 +102,7 @@ def test_opo_weighs_the_baseline_by_length() -> None:
     torch.testing.assert_close(uneven, torch.tensor([0.2, -0.8, -0.8, 0.2]), atol=1e-6, rtol=0)
 
 
-def test_opo_without_lengths_says_what_to_pass() -> None:
+def test_opo_without_lengths_names_the_missing_argument() -> None:
     with pytest.raises(ValueError, match=r"pass lengths \[N\]"):
         opo(torch.ones(4), ONE_GROUP)
 
@@ -177,7 +177,7 @@ def test_outcome_advantages_agree_with_a_loop_over_groups(f, seed: int) -> None:
 @pytest.mark.parametrize("f", CENTERED)
 @quick
 @given(seed=seeds, shift=st.floats(-100, 100))
-def test_shifting_all_rewards_changes_nothing(f, seed: int, shift: float) -> None:
+def test_advantages_are_invariant_to_a_reward_shift(f, seed: int, shift: float) -> None:
     rewards, group_ids, lengths = samples(seed)
     out = f(rewards, group_ids, lengths=lengths)
     shifted = f(rewards + shift, group_ids, lengths=lengths)
@@ -187,7 +187,7 @@ def test_shifting_all_rewards_changes_nothing(f, seed: int, shift: float) -> Non
 
 @quick
 @given(seed=seeds, scale=st.floats(0.01, 100))
-def test_scaling_rewards_scales_all_but_grpo_which_does_not_change(seed: int, scale: float) -> None:
+def test_scaling_rewards_scales_all_advantages_but_grpos(seed: int, scale: float) -> None:
     rewards, group_ids, lengths = samples(seed)
     for f in (dr_grpo, rloo, opo, group_mean_baseline):
         out = f(rewards, group_ids, lengths=lengths)
@@ -216,7 +216,7 @@ def test_permuting_samples_and_renaming_groups_permutes_the_advantages(f, seed: 
 @pytest.mark.parametrize("f", [*CENTERED, reinforce_pp])
 @quick
 @given(seed=seeds)
-def test_other_groups_change_nothing(f, seed: int) -> None:
+def test_advantages_are_independent_of_other_groups(f, seed: int) -> None:
     rewards, group_ids, lengths = samples(seed)
     out = f(rewards, group_ids, lengths=lengths)
     only = group_ids == group_ids[0]
@@ -260,7 +260,7 @@ def test_gae_by_hand() -> None:
 
 @quick
 @given(seed=seeds, gamma=fractions, lam=fractions)
-def test_gae_with_gaps_is_the_naive_gae_of_the_row_without_them(
+def test_gae_with_gaps_equals_naive_gae_of_the_row_without_gaps(
     seed: int, gamma: float, lam: float
 ) -> None:
     rewards, values, mask = rectangle(seed)
@@ -349,7 +349,7 @@ def test_gradients_agree_with_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("length", [5, 32, 33, 40, 64, 65, 1100])
-def test_sums_over_time_are_the_naive_ones_whatever_the_number_of_blocks(length: int) -> None:
+def test_blocked_sums_over_time_equal_naive_sums(length: int) -> None:
     """Blocks of 32: one, two, three, and more than 32 of them."""
     x = torch.randn(length, generator=generator(length), dtype=torch.float64)
     following, expected = 0.0, []
@@ -362,7 +362,7 @@ def test_sums_over_time_are_the_naive_ones_whatever_the_number_of_blocks(length:
     assert _discounted_sum(x, 0.0).tolist() == x.tolist()
 
 
-def test_rows_without_gaps_stay_where_they_are_and_need_no_second_mask() -> None:
+def test_rows_without_gaps_keep_their_positions_and_need_no_second_mask() -> None:
     """The quick way: prompts on the left, padding on the right, an empty row, a full one."""
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]]).bool()
     assert _closed(mask) is mask
@@ -372,7 +372,7 @@ def test_rows_without_gaps_stay_where_they_are_and_need_no_second_mask() -> None
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
-def test_garbage_around_rows_without_gaps_is_not_seen(garbage: float) -> None:
+def test_garbage_around_rows_without_gaps_is_ignored(garbage: float) -> None:
     """Row 0, gamma lambda 1: rewards 1, 2 and values 3, 4: deltas 1 + 4 - 3 = 2 and 2 - 4 = -2, so
     A = 0, -2 and returns 3, 2. Row 1: one action, reward 5, value 1: A = 4."""
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]]).bool()
@@ -385,7 +385,7 @@ def test_garbage_around_rows_without_gaps_is_not_seen(garbage: float) -> None:
     assert return_to_go(rewards, mask, gamma=1.0).tolist() == [[0, 3, 2, 0], [0, 0, 0, 5]]
 
 
-def test_a_kl_without_a_weight_costs_nothing() -> None:
+def test_a_kl_of_weight_zero_adds_no_penalty() -> None:
     rewards, mask = torch.tensor([1.0, 2.0]), torch.ones(2, 3).bool()
     assert torch.equal(token_rewards(rewards, mask, torch.ones(2, 3)), token_rewards(rewards, mask))
 

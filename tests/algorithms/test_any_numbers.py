@@ -121,7 +121,7 @@ def computed(name: str, tensors: dict[str, Tensor], batch: Batch) -> tuple[Tenso
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=15)
 @given(seed=st.integers(0, 999), bad=st.sampled_from([math.nan, math.inf, -math.inf, 3e38]))
-def test_what_stands_outside_the_mask_changes_neither_loss_nor_gradient(
+def test_values_outside_the_mask_change_neither_loss_nor_gradient(
     name: str, seed: int, bad: float
 ) -> None:
     outputs, batch = made(name, seed)
@@ -259,7 +259,7 @@ def test_a_reward_that_is_not_finite_reaches_no_later_token(
 # ---- policy losses -------------------------------------------------------------------------------
 
 
-def test_k3_is_a_straight_line_beyond_ten_nats() -> None:
+def test_k3_is_linear_above_ten_nats() -> None:
     """At d = -10: e^10 - 1 - 10 = 22015.466, slope -(e^10 - 1) = -22025.466; at -10.5, -25 and
     -100: 0.5, 15 and 90 slopes more. Above, it is the estimator."""
     d = torch.tensor([-100.0, -25, -10.5, -10, -3, 0, 3], requires_grad=True)
@@ -275,9 +275,7 @@ def test_k3_is_a_straight_line_beyond_ten_nats() -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
-def test_beyond_the_largest_ratio_no_gradient_comes_from_the_ratio(
-    kind: str, advantage: float
-) -> None:
+def test_above_the_largest_ratio_the_ratio_has_no_gradient(kind: str, advantage: float) -> None:
     """One-token responses, log-ratio 21 and 500. (cispo and reinforce have the gradient of the
     log-prob itself, at a weight of at most 3.)"""
     x = torch.tensor([[-1.0], [-0.5]], requires_grad=True)
@@ -333,7 +331,7 @@ def test_log_probs_that_are_not_finite_have_the_limit_or_nan_at_their_token(kind
 
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_a_sampler_that_reports_nan_leaves_its_token_or_row_out(level: Any, mode: Any) -> None:
+def test_a_nan_sampler_logprob_excludes_its_token_or_row(level: Any, mode: Any) -> None:
     """Two rows of two tokens and a masked one; the first token of row 0 is NaN. It counts as
     changed: 1 of 4 tokens, or 2 of 4."""
     old = torch.full((2, 3), -1.0)
@@ -360,7 +358,7 @@ def test_a_sampler_that_reports_nan_leaves_its_token_or_row_out(level: Any, mode
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_tokens_that_both_exclude_change_no_divergence(name: str) -> None:
+def test_tokens_excluded_by_both_do_not_change_the_divergence(name: str) -> None:
     """Logits with two entries of -inf (padding of a vocabulary): the divergence and its slope are
     those without them, and 0 there."""
     options = {"beta": 0.3} if name == "jsd" else {}
@@ -376,7 +374,7 @@ def test_tokens_that_both_exclude_change_no_divergence(name: str) -> None:
     assert not bool(slope[:, 6:].any())
 
 
-def test_a_token_that_only_one_excludes_has_the_divergence_of_the_definition() -> None:
+def test_a_token_excluded_by_one_has_the_divergence_of_the_definition() -> None:
     """p = (1, 0), q = (1/2, 1/2): KL(q || p) is infinite, KL(p || q) = ln 2; the Jensen-Shannon
     divergence of one half: m = (3/4, 1/4); (ln(2/3) + ln 2) / 4 + ln(4/3) / 2 = 0.215762."""
     p = torch.tensor([[0.0, -math.inf]]).double()

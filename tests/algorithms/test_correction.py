@@ -29,7 +29,7 @@ def test_equal_logprobs_have_no_mismatch() -> None:
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_garbage_outside_the_mask_is_not_seen(garbage: float) -> None:
+def test_garbage_outside_the_mask_is_ignored(garbage: float) -> None:
     mask = torch.tensor([[True, False], [True, True]])
     trainer = torch.tensor([[-1.0, garbage], [-2.0, -3.0]])
     sampler = torch.tensor([[-1.5, garbage], [-2.0, -3.25]])
@@ -102,7 +102,7 @@ def test_every_level_and_mode_by_hand(level: str, mode: str, expected: list[list
     assert stats.floats()["correction_weight"] == pytest.approx(float(wanted[MASK].mean()))
 
 
-def test_the_share_of_changed_weights_and_the_largest_before_the_bounds_are_told() -> None:
+def test_stats_contain_the_changed_share_and_the_largest_unbounded_weight() -> None:
     """Token weights 4, 1/2, 1/4, 1, 1 in [0.6, 1.5]: three of five change."""
     options = {"level": "token", "mode": "clip", "low": 0.6, "high": 1.5}
     found = correction_weights(GAPS, torch.zeros(2, 3), MASK, **options)[1].floats()
@@ -110,7 +110,7 @@ def test_the_share_of_changed_weights_and_the_largest_before_the_bounds_are_told
     assert found["correction_max"] == pytest.approx(4.0)
 
 
-def test_without_a_gap_every_weight_is_one_and_nothing_has_a_gradient() -> None:
+def test_without_a_gap_every_weight_is_one_and_has_no_gradient() -> None:
     x = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, -3.0, -9.0]], requires_grad=True)
     for level in ("token", "sequence", "geometric"):
         weights, _ = correction_weights(
@@ -136,7 +136,7 @@ def test_unknown_levels_and_modes_are_refused() -> None:
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
-def test_garbage_outside_the_mask_changes_no_weight_and_no_stat(
+def test_garbage_outside_the_mask_changes_neither_weights_nor_stats(
     garbage: float, level: str, mode: str
 ) -> None:
     """Outside the mask the weight is 1, also where the bounds leave 1 out."""

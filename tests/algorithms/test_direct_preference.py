@@ -54,7 +54,7 @@ def test_dpo_begins_at_ln_2_and_falls_with_the_gap() -> None:
     assert out.tolist() == pytest.approx([LN2, 0.126928], abs=1e-6)
 
 
-def test_cdpo_is_least_where_the_preference_is_as_sure_as_the_labels() -> None:
+def test_cdpo_is_minimal_if_the_preference_probability_equals_the_label_probability() -> None:
     """e 0.2: h = 0 gives ln 2. beta h = 2: 0.8 x 0.126928 + 0.2 x 2.126928 = 0.526928. The gradient
     in h is 0 at beta h = ln(0.8 / 0.2)."""
     out = cdpo(t(-4, -4), t(-9, -9), t(-4, -5), t(-9, -6), beta=0.5, label_smoothing=0.2)
@@ -71,7 +71,7 @@ def test_ipo_pulls_the_gap_to_one_over_two_beta() -> None:
     assert out.tolist() == [4, 4, 0]
 
 
-def test_simpo_wants_a_margin_between_mean_logprobs() -> None:
+def test_simpo_requires_a_margin_between_mean_logprobs() -> None:
     """beta 2, gamma 1: d = 0.5 gives -log sigmoid(0) = ln 2; d = 0: ln(1 + e) = 1.313262."""
     out = simpo(t(-0.5, -1.0), t(-1.0, -1.0), beta=2.0, gamma=1.0)
     assert out.tolist() == pytest.approx([LN2, 1.313262], abs=1e-6)
@@ -126,7 +126,7 @@ def test_gradients_of_the_losses_without_pairs_of_references(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRED)
-def test_a_shift_of_policy_and_reference_together_changes_nothing(name: str) -> None:
+def test_losses_are_invariant_to_a_common_shift_of_policy_and_reference(name: str) -> None:
     inputs = sums(7)
     chosen, rejected = inputs[0::2], inputs[1::2]
     shifted = (chosen[0] + 3, rejected[0] - 2, chosen[1] + 3, rejected[1] - 2)
@@ -148,7 +148,7 @@ def test_extremes_stay_finite_and_half_precision_is_compared_in_fp32() -> None:
     assert dpo(half, half, half, half, beta=0.1).dtype == torch.float32
 
 
-def test_a_nan_is_not_hidden() -> None:
+def test_a_nan_propagates() -> None:
     nan = t(math.nan)
     assert dpo(nan, t(0), t(0), t(0), beta=0.1).isnan().all()
     assert kto(nan, t(0), torch.tensor([True]), kl=0.0, beta=0.1).isnan().all()

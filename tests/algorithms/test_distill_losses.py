@@ -132,7 +132,7 @@ def test_the_mix_with_the_data_by_hand() -> None:
     assert distill_loss(d, logprob, temperature=3.0, nll_weight=0.0).tolist() == [4.5]
 
 
-def test_the_square_of_the_temperature_keeps_the_size_of_the_gradient() -> None:
+def test_the_squared_temperature_keeps_the_gradient_scale() -> None:
     """For high T the gradient of T^2 KL(q_T || p_T) in the logits z goes to (z - z_teacher) / V,
     both of mean 0 (arXiv 1503.02531, section 2.1)."""
     logits, teacher = pair(3)[0], pair(4)[0]
@@ -193,7 +193,7 @@ def test_the_registries_have_exactly_the_documented_names() -> None:
     assert set(DIVERGENCES) == set(SLOPES) == {"forward_kl", "reverse_kl", "jsd"}
 
 
-def test_without_a_weight_the_datas_own_tokens_are_not_looked_at() -> None:
+def test_with_weight_zero_the_data_tokens_are_not_read() -> None:
     """0 x -inf would be NaN. T = 2, D = 0.5: 4 x 0.5."""
     impossible = torch.tensor([-math.inf])
     out = distill_loss(torch.tensor([0.5]), impossible, temperature=2.0, nll_weight=0.0)

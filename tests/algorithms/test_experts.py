@@ -42,7 +42,7 @@ def test_it_is_transformers_own_loss(top_k: int) -> None:
     torch.testing.assert_close(load_balancing_loss(x, top_k=top_k), theirs, atol=1e-6, rtol=1e-6)
 
 
-def test_the_gradient_is_that_of_finite_differences_where_no_choice_changes() -> None:
+def test_the_gradient_agrees_with_finite_differences_if_no_choice_changes() -> None:
     x = logits(7).double().requires_grad_()
     assert gradcheck(lambda v: load_balancing_loss(v, top_k=2), (x,))
 

@@ -32,7 +32,7 @@ def test_estimators_by_hand() -> None:
 
 
 @pytest.mark.parametrize("f", [k1, k2, k3])
-def test_equal_logprobs_are_at_distance_zero(f) -> None:
+def test_equal_logprobs_have_kl_zero(f) -> None:
     x = torch.tensor([-1.5, -0.1, -20.0])
     assert f(x, x).tolist() == [0, 0, 0]
 
@@ -64,7 +64,7 @@ def test_the_mean_gradient_of_k2_is_that_of_the_kl_and_of_k1_is_zero() -> None:
     torch.testing.assert_close(of_k1, torch.zeros_like(exact), atol=1e-12, rtol=0)
 
 
-def test_k3_keeps_its_digits_where_the_policies_are_close() -> None:
+def test_k3_is_accurate_for_close_policies() -> None:
     """d = 2^-12: d^2 / 2 - d^3 / 6 = 2.9800e-8 - 2.4e-12; fp32 exp(-d) is rounded at 6e-8."""
     d = 2.0**-12
     found = k3(torch.tensor([d]), torch.zeros(1)).item()
@@ -85,7 +85,7 @@ def test_gradients_agree_with_finite_differences(f) -> None:
     assert gradcheck(f, (p.requires_grad_(), q.requires_grad_()))
 
 
-def test_a_fixed_weight_stays() -> None:
+def test_a_fixed_weight_is_constant() -> None:
     kl = FixedKl(0.05)
     kl.update(100.0, 1000)
     assert kl.coef == 0.05
@@ -113,7 +113,7 @@ def test_the_adaptive_weight_brings_the_kl_to_its_target() -> None:
 
 
 @pytest.mark.parametrize("measured", [math.nan, math.inf])
-def test_a_kl_that_is_not_finite_moves_nothing(measured: float) -> None:
+def test_a_non_finite_kl_does_not_change_the_weight(measured: float) -> None:
     kl = AdaptiveKl(0.2, target=6.0, horizon=1000)
     kl.update(measured, 100)
     assert kl.coef == 0.2
@@ -131,7 +131,7 @@ def adaptive(coef: float, target: float = 6.0) -> AdaptiveKl:
     return AdaptiveKl(coef, target=target, horizon=1000)
 
 
-def test_a_resumed_adaptive_weight_goes_on_exactly() -> None:
+def test_a_resumed_adaptive_weight_continues_exactly() -> None:
     first, second = adaptive(0.2), adaptive(0.2)
     first.update(7.3, 10)
     second.load_state_dict(first.state_dict())
@@ -141,7 +141,7 @@ def test_a_resumed_adaptive_weight_goes_on_exactly() -> None:
     assert first.coef == second.coef
 
 
-def test_a_resumed_adaptive_weight_goes_on_to_another_target() -> None:
+def test_a_resumed_adaptive_weight_follows_a_new_target() -> None:
     """The weight is the saved one, 0.2 x 1.02; target 60 is far above a KL of 6, so x 0.98."""
     first, second = adaptive(0.2), adaptive(0.2, target=60.0)
     first.update(60.0, 100)
@@ -152,7 +152,7 @@ def test_a_resumed_adaptive_weight_goes_on_to_another_target() -> None:
 
 @pytest.mark.parametrize("resumed", [FixedKl, adaptive])
 @pytest.mark.parametrize("saved", [FixedKl(0.0), FixedKl(0.2), adaptive(0.2)])
-def test_a_weight_that_the_recipe_changes_is_the_recipes(saved, resumed) -> None:
+def test_a_weight_changed_in_the_recipe_overrides_the_checkpoint(saved, resumed) -> None:
     """Whatever kind of weight was saved, also where the resumed one has moved since (as where a
     run goes back to its checkpoint)."""
     saved.update(60.0, 100)
@@ -162,7 +162,7 @@ def test_a_weight_that_the_recipe_changes_is_the_recipes(saved, resumed) -> None
     assert controller.coef == 0.1
 
 
-def test_a_fixed_weight_after_an_adaptive_one_is_the_recipes() -> None:
+def test_a_fixed_weight_overrides_a_saved_adaptive_one() -> None:
     """Also where the recipe has the number that the adaptive one began with."""
     saved, controller = adaptive(0.2), FixedKl(0.2)
     saved.update(60.0, 100)

@@ -68,7 +68,7 @@ def test_ppo_takes_the_pessimistic_side_of_the_clip() -> None:
     assert found["ratio_max"] == pytest.approx(1.5)
 
 
-def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative() -> None:
+def test_dual_clip_bounds_the_loss_for_negative_advantages() -> None:
     """c = 3. r 5, A -2: 10 becomes 3 x 2 = 6. r 2, A -2: 4 stays. r 5, A 2: at 1.3, -2.6 stays."""
     args = (ratios(5, 2, 5), torch.zeros(3), torch.tensor([-2.0, -2, 2]), torch.ones(3).bool())
     loss, stats = ppo(*args, **CLIP, dual_clip=3.0)
@@ -136,7 +136,7 @@ def test_cispo_weighs_the_score_function_and_drops_no_token() -> None:
     assert stats.floats()["clip_frac"] == pytest.approx(2 / 3)
 
 
-def test_an_absolute_bound_takes_the_place_of_the_relative_one() -> None:
+def test_an_absolute_bound_replaces_the_relative_one() -> None:
     """max_ratio 2: r 3 counts as 2, r 1.5 as it is (1.3 with clip_high)."""
     args = (ratios(3, 1.5), torch.zeros(2), torch.tensor([1.0, 1.0]), torch.ones(2).bool())
     x = args[0].requires_grad_()
@@ -163,7 +163,7 @@ def test_old_logprobs_and_advantages_are_constants() -> None:
 
 @every_loss
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_garbage_outside_the_mask_changes_nothing(loss, garbage: float) -> None:
+def test_garbage_outside_the_mask_is_ignored(loss, garbage: float) -> None:
     results = []
     *clean, mask = tokens(2)
     for inputs in (clean, [x.masked_fill(~mask, garbage) for x in clean]):
@@ -179,7 +179,7 @@ def test_garbage_outside_the_mask_changes_nothing(loss, garbage: float) -> None:
 
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_ratio_beyond_all_bounds_gives_finite_losses_and_gradients(loss, dtype) -> None:
+def test_an_extreme_ratio_gives_finite_losses_and_gradients(loss, dtype) -> None:
     """exp(500) is infinite in fp32 and inf x 0 is NaN; the log-ratio stops at 20 instead."""
     x = torch.tensor([0.0, 0.0, 0.0, -500.0], dtype=dtype, requires_grad=True)
     old = torch.tensor([-500.0, -500.0, -500.0, 0.0], dtype=dtype)
@@ -192,7 +192,7 @@ def test_a_ratio_beyond_all_bounds_gives_finite_losses_and_gradients(loss, dtype
 
 
 @every_loss
-def test_a_nan_inside_the_mask_is_not_hidden(loss) -> None:
+def test_a_nan_inside_the_mask_propagates(loss) -> None:
     logprobs, old, advantages, mask = tokens(3)
     logprobs[0, 0] = math.nan
     assert loss(logprobs, old, advantages, mask)[0][0, 0].isnan()
@@ -209,7 +209,7 @@ def test_a_micro_batch_without_action_tokens_is_zero(loss) -> None:
 @every_loss
 @quick
 @given(seed=seeds)
-def test_packed_tokens_give_the_same_losses_and_stats_as_padded_ones(loss, seed: int) -> None:
+def test_packed_and_padded_tokens_give_equal_losses_and_stats(loss, seed: int) -> None:
     *padded, mask = tokens(seed)
     out, stats = loss(*padded, mask)
     packed, packed_stats = loss(*[x[mask] for x in padded], mask[mask])
@@ -257,7 +257,7 @@ EVERY_LOSS = {**LOSSES, "gspo": lambda *args: gspo(*args, **CLIP)}
 
 
 @pytest.mark.parametrize("name", EVERY_LOSS)
-def test_no_loss_has_a_gradient_in_its_advantages_or_its_stats(name: str) -> None:
+def test_advantages_and_stats_have_no_gradient(name: str) -> None:
     logprobs, old, advantages, mask = tokens(4)
     inputs = [x.requires_grad_() for x in (logprobs, old, advantages)]
     loss, stats = EVERY_LOSS[name](*inputs, mask)
@@ -285,7 +285,7 @@ def test_the_log_ratio_stops_at_20() -> None:
         assert stats.floats()["ratio_max"] == pytest.approx(485_165_195, rel=1e-6)
 
 
-def test_a_loss_on_the_dual_bound_is_not_over_it_and_small_advantages_have_one_too() -> None:
+def test_the_dual_bound_is_inclusive_and_applies_to_small_advantages() -> None:
     """c = 2, r = 2, A -1: the loss is 2 either way, and not counted. r 4, A -1/2: 2 becomes 1."""
     x = torch.tensor([2.0, 4.0], dtype=torch.float64).log()
     advantages = torch.tensor([-1.0, -0.5], dtype=torch.float64)
@@ -297,7 +297,7 @@ def test_a_loss_on_the_dual_bound_is_not_over_it_and_small_advantages_have_one_t
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_gradient_of_cispo_is_that_of_finite_differences_with_its_weight_held(
+def test_cispo_gradients_agree_with_finite_differences_at_constant_weight(
     seed: int,
 ) -> None:
     """L(x) = -w A x where w is what it was at the start: clip(exp(x0 - old), 0.8, 1.3)."""

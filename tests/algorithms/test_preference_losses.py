@@ -22,7 +22,7 @@ def test_bradley_terry_by_hand() -> None:
     torch.testing.assert_close(out, torch.tensor([0.693147, 0.313262, 1.313262]), atol=1e-6, rtol=0)
 
 
-def test_a_margin_is_what_the_chosen_one_must_win_by() -> None:
+def test_a_margin_is_the_required_score_difference() -> None:
     """3 - 2 - 1 = 0: ln 2. 3 - 2 - 2 = -1: 1.313262."""
     three, two = torch.full((2,), 3.0), torch.full((2,), 2.0)
     out = bradley_terry(three, two, margins=torch.tensor([1.0, 2.0]))
@@ -45,7 +45,7 @@ def test_scores_in_bf16_are_compared_in_fp32() -> None:
 
 @quick
 @given(chosen=st.floats(-20, 20), rejected=st.floats(-20, 20), shift=st.floats(-20, 20))
-def test_only_the_difference_counts_and_both_orders_have_probability_one(
+def test_only_the_score_difference_matters_and_both_orders_sum_to_one(
     chosen: float, rejected: float, shift: float
 ) -> None:
     a, b = (torch.tensor([x], dtype=torch.float64) for x in (chosen, rejected))

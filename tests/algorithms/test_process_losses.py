@@ -22,7 +22,7 @@ def test_cross_entropy_of_hard_and_soft_labels_by_hand() -> None:
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
 
 
-def test_a_soft_label_is_matched_where_the_probability_is_the_label() -> None:
+def test_the_loss_of_a_soft_label_is_minimal_at_its_probability() -> None:
     """d/dx of the loss is sigmoid(x) - y: zero at x = logit(y)."""
     label = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
     x = torch.logit(label).requires_grad_()
@@ -38,7 +38,7 @@ def test_gradients_agree_with_finite_differences() -> None:
     assert gradcheck(lambda x: step_cross_entropy(x, y), (x,))
 
 
-def test_scores_far_out_neither_overflow_nor_vanish() -> None:
+def test_extreme_scores_neither_overflow_nor_vanish() -> None:
     """-log sigmoid(-1000) = 1000."""
     out = step_cross_entropy(torch.tensor([-1000.0, 1000.0]), torch.tensor([1.0, 1.0]))
     assert out.tolist() == [1000.0, 0.0]
@@ -73,7 +73,7 @@ def test_no_aggregation_mixes_responses(how: str) -> None:
         assert float(alone[0]) == pytest.approx(float(together[row]), rel=1e-6)  # fp32 sums
 
 
-def test_hard_labels_may_be_booleans_or_whole_numbers() -> None:
+def test_hard_labels_may_be_booleans_or_integers() -> None:
     logits, labels = torch.tensor([0.5, -1.0]), torch.tensor([1.0, 0.0])
     expected = step_cross_entropy(logits, labels)
     assert torch.equal(step_cross_entropy(logits, labels.bool()), expected)

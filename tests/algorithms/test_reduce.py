@@ -49,7 +49,7 @@ def test_two_rows_by_hand(aggregation: str, expected: float) -> None:
 @every_aggregation
 @quick
 @given(seed=seeds, data=st.data())
-def test_micro_batches_add_up_to_the_whole_in_loss_and_gradient(
+def test_loss_and_gradient_of_micro_batches_add_up_to_those_of_the_step(
     aggregation: str, seed: int, data: st.DataObject
 ) -> None:
     loss, mask, counts = rows(seed)
@@ -89,7 +89,7 @@ def test_packed_rows_with_any_ids_equal_padded_rows(aggregation: str, seed: int)
 @every_aggregation
 @quick
 @given(seed=seeds, left=st.integers(0, 3), right=st.integers(0, 5))
-def test_more_padding_and_permuted_rows_change_nothing(
+def test_the_loss_is_invariant_to_padding_and_row_order(
     aggregation: str, seed: int, left: int, right: int
 ) -> None:
     loss, mask, counts = rows(seed)
@@ -150,7 +150,7 @@ def test_narrow_losses_are_summed_in_fp32() -> None:
         ({"num_sequences": 0}, "num_sequences=0"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(changed: dict, message: str) -> None:
+def test_invalid_denominators_are_refused(changed: dict, message: str) -> None:
     packed = torch.ones(3)
     counts = {"aggregation": "token_mean", "num_tokens": 3, "num_sequences": 1} | changed
     with pytest.raises(ValueError, match=message):

@@ -37,7 +37,7 @@ def test_two_batches_by_hand() -> None:
 
 @settings(max_examples=50)
 @given(parts=batches)
-def test_batches_give_what_all_numbers_at_once_give(parts: list[list[float]]) -> None:
+def test_batches_give_the_same_moments_as_all_numbers_at_once(parts: list[list[float]]) -> None:
     moments, whole = fed(*parts), [x for part in parts for x in part]
     assert moments.count == len(whole)
     if whole:
@@ -46,7 +46,7 @@ def test_batches_give_what_all_numbers_at_once_give(parts: list[list[float]]) ->
         assert moments.std == pytest.approx(statistics.pstdev(whole), abs=1e-5, rel=1e-9)
 
 
-def test_a_small_spread_around_a_large_mean_is_not_lost() -> None:
+def test_a_small_spread_around_a_large_mean_is_kept() -> None:
     """Around 1e9 with deviations of 1: E[x^2] - E[x]^2 in fp64 has no digit left of the 1."""
     moments = fed(*[[1e9 + 1, 1e9 - 1] for _ in range(500)])
     assert moments.std == pytest.approx(1.0, rel=1e-9)
@@ -68,13 +68,13 @@ def test_the_state_goes_through_json_bit_by_bit() -> None:
     assert vars(first) == vars(again)
 
 
-def test_of_no_numbers_there_is_no_spread_and_nothing_is_changed() -> None:
+def test_without_values_the_moments_are_unchanged() -> None:
     moments = RunningMoments()
     assert (moments.std, moments.normalized(3.0, center=True)) == (0.0, 3.0)
 
 
 @pytest.mark.parametrize(("spread", "divided"), [(0.7e-8, False), (1.5e-8, True)])
-def test_a_spread_below_1e_8_divides_nothing(spread: float, divided: bool) -> None:
+def test_values_with_a_std_below_1e_8_are_not_divided(spread: float, divided: bool) -> None:
     """{-d, d} has std d."""
     moments = fed([-spread, spread])
     # 1e-9: fp64 square root
@@ -82,11 +82,11 @@ def test_a_spread_below_1e_8_divides_nothing(spread: float, divided: bool) -> No
     assert moments.normalized(spread, center=True) == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_spread_on_the_bound_divides_nothing() -> None:
+def test_values_with_a_std_on_the_bound_are_not_divided() -> None:
     assert fed([-2.0, 2.0]).normalized(2.0, center=True, eps=2.0) == 2.0
 
 
-def test_a_state_of_other_kinds_of_numbers_is_taken_as_a_count_and_two_floats() -> None:
+def test_a_loaded_state_is_converted_to_a_count_and_two_floats() -> None:
     moments = RunningMoments()
     moments.load_state_dict({"count": 2.0, "mean": 2, "m2": 2})
     assert [type(x) for x in (moments.count, moments.mean, moments.m2)] == [int, float, float]

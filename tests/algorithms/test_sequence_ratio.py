@@ -76,7 +76,7 @@ def test_a_clipped_sequence_has_no_gradient() -> None:
 
 
 @given(seed=st.integers(0, 2**31 - 1))
-def test_packed_rows_give_what_padded_rows_give(seed: int) -> None:
+def test_packed_and_padded_rows_give_equal_losses(seed: int) -> None:
     *inputs, mask = rows(seed)
     ids = torch.arange(len(mask))[:, None].expand_as(mask)
     padded, stats = gspo(*inputs, mask, **CLIP)
@@ -88,7 +88,7 @@ def test_packed_rows_give_what_padded_rows_give(seed: int) -> None:
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_garbage_outside_the_mask_changes_nothing(garbage: float) -> None:
+def test_garbage_outside_the_mask_is_ignored(garbage: float) -> None:
     *clean, mask = rows(2)
     dirty = [x.masked_fill(~mask, garbage) for x in clean]
     results = []
@@ -101,7 +101,7 @@ def test_garbage_outside_the_mask_changes_nothing(garbage: float) -> None:
     assert results[0][2] == results[1][2]
 
 
-def test_a_ratio_beyond_all_bounds_stays_finite() -> None:
+def test_an_extreme_ratio_stays_finite() -> None:
     x = torch.tensor([[500.0, 400.0]], requires_grad=True)
     advantages = torch.tensor([[0.0, 1.0]])
     loss, stats = gspo(x, torch.zeros(1, 2), advantages, torch.ones(1, 2).bool(), **CLIP)

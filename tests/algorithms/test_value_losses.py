@@ -119,7 +119,7 @@ def test_old_values_and_returns_are_constants() -> None:
 
 @pytest.mark.parametrize("value_clip", [None, 0.3])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_garbage_outside_the_mask_changes_nothing(value_clip: float | None, garbage: float) -> None:
+def test_garbage_outside_the_mask_is_ignored(value_clip: float | None, garbage: float) -> None:
     results = []
     *clean, mask = tokens(2)
     for inputs in (clean, [x.masked_fill(~mask, garbage) for x in clean]):
@@ -192,7 +192,7 @@ def test_returns_far_from_zero_keep_their_variance() -> None:
 @pytest.mark.parametrize(
     ("spread", "varies"), [(0.0, False), (0.7e-12, False), (1.5e-12, True), (1e-6, True)]
 )
-def test_what_varies_by_less_than_rounding_does_not_vary(spread: float, varies: bool) -> None:
+def test_variation_below_rounding_counts_as_none(spread: float, varies: bool) -> None:
     """Returns 1 - d and 1 + d have variance d^2 and mean square 1 + d^2; the bound is 1e-12 of it.
     Returns of 0 do not vary either, and tiny ones that do count."""
     mask = torch.ones(2, dtype=torch.bool)

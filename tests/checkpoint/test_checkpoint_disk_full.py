@@ -49,7 +49,7 @@ def store(tmp_path):
     return store
 
 
-def test_no_space_left_while_writing_is_said_and_the_older_one_survives(store):
+def test_no_space_while_writing_is_reported_and_older_checkpoints_survive(store):
     def write(folder):
         (folder / "half.bin").write_bytes(bytes(100))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "weights.bin"))
@@ -57,7 +57,7 @@ def test_no_space_left_while_writing_is_said_and_the_older_one_survives(store):
     check_refused(store, write, "No space left on device")
 
 
-def test_no_space_left_while_flushing_is_said_and_the_older_one_survives(store, monkeypatch):
+def test_no_space_while_flushing_is_reported_and_older_checkpoints_survive(store, monkeypatch):
     fsync = os.fsync
 
     def full_once(descriptor):
@@ -69,9 +69,7 @@ def test_no_space_left_while_flushing_is_said_and_the_older_one_survives(store, 
 
 
 @pytest.mark.parametrize("write", [writes(200_000), save_tensors], ids=["bytes", "safetensors"])
-def test_a_file_beyond_what_the_process_may_write_is_said_and_the_older_one_survives(
-    store, run_in_child, write
-):
+def test_a_file_size_limit_is_reported_and_older_checkpoints_survive(store, run_in_child, write):
     """A real failing write that needs no rights: no file of this process may pass 100 kB."""
 
     def work():
@@ -95,7 +93,7 @@ def test_the_space_is_checked_before_anything_is_written(store, monkeypatch):
 
 
 @pytest.mark.parametrize(("spare", "fits"), [(1, True), (-1, False)])
-def test_without_an_estimate_a_tenth_more_than_the_newest_checkpoint_is_asked_for(
+def test_without_an_estimate_the_newest_size_plus_a_tenth_is_required(
     store, monkeypatch, spare, fits
 ):
     """Step 1 holds 1000 bytes and its manifest of m bytes, so ceil(1.1 (1000 + m)) are needed."""
@@ -109,12 +107,12 @@ def test_without_an_estimate_a_tenth_more_than_the_newest_checkpoint_is_asked_fo
             store.save(2, writes(10))
 
 
-def test_the_first_save_without_an_estimate_is_not_held_up(tmp_path, monkeypatch):
+def test_the_first_save_without_an_estimate_proceeds(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     assert CheckpointStore(tmp_path, keep_last=1, best_mode="max").save(1, writes(10)).is_dir()
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
+def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     store = CheckpointStore(tmp_path / "file" / "checkpoints", keep_last=1, best_mode="max")
     with pytest.raises(CheckpointError, match=r"checkpoints.*run_dir"):
@@ -135,7 +133,7 @@ def mount_small_disk(folder) -> None:
 
 
 @pytest.mark.parametrize("write", [writes(2 * 10**6), save_tensors], ids=["bytes", "safetensors"])
-def test_a_really_full_disk_is_said_and_the_older_one_survives(tmp_path, run_in_child, write):
+def test_a_full_disk_is_reported_and_older_checkpoints_survive(tmp_path, run_in_child, write):
     def work():
         mount_small_disk(tmp_path)
         store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, best_mode="max")

@@ -84,7 +84,7 @@ def check_next_save(store) -> None:
     assert [path.name for path in store.folder.iterdir()] == ["step_000009"]
 
 
-def test_killed_before_any_operation_of_a_save_the_newest_whole_one_is_found(
+def test_a_kill_before_any_operation_of_a_save_leaves_the_newest_complete_checkpoint(
     tmp_path, run_in_child
 ):
     seen = set()
@@ -95,7 +95,7 @@ def test_killed_before_any_operation_of_a_save_the_newest_whole_one_is_found(
     assert seen == {("step_000002", "old"), ("step_000003", "new")}
 
 
-def test_killed_before_any_operation_of_a_replacement_the_old_or_the_new_one_is_found(
+def test_a_kill_before_any_operation_of_a_replacement_leaves_the_old_or_the_new_one(
     tmp_path, run_in_child
 ):
     seen = set()
@@ -111,7 +111,7 @@ def test_killed_before_any_operation_of_a_replacement_the_old_or_the_new_one_is_
     }
 
 
-def test_killed_at_random_moments_again_and_again_the_steps_never_go_back(tmp_path):
+def test_the_step_never_decreases_over_random_kills(tmp_path):
     rng = random.Random(0)
     store = CheckpointStore(tmp_path, keep_last=2, best_mode="max")
     store.save(0, writes("new"))

@@ -55,7 +55,7 @@ def test_a_saved_checkpoint_is_found_again_with_its_state(store):
     assert names(store) == ["step_000010"]
 
 
-def test_an_empty_store_has_nothing_and_makes_no_folder(store):
+def test_an_empty_store_has_no_checkpoints_and_creates_no_folder(store):
     assert (store.all(), store.latest()) == ([], None)
     assert not store.folder.exists()
 
@@ -117,7 +117,7 @@ def lose_manifest(path):
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, lose_file, lose_manifest])
-def test_a_damaged_newest_gives_way_to_the_older_good_one_with_a_warning(store, caplog, damage):
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(store, caplog, damage):
     good = store.save(1, writes("a"), metric=0.1)
     bad = store.save(2, writes("b"), metric=0.9)
     damaged_file = damage(bad)
@@ -140,7 +140,7 @@ def test_every_newer_bad_one_is_named(store, caplog):
     assert all("step_000001 instead" in r.getMessage() for r in caplog.records)
 
 
-def test_when_none_is_good_that_is_said_and_none_is_given(store, caplog):
+def test_without_a_good_checkpoint_latest_warns_and_returns_none(store, caplog):
     lose_manifest(store.save(1, writes("a")))
     assert store.latest() is None
     assert "no good checkpoint" in caplog.text
@@ -152,7 +152,7 @@ def test_a_good_checkpoint_gives_no_warning(store, caplog):
     assert caplog.records == []
 
 
-def test_broken_ones_go_once_a_newer_good_one_exists_and_the_only_good_one_stays(tmp_path):
+def test_bad_checkpoints_are_deleted_once_a_newer_good_one_exists(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=1, best_mode="max")
     store.save(1, writes("a"))
     (tmp_path / "step_000002").mkdir()  # never finished
@@ -185,7 +185,7 @@ def test_a_failed_second_save_of_a_step_leaves_the_first(store, monkeypatch):
     assert content_of(store.latest()) == "old"
 
 
-def test_a_replaced_checkpoint_whose_successor_never_came_is_used_and_put_back(store):
+def test_a_replaced_checkpoint_without_successor_is_used_and_restored(store):
     """Between the two renames of a replacement: the old one aside, the new one not there."""
     store.save(1, writes("old"))
     os.rename(store.folder / "step_000001", store.folder / ".replaced-step_000001")
@@ -194,9 +194,7 @@ def test_a_replaced_checkpoint_whose_successor_never_came_is_used_and_put_back(s
     assert names(store) == ["step_000001", "step_000002"]
 
 
-def test_leftovers_of_dead_processes_go_at_the_next_save_and_those_of_live_ones_stay(
-    store, dead_pid
-):
+def test_the_next_save_removes_leftovers_of_dead_processes_only(store, dead_pid):
     store.save(1, writes("a"))
     live = f".tmp-step_000002-{os.getppid()}"
     for leftover in (
@@ -211,7 +209,7 @@ def test_leftovers_of_dead_processes_go_at_the_next_save_and_those_of_live_ones_
     assert names(store) == [live, "step_000001", "step_000004"]
 
 
-def test_other_files_in_the_folder_are_left_alone(store):
+def test_other_files_in_the_folder_are_kept(store):
     store.folder.mkdir()
     (store.folder / "step_notes").mkdir()
     (store.folder / "step_000007").write_text("a file")
@@ -221,9 +219,7 @@ def test_other_files_in_the_folder_are_left_alone(store):
     assert store.all() == [store.folder / "step_000008"]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_no_failed_save(
-    store, monkeypatch, caplog
-):
+def test_a_failed_deletion_is_a_warning_and_the_save_succeeds(store, monkeypatch, caplog):
     for step in (1, 2):
         store.save(step, writes("a"))
     rename = os.rename
@@ -238,7 +234,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_no_failed_save(
     assert "step_000001 could not be deleted" in caplog.text
 
 
-def test_an_interrupted_write_leaves_nothing_and_is_not_renamed(store):
+def test_an_interrupted_write_is_removed_and_not_published(store):
     def interrupted(folder):
         (folder / "half").write_text("x")
         raise KeyboardInterrupt
@@ -249,6 +245,6 @@ def test_an_interrupted_write_leaves_nothing_and_is_not_renamed(store):
 
 
 @pytest.mark.parametrize(("keep_last", "step"), [(0, 1), (1, -1)])
-def test_senseless_numbers_are_refused(tmp_path, keep_last, step):
+def test_invalid_arguments_are_refused(tmp_path, keep_last, step):
     with pytest.raises(ValueError, match=r"keep_last=0|step=-1"):
         CheckpointStore(tmp_path, keep_last=keep_last, best_mode="max").save(step, writes("a"))

@@ -83,7 +83,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("scratch", [TIED, UNTIED])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_policy_has_the_logits_of_the_run(
+def test_an_exported_policy_has_the_logits_of_the_run(
     dtype: str,
     scratch: ScratchConfig,
     make_engine: MakeEngine,
@@ -116,7 +116,7 @@ def test_without_a_dtype_a_bf16_run_is_exported_as_its_fp32_masters(
         assert parameter.dtype == torch.float32 and torch.equal(parameter, masters[name])
 
 
-def test_the_moving_average_is_a_model_of_its_own(
+def test_the_moving_average_is_exported_as_a_separate_model(
     make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, tmp_path: Path
 ) -> None:
     engine = trained(make_engine(ema_decay=0.5, lr=0.02), ragged_batch, nll)
@@ -130,7 +130,7 @@ def test_the_moving_average_is_a_model_of_its_own(
     assert not torch.equal(logits(average), logits(plain(export(source, tmp_path / "last"))))
 
 
-def test_shards_are_of_the_size_asked_for_and_load_together(
+def test_shards_have_the_requested_size_and_load_together(
     make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, tmp_path: Path
 ) -> None:
     engine = trained(make_engine(), ragged_batch, nll)
@@ -142,7 +142,7 @@ def test_shards_are_of_the_size_asked_for_and_load_together(
     assert torch.equal(logits(plain(folder)), logits(engine.model))
 
 
-def test_tokenizer_template_and_end_tokens_come_along(
+def test_exports_contain_tokenizer_template_and_end_tokens(
     make_engine: MakeEngine, tmp_path: Path, ragged_batch: Batch, nll: Loss
 ) -> None:
     engine = trained(make_engine(), ragged_batch, nll)
@@ -156,7 +156,7 @@ def test_tokenizer_template_and_end_tokens_come_along(
     assert plain(folder).config.architectures == ["LlamaForCausalLM"]
 
 
-def test_a_run_folder_stands_for_its_newest_good_checkpoint(
+def test_a_run_folder_resolves_to_its_newest_good_checkpoint(
     make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=3, best_mode="max")
@@ -290,7 +290,7 @@ def test_an_adapter_without_the_head_of_its_critic_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_checkpoint_and_an_empty_run_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_and_an_empty_run_have_different_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the checkpoint .*/nowhere does not exist"):
         export(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -318,9 +318,7 @@ def test_a_damaged_checkpoint_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_is_not_empty_is_never_written_into(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
+def test_a_non_empty_export_folder_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "c", policy=make_engine())
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")

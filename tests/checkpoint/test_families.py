@@ -174,7 +174,7 @@ def test_adapters_of_experts_are_in_exports_and_transfers(  # house: ok fixtures
     ("targets", "says"),
     [("all-linear", True), (("q_proj", "up_proj"), True), (("q_proj", "v_proj"), False)],
 )
-def test_experts_without_adapters_are_mentioned_if_they_were_asked_for(
+def test_experts_without_adapters_are_logged_if_they_were_requested(
     targets: Any, says: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """peft does not know the fused experts of Qwen2-MoE."""
@@ -287,7 +287,7 @@ def test_buffers_of_another_model_are_refused(make_engine: MakeEngine, tmp_path:
         ValueError, match=r"layers.0.layer_scalar has shape \[1\] in it and \[2\] in this model"
     ):
         engine.load(tmp_path / "policy")
-    with pytest.raises(ValueError, match=r"layer_scalar is \[1\], the rollout model has \[2\]"):
+    with pytest.raises(ValueError, match=r"layer_scalar has shape \[1\], but \[2\] in the rollout"):
         LocalRolloutEngine(engine.model, TOKENIZER, LocalEngine()).load_weights(
             1, make_engine(config=base).weights()
         )
@@ -300,7 +300,7 @@ def test_buffers_of_another_model_are_refused(make_engine: MakeEngine, tmp_path:
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("way", ["disk", "buckets"])
-def test_a_transport_gives_the_bits_of_cast_weights_and_leaves_buffers_alone(
+def test_a_transfer_casts_weights_and_keeps_buffers(
     way: str, dtype: Dtype | None, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     """``buckets`` is what collective, ipc and the object store send. A weight may hold any bits:
@@ -338,7 +338,7 @@ def test_a_transport_gives_the_bits_of_cast_weights_and_leaves_buffers_alone(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_model_that_is_read_in_parts_has_its_buffers(dtype: Dtype, tmp_path: Path) -> None:
+def test_a_model_that_is_read_in_shards_has_its_buffers(dtype: Dtype, tmp_path: Path) -> None:
     base = folder_of(BUFFERED["gemma4"], tmp_path / "base")
     whole = dict(persistent_buffers(load_causal_lm(base, dtype=dtype)))
     parts = load_causal_lm(base, dtype=dtype, empty=True)
@@ -364,7 +364,7 @@ VISION: dict[str, Any] = {
 }
 
 
-def test_the_text_of_a_composite_model_is_exported_and_handed_over(
+def test_the_language_model_of_a_composite_model_is_exported_and_transferred(
     make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, tmp_path: Path
 ) -> None:
     """Keys, and so files, are those of the original; a rollout copy has the same logits."""
@@ -381,11 +381,11 @@ def test_the_text_of_a_composite_model_is_exported_and_handed_over(
     assert torch.equal(logprobs(AutoModelForCausalLM.from_pretrained(out)), expected)
     files = [load_file(Path(path) / "model.safetensors") for path in (out, str(base.path))]
     assert files[0].keys() == files[1].keys()
-    with pytest.raises(ModelError, match=r"composite model .gemma3., and the trainer has its text"):
+    with pytest.raises(ModelError, match=r"composite model .gemma3., but the trainer has only its"):
         skeleton_of(engine.model)
 
 
-def test_a_composite_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
+def test_a_composite_model_without_a_language_model_is_refused(tmp_path: Path) -> None:
     config = LlavaConfig(text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**VISION))
     base = composite(tmp_path, config)
     with pytest.raises(
@@ -420,7 +420,7 @@ def test_a_padded_vocabulary_stays_as_it_is(
 
 
 @pytest.mark.parametrize(("missing", "refused"), [(5, False), (len(TOKENIZER) - 1, True)])
-def test_tokens_without_embeddings_are_mentioned(
+def test_tokens_without_embeddings_are_logged(
     missing: int, refused: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A vocabulary that is smaller than the tokenizer's: a warning, or an error for its end."""

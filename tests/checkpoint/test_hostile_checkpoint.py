@@ -121,13 +121,13 @@ def test_the_command_line_switches_trust_on(hostile: Path, marker: Path, tmp_pat
     assert marker.exists()
 
 
-def test_another_base_can_be_named(hostile: Path, marker: Path, tmp_path: Path) -> None:
+def test_another_base_can_be_given(hostile: Path, marker: Path, tmp_path: Path) -> None:
     export(hostile, tmp_path / "out", base=str(tmp_path / "base"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not marker.exists()
 
 
-def test_a_base_for_whole_weights_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_a_base_for_full_weights_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     folder = written(tmp_path, make_engine())
     with pytest.raises(CheckpointError, match="contains full weights"):
         export(folder, tmp_path / "out", base="x")

@@ -21,7 +21,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_written_folder_verifies_and_its_manifest_says_what_is_in_it(folder):
+def test_a_written_folder_verifies_and_its_manifest_lists_its_contents(folder):
     manifest = read_manifest(folder)
     assert verify(folder) == []
     assert list(manifest.files) == ["empty", "policy/rank0/weights.bin", "state.json"]
@@ -45,7 +45,7 @@ def test_extra_with_nan_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("flip", [0x01, 0x20])
-def test_a_flip_of_any_byte_that_changes_what_the_manifest_says_is_found(folder, flip):
+def test_a_flip_of_any_byte_that_changes_the_manifests_content_is_found(folder, flip):
     """The one flip that changes nothing: 00e9 -> 00E9, a hexadecimal digit of an escaped letter."""
     unseen = []
     path = folder / MANIFEST
@@ -70,7 +70,7 @@ def test_a_flip_of_any_byte_of_a_file_is_found(folder):
         assert verify(folder) == [f"{path} is corrupted (its SHA-256 differs from the manifest's)"]
 
 
-def test_size_and_absence_are_told_apart(folder):
+def test_wrong_size_and_absence_have_different_problems(folder):
     (folder / "state.json").write_bytes(b"{")
     (folder / "empty").unlink()
     assert verify(folder, checksums=False) == [
@@ -79,7 +79,7 @@ def test_size_and_absence_are_told_apart(folder):
     ]
 
 
-def test_no_manifest_means_never_finished(folder):
+def test_a_folder_without_manifest_is_incomplete(folder):
     (folder / MANIFEST).unlink()
     assert verify(folder) == [f"{folder / MANIFEST} is missing: the folder is incomplete"]
 
@@ -92,13 +92,13 @@ def test_another_format_version_is_refused_by_number(folder):
 
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"nan", b'{"format": 1}', b"\xff\xfe", b"[" * 10**5])
-def test_a_manifest_of_nonsense_is_a_problem_and_no_crash(folder, text):
+def test_an_invalid_manifest_is_reported_as_a_problem(folder, text):
     (folder / MANIFEST).write_bytes(text)
     assert len(verify(folder)) == 1
     with pytest.raises(CheckpointError, match=MANIFEST):
         read_manifest(folder)
 
 
-def test_a_file_the_manifest_does_not_name_is_no_problem(folder):
+def test_a_file_that_is_not_in_the_manifest_is_ignored(folder):
     (folder / "notes.txt").write_text("kept by hand")
     assert verify(folder) == []

@@ -94,12 +94,12 @@ states = st.dictionaries(
 
 @settings(deadline=None, max_examples=80)
 @given(states)
-def test_any_nested_state_comes_back_equal(tmp_path_factory, state):
+def test_any_nested_state_round_trips(tmp_path_factory, state):
     folder = tmp_path_factory.getbasetemp() / "round_trip"
     assert_same(round_trip(folder, state), state)
 
 
-def test_ints_beyond_the_limit_of_decimal_text_come_back(tmp_path):
+def test_ints_above_the_decimal_text_limit_round_trip(tmp_path):
     """Python refuses to print ints of over 4300 decimal digits; 10**5000 has 5001."""
     state = {"big": 10**5000, "negative": -(10**5000)}
     assert_same(round_trip(tmp_path, state), state)
@@ -126,14 +126,14 @@ def test_the_json_is_strict_json(tmp_path):
         torch.int8, torch.int32, torch.uint32, torch.uint64,
     ],
 )  # fmt: skip
-def test_every_training_dtype_comes_back_bit_by_bit(tmp_path, dtype):
+def test_every_training_dtype_round_trips_bitwise(tmp_path, dtype):
     raw = torch.arange(64, dtype=torch.uint8)
     loaded = round_trip(tmp_path, {"x": raw.view(dtype)})["x"]
     assert loaded.dtype == dtype
     assert torch.equal(loaded.view(torch.uint8), raw)
 
 
-def test_tensors_that_share_memory_come_back_with_their_own(tmp_path):
+def test_tensors_that_share_memory_are_loaded_separately(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     state = {
         "base": base,
@@ -167,7 +167,7 @@ def test_loaded_arrays_can_be_written_to(tmp_path):
     assert loaded["a"].tolist() == [1.0, 0.0, 0.0]
 
 
-def test_a_model_and_its_optimizer_go_on_bit_by_bit(tmp_path):
+def test_a_restored_model_and_optimizer_continue_bitwise(tmp_path):
     def train(model, optimizer):
         model(torch.ones(2, 3)).square().sum().backward()
         optimizer.step()
@@ -193,7 +193,7 @@ def test_a_model_and_its_optimizer_go_on_bit_by_bit(tmp_path):
     assert torch.equal(resumed.bias, model.bias)
 
 
-def test_mappings_come_back_as_dict_and_parameters_as_tensors(tmp_path):
+def test_mappings_are_loaded_as_dict_and_parameters_as_tensors(tmp_path):
     loaded = round_trip(tmp_path, OrderedDict(w=torch.nn.Parameter(torch.ones(2))))
     assert type(loaded) is dict
     assert type(loaded["w"]) is torch.Tensor
@@ -214,7 +214,7 @@ def test_mappings_come_back_as_dict_and_parameters_as_tensors(tmp_path):
         (torch.zeros(2, dtype=torch.complex128), "complex128"),
     ],
 )
-def test_what_cannot_be_stored_is_named_with_its_place(tmp_path, value, said):
+def test_an_unsupported_value_is_named_with_its_path(tmp_path, value, said):
     with pytest.raises(CheckpointError, match=f"/optimizer/groups/0/extra.*{said}"):
         save_state(tmp_path, "state", {"optimizer": {"groups": [{"extra": value}]}})
     assert list(tmp_path.iterdir()) == []
@@ -226,7 +226,7 @@ def test_keys_other_than_text_and_ints_are_refused(tmp_path, key):
         save_state(tmp_path, "state", {"a": {key: 1}})
 
 
-def test_a_state_that_holds_itself_is_refused(tmp_path):
+def test_a_recursive_state_is_refused(tmp_path):
     state = {}
     state["self"] = state
     with pytest.raises(CheckpointError, match="contains itself"):

@@ -43,7 +43,9 @@ def trained_text(tokenizer: Tok, ids: list[int], mask: list[bool]) -> list[str]:
     return [tokenizer.decode(run) for run in runs]
 
 
-def test_the_response_is_its_own_piece_where_bpe_would_merge_across_the_border(bpe: Tok) -> None:
+def test_the_response_is_tokenized_separately_if_bpe_would_merge_across_the_border(
+    bpe: Tok,
+) -> None:
     """``ab`` is one token of this tokenizer. The model that reads ``a`` writes ``b`` next, not half
     a token."""
     assert len(plain(bpe, "ab")) == 1
@@ -54,7 +56,7 @@ def test_the_response_is_its_own_piece_where_bpe_would_merge_across_the_border(b
     assert mask == [False] * len(prompt_ids) + [True, True]
 
 
-def test_an_assistant_turn_is_its_own_piece_where_bpe_would_merge_across_the_border(
+def test_an_assistant_turn_is_tokenized_separately_if_bpe_would_merge_across_the_border(
     bpe: Tok,
 ) -> None:
     """``:b`` merges in this tokenizer, so the template's ``A:`` and an answer ``b`` would share a
@@ -73,7 +75,7 @@ def test_an_assistant_turn_is_its_own_piece_where_bpe_would_merge_across_the_bor
     assert ids[: len(pieces[0])] == encode_prompt(bpe, messages[:1])[1]
 
 
-def test_every_assistant_turn_is_trained_up_to_its_end_token_and_no_further(chars: Tok) -> None:
+def test_every_assistant_turn_is_trained_exactly_up_to_its_end_token(chars: Tok) -> None:
     messages = [
         {"role": "system", "content": "be brief"},
         user("1+1"),
@@ -94,14 +96,14 @@ def test_turns_before_the_first_trained_one_count_as_prompt(chars: Tok) -> None:
     assert ids[: mask.index(True)] == encode_prompt(chars, messages[:3])[1]
 
 
-def test_a_turn_that_ends_with_another_special_token_is_trained_up_to_it(chars: Tok) -> None:
+def test_a_turn_is_trained_up_to_another_special_end_token(chars: Tok) -> None:
     chars.chat_template = chars.chat_template.replace("<|im_end|>", "<|eot|>")
     ids, mask = encode_conversation(chars, [user("1+1"), assistant("2")])
     assert trained_text(chars, ids, mask) == ["2<|eot|>"]
     assert not mask[-1] and chars.decode(ids[-1:]) == "\n"
 
 
-def test_a_piece_that_follows_others_gets_no_space_put_before_it(metaspace: Tok) -> None:
+def test_a_continuation_gets_no_leading_space(metaspace: Tok) -> None:
     r"""This tokenizer reads ``a`` as ``▁a``; behind ``x:\n`` the answer ``abc`` begins with a bare
     ``a``."""
     _, prompt_ids = encode_prompt(metaspace, "x:\n")
@@ -113,7 +115,7 @@ def test_a_piece_that_follows_others_gets_no_space_put_before_it(metaspace: Tok)
     assert metaspace.convert_ids_to_tokens(spaced)[3:] == ["\u2581a", "b", "c", "</s>"]
 
 
-def test_a_plain_prompt_has_the_special_tokens_in_front_and_none_behind(chars: Tok) -> None:
+def test_a_plain_prompt_has_special_tokens_only_at_its_start(chars: Tok) -> None:
     text, ids = encode_prompt(chars, "1+1=")
     assert (text, ids) == ("1+1=", [chars.bos_token_id, *plain(chars, "1+1=")])
     chars.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -135,14 +137,14 @@ def test_a_templated_prompt_ends_where_the_assistant_begins_and_has_no_second_bo
         assert ids == plain(chars, expected) and chars.bos_token_id not in ids
 
 
-def test_the_end_token_is_added_once_and_only_when_wanted(chars: Tok) -> None:
+def test_the_end_token_is_added_once_and_only_if_requested(chars: Tok) -> None:
     end = chars.eos_token_id
     assert encode_completion(chars, [7], "2<|im_end|>")[0] == [7, *plain(chars, "2"), end]
     assert encode_completion(chars, [7], "2")[0] == [7, *plain(chars, "2"), end]
     assert encode_completion(chars, [7], "2", add_eos=False)[0] == [7, *plain(chars, "2")]
 
 
-def test_message_keys_without_a_value_are_left_out() -> None:
+def test_message_keys_without_a_value_are_dropped() -> None:
     """Parquet gives every message every key; ``content: None`` is no content, and messages are
     equal whether or not they list ``tool_calls: None``."""
     assert as_messages([{**user("hi"), "tool_calls": None}]) == [user("hi")]
@@ -155,14 +157,14 @@ def test_a_pad_token_is_not_needed(bpe: Tok) -> None:
     check_tokenizer(bpe)
 
 
-def test_a_tokenizer_without_end_token_is_refused_with_what_to_do(chars: Tok) -> None:
+def test_a_tokenizer_without_end_token_is_refused_with_a_fix(chars: Tok) -> None:
     chars.eos_token = None
     for use in (check_tokenizer, lambda t: encode_completion(t, [7], "2")):
         with pytest.raises(DataError, match=r"no end-of-sequence token.*model\.tokenizer_path"):
             use(chars)
 
 
-def test_a_missing_chat_template_is_refused_with_what_to_do(bpe: Tok) -> None:
+def test_a_missing_chat_template_is_refused_with_a_fix(bpe: Tok) -> None:
     with pytest.raises(DataError, match=r"no chat template.*model\.chat_template"):
         encode_prompt(bpe, [user("hi")])
     with pytest.raises(DataError, match=r"no chat template.*apply_chat_template: false"):
@@ -198,7 +200,9 @@ def test_a_template_that_refuses_a_conversation_is_quoted(chars: Tok) -> None:
         (3, r"expected a string or a non-empty list of chat messages.*got int 3"),
     ],
 )
-def test_a_conversation_of_no_use_says_why(chars: Tok, messages: Any, says: str) -> None:
+def test_an_unusable_conversation_is_refused_with_the_reason(
+    chars: Tok, messages: Any, says: str
+) -> None:
     with pytest.raises(DataError, match=says):
         encode_conversation(chars, messages)
 
@@ -211,7 +215,7 @@ def test_a_conversation_of_no_use_says_why(chars: Tok, messages: Any, says: str)
         ([user("hi"), assistant("ho")], r"ends with an assistant message"),
     ],
 )
-def test_a_prompt_that_cannot_take_the_system_prompt_says_why(
+def test_a_prompt_without_room_for_a_system_prompt_is_refused_with_the_reason(
     chars: Tok, prompt: Any, says: str
 ) -> None:
     with pytest.raises(DataError, match=says):
@@ -219,9 +223,7 @@ def test_a_prompt_that_cannot_take_the_system_prompt_says_why(
 
 
 @pytest.mark.parametrize("text", ["1+1=", "<s>1+1=", ""])
-def test_special_tokens_behind_a_prompt_are_left_out_whatever_they_are(
-    chars: Tok, text: str
-) -> None:
+def test_special_tokens_after_a_prompt_are_dropped(chars: Tok, text: str) -> None:
     """The tokenizer appends ``<|eot|>``, which is not its ``eos_token``: a prompt that ended with
     it would be finished before the model answers."""
     ids = chars.convert_tokens_to_ids

@@ -165,7 +165,7 @@ def test_sft_and_dpo_train_exactly_the_sampled_ids(
     assert trained(pairs) == [(list(s.prompt_ids), list(s.response_ids)) for s in flipped]
 
 
-def test_a_response_that_was_cut_off_teaches_no_end(
+def test_a_truncated_response_has_no_trained_end_token(
     chars: Tok, jsonl: Jsonl, tmp_path: Path
 ) -> None:
     generation_prompts = GenerationPrompts(
@@ -197,7 +197,7 @@ def test_the_text_of_a_wordpiece_row_has_no_marks() -> None:
     assert response_text(tokenizer, tokenizer("a")["input_ids"], ids) == "b a"
 
 
-def test_a_character_that_begins_in_the_prompt_is_left_as_it_decodes(bpe: Tok) -> None:
+def test_a_character_that_begins_in_the_prompt_keeps_its_decoded_form(bpe: Tok) -> None:
     """The prompt ends within the two bytes of a character: its text is no beginning of the
     whole."""
     first, second = bpe("\u00e4", add_special_tokens=False)["input_ids"]
@@ -205,7 +205,7 @@ def test_a_character_that_begins_in_the_prompt_is_left_as_it_decodes(bpe: Tok) -
 
 
 @pytest.mark.parametrize("change", ["text", "tokenizer"])
-def test_ids_that_do_not_say_the_text_are_not_used_and_counted(
+def test_ids_that_do_not_decode_to_the_text_are_ignored_and_counted(
     chars: Tok, bpe: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
     ids = [*chars("12", add_special_tokens=False)["input_ids"], chars.eos_token_id]
@@ -223,7 +223,7 @@ def test_ids_that_do_not_say_the_text_are_not_used_and_counted(
     assert caplog.text.count("do not decode to its text") == 1
 
 
-def test_a_column_of_ids_that_is_something_else_is_left_alone(chars: Tok, jsonl: Jsonl) -> None:
+def test_a_column_of_another_type_is_not_read_as_ids(chars: Tok, jsonl: Jsonl) -> None:
     row: dict[str, Any] = {"prompt": "1+1=", "response": "2"}
     expected = load_rows(SFTDataConfig(sources=(jsonl([row]),)), chars).tokens.tolist()
     for other in (3, "12", [], ["1"], [True], [-1], [10**9], json.dumps([1])):

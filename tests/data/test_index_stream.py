@@ -23,7 +23,7 @@ def make(sizes: dict[str, int] = SIZES, *, seed: int = 0, shuffle: bool = True) 
 
 @given(stop=st.integers(0, 60), seed=st.integers(-(2**31), 2**31), shuffle=st.booleans())
 @settings(max_examples=50, deadline=None)
-def test_a_stream_resumed_at_any_point_goes_on_as_if_uninterrupted(
+def test_a_stream_resumed_at_any_point_equals_an_uninterrupted_one(
     stop: int, seed: int, shuffle: bool
 ) -> None:
     whole = make(seed=seed, shuffle=shuffle)
@@ -42,7 +42,7 @@ def test_a_stream_resumed_at_any_point_goes_on_as_if_uninterrupted(
     shuffle=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_each_row_comes_exactly_once_per_epoch_of_its_source(
+def test_each_row_occurs_exactly_once_per_epoch_of_its_source(
     sizes: list[int], seed: int, shuffle: bool
 ) -> None:
     stream = make({f"s{i}": n for i, n in enumerate(sizes)}, seed=seed, shuffle=shuffle)
@@ -128,7 +128,7 @@ def test_sources_mixed_by_size_give_every_row_once_per_epoch(
     assert [second.next() for _ in range(total)] == refs[stop : stop + total]
 
 
-def test_a_position_of_another_mix_is_refused_and_an_old_one_is_by_weight() -> None:
+def test_a_position_of_another_mix_is_refused_and_an_old_position_means_by_weight() -> None:
     state = make().state_dict()
     with pytest.raises(DataError, match=r"saved with mix=weight, but this run has mix=size"):
         IndexStream(SIZES, weights=None, seed=0, shuffle=True).load_state_dict(state)

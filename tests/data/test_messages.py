@@ -53,7 +53,7 @@ def text_of(tokenizer: Tok, batch: Batch) -> str:
     return tokenizer.decode(batch.tokens.tolist())
 
 
-def test_messages_as_json_text_are_messages_and_not_the_users_words(
+def test_messages_as_json_text_are_parsed_as_messages(
     chars: Tok, jsonl: Jsonl, tmp_path: Path
 ) -> None:
     assert prompt_text(chars, jsonl([{"prompt": json.dumps([USER])}])) == RENDERED
@@ -62,7 +62,9 @@ def test_messages_as_json_text_are_messages_and_not_the_users_words(
     assert text_of(chars, rows(chars, str(path))) == f"{RENDERED}2<|im_end|>\n"
 
 
-def test_text_that_begins_as_messages_and_is_no_json_is_refused(chars: Tok, jsonl: Jsonl) -> None:
+def test_text_that_begins_like_messages_but_is_not_json_is_refused(
+    chars: Tok, jsonl: Jsonl
+) -> None:
     path = jsonl([{"prompt": str([USER])}])  # Python's repr
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the text .* is not JSON.*json\.dumps"):
         prompt_text(chars, path)
@@ -72,7 +74,7 @@ def test_text_that_begins_as_messages_and_is_no_json_is_refused(chars: Tok, json
     assert prompt_text(chars, jsonl([{"prompt": "[1, 2] reversed"}])) == "[1, 2] reversed"
 
 
-def test_sharegpt_rows_are_learned_as_messages(chars: Tok, jsonl: Jsonl) -> None:
+def test_sharegpt_rows_are_converted_to_messages(chars: Tok, jsonl: Jsonl) -> None:
     turns = [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]
     expected = text_of(chars, rows(chars, jsonl([{"messages": [USER, ANSWER]}])))
     assert text_of(chars, rows(chars, jsonl([{"conversations": turns}]))) == expected
@@ -98,7 +100,7 @@ def test_tools_reach_the_chat_template(chars: Tok, jsonl: Jsonl) -> None:
     assert text_of(chars, load_pairs(data, chars)).count(expected) == 2
 
 
-def test_a_default_tools_column_of_something_else_is_left_alone(chars: Tok, jsonl: Jsonl) -> None:
+def test_a_default_tools_column_of_another_type_is_ignored(chars: Tok, jsonl: Jsonl) -> None:
     chars.chat_template = WITH_TOOLS
     row = {"prompt": [USER], "tools": ["calculator"], "mine": ["calculator"]}
     assert prompt_text(chars, jsonl([row])) == RENDERED
@@ -108,7 +110,7 @@ def test_a_default_tools_column_of_something_else_is_left_alone(chars: Tok, json
         prompt_text(chars, jsonl([row]), tools_key="mine")
 
 
-def test_a_template_that_ignores_tools_is_said_once_and_counted(
+def test_a_template_that_ignores_tools_is_logged_once_and_counted(
     chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = jsonl([{"messages": [USER, ANSWER], "tools": [ADD]}] * 3)
@@ -122,7 +124,7 @@ def test_a_template_that_ignores_tools_is_said_once_and_counted(
     assert again.counts == stream.counts
 
 
-def test_nulls_that_parquet_fills_into_tool_arguments_are_left_out(
+def test_nulls_that_parquet_fills_into_tool_arguments_are_dropped(
     chars: Tok, tmp_path: Path
 ) -> None:
     """A column has one type: the call of ``add`` gets ``b`` with null, that of ``neg`` ``a``."""

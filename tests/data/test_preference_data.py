@@ -36,7 +36,7 @@ def texts(tokenizer: Tok, batch: Batch) -> list[str]:
     return [tokenizer.decode(batch.tokens[a:b].tolist()) for a, b in pairwise(ends)]
 
 
-def test_pairs_stand_chosen_before_rejected_and_share_a_group(chars: Tok, jsonl: Jsonl) -> None:
+def test_pairs_are_chosen_then_rejected_and_share_a_group(chars: Tok, jsonl: Jsonl) -> None:
     batch = load_pairs(config(jsonl(PAIRS), margin_key="by"), chars)
     assert texts(chars, batch) == [
         "<s>1+1=2<|im_end|>",
@@ -125,7 +125,7 @@ def test_an_overlong_pair_loses_the_same_prompt_tokens_in_both_rows(
     assert stream.counts["pairs_truncated"] == 1
 
 
-def test_a_pair_whose_response_alone_fills_the_limit_is_left_out(chars: Tok, jsonl: Jsonl) -> None:
+def test_a_pair_whose_response_alone_fills_the_limit_is_dropped(chars: Tok, jsonl: Jsonl) -> None:
     rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "12345"}, PAIRS[1]]
     data = config(jsonl(rows), max_len=6, shuffle=False, overlong="truncate_left")
     stream = PreferenceStream(data, chars, seed=0)
@@ -152,7 +152,7 @@ def test_dropped_pairs_are_counted(chars: Tok, jsonl: Jsonl) -> None:
         ({"prompt": ""}, r"rows\.jsonl:1: the prompt is empty"),
     ],
 )
-def test_a_pair_of_no_use_is_named_with_its_place(
+def test_an_unusable_pair_is_refused_with_its_location(
     chars: Tok, jsonl: Jsonl, changed: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(DataError, match=says):
@@ -220,14 +220,14 @@ def test_responses_that_repeat_their_prompt_have_it_once(
     )
 
 
-def test_an_answer_that_happens_to_begin_with_its_prompt_stays(chars: Tok, jsonl: Jsonl) -> None:
+def test_an_answer_that_happens_to_begin_with_its_prompt_is_kept(chars: Tok, jsonl: Jsonl) -> None:
     rows = [{"prompt": "hi", "chosen": "hi there", "rejected": "hi no"}, *DIALOGUES]
     assert texts(chars, load_pairs(config(jsonl(rows)), chars))[0] == "<s>hihi there<|im_end|>"
 
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>\n", "<|eot|>"])
-def test_an_end_token_of_the_data_is_not_written_again(
+def test_an_end_token_in_the_data_is_not_duplicated(
     chars: Tok, jsonl: Jsonl, chat: bool, end: str
 ) -> None:
     if end == "<|eot|>":

@@ -60,7 +60,7 @@ def test_a_column_of_messages_goes_through_the_chat_template(chars: Tok, jsonl: 
     assert prompt.label is None and prompt.metadata == {}
 
 
-def test_an_environments_prompt_says_how_to_find_the_item_again(
+def test_an_environment_prompt_identifies_its_item(
     chars: Tok, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin = {"name": "gym", "options": {}, "size": 1, "seed": 0}
@@ -111,7 +111,7 @@ def rows_of_lengths() -> list[dict[str, str]]:
     return [{"prompt": "abcdefgh"[: n - 1], "label": str(n)} for n in LENGTHS]
 
 
-def test_overlong_error_stops_at_the_row_and_says_what_to_set(chars: Tok, jsonl: Jsonl) -> None:
+def test_overlong_error_names_the_row_and_the_setting(chars: Tok, jsonl: Jsonl) -> None:
     stream = PromptStream(
         config(jsonl(rows_of_lengths()), shuffle=False, prompt_max_len=5), chars, seed=0
     )
@@ -140,7 +140,7 @@ def test_overlong_truncate_left_keeps_the_last_tokens_and_counts(chars: Tok, jso
     }
 
 
-def test_overlong_drop_goes_on_with_the_next_row_and_counts(chars: Tok, jsonl: Jsonl) -> None:
+def test_overlong_drop_continues_with_the_next_row_and_counts(chars: Tok, jsonl: Jsonl) -> None:
     """Rows 1 and 3 are too long; the third prompt is row 0 of the next epoch."""
     data = config(jsonl(rows_of_lengths()), shuffle=False, prompt_max_len=5, overlong="drop")
     stream = PromptStream(data, chars, seed=0)
@@ -162,7 +162,7 @@ def test_dropping_every_row_is_an_error_and_not_an_endless_loop(chars: Tok, json
         load_prompts(data, chars)
 
 
-def test_one_row_that_fits_keeps_the_stream_going(chars: Tok, jsonl: Jsonl) -> None:
+def test_a_single_fitting_row_keeps_the_stream_running(chars: Tok, jsonl: Jsonl) -> None:
     """Of 10 rows one fits. Between two of its draws up to 18 others are dropped in a row: no
     error."""
     rows = [{"prompt": "1+1="}] + [{"prompt": "1+1+1+1="}] * 9
@@ -212,7 +212,7 @@ def test_load_prompts_gives_all_rows_once_in_file_order(
         ({"system_prompt": "x"}, r"rows\.jsonl:1: system_prompt is set but the prompt is a plain"),
     ],
 )
-def test_a_column_that_is_not_there_is_named_with_place_and_nearest_name(
+def test_a_missing_column_is_named_with_location_and_nearest_name(
     chars: Tok, jsonl: Jsonl, options: dict[str, Any], says: str
 ) -> None:
     data = config(jsonl(sums(1)), **options)
@@ -233,7 +233,7 @@ def test_a_column_that_is_not_there_is_named_with_place_and_nearest_name(
         ({"prompt": []}, r"rows\.jsonl:2: expected a string or a non-empty list of chat messages"),
     ],
 )
-def test_a_prompt_of_no_use_is_named_with_its_place(
+def test_an_unusable_prompt_is_refused_with_its_location(
     chars: Tok, jsonl: Jsonl, row: dict[str, Any], says: str
 ) -> None:
     stream = PromptStream(config(jsonl([*sums(1), row]), shuffle=False), chars, seed=0)
@@ -288,7 +288,7 @@ def test_weights_of_the_sources_decide_the_mix(chars: Tok, jsonl: Jsonl) -> None
         ("{promt}", r"prompt_template needs \{promt\}.*no such column.*nearest: prompt"),
     ],
 )
-def test_a_template_of_no_use_is_refused_when_the_recipe_is_read(
+def test_an_invalid_template_is_refused_when_the_recipe_is_read(
     jsonl: Jsonl, template: str, says: str
 ) -> None:
     data = {"sources": [jsonl(sums(1))], "prompt_template": template}
@@ -306,7 +306,7 @@ def test_a_template_of_no_use_is_refused_when_the_recipe_is_read(
         ({"a": 1}, r"'x' contains a dict"),
     ],
 )
-def test_a_template_is_not_filled_with_what_is_no_text(
+def test_a_template_is_filled_only_with_text_and_numbers(
     chars: Tok, jsonl: Jsonl, value: Any, says: str
 ) -> None:
     path = jsonl([{"x": "1"}, {"x": value}])
@@ -318,7 +318,7 @@ def test_a_template_is_not_filled_with_what_is_no_text(
     assert filled[0].text == "03 True"
 
 
-def test_a_prompt_that_brings_its_own_bos_has_one(chars: Tok, jsonl: Jsonl) -> None:
+def test_a_prompt_with_its_own_bos_has_one(chars: Tok, jsonl: Jsonl) -> None:
     ours, theirs = load_prompts(config(jsonl([{"prompt": "<s>1+1"}, {"prompt": "1+1"}])), chars)
     assert ours.token_ids == theirs.token_ids
 

@@ -85,7 +85,7 @@ def test_the_best_of_n_is_the_first_of_those_with_the_highest_reward() -> None:
 
 
 @pytest.mark.parametrize(("bound", "kept"), [(1.0, 1), (1.0 + 1e-12, 1), (1.01, 0), (None, 1)])
-def test_rejection_sampling_leaves_out_and_counts_prompts_below_the_bound(
+def test_rejection_sampling_drops_and_counts_prompts_below_the_bound(
     bound: float | None, kept: int
 ) -> None:
     """A bound that is missed by rounding alone (1e-12) is reached."""
@@ -114,14 +114,16 @@ def test_a_pair_is_the_best_over_the_worst_with_their_difference() -> None:
         ([sample(0, 1.0)], "prompts_truncated"),
     ],
 )
-def test_what_is_no_pair_is_left_out_under_its_name(samples: list[Sample], why: str) -> None:
+def test_prompts_without_a_pair_are_dropped_and_counted_by_reason(
+    samples: list[Sample], why: str
+) -> None:
     found = chosen(BestWorstPairs(kind="pairs", min_margin=0.5), samples)
     assert found.rows == () and found.dropped == {why: 1}
     assert why in DROPS
 
 
 @pytest.mark.parametrize("mode", MODES[1:], ids=lambda m: m.kind)
-def test_responses_that_were_cut_are_no_candidates_unless_asked_for(mode: Any) -> None:
+def test_truncated_responses_are_excluded_by_default(mode: Any) -> None:
     cut = [sample(0, 0.0), sample(1, 0.5), sample(2, 9.0, finish="length")]
     found = chosen(mode, cut, template="{prompt}{reward}")
     assert found.dropped["samples_truncated"] == 1
@@ -130,7 +132,7 @@ def test_responses_that_were_cut_are_no_candidates_unless_asked_for(mode: Any) -
     assert any("answer 2" in row.values() for row in kept.rows) and not kept.dropped
 
 
-def test_a_prompt_whose_responses_were_all_cut_is_counted() -> None:
+def test_a_prompt_with_only_truncated_responses_is_counted() -> None:
     found = chosen(BestOfN(kind="best_of_n"), [sample(0, 1.0, finish="length")])
     assert found.dropped == {"samples_truncated": 1, "prompts_truncated": 1}
 
@@ -173,7 +175,7 @@ def test_a_reward_is_stated_in_the_last_user_message() -> None:
         [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
     ],
 )
-def test_a_conversation_without_user_text_has_no_place_for_a_reward(talk: Any) -> None:
+def test_a_conversation_without_user_text_cannot_state_a_reward(talk: Any) -> None:
     with pytest.raises(DataError, match="text of the last user message"):
         with_reward(talk, "{reward} {prompt}", 1.0)
 
@@ -223,7 +225,7 @@ def test_every_prompt_and_every_response_is_a_row_or_counted(
 
 
 @given(rewards=REWARDS)
-def test_nothing_is_better_than_the_best_or_worse_than_the_worst(rewards: list[float]) -> None:
+def test_best_and_worst_have_extreme_rewards(rewards: list[float]) -> None:
     samples = [sample(k, r) for k, r in enumerate(rewards)]
     top = best(samples)
     assert isinstance(top, Sample) and top.reward == max(rewards)

@@ -79,9 +79,7 @@ def test_strings_and_messages_of_the_same_exchange_give_the_same_tokens(
     assert batch.tokens.tolist()[: int(batch.prompt_lens[0])] == prompt_ids
 
 
-def test_only_the_response_is_trained_where_the_prompt_has_answers_of_its_own(
-    chars: Tok, jsonl: Jsonl
-) -> None:
+def test_assistant_turns_in_the_prompt_are_not_trained(chars: Tok, jsonl: Jsonl) -> None:
     batch = one_row(chars, jsonl([{"prompt": CHAT[:3], "response": "4"}]))
     assert trained(chars, batch) == "4<|im_end|>"
 
@@ -140,14 +138,14 @@ def test_a_resumed_stream_gives_the_very_next_batches(chars: Tok, jsonl: Jsonl, 
     assert second.counts == whole.counts
 
 
-def test_every_row_is_a_group_of_its_own_across_batches(chars: Tok, jsonl: Jsonl) -> None:
+def test_every_row_is_a_separate_group_across_batches(chars: Tok, jsonl: Jsonl) -> None:
     rows = stream(chars, jsonl([{"text": "ab"}, {"text": "cd"}, {"text": "ef"}]))
     assert [rows.next(2).group_ids.tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert rows.counts == {"rows_seen": 6, "rows_dropped": 0, "rows_truncated": 0, "epoch": 2}
     assert len(rows) == 3
 
 
-def test_the_three_ways_with_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None:
+def test_the_three_policies_for_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None:
     """The first row is ``<s> 1 + 1 = 2 <|im_end|>``, 7 tokens of which the last 5 are ``+1=2`` and
     the end."""
     path = jsonl([{"prompt": "1+1=", "response": "2"}, {"prompt": "1", "response": "2"}])
@@ -163,7 +161,7 @@ def test_the_three_ways_with_an_overlong_row(chars: Tok, jsonl: Jsonl) -> None:
     assert rest.counts["rows_dropped"] == 1
 
 
-def test_the_first_token_of_a_text_is_not_trained_on_after_a_cut(chars: Tok, jsonl: Jsonl) -> None:
+def test_the_first_token_of_a_truncated_text_is_not_trained(chars: Tok, jsonl: Jsonl) -> None:
     batch = one_row(chars, jsonl([{"text": "123456"}]), max_len=3, overlong="truncate_left")
     assert chars.decode(batch.tokens.tolist()) == "56<|im_end|>"
     assert batch.action_mask.tolist() == [False, True, True]
@@ -171,7 +169,7 @@ def test_the_first_token_of_a_text_is_not_trained_on_after_a_cut(chars: Tok, jso
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_row_whose_cut_takes_the_whole_prompt_is_left_out_and_counted(
+def test_a_row_truncated_to_no_prompt_is_dropped_and_counted(
     chars: Tok, jsonl: Jsonl, wide: bool
 ) -> None:
     """``<s> 1 | 2 3 4 5 6 <end>``: a cut to 6 leaves ``2 .. <end>``, an answer to nothing."""
@@ -184,7 +182,7 @@ def test_a_row_whose_cut_takes_the_whole_prompt_is_left_out_and_counted(
     assert chars.decode(kept.tokens.tolist()) == "123456<|im_end|>"
 
 
-def test_a_cut_into_an_earlier_answer_leaves_the_later_ones(chars: Tok, jsonl: Jsonl) -> None:
+def test_truncation_inside_an_earlier_answer_keeps_later_ones(chars: Tok, jsonl: Jsonl) -> None:
     """The rendered end of the conversation is 47 tokens from the second question on; two tokens
     more are the end of the first answer, which is not trained on without its beginning."""
     rest = "\n<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
@@ -236,7 +234,7 @@ def test_a_setting_that_no_row_reads_is_refused(
         load_config(recipe | {"data": {"sources": [jsonl([row])], **option}})
 
 
-def test_an_end_token_at_the_end_of_a_text_stays_one(
+def test_an_end_token_at_the_end_of_a_text_is_not_duplicated(
     chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = jsonl([{"text": "<s>1+1=2<|im_end|>"}, {"text": "<s>2<|im_end|>"}])
@@ -247,7 +245,7 @@ def test_an_end_token_at_the_end_of_a_text_stays_one(
     assert (rows.counts["rows_double_bos"], rows.counts["rows_double_eos"]) == (2, 2)
 
 
-def test_a_template_without_end_token_is_said_once_and_counted(
+def test_a_template_without_end_token_is_logged_once_and_counted(
     chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
 ) -> None:
     chars.chat_template = chars.chat_template.replace("<|im_end|>", "")
@@ -290,13 +288,13 @@ def test_a_limit_stops_the_loading_of_rows(chars: Tok, jsonl: Jsonl) -> None:
         ),
     ],
 )
-def test_a_row_of_no_use_is_named_with_its_place(
+def test_an_unusable_row_is_refused_with_its_location(
     chars: Tok, jsonl: Jsonl, row: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(DataError, match=says):
         stream(chars, jsonl([row])).next(1)
 
 
-def test_a_text_without_tokens_has_nothing_to_train_on(bpe: Tok, jsonl: Jsonl) -> None:
+def test_a_text_without_tokens_is_refused(bpe: Tok, jsonl: Jsonl) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has nothing to train on"):
         stream(bpe, jsonl([{"text": ""}])).next(1)

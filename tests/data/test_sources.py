@@ -57,7 +57,7 @@ def test_every_file_format_gives_the_same_rows_in_any_order(tmp_path: Path, name
     assert [dict(source[i].values) for i in (1, 0, 1)] == [ROWS[1], ROWS[0], ROWS[1]]
 
 
-def test_rows_know_their_line_or_row(tmp_path: Path) -> None:
+def test_rows_contain_their_line_or_row_number(tmp_path: Path) -> None:
     """Lines count from 1 and include blank ones and the header; rows count from 0, as in prompt
     ids."""
     for name, write in FORMATS.items():
@@ -72,7 +72,7 @@ def test_rows_know_their_line_or_row(tmp_path: Path) -> None:
     }
 
 
-def test_blank_lines_of_a_jsonl_file_are_skipped_and_line_numbers_stay_true(tmp_path: Path) -> None:
+def test_blank_lines_of_a_jsonl_file_are_skipped_but_counted(tmp_path: Path) -> None:
     path = tmp_path / "gaps.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": "\xc3\xa4"}\r\n\r\n  \n{"a": 2}\n\n')
     source = open_file(path)
@@ -140,7 +140,7 @@ class FakeEnvironment:
         return {"prompt": f"{i}+1=", "label": str(i + 1), "level": 1}
 
 
-def test_an_environment_row_says_how_to_find_the_item_again(
+def test_an_environment_row_identifies_its_item(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
@@ -221,7 +221,7 @@ LONG = "1" * 5000
     ],
     ids=["deep", "a little deep", "long"],
 )
-def test_deep_and_long_json_is_a_data_error_with_its_place(
+def test_deep_and_long_json_is_a_data_error_with_its_location(
     tmp_path: Path, name: str, value: str, says: str
 ) -> None:
     path = tmp_path / name
@@ -246,7 +246,7 @@ def test_deep_and_long_json_is_a_data_error_with_its_place(
         ("e.parquet", "PAR?", "not readable as parquet"),
     ],
 )
-def test_a_malformed_file_says_what_is_wrong(
+def test_a_malformed_file_is_refused_with_the_reason(
     tmp_path: Path, name: str, content: str, says: str
 ) -> None:
     (tmp_path / name).write_text(content)

@@ -55,7 +55,7 @@ def marked(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> list[tuple[str, 
     ]
 
 
-def test_labels_stand_on_the_last_token_of_each_step(config, tokenizer) -> None:
+def test_labels_are_on_the_last_token_of_each_step(config, tokenizer) -> None:
     """``1+1+1=`` | ``1+1=2;`` | ``2+1=3<eos>``: 6 prompt tokens, labels on ``;`` and on the end."""
     batch = load_solutions(config([ROW]), tokenizer)
     assert text_of(tokenizer, batch) == "1+1+1=1+1=2;2+1=3" + tokenizer.eos_token
@@ -117,9 +117,7 @@ def test_the_column_of_steps_is_found_by_either_of_its_usual_names(config, token
         ({"prompt": ""}, "the prompt is empty"),
     ],
 )
-def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place(
-    config, tokenizer, change, said
-) -> None:
+def test_an_unusable_row_is_refused_with_its_location(config, tokenizer, change, said) -> None:
     with pytest.raises(DataError, match=r"steps\.jsonl") as caught:
         load_solutions(config([{**ROW, **change}]), tokenizer)
     assert said in str(caught.value)
@@ -130,7 +128,7 @@ def test_a_missing_column_is_named_with_those_that_exist(config, tokenizer) -> N
         load_solutions(config([{"prompt": "1", "labels": [1]}]), tokenizer)
 
 
-def test_a_separator_inside_of_a_step_is_told_once(config, tokenizer, caplog) -> None:
+def test_a_separator_inside_a_step_is_logged_once(config, tokenizer, caplog) -> None:
     row = {**ROW, "completions": ["1;2", "3"]}
     with caplog.at_level(logging.WARNING, "burnish"):
         load_solutions(config([row, row]), tokenizer)
@@ -147,7 +145,7 @@ def test_a_long_row_loses_the_left_of_its_prompt_and_no_label(config, tokenizer)
         load_solutions(config([ROW], max_len=12, overlong="truncate_left"), tokenizer)
 
 
-def test_the_stream_goes_on_where_it_was(config, tokenizer) -> None:
+def test_a_resumed_stream_continues_at_its_position(config, tokenizer) -> None:
     rows = [{**ROW, "prompt": f"{k}="} for k in range(7)]
     made = config(rows)
     whole = StepsStream(made, tokenizer, seed=3)

@@ -64,7 +64,9 @@ def test_a_stream_gives_every_row_once_per_epoch_and_resumes(chars: Tok, jsonl: 
 
 
 @pytest.mark.parametrize("value", ["maybe", 2, 0.5])
-def test_another_label_is_refused_with_its_place(value: Any, chars: Tok, jsonl: Jsonl) -> None:
+def test_an_invalid_label_is_refused_with_its_location(
+    value: Any, chars: Tok, jsonl: Jsonl
+) -> None:
     rows = [{"prompt": "1", "response": "2", "good": value}]
     with pytest.raises(DataError, match=r"label_key\) contains .*use true or 1"):
         load_unpaired(config(jsonl(rows), label_key="good"), chars)
@@ -75,7 +77,7 @@ def test_a_missing_column_is_named(chars: Tok, jsonl: Jsonl) -> None:
         load_unpaired(config(jsonl(ROWS), label_key="verdict"), chars)
 
 
-def test_pairs_become_a_liked_and_a_disliked_response(chars: Tok, jsonl: Jsonl) -> None:
+def test_pairs_become_a_desirable_and_an_undesirable_response(chars: Tok, jsonl: Jsonl) -> None:
     batch = load_unpaired(config(jsonl(PAIRS)), chars)
     assert batch.labels is not None and batch.labels.tolist() == [True, False] * 2
     assert batch.rows_per_unit == 1 and batch.num_sequences == 4
@@ -96,7 +98,9 @@ def test_every_prompt_gets_the_response_of_another(chars: Tok, jsonl: Jsonl) -> 
     assert trained == lengths
 
 
-def test_halves_of_one_pair_are_not_put_behind_their_own_prompt(chars: Tok, jsonl: Jsonl) -> None:
+def test_responses_of_one_pair_are_not_mismatched_with_their_own_prompt(
+    chars: Tok, jsonl: Jsonl
+) -> None:
     """And the rejected responses are among those that others get."""
     batch = mismatched_pairs(split_pairs(load_pairs(config(jsonl(PAIRS)), chars)), max_len=99)
     assert texts(chars, batch) == [
@@ -130,7 +134,7 @@ def test_a_row_over_the_limit_loses_the_left_of_its_prompt(chars: Tok, jsonl: Js
     assert texts(chars, batch)[0] == "1=55<|im_end|>"
 
 
-def test_the_last_token_of_a_prompt_stays_whatever_the_limit(chars: Tok, jsonl: Jsonl) -> None:
+def test_the_last_token_of_a_prompt_is_always_kept(chars: Tok, jsonl: Jsonl) -> None:
     """It predicts the response's first token, which is trained on."""
     batch = mismatched_pairs(load_unpaired(config(jsonl(ROWS), label_key="good"), chars), max_len=2)
     assert texts(chars, batch) == ["=55<|im_end|>", "=6<|im_end|>", "=2<|im_end|>"]

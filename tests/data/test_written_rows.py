@@ -30,7 +30,7 @@ ROWS = [
 ]
 
 
-def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+def test_rows_round_trip(tmp_path: Path) -> None:
     lines = tmp_path / "rows.jsonl"
     lines.write_bytes(b"".join(map(json_line, ROWS)))
     assert back(lines) == ROWS
@@ -38,7 +38,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     assert parquet(tmp_path / "rows.parquet", ROWS[:1], ROWS[1:]) == ROWS
 
 
-def test_json_is_strict_and_utf8_whatever_the_data_holds() -> None:
+def test_json_is_strict_and_utf8_for_any_data() -> None:
     """NaN becomes null, half a surrogate pair stays an escape, a tuple a list, a date its text."""
     row = {"x": float("nan"), "y": "\ud800", "z": (1, 2), "d": Path("p"), 7: True}
     line = json_line(row).decode("utf-8")
@@ -71,7 +71,7 @@ def test_a_column_of_mixed_types_is_written_as_json_text(
     assert "big, e, x" in caplog.text
 
 
-def test_a_column_that_has_to_stay_as_it_is_is_refused_where_it_cannot(tmp_path: Path) -> None:
+def test_a_mixed_type_output_column_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ColumnError, match="'prompt' have several types"):
         parquet(
             tmp_path / "rows.parquet",
@@ -81,7 +81,7 @@ def test_a_column_that_has_to_stay_as_it_is_is_refused_where_it_cannot(tmp_path:
         )
 
 
-def test_no_rows_are_a_file_without_rows(tmp_path: Path) -> None:
+def test_no_rows_give_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     write_parquet([lambda: []], path)
     assert pq.read_table(path).num_rows == 0

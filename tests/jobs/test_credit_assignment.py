@@ -57,7 +57,7 @@ BY_ROW = {
 
 
 @pytest.mark.parametrize("kind", BY_ROW)
-def test_group_advantages_stand_on_every_action_token_of_their_row(kind: str, batch: Batch) -> None:
+def test_group_advantages_are_on_every_action_token_of_their_row(kind: str, batch: Batch) -> None:
     found = _rows(assign_advantages(batch, _advantage(kind), kl_coef=0.0).advantages, batch)
     expected = [[value] * n for value, n in zip(BY_ROW[kind], LENGTHS, strict=True)]
     for row, wanted in zip(found, expected, strict=True):
@@ -72,14 +72,14 @@ def test_reinforce_pp_discounts_the_reward_from_the_last_token_back(batch: Batch
     assert found == [[0.5, 1.0], [0.0], [2.0], [1.25, 2.5, 5.0]]
 
 
-def test_reinforce_pp_baseline_takes_the_group_mean_off_first(batch: Batch) -> None:
+def test_reinforce_pp_baseline_subtracts_the_group_mean_first(batch: Batch) -> None:
     config = _advantage("reinforce_pp_baseline", whiten=False)
     found = _rows(assign_advantages(batch, config, kl_coef=0.0).advantages, batch)
     assert found == [[0.5, 0.5], [-0.5], [-1.5], [1.5, 1.5, 1.5]]
 
 
 @pytest.mark.parametrize("kind", ["reinforce_pp", "reinforce_pp_baseline", "gae"])
-def test_whitening_is_over_the_action_tokens_of_the_whole_rollout(kind: str, batch: Batch) -> None:
+def test_whitening_is_over_all_action_tokens_of_the_rollout(kind: str, batch: Batch) -> None:
     if kind == "gae":
         batch = replace(batch, values=torch.zeros(batch.tokens.numel()))
     found = assign_advantages(batch, _advantage(kind), kl_coef=0.0).advantages
@@ -133,7 +133,7 @@ def _kl_in_reward(kind: str, **options: Any) -> AlgorithmConfig:
     )
 
 
-def test_kl_in_the_reward_is_taken_off_every_token_with_the_weight_of_the_controller(
+def test_kl_in_the_reward_is_subtracted_per_token_with_the_controllers_weight(
     batch: Batch,
 ) -> None:
     """Weight 0.1 (not the recipe's 7). Row 0: rewards -0.05 and 1 + 0.02, so returns 0.97, 1.02.
@@ -165,7 +165,7 @@ def test_the_critic_learns_the_return_with_kl_in_it(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("options", [{"kind": "reinforce_pp", "whiten": False}, {"kind": "rloo"}])
-def test_kl_in_the_loss_leaves_advantages_alone(options: dict[str, Any], batch: Batch) -> None:
+def test_kl_in_the_loss_does_not_change_advantages(options: dict[str, Any], batch: Batch) -> None:
     config = _advantage(**options)
     plain = assign_advantages(batch, config, kl_coef=0.0).advantages
     with_kl = assign_advantages(_with_kl(batch), config, kl_coef=0.1).advantages

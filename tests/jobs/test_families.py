@@ -41,7 +41,7 @@ def recipe(folder: Path, model_type: str, **more: Any) -> Any:
     return load_config({**tree, **{k: {**tree.get(k, {}), **v} for k, v in more.items()}})
 
 
-def test_a_dry_run_says_how_the_model_runs_and_stays_quick_the_second_time(folder: Path) -> None:
+def test_a_dry_run_reports_how_the_model_runs_and_is_cached(folder: Path) -> None:
     file = folder / "recipe.yaml"
     file.write_text(dump_yaml(recipe(folder, "qwen3_5_text")), encoding="utf-8")
     first = CliRunner().invoke(app, ["sft", str(file), "--dry-run"])
@@ -57,7 +57,7 @@ def test_a_dry_run_says_how_the_model_runs_and_stays_quick_the_second_time(folde
     assert "rows are padded" in again.stdout
 
 
-def test_a_refused_model_ends_every_job_before_its_weights_are_looked_for(folder: Path) -> None:
+def test_a_refused_model_ends_every_job_before_its_weights_are_read(folder: Path) -> None:
     """The folder has a config and nothing else."""
     config = recipe(folder, "bert")
     with pytest.raises(ModelError, match="bert cannot be used: its logits"):
@@ -79,7 +79,7 @@ def test_padded_families_are_not_shared_among_ranks(folder: Path, key: str) -> N
         burnish.run(config)
 
 
-def test_doctor_tells_about_one_model(folder: Path) -> None:
+def test_doctor_reports_on_one_model(folder: Path) -> None:
     found = CliRunner().invoke(app, ["doctor", str(folder / "qwen3"), "--json"])
     tree = json.loads(found.output)
     assert tree["support"]["attention"] == "burnish"
@@ -89,7 +89,7 @@ def test_doctor_tells_about_one_model(folder: Path) -> None:
     assert missing.exit_code == 2 and "rows.jsonl" in missing.output
 
 
-def test_plan_says_how_the_model_runs(folder: Path) -> None:
+def test_plan_reports_how_the_model_runs(folder: Path) -> None:
     file = folder / "recipe.yaml"
     file.write_text(dump_yaml(recipe(folder, "qwen3")), encoding="utf-8")
     found = CliRunner().invoke(app, ["plan", str(file), "--cluster", "H100-80GB"])

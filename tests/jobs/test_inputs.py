@@ -51,7 +51,7 @@ JOBS = ["sft", "rm", "preference", "distill", "rl", "evaluate", "generate"]
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_missing_file_is_said_in_the_words_of_whoever_opens_it(job: str, tmp_path: Path) -> None:
+def test_a_missing_file_has_the_error_of_its_reader(job: str, tmp_path: Path) -> None:
     here = rows_file(tmp_path, PAIR)
     check_inputs(load_config(recipe(job, here)))
     missing = here.replace("rows", "row")
@@ -81,7 +81,7 @@ def test_no_torch_is_imported_on_the_way_to_the_message(command: list[str], tmp_
     assert ("rows_per" not in done.stdout) and ("--dry-run" in command) == bool(done.stdout)
 
 
-def test_a_missing_model_is_said_in_the_words_of_its_loader(tmp_path: Path) -> None:
+def test_a_missing_model_has_the_error_of_its_loader(tmp_path: Path) -> None:
     rows = rows_file(tmp_path, PAIR)
     for key in ("path", "tokenizer_path"):
         model = {"path": None, "scratch": {}} | {key: str(tmp_path / "nowhere")}
@@ -95,13 +95,13 @@ def test_a_missing_model_is_said_in_the_words_of_its_loader(tmp_path: Path) -> N
     check_inputs(hub)
 
 
-def test_models_of_other_roles_are_looked_for_too(tmp_path: Path) -> None:
+def test_models_of_other_roles_are_checked_too(tmp_path: Path) -> None:
     teacher = {"model": {"path": "./no-teacher"}}
     with pytest.raises(ModelError, match="no-teacher does not exist"):
         check_inputs(load_config(recipe("distill", rows_file(tmp_path, PAIR), teacher=teacher)))
 
 
-def test_a_missing_file_of_a_reward_is_said_in_the_words_of_its_loader(tmp_path: Path) -> None:
+def test_a_missing_file_of_a_reward_has_the_error_of_its_loader(tmp_path: Path) -> None:
     rewards = [{"kind": "function", "function": f"{tmp_path}/reward.py:f", "name": "mine"}]
     config = load_config(recipe("rl", rows_file(tmp_path, PAIR), rewards=rewards))
     with pytest.raises(RewardError, match=r"reward 'mine': function .* there is no file") as caught:
@@ -128,7 +128,7 @@ def test_a_missing_file_of_a_reward_is_said_in_the_words_of_its_loader(tmp_path:
         ),
     ],
 )
-def test_a_first_row_of_no_use_is_said_with_its_place(
+def test_an_unusable_first_row_is_refused_with_its_location(
     tmp_path: Path, job: str, row: dict[str, Any], says: str
 ) -> None:
     path = rows_file(tmp_path, PAIR, row) if job != "rl" else rows_file(tmp_path, row)

@@ -50,14 +50,14 @@ def _rows(batch: Batch) -> list[int]:
     return batch.tokens[batch.offsets[:-1]].tolist()
 
 
-def test_one_update_takes_the_whole_rollout_in_its_order(
+def test_one_update_uses_all_rows_of_the_rollout_in_order(
     batch: Batch, config: Callable[..., RLConfig]
 ) -> None:
     (only,) = minibatches(batch, config(16), step=1)
     assert _rows(only) == list(range(16))
 
 
-def test_several_updates_take_every_row_once_per_epoch_and_keep_groups_together(
+def test_several_updates_use_every_row_once_per_epoch_and_keep_groups_together(
     batch: Batch, config: Callable[..., RLConfig]
 ) -> None:
     parts = list(minibatches(batch, config(4, epochs=2), step=1))

@@ -44,7 +44,7 @@ def dry_run(config: Any, folder: Path) -> Any:
     return CliRunner().invoke(app, ["rl", str(path), "--dry-run"])
 
 
-def test_most_jobs_share_nothing_out(tmp_path: Path) -> None:
+def test_most_jobs_have_no_parallel_degrees(tmp_path: Path) -> None:
     assert parallel_degrees(recipe(tmp_path, HEADS).roles()) == []
 
 
@@ -90,7 +90,7 @@ def test_heads_that_cannot_be_shared_are_said_before_anything_is_loaded(
     assert done.exit_code == 2 and message in done.stderr and done.stdout == ""
 
 
-def test_a_folders_config_is_read_and_a_model_that_is_not_here_is_not_asked_for(
+def test_a_local_config_is_read_and_an_unknown_model_is_not_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPT-2 has 12 heads and no number of key/value heads."""
@@ -107,6 +107,6 @@ def test_a_folders_config_is_read_and_a_model_that_is_not_here_is_not_asked_for(
 
 
 @pytest.mark.parametrize("model_type", ["mamba2", "falcon_mamba"])
-def test_layers_without_heads_are_refused_in_words(model_type: str) -> None:
+def test_layers_without_heads_are_refused_with_the_reason(model_type: str) -> None:
     with pytest.raises(ModelError, match=rf"size=2: this {model_type} model has no number of att"):
         check_head_counts(CONFIG_MAPPING[model_type](), 2)

@@ -64,7 +64,7 @@ AGGREGATIONS = ["token_mean", "sequence_mean", "sequence_sum_constant"]
         ({"policy_loss": "gspo", "loss_aggregation": "token_mean"}, "token_mean"),
     ],
 )
-def test_the_aggregation_is_the_algorithms_own_unless_it_is_set(
+def test_the_aggregation_defaults_to_that_of_the_algorithm(
     options: dict[str, Any], expected: str
 ) -> None:
     """GSPO is a mean over sequences and Dr. GRPO a sum over a constant length by name alone. Rows

@@ -163,7 +163,7 @@ def test_reference_logprobs_are_computed_once_and_found_in_any_order(tmp_path: P
     assert load(tmp_path / "nothing", [batch], model=model, dtype="fp32", begun=False) is None
 
 
-def test_what_is_kept_of_another_reference_or_lacks_rows_is_not_taken_and_says_why(
+def test_a_cache_of_another_reference_or_with_missing_rows_is_ignored_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch, path = pairs(), tmp_path / "cache"
@@ -183,7 +183,7 @@ def test_what_is_kept_of_another_reference_or_lacks_rows_is_not_taken_and_says_w
         assert f"{path} {why}" in caplog.text and "computed again" in caplog.text
 
 
-def test_of_other_weights_in_the_same_folder_it_is_taken_only_by_a_run_that_began_with_it(
+def test_a_cache_of_changed_weights_is_used_only_by_a_started_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A model trained anew into the folder of the old one is another reference; a run that goes on
@@ -204,7 +204,7 @@ def test_of_other_weights_in_the_same_folder_it_is_taken_only_by_a_run_that_bega
     assert f"the weights in {folder} changed after the start of this run" in caplog.text
 
 
-def test_a_row_that_was_not_there_is_an_error_that_says_what_to_do() -> None:
+def test_a_row_missing_from_the_cache_is_an_error_with_a_fix() -> None:
     cache = compute(Known(-0.5), [pairs().select([0, 1])], rows_at_once=2)
     with pytest.raises(RunError, match=r"changed during the run\. Resume with --resume"):
         cache.logprobs(pairs())

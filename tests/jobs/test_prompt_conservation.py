@@ -179,7 +179,7 @@ def test_each_prompt_is_trained_once_per_epoch_through_crashes(
 
 
 @pytest.mark.parametrize("crashes", [(), (14, 90), (40, 41, 100)])
-def test_each_prompt_with_a_reward_is_trained_once_per_epoch_where_groups_are_dropped(
+def test_each_prompt_with_a_reward_is_trained_once_per_epoch_if_groups_are_dropped(
     crashes: tuple[int, ...], recipe: Callable[..., JobConfig], trained: Trained
 ) -> None:
     """Rows 0, 3, 6, ... have no reward: 12 rows are left, and 36 groups are three epochs. Their
@@ -198,7 +198,7 @@ def test_each_prompt_with_a_reward_is_trained_once_per_epoch_where_groups_are_dr
     assert 12 <= dropped <= 18, "six a whole epoch; those after the last good one may come later"
 
 
-def test_a_reward_that_answers_when_asked_again_costs_no_prompt(
+def test_a_reward_that_succeeds_on_retry_costs_no_prompt(
     recipe: Callable[..., JobConfig], trained: Trained
 ) -> None:
     asked: Counter[str] = Counter()
@@ -248,7 +248,7 @@ def test_dynamic_sampling_trains_every_other_prompt_once_and_accounts_for_the_re
         assert len(rows) >= 11
 
 
-def test_where_nothing_teaches_the_step_is_filled_all_the_same_and_says_so(
+def test_without_signal_the_step_is_still_filled_and_logged(
     recipe: Callable[..., JobConfig],
 ) -> None:
     config = recipe("rollout.dynamic_sampling={max_refills: 2}", "max_steps=2")
@@ -269,7 +269,7 @@ def test_where_nothing_teaches_the_step_is_filled_all_the_same_and_says_so(
         ("above: 0.2, below: 0.6", {1, 2}),
     ],
 )
-def test_the_band_is_of_mean_scores_and_equal_scores_are_out(
+def test_the_band_applies_to_mean_scores_and_excludes_equal_scores(
     band: str, kept: set[int], recipe: Callable[..., JobConfig]
 ) -> None:
     """By the row's number mod 4: scores (0, 0), (0, 0.6), (0, 1), (1, 1); means 0, 0.3, 0.5, 1."""
@@ -299,7 +299,7 @@ SAME_BUT_FOR_ROUNDING = ["rewards=[{kind: function, name: a}, {kind: function, n
         (SAME_BUT_FOR_ROUNDING, (0.1, 0.3), (0.2, 0.0)),
     ],
 )
-def test_scores_that_are_equal_where_they_count_teach_nothing(
+def test_scores_equal_after_clipping_or_up_to_rounding_have_no_signal(
     words: list[str], a: tuple[float, ...], b: tuple[float, ...], recipe: Callable[..., JobConfig]
 ) -> None:
     """5 and 7 are both 1, whatever their lengths cost; 0.1 + 0.2 is 0.30000000000000004 and

@@ -127,7 +127,7 @@ def test_reinforce_pp_whitens_rewards_and_pays_for_kl(two_steps: Any, rollout: l
     assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-6
 
 
-def test_dapo_leaves_groups_out_and_charges_length(two_steps: Any, rollout: list[str]) -> None:
+def test_dapo_drops_groups_and_penalizes_length(two_steps: Any, rollout: list[str]) -> None:
     """Of groups of two, half are right or wrong alike."""
     small = ["rollout.n_samples_per_prompt=2", "train.train_batch_size=4"]
     lines, samples = two_steps("tiny_dapo", *rollout, *small)
@@ -163,7 +163,9 @@ def test_dpo_begins_at_ln_2_with_kept_log_probs(
     assert (tmp_path / "run" / REFERENCE_FILE).is_file()
 
 
-def test_distillation_comes_nearer_to_its_teacher(two_steps: Any, sft: Any, few: Few) -> None:
+def test_distillation_reduces_the_divergence_from_the_teacher(
+    two_steps: Any, sft: Any, few: Few
+) -> None:
     held_out = f"eval_data.sources=[{few('sort_demos_heldout')}]"
     lines, _ = two_steps("tiny_distill", f"teacher.model.path={sft.model}", held_out)
     assert 0 < lines[-1]["eval/teacher_kl"] < lines[0]["eval/teacher_kl"]
@@ -185,7 +187,7 @@ def test_on_policy_distillation_learns_from_the_teacher_alone(
     assert {s["reward"] for s in samples} == {0.0} and len(set(advantages(samples))) > 8
 
 
-def test_a_process_reward_model_judges_steps(two_steps: Any, few: Few) -> None:
+def test_a_process_reward_model_scores_steps(two_steps: Any, few: Few) -> None:
     data = [f"{key}.sources=[{few(name)}]" for key, name in (
         ("data", "sort_steps"), ("eval_data", "sort_steps_heldout")
     )]  # fmt: skip
@@ -195,7 +197,7 @@ def test_a_process_reward_model_judges_steps(two_steps: Any, few: Few) -> None:
     assert all(0 <= share <= 1 for share in shares) and len(shares) > 1
 
 
-def test_a_round_of_generate_and_preference_makes_the_policy_right_more_often(
+def test_a_round_of_generate_and_preference_raises_accuracy(
     sft: Any, run_recipe: Any, tmp_path: Path
 ) -> None:
     """0.50 -> 0.88 with all 1,500 problems and six epochs of SFT (the header of the recipe)."""

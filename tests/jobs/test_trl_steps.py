@@ -133,7 +133,7 @@ def data(folder: Path, rows: list[dict[str, Any]], **options: Any) -> Preference
     ],
     ids=["dpo", "ipo"],
 )
-def test_a_step_of_dpo_and_ipo_is_that_of_trl(  # house: ok fixtures
+def test_a_step_of_dpo_and_ipo_equals_trls(  # house: ok fixtures
     ours: dict[str, Any],
     theirs: dict[str, Any],
     make_engine: Make,
@@ -156,7 +156,7 @@ def test_a_step_of_dpo_and_ipo_is_that_of_trl(  # house: ok fixtures
 
 
 @pytest.mark.parametrize("beta", [0.02, 0.1])
-def test_a_step_of_kto_is_that_of_trl(
+def test_a_step_of_kto_equals_trls(
     beta: float,
     make_engine: Make,
     tiny_tokenizer: PreTrainedTokenizerBase,
@@ -220,7 +220,7 @@ def spread(per_row: Tensor, batch: Batch) -> Tensor:
         ("sequence_sum_constant", "dr_grpo", "dr_grpo", "none"),
     ],
 )
-def test_two_steps_of_grpo_are_those_of_trl(  # house: ok fixtures
+def test_two_steps_of_grpo_equal_trls(  # house: ok fixtures
     aggregation: str,
     loss_type: str,
     advantage: str,

@@ -45,7 +45,7 @@ def random_tokens(count: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=20, deadline=None)
 @given(prompt=st.integers(1, 9), responses=st.lists(st.integers(1, 9), min_size=1, max_size=5))
-def test_a_shared_prefix_gives_each_row_the_logits_it_has_alone(
+def test_a_shared_prefix_gives_each_row_its_separate_logits(
     prompt: int, responses: list[int]
 ) -> None:
     model, head = tiny(), random_tokens(prompt, 1)
@@ -93,7 +93,7 @@ def test_gradients_through_a_packed_row_are_those_of_the_rows_alone() -> None:
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5 * scale, rtol=0)
 
 
-def test_decoding_from_the_cache_gives_the_logits_of_the_whole_row() -> None:
+def test_decoding_from_the_cache_gives_the_logits_of_the_full_row() -> None:
     model, row = tiny(), random_tokens(9)
     whole = alone(model, row)
     cache_, length = KVCache(num_slots=2, capacity=6), 4
@@ -120,7 +120,7 @@ def test_decoding_from_the_cache_gives_the_logits_of_the_whole_row() -> None:
             torch.testing.assert_close(logits, whole[position], atol=FP32, rtol=0)
 
 
-def test_a_sliding_window_hides_what_is_behind_it_packed_and_cached() -> None:
+def test_a_sliding_window_masks_earlier_tokens_packed_and_cached() -> None:
     """Mistral with a window of 4 tokens, on a row of 12, against HuggingFace's own eager
     attention."""
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def test_a_sliding_window_hides_what_is_behind_it_packed_and_cached() -> None:
     torch.testing.assert_close(packed(model, row, plan), expected, atol=FP32, rtol=0)
 
 
-def test_without_a_plan_the_model_is_the_one_transformers_gives() -> None:
+def test_without_a_plan_the_model_equals_transformers() -> None:
     model, rows = tiny(), torch.stack([random_tokens(7, 0), random_tokens(7, 1)])
     mask = torch.ones_like(rows)
     mask[1, 5:] = 0

@@ -71,7 +71,7 @@ class Case:
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("shared", [13, 9])
 @pytest.mark.parametrize("nll", [True, False])
-def test_values_and_gradients_are_those_of_all_logits_at_once(
+def test_values_and_gradients_equal_those_of_unchunked_logits(
     kind: str, temperature: float, shared: int, nll: bool
 ) -> None:
     case = Case(shared)
@@ -107,7 +107,7 @@ def test_a_second_backward_finds_the_same_gradient() -> None:
         torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-6)  # fp32
 
 
-def test_only_the_log_probs_give_the_gradient_that_they_have_without_a_teacher() -> None:
+def test_log_probs_alone_have_the_same_gradient_as_without_a_teacher() -> None:
     case = Case(9)
     found = case.chunked("forward_kl", 5)
     plain, _ = token_logprobs(case.hidden, case.targets, Head(case.weight, case.bias))
@@ -134,7 +134,7 @@ def test_half_formats_are_reduced_in_fp32(kind: str, dtype: torch.dtype) -> None
         torch.testing.assert_close(mine, theirs, atol=0.03 * scale, rtol=0.05)
 
 
-def test_no_tokens_give_nothing_and_a_gradient_of_zero() -> None:
+def test_no_tokens_give_empty_outputs_and_a_zero_gradient() -> None:
     case = Case()
     head, how = Head(case.weight), distill_target("jsd", case.teacher, chunk=4)
     empty = case.hidden[:0]
@@ -178,7 +178,7 @@ def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_plan_counts_the_buffers_that_are_there(kind: str) -> None:
+def test_the_plan_counts_the_allocated_buffers(kind: str) -> None:
     """Beside those of plain log-probs, at the worse of forward and backward; at most one too
     many."""
     plain = max(buffers(256, 4096, None))

@@ -153,7 +153,7 @@ def recipe(job: str, tmp_path: Path, rows: str, *overrides: str) -> Any:
     return load_config(tree, overrides)
 
 
-def test_a_preference_run_starts_at_ln_2_and_an_rl_run_at_ratios_of_one(
+def test_a_preference_run_starts_at_ln_2_and_an_rl_run_at_ratio_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """GPT-2 with its dropout of 0.1: policy and reference are the same model, so h = 0 exactly. RL
@@ -181,7 +181,7 @@ def test_a_preference_run_starts_at_ln_2_and_an_rl_run_at_ratios_of_one(
     assert result.metrics["train/clip_frac"] == 0
 
 
-def test_lora_dropout_in_a_job_with_a_reference_is_mentioned(tmp_path: Path) -> None:
+def test_lora_dropout_in_a_job_with_a_reference_is_logged(tmp_path: Path) -> None:
     config = recipe("preference", tmp_path, "x", "model.lora.lora_dropout=0.1")
     assert any("lora_dropout=0.1" in warning for warning in config.warnings())
     config = recipe("preference", tmp_path, "x", "model.lora.lora_rank=4")

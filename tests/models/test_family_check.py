@@ -46,7 +46,7 @@ def test_families_whose_attention_takes_a_plan_are_packed(model_type: str) -> No
         ("deepseek_v32", "a selection of keys"),  # sparse attention
     ],
 )
-def test_families_that_cannot_be_packed_are_padded_and_say_why(
+def test_families_that_cannot_be_packed_are_padded_with_the_reason(
     model_type: str, reason: str
 ) -> None:
     found = check_family(tiny(model_type))
@@ -87,7 +87,7 @@ def test_a_mistake_in_the_packing_plan_is_found(monkeypatch: pytest.MonkeyPatch)
     assert not check_family(tiny("llama")).packed
 
 
-def test_too_little_memory_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_is_not_a_check_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise "padded" would be kept for a family that packs."""
 
     def no_memory(segments: Any, device: Any) -> Any:
@@ -155,13 +155,13 @@ def test_decoding_that_forgets_its_cache_is_found(monkeypatch: pytest.MonkeyPatc
 # ---- what else the answer depends on -----------------------------------------------------------
 
 
-def test_the_answer_does_not_depend_on_the_size_of_the_model() -> None:
+def test_the_result_does_not_depend_on_the_size_of_the_model() -> None:
     small = Qwen3Config(hidden_size=64, num_hidden_layers=30, vocab_size=300)
     large = Qwen3Config(hidden_size=8192, num_hidden_layers=80, intermediate_size=28672)
     assert support_module._content(shrink(small)) == support_module._content(shrink(large))
 
 
-def test_the_answer_is_kept_on_disk_and_made_again_if_the_file_is_broken(
+def test_the_result_is_cached_on_disk_and_recomputed_if_the_file_is_invalid(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -178,7 +178,7 @@ def test_the_answer_is_kept_on_disk_and_made_again_if_the_file_is_broken(
     assert isinstance(first, ModelSupport)
 
 
-def test_rows_end_where_a_rotary_embedding_would_depend_on_the_neighbors() -> None:
+def test_rows_are_limited_to_the_length_at_which_the_rotary_embedding_changes() -> None:
     long = Phi3Config(
         max_position_embeddings=131072,
         original_max_position_embeddings=4096,
@@ -236,7 +236,7 @@ def test_logit_scaling_is_read_from_the_fields_of_each_family() -> None:
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_rows_below_the_border_are_packed_exactly(rope: str) -> None:
+def test_rows_within_the_original_length_are_packed_exactly(rope: str) -> None:
     factors = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
     parameters = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0}
     config = LlamaConfig(
@@ -275,7 +275,7 @@ def test_a_vocabulary_of_a_few_tokens_is_enough() -> None:
     assert model_support(LlamaConfig(vocab_size=6), use_disk=False).packed
 
 
-def test_a_difference_that_is_not_a_number_is_never_the_smaller_one() -> None:
+def test_a_nan_difference_is_the_largest() -> None:
     """Python's ``max`` returns 0.5 for these three rows."""
     rows = [torch.tensor([x]) for x in (0.5, float("nan"), 0.25)]
     assert math.isnan(largest_difference(rows, [torch.zeros(1)] * 3))

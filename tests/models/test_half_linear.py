@@ -92,7 +92,7 @@ def test_gradients_that_overflow_are_inf_as_in_plain_fp16() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_dtypes_are_computed_as_ever(dtype: torch.dtype) -> None:
+def test_other_dtypes_are_computed_as_before(dtype: torch.dtype) -> None:
     operands = [x.to(dtype) for x in (draw(7, 24), draw(10, 24, seed=1), draw(10, seed=2))]
     grad = draw(7, 10, seed=3).to(dtype)
     for ours, native in zip(
@@ -115,7 +115,7 @@ def test_only_plain_fp16_layers_are_switched_and_only_once() -> None:
     assert use_fp32_products(model) == 1
 
 
-def test_what_is_saved_for_backward_is_fp16_and_only_what_is_needed() -> None:
+def test_only_needed_fp16_tensors_are_saved_for_backward() -> None:
     layer, inputs = half_layer(), draw(6, 24).requires_grad_()
 
     def saved() -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -152,7 +152,7 @@ def test_a_copy_of_a_layer_has_its_own_weights_and_no_entries_are_added_to_its_s
     assert torch.equal(twin(inputs), before)
 
 
-def test_new_weights_are_seen_however_they_come() -> None:
+def test_new_weights_take_effect_for_every_way_to_set_them() -> None:
     layer, inputs, new = half_layer(bias=False), draw(6, 24), draw(10, 24, seed=4)
     expected = linear(inputs, new)
     old = layer.weight.detach().clone()
@@ -179,7 +179,7 @@ def test_under_gradient_checkpointing_the_gradients_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=4)])
-def test_a_language_model_is_as_near_to_its_fp32_form_as_in_plain_fp16(
+def test_a_language_model_is_as_close_to_fp32_as_in_plain_fp16(
     lora: LoraConfig | None,
 ) -> None:
     """Most of the error is rounding between layers, which both do alike; the rest is a draw of

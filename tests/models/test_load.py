@@ -61,7 +61,7 @@ def edit(file: Path, **changes: object) -> None:
     ("dtype", "expected"),
     [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_a_folder_gives_its_weights_in_the_dtype_asked_for(
+def test_a_folder_is_loaded_in_the_requested_dtype(
     dtype: str, expected: torch.dtype, folder: Path, tiny_model: LlamaForCausalLM
 ) -> None:
     model = load_causal_lm(ModelConfig(path=str(folder)), dtype=dtype)
@@ -97,7 +97,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
             load(ModelConfig(path=str(tmp_path / "nowhere")))
 
 
-def test_a_name_that_could_be_a_folder_beside_others_says_that_it_is_not_there(
+def test_a_name_that_could_be_a_local_folder_is_reported_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """owner/name is a name of the hub's, which without a network takes its time to fail."""
@@ -111,7 +111,7 @@ def test_a_name_that_could_be_a_folder_beside_others_says_that_it_is_not_there(
         assert ("although the folder models does" in caplog.text) == told
 
 
-def test_a_file_in_place_of_a_folder_is_told_apart(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_has_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(
         ModelError, match=r"is a file; set the folder .* model\.gguf_file=model\.gguf"
@@ -119,7 +119,7 @@ def test_a_file_in_place_of_a_folder_is_told_apart(tmp_path: Path) -> None:
         load_causal_lm(ModelConfig(path=str(tmp_path / "model.gguf")))
 
 
-def test_a_missing_gguf_file_lists_those_that_are_there(tmp_path: Path) -> None:
+def test_a_missing_gguf_file_lists_the_existing_ones(tmp_path: Path) -> None:
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"gguf_file='c\.gguf' is not in .*: a\.gguf, b\.gguf"):
@@ -127,7 +127,7 @@ def test_a_missing_gguf_file_lists_those_that_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
-def test_weights_as_pickle_only_are_refused_unread(folder: Path, name: str) -> None:
+def test_pickle_only_weights_are_refused_unread(folder: Path, name: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"\x80\x04not to be read")
     with pytest.raises(ModelError, match="only as pickle files, which can run code"):
@@ -136,7 +136,7 @@ def test_weights_as_pickle_only_are_refused_unread(folder: Path, name: str) -> N
         load_scalar_model(ModelConfig(path=str(folder)), new_head="random")
 
 
-def test_pickle_beside_safetensors_is_not_touched(folder: Path) -> None:
+def test_pickle_next_to_safetensors_is_not_read(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04not to be read")
     load_causal_lm(ModelConfig(path=str(folder)))
 
@@ -155,7 +155,7 @@ def test_a_folder_without_a_config_is_a_model_error(folder: Path) -> None:
         load_causal_lm(ModelConfig(path=str(folder)))
 
 
-def test_weights_that_are_missing_are_not_made_up(tmp_path: Path, folder: Path) -> None:
+def test_missing_weights_are_an_error(tmp_path: Path, folder: Path) -> None:
     """An untied classifier as a language model would get a random output projection."""
     edit(folder / "config.json", tie_word_embeddings=False)
     classifier(folder).save_pretrained(tmp_path / "other")
@@ -165,7 +165,7 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path, folder: Path) 
         load_causal_lm(ModelConfig(path=str(tmp_path / "other")))
 
 
-def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_refused_on_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(ModelError, match=r"device='cuda:1' requires CUDA.*use device=cpu"):
@@ -239,7 +239,7 @@ def test_a_new_head_is_drawn_from_its_seed_alone(tiny_config: ModelConfig) -> No
     assert zero.shape == head(3).shape and not zero.any()
 
 
-def test_adapters_of_a_scalar_model_train_beside_its_head(folder: Path, tmp_path: Path) -> None:
+def test_adapters_of_a_scalar_model_train_with_its_head(folder: Path, tmp_path: Path) -> None:
     classifier(folder).save_pretrained(tmp_path / "one")
     lora = LoraConfig(lora_rank=2)
     for path, new_head in ((tmp_path / "one", None), (folder, "random")):

@@ -42,7 +42,7 @@ def test_logprobs_entropy_and_gradients_equal_float64(chunk: int, temperature: f
         torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=5e-5, rtol=1e-5)
 
 
-def test_no_more_than_one_chunk_of_logits_exists_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     original = Head.logits
 

@@ -31,7 +31,7 @@ def disturb(model: LlamaForCausalLM) -> None:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def test_new_adapters_change_nothing_and_alone_are_trained() -> None:
+def test_new_adapters_keep_the_outputs_and_are_the_only_trained_weights() -> None:
     model, base = adapted(), load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32)))
     assert torch.equal(model(TOKENS).logits, base(TOKENS).logits)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -58,7 +58,7 @@ def small(model_type: str, folder: Path) -> ModelConfig:
     return ModelConfig(path=str(folder), lora=LoraConfig(lora_rank=4))
 
 
-def test_layers_that_are_linear_in_name_only_are_refused_with_the_names_of_others(
+def test_linear_layers_with_another_forward_are_refused_with_alternatives(
     tmp_path: Path,
 ) -> None:
     """DeepSeek-V4 projects groups of heads by blocks of one matrix; peft would multiply the matrix
@@ -77,7 +77,7 @@ def test_layers_that_share_a_weight_are_refused(tmp_path: Path) -> None:
         load_causal_lm(small("zamba", tmp_path))
 
 
-def test_convolutions_are_no_experts_without_adapters(
+def test_convolutions_are_not_reported_as_experts_without_adapters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_causal_lm(small("qwen3_5", tmp_path))
@@ -92,7 +92,7 @@ def test_a_parameter_that_transformers_freezes_needs_adapters(tmp_path: Path) ->
         load_causal_lm(config.model_copy(update={"lora": None}))
 
 
-def test_adapters_of_a_model_that_is_read_in_parts_start_from_the_same_numbers(
+def test_adapters_of_a_model_that_is_read_in_shards_have_the_same_initial_values(
     tmp_path: Path,
 ) -> None:
     """Its layers are on the meta device when they get their adapters."""
@@ -111,7 +111,7 @@ def test_adapters_of_a_model_that_is_read_in_parts_start_from_the_same_numbers(
         assert torch.equal(weight, found[1][name]), name
 
 
-def test_adapters_of_a_critic_follow_its_seed_whatever_was_drawn_before() -> None:
+def test_adapters_of_a_critic_depend_only_on_its_seed() -> None:
     config = ModelConfig(scratch=ScratchConfig(hidden_size=32), lora=LoraConfig(lora_rank=4))
     found = []
     for before, seed in ((1, 3), (2, 3), (2, 4)):

@@ -21,7 +21,7 @@ def test_the_seed_alone_decides_the_weights() -> None:
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_making_a_model_moves_no_global_generator() -> None:
+def test_creating_a_model_does_not_advance_global_generators() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def test_sizes_are_those_of_the_config(tied: bool) -> None:
     assert model.config.vocab_size == len(load_tokenizer(ModelConfig(scratch=scratch)))
 
 
-def test_one_token_is_one_character_and_decoding_gives_the_text_back(
+def test_one_token_is_one_character_and_text_round_trips(
     tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     text = "12 + 7 = 19.\nok? a  b :"

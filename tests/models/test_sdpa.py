@@ -45,17 +45,21 @@ WAYS: list[tuple[Way, Kernels, Call]] = [
 
 
 @pytest.mark.parametrize(("way", "kernels", "call"), WAYS)
-def test_the_way_follows_version_gpu_and_call(way: Way, kernels: Kernels, call: Call) -> None:
+def test_the_kernel_choice_depends_on_version_gpu_and_call(
+    way: Way, kernels: Kernels, call: Call
+) -> None:
     assert way_of(kernels, call) == way
 
 
-def test_a_cpu_takes_every_call_as_it_is() -> None:
+def test_a_cpu_supports_every_call() -> None:
     assert way_of(None, Call(FP64, (6, 6), masked=True, grouped=True)) == "grouped"
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kernels", [Kernels(OLD, A100), Kernels(NEW, A100), Kernels(NEW, V100)])
-def test_every_way_gives_equal_outputs_and_gradients(kernels: Kernels, masked: bool) -> None:
+def test_every_kernel_choice_gives_equal_outputs_and_gradients(
+    kernels: Kernels, masked: bool
+) -> None:
     """Three ways for bf16 operands; in fp32 here they are two: repeated and grouped."""
     torch.manual_seed(0)
     sizes = [(2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8)]
@@ -105,7 +109,7 @@ class Rectangles(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("name", ["llama", "window"])
-def test_a_mask_is_made_once_and_kept_once_for_all_layers(name: str, dtype: torch.dtype) -> None:
+def test_a_mask_is_created_once_for_all_layers(name: str, dtype: torch.dtype) -> None:
     """Three layers: no conversion in any of them, and one mask among the tensors kept for
     backward. Its rows begin at multiples of 16 numbers (a row of 21 takes 32)."""
     model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]), dtype=dtype)
@@ -131,7 +135,7 @@ def test_a_mask_is_made_once_and_kept_once_for_all_layers(name: str, dtype: torc
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_packed_rows_in_every_way_are_the_rows_alone(name: str) -> None:
+def test_packed_rows_equal_separate_rows_for_every_kernel_choice(name: str) -> None:
     """Hidden states of both rows, with the kernels of a CPU, of old and of new torch on a GPU."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name])).eval()

@@ -58,7 +58,7 @@ def test_a_large_model_keeps_its_behavior_and_loses_its_size() -> None:
     ("heads", "kv", "small"),
     [(32, 32, (4, 4)), (32, 8, (4, 2)), (2, 2, (2, 2)), (2, 1, (2, 1))],
 )
-def test_heads_share_keys_as_they_did(heads: int, kv: int, small: tuple[int, int]) -> None:
+def test_heads_share_keys_as_before(heads: int, kv: int, small: tuple[int, int]) -> None:
     """Few heads stay few: there are never more key/value heads than heads."""
     found = shrink(config("llama", num_attention_heads=heads, num_key_value_heads=kv))
     assert (found.num_attention_heads, found.num_key_value_heads) == small
@@ -92,7 +92,7 @@ def test_layers_that_share_keys_keep_a_layer_to_share_with() -> None:
     assert set(kinds[-shared:]) == set(kinds[:-shared]) == {"sliding_attention", "full_attention"}
 
 
-def test_a_window_that_no_row_reaches_stays_one_that_no_row_reaches() -> None:
+def test_a_window_longer_than_all_rows_stays_longer() -> None:
     assert shrink(config("phi3", sliding_window=262144)).sliding_window == 64
     assert shrink(config("mistral", sliding_window=4096)).sliding_window == 4
 

@@ -43,7 +43,7 @@ def test_one_tokenizer_and_matrices_of_different_sizes_share_the_smaller(tmp_pat
     assert shared(large, larger) == 24, "padding is compared where both have it"
 
 
-def test_tokens_that_one_has_more_at_the_end_are_left_out_and_said(
+def test_extra_tokens_at_the_end_of_one_vocabulary_are_excluded_and_logged(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """20 tokens against 18, in matrices of 24: the 18 that both have."""
@@ -76,7 +76,7 @@ def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("place", ["scratch", "folder"])
-def test_the_head_is_the_models_own_and_read_alone(
+def test_the_head_is_the_models_own_and_read_without_the_body(
     tied: bool, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = scratch(tie_word_embeddings=tied)

@@ -49,14 +49,14 @@ def test_there_is_no_alarm_downwards() -> None:
     assert alarm_after([1.0, 3.0] * 10).check(-1e9) == 0.0
 
 
-def test_fewer_than_sixteen_values_say_nothing() -> None:
+def test_fewer_than_sixteen_values_raise_no_alarm() -> None:
     assert alarm_after([1.0] * (MIN_VALUES - 1)).check(1e9) == 0.0
     assert alarm_after([1.0] * MIN_VALUES).check(1e9) == 1.0
     # a window of 16 remembers all 16, or this alarm would wait for ever
     assert alarm_after([1.0] * 40, window=MIN_VALUES).check(1e9) == 1.0
 
 
-def test_a_curve_that_stands_still_alarms_on_a_jump_and_not_on_rounding() -> None:
+def test_a_constant_curve_alarms_on_a_jump_and_not_on_rounding() -> None:
     """The floor is a thousandth of the median: at 2 the line is 2 + 6 x 0.002 = 2.012. At 0 it is
     6e-6."""
     still = [2.0] * 30
@@ -118,7 +118,7 @@ def test_a_resumed_alarm_answers_as_the_uninterrupted_one(values: list[float], c
 
 @given(values=st.lists(anything, max_size=40))
 @settings(max_examples=15, deadline=None)  # writes files
-def test_the_metrics_log_keeps_all_that_the_alarm_needs(
+def test_the_metrics_log_is_enough_to_restore_the_alarm(
     tmp_path_factory: pytest.TempPathFactory, values: list[float]
 ) -> None:
     """Infinity and NaN come back as NaN, everything else as it was."""
@@ -135,7 +135,7 @@ def test_the_metrics_log_keeps_all_that_the_alarm_needs(
 
 @given(history=st.lists(losses, min_size=16, max_size=64), value=losses, more=st.floats(0, 1e6))
 @quick
-def test_where_a_value_alarms_a_larger_one_does_too(
+def test_if_a_value_alarms_a_larger_one_does_too(
     history: list[float], value: float, more: float
 ) -> None:
     assert alarm_after(history).check(value) <= alarm_after(history).check(value + more)
@@ -156,7 +156,7 @@ def test_the_order_within_the_window_does_not_matter(
     value=losses,
 )
 @quick
-def test_what_left_the_window_does_not_matter(
+def test_values_before_the_window_have_no_effect(
     old: list[float], history: list[float], value: float
 ) -> None:
     assert alarm_after(old + history).check(value) == alarm_after(history).check(value)

@@ -20,7 +20,7 @@ def _steps(run_dir: Path) -> list[int]:
     return [line["step"] for line in read_metrics(run_dir)]
 
 
-def test_every_line_is_strict_json_also_where_a_metric_is_not_a_number(tmp_path: Path) -> None:
+def test_every_line_is_strict_json_even_if_a_metric_is_nan(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     log.log(1, {"train/loss": math.nan, "train/kl": math.inf, "train/lr": 1e-6})
     log.log(2, {"train/loss": 0.5})
@@ -48,7 +48,7 @@ def test_null_reads_back_as_nan_and_the_rest_unchanged(tmp_path: Path) -> None:
     assert math.isnan(line["a/b"]) and line["a/c"] == 0.1
 
 
-def test_rewind_drops_later_steps_and_a_torn_last_line_and_goes_on(tmp_path: Path) -> None:
+def test_rewind_drops_later_steps_and_an_incomplete_last_line(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     for step in range(1, 6):
         log.log(step, {"train/loss": float(step)})
@@ -67,7 +67,7 @@ def test_rewind_drops_later_steps_and_a_torn_last_line_and_goes_on(tmp_path: Pat
     ]
 
 
-def test_a_line_after_a_torn_one_is_not_glued_to_it_even_without_rewind(tmp_path: Path) -> None:
+def test_a_line_after_an_incomplete_one_is_separate_even_without_rewind(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n{"step": 2, "ti')
     log = MetricsLog(tmp_path)
     log.log(2, {})
@@ -75,7 +75,7 @@ def test_a_line_after_a_torn_one_is_not_glued_to_it_even_without_rewind(tmp_path
     assert _steps(tmp_path) == [1, 2]
 
 
-def test_reading_skips_a_torn_last_line_while_the_run_writes_it(tmp_path: Path) -> None:
+def test_reading_skips_an_incomplete_last_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n{"step": 2, "ti')
     assert _steps(tmp_path) == [1]
 

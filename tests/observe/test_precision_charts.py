@@ -70,7 +70,7 @@ def test_the_loss_scale_is_drawn_in_steps_on_an_axis_of_powers_of_two() -> None:
     assert axis["range"] == pytest.approx([12.7 * math.log10(2), 16.3 * math.log10(2)])
 
 
-def test_a_wide_range_has_few_ticks_and_a_constant_scale_a_place_in_the_middle() -> None:
+def test_a_wide_range_has_few_ticks_and_a_constant_scale_is_centered() -> None:
     """2^0 to 2^24 in at most 5 gaps: every 5th power, 0, 5, 10, 15, 20."""
     _, layout = scale_figure([2.0**24, 1.0])
     assert layout["yaxis"]["tickvals"] == [2.0**k for k in (0, 5, 10, 15, 20)]
@@ -105,7 +105,7 @@ def test_a_long_steady_scale_is_drawn_in_few_points() -> None:
     assert 50_000 in points.steps and points.steps[-1] == 99_999
 
 
-def test_a_metric_that_is_always_zero_is_drawn_at_the_foot_of_its_figure() -> None:
+def test_a_metric_that_is_always_zero_is_drawn_at_the_bottom() -> None:
     chart = Chart(UPDATE, "Skipped steps", "per step", ("train/skipped_steps",))
     _, layout = scale_figure([0.0] * 10, chart)
     assert layout["yaxis"]["range"] == [-0.02, 1]
@@ -168,7 +168,7 @@ def test_without_a_running_total_the_skipped_steps_are_summed_by_role(tmp_path: 
     )
 
 
-def test_a_run_that_skipped_nothing_has_no_tile_for_it(tmp_path: Path) -> None:
+def test_a_run_without_skipped_steps_has_no_tile_for_them(tmp_path: Path) -> None:
     page = _log(tmp_path, [{"train/skipped_steps": 0.0, "train/skipped_total": 0.0}] * 3)
     assert _tile(page, "Skipped steps") is None
     assert "<b>Skipped steps</b>" in page

@@ -56,7 +56,7 @@ def test_without_a_reward_the_loss_is_shown_and_nan_does_not_break_the_line() ->
     assert describe_step(metrics, eta_s=None) == ["loss nan"]
 
 
-def test_the_gap_to_the_sampler_the_loss_scale_and_skipped_steps_are_shown_where_measured() -> None:
+def test_sampler_gap_loss_scale_and_skipped_steps_are_shown_if_measured() -> None:
     precision = {
         "train/mismatch_abs": 0.01234,
         "train/loss_scale": 65536.0,
@@ -73,7 +73,7 @@ def test_the_gap_to_the_sampler_the_loss_scale_and_skipped_steps_are_shown_where
     ]
 
 
-def test_a_step_in_which_nothing_was_skipped_says_nothing_of_it() -> None:
+def test_a_step_without_skips_does_not_mention_them() -> None:
     metrics = {"train/loss": 2.0, "train/skipped_steps": 0.0, "critic/skipped_steps": math.nan}
     assert describe_step(metrics, eta_s=None) == ["loss 2"]
     assert describe_step({"critic/skipped_steps": 1.0}, eta_s=None) == ["1 skipped"]
@@ -86,7 +86,7 @@ def test_a_step_in_which_nothing_was_skipped_says_nothing_of_it() -> None:
         *((1000.0, "1,000"), (3.0, "3"), (0.0, "0"), (-4.0, "-4"), (math.nan, "nan")),
     ],
 )
-def test_a_loss_scale_is_a_power_of_two_where_it_is_one(scale: float, text: str) -> None:
+def test_a_loss_scale_is_shown_as_a_power_of_two_if_it_is_one(scale: float, text: str) -> None:
     assert describe_step({"train/loss_scale": scale}, eta_s=None) == [f"scale {text}"]
 
 

@@ -111,7 +111,7 @@ def _group(number: int, response: str = "2", size: int = 2) -> Group:
     return Group(number, prompt, samples)
 
 
-def test_the_page_asks_for_nothing_from_anywhere(tmp_path: Path) -> None:
+def test_the_page_loads_no_external_resources(tmp_path: Path) -> None:
     _config(tmp_path)
     _rl_metrics(tmp_path)
     write_samples(tmp_path, 4, [_group(1)], None, limit=8)
@@ -157,7 +157,7 @@ def test_an_rl_report_shows_headlines_figures_time_config_and_samples(tmp_path: 
     }
 
 
-def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
+def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     _config(tmp_path, model={"path": f"models/{HOSTILE}"}, note=HOSTILE)
     _rl_metrics(tmp_path, extra=f"reward/{HOSTILE}")
     write_samples(tmp_path, 4, [_group(1, HOSTILE)], None, limit=8)
@@ -219,13 +219,13 @@ def test_only_the_pages_own_scripts_run(payload: str, tmp_path: Path) -> None:
     assert len(given) > 3 and set(given) == {nonce[1]}
 
 
-def test_every_page_has_a_nonce_of_its_own(tmp_path: Path) -> None:
+def test_every_page_has_a_different_nonce(tmp_path: Path) -> None:
     _metrics(tmp_path, {"train/loss": 2.0})
     pages = [build_report(tmp_path).read_text(encoding="utf-8") for _ in range(2)]
     assert len({re.search("nonce-([^']+)", page)[1] for page in pages}) == 2  # type: ignore[index]
 
 
-def test_metrics_alone_are_enough_and_what_is_missing_is_left_out(tmp_path: Path) -> None:
+def test_metrics_alone_are_enough_and_missing_parts_are_omitted(tmp_path: Path) -> None:
     _metrics(tmp_path, {"train/loss": 2.0}, {"train/loss": 1.5})
     page = Page(build_report(tmp_path))
     anchors = {a["href"] for t, a in page.tags if t == "a"}
@@ -241,14 +241,14 @@ def test_every_job_gets_a_report(tmp_path: Path, job: str) -> None:
     assert "75.0%" in Page(build_report(tmp_path)).text
 
 
-def test_a_run_that_has_not_logged_yet_says_so(tmp_path: Path) -> None:
+def test_a_run_without_metrics_gets_a_page_with_a_note(tmp_path: Path) -> None:
     _config(tmp_path, model={"scratch": {"num_layers": 2, "hidden_size": 64}})
     text = Page(build_report(tmp_path)).text
     assert "No step has been logged yet" in text
     assert "From-scratch model, 2 layers of width 64" in text
 
 
-def test_a_folder_that_is_no_run_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused_with_the_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"neither config\.yaml nor metrics\.jsonl"):
         build_report(tmp_path)
     with pytest.raises(ReportError, match="does not exist"):
@@ -264,7 +264,7 @@ def test_a_metrics_file_with_a_broken_line_is_refused_by_line(tmp_path: Path) ->
         build_report(tmp_path)
 
 
-def test_past_the_cap_the_newest_and_oldest_steps_stay_and_the_page_says_so(
+def test_beyond_the_limit_the_newest_and_oldest_steps_are_shown_with_a_note(
     tmp_path: Path,
 ) -> None:
     """Seven steps of 2 samples and room for 8: steps 7, 1, 6, 2 in turn."""
@@ -278,7 +278,7 @@ def test_past_the_cap_the_newest_and_oldest_steps_stay_and_the_page_says_so(
     assert "8 of 14 samples, from the newest and the oldest steps" in embedded.note
 
 
-def test_an_odd_number_of_files_loses_none_and_all_shown_needs_no_note(tmp_path: Path) -> None:
+def test_with_an_odd_number_of_files_all_are_shown_without_a_note(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_samples(tmp_path, step, [_group(step)], None, limit=8)
     embedded = embed_samples(tmp_path)
@@ -287,7 +287,7 @@ def test_an_odd_number_of_files_loses_none_and_all_shown_needs_no_note(tmp_path:
     assert embedded.note == ""
 
 
-def test_a_very_long_text_is_cut_in_the_middle_and_the_page_says_so(tmp_path: Path) -> None:
+def test_a_very_long_text_is_truncated_in_the_middle_with_a_note(tmp_path: Path) -> None:
     write_samples(
         tmp_path, 1, [_group(1, "a" * 3000 + "b" * 10_000 + "c" * 3000, 1)], None, limit=8
     )
@@ -309,7 +309,7 @@ def test_exact_names_win_over_patterns_and_unknown_metrics_come_last() -> None:
     }
 
 
-def test_time_is_split_by_phase_with_what_no_phase_covers_as_other() -> None:
+def test_time_is_split_by_phase_and_the_rest_is_other() -> None:
     """Rollout 3 + 3, train 1 + 1, other (5 - 4) + 0 = 1; total 9, rollout 6 / 9."""
     lines = [
         {"step": 1, "time": 0.0, "time/rollout_s": 3.0, "time/train_s": 1.0, "time/step_s": 5.0},
@@ -369,7 +369,7 @@ def _write_row(run_dir: Path, name: str = "step_000003.parquet", **changes: Any)
     ],
     ids=["nan", "inf", "nan part", "huge part", "no json", "deep", "text part", "step", "nulls"],
 )
-def test_odd_samples_are_shown_as_far_as_they_can_be_read(
+def test_malformed_samples_are_shown_as_far_as_they_can_be_read(
     changes: dict[str, Any], note: str, tmp_path: Path
 ) -> None:
     _config(tmp_path)
@@ -382,7 +382,7 @@ def test_odd_samples_are_shown_as_far_as_they_can_be_read(
     assert second["reward"] == 1.0 and second["parts"] == {"a": 1}
 
 
-def test_sample_files_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> None:
+def test_unreadable_sample_files_are_omitted_and_named(tmp_path: Path) -> None:
     _config(tmp_path)
     _write_row(tmp_path)
     (tmp_path / "samples" / "step_000001.parquet").write_bytes(b"torn")
@@ -407,7 +407,9 @@ def test_sample_files_that_cannot_be_read_are_left_out_and_named(tmp_path: Path)
     ],
     ids=["null", "bool", "no time", "nan time", "far", "huge", "deep", "list"],
 )
-def test_a_line_that_is_no_measurement_is_refused_by_its_number(line: str, tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_measurement_is_refused_by_its_number(
+    line: str, tmp_path: Path
+) -> None:
     good = '{"step": 1, "time": 1, "reward/mean": 1}\n'
     (tmp_path / "metrics.jsonl").write_text(f"{good}{line}\n{good}", encoding="utf-8")
     with pytest.raises(ReportError, match=r"metrics\.jsonl, line 2 is not a metrics line"):
@@ -415,7 +417,7 @@ def test_a_line_that_is_no_measurement_is_refused_by_its_number(line: str, tmp_p
 
 
 @pytest.mark.parametrize("value", ["null", "NaN", "1e999", "1" + "0" * 400, '"x"', "[1]", "true"])
-def test_a_value_that_is_no_number_is_not_drawn(value: str, tmp_path: Path) -> None:
+def test_a_value_that_is_not_a_number_is_not_drawn(value: str, tmp_path: Path) -> None:
     lines = (f'{{"step": {i}, "time": {i}, "reward/mean": {value}, "a/b": 1}}' for i in (1, 2))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
     page = Page(build_report(tmp_path))
@@ -423,7 +425,7 @@ def test_a_value_that_is_no_number_is_not_drawn(value: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "memory.json"])
-def test_deeply_nested_files_are_refused_or_left_out(name: str, tmp_path: Path) -> None:
+def test_deeply_nested_files_are_refused_or_omitted(name: str, tmp_path: Path) -> None:
     _config(tmp_path)
     _rl_metrics(tmp_path)
     (tmp_path / name).write_text("[" * 5000, encoding="utf-8")

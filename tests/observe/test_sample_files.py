@@ -32,7 +32,7 @@ def _group(number: int, size: int = 2, *, text: str = "2", reward: float = 1.0) 
     return Group(number, prompt, samples)
 
 
-def test_a_sample_comes_back_with_every_column(tmp_path: Path) -> None:
+def test_a_sample_round_trips_with_every_column(tmp_path: Path) -> None:
     path = write_samples(tmp_path, 12, [_group(1, 1)], {"train:1@0/0": 0.5}, limit=8)
     assert path == tmp_path / "samples" / "step_000012.parquet"
     (row,) = read_samples(tmp_path)
@@ -55,7 +55,7 @@ def test_a_sample_comes_back_with_every_column(tmp_path: Path) -> None:
     }
 
 
-def test_only_whole_groups_up_to_the_limit_are_kept_and_at_least_one(tmp_path: Path) -> None:
+def test_only_complete_groups_up_to_the_limit_are_kept_and_at_least_one(tmp_path: Path) -> None:
     """Groups of 3, limit 8: two groups (6 samples) fit, a third would make 9."""
     groups = [_group(i, 3) for i in range(5)]
     write_samples(tmp_path, 1, groups, None, limit=8)
@@ -64,13 +64,13 @@ def test_only_whole_groups_up_to_the_limit_are_kept_and_at_least_one(tmp_path: P
     assert [row["group_id"] for row in read_samples(tmp_path)] == [0, 0, 0]
 
 
-def test_nothing_is_written_at_limit_zero_or_without_groups(tmp_path: Path) -> None:
+def test_no_file_is_written_at_limit_zero_or_without_groups(tmp_path: Path) -> None:
     assert write_samples(tmp_path, 1, [_group(1)], None, limit=0) is None
     assert write_samples(tmp_path, 1, [], None, limit=8) is None
     assert read_samples(tmp_path) == []
 
 
-def test_train_and_eval_of_one_step_stand_in_two_files_and_steps_in_order(tmp_path: Path) -> None:
+def test_train_and_eval_samples_of_a_step_are_in_two_files_in_step_order(tmp_path: Path) -> None:
     for step in (1_000_000, 2):
         write_samples(tmp_path, step, [_group(1, 1)], None, limit=8)
     write_samples(tmp_path, 2, [_group(2, 1)], None, limit=8, split="eval")
@@ -79,7 +79,7 @@ def test_train_and_eval_of_one_step_stand_in_two_files_and_steps_in_order(tmp_pa
     assert rows == [(2, "eval"), (2, "train"), (1_000_000, "train")]
 
 
-def test_what_is_not_a_number_or_not_text_does_not_stop_the_run(tmp_path: Path) -> None:
+def test_nan_and_non_text_values_do_not_stop_the_run(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, [_group(1, 1, text="a\ud800b\x00é", reward=math.nan)], None, limit=8)
     (row,) = read_samples(tmp_path)
     assert row["response"] == "a?b\x00é"

@@ -86,7 +86,7 @@ def test_only_the_outermost_span_counts_so_the_sum_is_never_above_the_clock(cloc
     assert line.collect() == pytest.approx({"step": 3.0})
 
 
-def test_a_span_that_raises_is_still_counted_and_leaves_no_depth_behind(clock: Clock) -> None:
+def test_a_span_that_raises_is_counted_and_closed(clock: Clock) -> None:
     line = Timeline()
     with pytest.raises(KeyError), line.span("a"):
         clock.pass_(1.0)
@@ -108,9 +108,7 @@ def test_a_timed_iterator_counts_the_time_inside_next_and_none_of_the_consumers(
     assert line.collect() == pytest.approx({"rollout": 6.0, "reward": 30.0})
 
 
-def test_items_that_follow_each_other_at_once_are_one_span_in_the_trace(
-    clock: Clock, tmp_path: Path
-) -> None:
+def test_adjacent_items_are_one_span_in_the_trace(clock: Clock, tmp_path: Path) -> None:
     line = Timeline()
     engine = timed(Engine(clock), line, {"generate": "rollout"})
     list(engine.generate(50))
@@ -120,7 +118,7 @@ def test_items_that_follow_each_other_at_once_are_one_span_in_the_trace(
     assert [(s["name"], s["dur"]) for s in spans] == [("rollout", 0.0), ("rollout", 100e6)]
 
 
-def test_leaving_a_timed_iterator_early_closes_the_one_inside(clock: Clock) -> None:
+def test_closing_a_timed_iterator_early_closes_the_inner_iterator(clock: Clock) -> None:
     line = Timeline()
     bare = Engine(clock)
     items = timed(bare, line, {"generate": "rollout"}).generate(10)
@@ -161,12 +159,14 @@ def test_the_proxy_forwards_reads_writes_results_errors_and_isinstance(clock: Cl
         engine.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_a_method_that_is_not_there_is_refused_where_the_engine_is_built(clock: Clock) -> None:
+def test_a_missing_method_is_refused_when_the_engine_is_built(clock: Clock) -> None:
     with pytest.raises(ValueError, match=r"cannot time Engine\.genrate"):
         timed(Engine(clock), Timeline(), {"genrate": "rollout"})
 
 
-def test_the_trace_is_bounded_says_so_and_the_sums_stay_exact(clock: Clock, tmp_path: Path) -> None:
+def test_the_trace_is_bounded_with_a_note_and_the_sums_are_exact(
+    clock: Clock, tmp_path: Path
+) -> None:
     line = Timeline(max_events=10)
     for _ in range(25):
         with line.span("train"):

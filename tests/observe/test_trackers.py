@@ -109,7 +109,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
 
-def test_a_tracker_gets_the_numbers_of_the_log_in_order_also_those_before_its_start(
+def test_a_tracker_receives_all_logged_metrics_in_order(
     tmp_path: Path,
 ) -> None:
     tracker = Recorder()
@@ -128,7 +128,7 @@ def test_a_tracker_gets_the_numbers_of_the_log_in_order_also_those_before_its_st
 
 
 @pytest.mark.parametrize("method", ["start", "log"])
-def test_a_tracker_that_hangs_costs_its_steps_and_nothing_else(
+def test_a_tracker_that_hangs_loses_only_its_own_steps(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """9 steps. If ``log`` hangs, step 1 is in it, 2 to 5 are queued, and 6 to 9 find the queue
@@ -155,7 +155,7 @@ def test_a_tracker_that_hangs_costs_its_steps_and_nothing_else(
     assert tracker.steps == expected, "nothing is delivered after the run has ended"
 
 
-def test_a_tracker_that_hangs_in_close_is_left_behind(
+def test_a_tracker_that_hangs_in_close_is_abandoned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = Hanging("close")
@@ -212,7 +212,7 @@ def test_a_tracker_that_cannot_start_is_a_warning_without_passwords(
     assert "steps that did not reach it" in last
 
 
-def test_a_run_that_never_started_its_trackers_lost_nothing(
+def test_a_run_that_never_started_its_trackers_reports_no_lost_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = Recorder()
@@ -235,7 +235,7 @@ def test_a_rewind_replaces_the_queued_steps_that_come_again(tmp_path: Path) -> N
     assert calls == [("start",), ("log", 1), ("rewind", 1), ("log", 2), ("close", False)]
 
 
-def test_steps_that_an_earlier_process_could_not_deliver_are_filled_in(tmp_path: Path) -> None:
+def test_steps_that_an_earlier_process_did_not_deliver_are_sent_on_resume(tmp_path: Path) -> None:
     """Of steps 1 to 5 the tracker has 1, and the run goes back to the checkpoint of 4. It fails on
     step 2."""
     log = MetricsLog(tmp_path)
@@ -294,7 +294,7 @@ def test_samples_come_from_the_run_folder_at_a_bounded_rate(tmp_path: Path) -> N
     assert tracker.tables[4] == {"train": ["4.0", "4.1"]}
 
 
-def test_tensorboard_gets_the_same_numbers_and_forgets_what_a_rewind_forgets(
+def test_tensorboard_receives_the_same_metrics_and_drops_rewound_steps(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("tensorboard")

@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_file_beside_the_working_directory_is_loaded(folder: Path) -> None:
+def test_a_file_relative_to_the_working_directory_is_loaded(folder: Path) -> None:
     config = FunctionReward(function="my_rewards.py:exact", weight=2.0)
     ((reward, weight),) = build_rewards([config])
     assert (reward.name, weight) == ("function", 2.0)
@@ -45,13 +45,15 @@ def test_a_module_function_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPat
         ("burnish.rewards.shaping:shapd", "nearest: shaped"),
     ],
 )
-def test_what_cannot_be_loaded_names_the_nearest(folder: Path, spec: str, message: str) -> None:
+def test_a_function_that_cannot_be_loaded_names_the_nearest(
+    folder: Path, spec: str, message: str
+) -> None:
     with pytest.raises(RewardError) as caught:
         build_rewards([FunctionReward(function=spec)])
     assert message in str(caught.value)
 
 
-def test_a_file_that_raises_says_so(folder: Path) -> None:
+def test_a_file_that_raises_is_named_with_its_error(folder: Path) -> None:
     (folder / "broken.py").write_text("1 / 0\n")
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         build_rewards([FunctionReward(function="broken.py:f")])
@@ -67,13 +69,13 @@ def test_a_given_function_is_taken_by_name_or_as_the_only_one() -> None:
 
 
 @pytest.mark.parametrize("functions", [None, {"x": one, "exacd": one}])
-def test_nothing_to_call_says_what_to_do(functions: Any) -> None:
+def test_a_missing_function_is_an_error_with_a_fix(functions: Any) -> None:
     with pytest.raises(RewardError) as caught:
         build_rewards([FunctionReward(name="exact")], functions=functions)
     assert "rewards.0.function=path/to/file.py:name" in str(caught.value)
 
 
-def test_a_given_function_that_nothing_takes_is_an_error() -> None:
+def test_a_given_function_that_no_reward_uses_is_an_error() -> None:
     with pytest.raises(RewardError, match="'spare'"):
         build_rewards([MathReward()], functions={"spare": one})
 

@@ -48,14 +48,14 @@ def test_the_item_named_by_the_prompt_scores_the_response(make_group: MakeGroup)
     assert EnvironmentReward().score(_items(group)) == [1.0, 0.0]
 
 
-def test_a_prompt_of_no_environment_is_explained(make_group: MakeGroup) -> None:
+def test_a_prompt_without_an_environment_is_refused_with_the_reason(make_group: MakeGroup) -> None:
     with pytest.raises(RewardError, match="sources of kind environment") as caught:
         EnvironmentReward().score(_items(make_group(0, ["a"], source="train")))
     assert "'train'" in str(caught.value) and "'q:0/0'" in str(caught.value)
 
 
 @pytest.mark.parametrize(("answer", "message"), [("more", "done=False"), (1.0, "StepResult")])
-def test_what_a_step_may_not_answer(
+def test_invalid_step_results_are_refused(
     answer: Any, message: str, tmp_path: Path, make_group: MakeGroup
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)

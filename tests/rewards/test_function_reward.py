@@ -32,7 +32,7 @@ def _score(function: Callable[..., Any], items: list[RewardInput]) -> Any:
         reward.close()
 
 
-def test_a_single_function_gets_one_response_at_a_time(items: list[RewardInput]) -> None:
+def test_a_single_function_gets_one_response_per_call(items: list[RewardInput]) -> None:
     def f(prompt: str, response: str, label: Any, metadata: Any) -> float:
         assert (prompt, label, metadata) == ("question 0", "L", {"level": 3})
         return len(response)
@@ -82,7 +82,7 @@ def test_async_works_where_a_loop_already_runs(items: list[RewardInput]) -> None
     assert asyncio.run(notebook()) == [1, 2]
 
 
-def test_every_call_meets_the_same_loop_and_close_ends_its_thread(items: list[RewardInput]) -> None:
+def test_every_call_uses_the_same_loop_and_close_ends_its_thread(items: list[RewardInput]) -> None:
     loops: list[Any] = []
 
     async def f(response: str) -> float:
@@ -126,7 +126,7 @@ async def _leaves_later(response: str) -> float:
         (_leaves_later, "raised SystemExit: out of quota"),
     ],
 )
-def test_a_function_that_calls_exit_ends_no_process(
+def test_a_function_that_calls_exit_does_not_end_the_process(
     function: Callable[..., Any], said: str, items: list[RewardInput]
 ) -> None:
     """Its run would end with the function's exit code, without a word and without a checkpoint."""
@@ -175,12 +175,12 @@ def test_wrong_parameters_are_refused_with_the_accepted_names(
     assert "test_function_reward.py:" in str(caught.value)
 
 
-def test_what_is_not_callable_is_refused() -> None:
+def test_a_value_that_is_not_callable_is_refused() -> None:
     with pytest.raises(RewardError, match="expected a function"):
         FunctionReward(3, name="f")  # type: ignore[arg-type]
 
 
-def test_settings_bound_by_partial_are_no_parameters(items: list[RewardInput]) -> None:
+def test_settings_bound_by_partial_are_not_parameters(items: list[RewardInput]) -> None:
     def f(response: str, scale: float) -> float:
         return scale * len(response)
 

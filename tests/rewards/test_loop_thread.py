@@ -15,7 +15,7 @@ async def fails() -> None:
     raise ZeroDivisionError
 
 
-def test_results_and_exceptions_come_back() -> None:
+def test_results_and_exceptions_are_returned() -> None:
     loop = LoopThread("x")
     assert loop.run(asyncio.sleep, 0, 3) == 3
     with pytest.raises(ZeroDivisionError):
@@ -24,7 +24,7 @@ def test_results_and_exceptions_come_back() -> None:
     assert not any(thread.name == "x" for thread in threading.enumerate())
 
 
-def test_close_cancels_what_still_runs() -> None:
+def test_close_cancels_running_calls() -> None:
     loop, running = LoopThread("x"), threading.Event()
 
     async def waits() -> None:

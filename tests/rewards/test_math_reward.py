@@ -78,7 +78,7 @@ def test_equal_as_mathematics_is_1_and_anything_else_0(
     assert shared.score(_items(make_group(0, [right, wrong], label=label))) == [1.0, 0.0]
 
 
-def test_more_than_97_of_100_answers_are_judged_as_a_person_judges_them(
+def test_more_than_97_of_100_answers_are_scored_as_by_a_person(
     shared: MathReward, make_group: MakeGroup
 ) -> None:
     """328 pairs; all but the 5 that are listed as known to differ (98.5%) agree. Every pair that is
@@ -92,7 +92,7 @@ def test_more_than_97_of_100_answers_are_judged_as_a_person_judges_them(
     assert len(PAIRS) >= 200 and len(differ) < 0.03 * len(PAIRS)
 
 
-def test_text_that_is_made_to_be_slow_to_read_is_read_in_one_pass(
+def test_adversarially_slow_text_is_parsed_in_one_pass(
     shared: MathReward, make_group: MakeGroup
 ) -> None:
     """Tens of thousands of openings that nothing closes: quadratic scans would take minutes."""
@@ -104,7 +104,7 @@ def test_text_that_is_made_to_be_slow_to_read_is_read_in_one_pass(
         assert judge(label, text) is not True
 
 
-def test_words_are_compared_as_text_and_that_is_said_once(
+def test_words_are_compared_as_text_and_this_is_logged_once(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     reward = MathReward()
@@ -129,7 +129,7 @@ def test_words_are_compared_as_text_and_that_is_said_once(
         pytest.param(10**5000, "more than 400 digits", id="huge"),
     ],
 )
-def test_a_label_that_says_nothing_is_a_failure_and_not_0(
+def test_an_empty_label_is_a_failure_and_not_0(
     label: Any, message: str, shared: MathReward, make_group: MakeGroup
 ) -> None:
     with pytest.raises(RewardError, match=message) as caught:

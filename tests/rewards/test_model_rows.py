@@ -88,7 +88,7 @@ def test_a_row_is_scored_as_it_was_trained_on(
     assert (list(cut_off[0]), list(cut_off[1])) == (expected[0], expected[1][:-1])
 
 
-def test_a_conversation_without_a_template_is_the_policys_text_and_that_is_said_once(
+def test_a_conversation_without_a_template_is_the_policys_text_and_this_is_logged_once(
     own: PreTrainedTokenizerFast, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     own.chat_template = None

@@ -33,13 +33,13 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_a_server_that_listens_is_sent_nothing(serve: Serve) -> None:
+def test_a_listening_server_receives_no_bytes(serve: Serve) -> None:
     server = serve()
     check_servers([MathReward(), remote(server.url)])
     assert server.requests == []
 
 
-def test_where_nobody_listens_the_url_the_key_and_what_to_do_are_said(
+def test_an_unreachable_server_is_reported_with_url_key_and_fix(
     dead_url: str, attempts: list[Any]
 ) -> None:
     with pytest.raises(RewardError) as caught:
@@ -50,7 +50,9 @@ def test_where_nobody_listens_the_url_the_key_and_what_to_do_are_said(
     assert "s3cret" not in said and "tried 3 times" in said and len(attempts) == 3
 
 
-def test_urls_that_differ_in_their_query_alone_are_two(dead_url: str, attempts: list[Any]) -> None:
+def test_urls_that_differ_only_in_their_query_are_distinct(
+    dead_url: str, attempts: list[Any]
+) -> None:
     with pytest.raises(RewardError, match="no server accepts connections"):
         check_servers([remote(f"{dead_url}?model=a", f"{dead_url}?model=b")])
     assert len(attempts) == 6
@@ -74,7 +76,7 @@ def test_a_server_that_comes_up_meanwhile_is_waited_for(
     assert len(refused) == 2
 
 
-def test_one_server_of_several_is_enough_and_the_others_are_warned_of(
+def test_one_reachable_server_is_enough_and_the_others_are_warned_about(
     dead_url: str, serve: Serve, attempts: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     check_servers([remote(dead_url, serve().url)])
@@ -88,6 +90,6 @@ def test_ports_are_those_of_the_scheme_and_names_may_be_unknown(attempts: list[A
     assert sorted(attempts) == [("x.invalid", 80), ("y.invalid", 443)]
 
 
-def test_behind_a_proxy_nothing_is_tried(dead_url: str, attempts: list[Any]) -> None:
+def test_behind_a_proxy_no_connection_is_attempted(dead_url: str, attempts: list[Any]) -> None:
     check_servers([remote(dead_url, use_proxy=True)])
     assert attempts == []

@@ -49,7 +49,7 @@ GARBAGE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_is_a_failure_that_says_what_came(
+def test_an_invalid_reply_is_a_failure_that_quotes_it(
     kind: str, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     body, problem = GARBAGE[kind]
@@ -128,7 +128,7 @@ def test_an_extra_log_is_a_number_or_one_for_each_item(value: Any, mean: Any) ->
     assert len(read.bad_logs) == (mean is None)
 
 
-def test_extra_logs_that_are_none_cost_no_reward() -> None:
+def test_invalid_extra_logs_do_not_lose_rewards() -> None:
     for logs, problems in [(None, 0), ([1], 1), ("x", 1), ({"requests": 1}, 1), ({"": 1}, 1)]:
         read = read_reply(json.dumps({"rewards": [1], "extra_logs": logs}).encode(), 1)
         assert read.rewards == (1.0,) and len(read.bad_logs) == problems
@@ -140,7 +140,7 @@ def test_extra_logs_that_are_none_cost_no_reward() -> None:
 @pytest.mark.parametrize(
     "value", [1e308, -3.5e38, [1e308, 1e308], [1e39, -1e39], 10**300], ids=range(5)
 )
-def test_extra_logs_whose_sums_may_be_infinite_are_left_out(value: Any) -> None:
+def test_extra_logs_whose_sums_may_be_infinite_are_dropped(value: Any) -> None:
     """math.fsum raises OverflowError at the third of these."""
     reply = {"rewards": [1, 2], "extra_logs": {"x": value, "y": 3.4e38}}
     read = read_reply(json.dumps(reply).encode(), 2)

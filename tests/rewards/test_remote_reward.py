@@ -44,7 +44,7 @@ def test_a_request_has_the_texts_the_prompts_and_the_labels(
 
 
 @pytest.mark.parametrize(("label", "sent"), [(None, ""), (3, 3), ({"a": [1]}, {"a": [1]})])
-def test_labels_go_as_they_are_and_none_as_an_empty_text(
+def test_labels_are_sent_unchanged_and_none_as_empty_text(
     label: Any, sent: Any, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     server = serve()
@@ -53,7 +53,7 @@ def test_labels_go_as_they_are_and_none_as_an_empty_text(
 
 
 @pytest.mark.parametrize("label", [float("nan"), b"bytes", {1, 2}])
-def test_a_label_that_json_lacks_is_said_before_anything_is_sent(
+def test_a_label_that_json_cannot_represent_is_refused_before_any_request(
     label: Any, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     server = serve()
@@ -62,7 +62,7 @@ def test_a_label_that_json_lacks_is_said_before_anything_is_sent(
     assert server.requests == []
 
 
-def test_text_of_any_script_arrives_and_half_a_surrogate_pair_does_no_harm(
+def test_text_of_any_script_is_sent_and_half_a_surrogate_pair_is_harmless(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     server = serve()
@@ -103,7 +103,7 @@ def test_items_are_sent_in_batches_and_the_order_is_kept(
     assert sorted(len(r["query"]) for r in server.requests) == [3, 4, 4, 4, 4, 4]
 
 
-def test_no_more_requests_are_under_way_than_max_concurrency(
+def test_at_most_max_concurrency_requests_are_in_flight(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     """Each of the first three waits for two others, which a bound of 3 allows and one of 2 does
@@ -121,7 +121,7 @@ def test_no_more_requests_are_under_way_than_max_concurrency(
     assert server.most == 3 and len(server.requests) == 12
 
 
-def test_connections_are_used_again(serve: Serve, remote: MakeRemote, items: Items) -> None:
+def test_connections_are_reused(serve: Serve, remote: MakeRemote, items: Items) -> None:
     ports: set[int] = set()
 
     def behave(handler: Any, request: dict[str, Any], number: int) -> None:
@@ -178,7 +178,7 @@ def test_a_failed_request_stops_the_run_with_the_url(
         assert part in str(caught.value)
 
 
-def test_a_failed_request_costs_the_groups_in_it_and_no_other(
+def test_a_failed_request_drops_only_its_own_groups(
     serve: Serve, remote: MakeRemote, make_group: MakeGroup
 ) -> None:
     """Requests of two: the third holds the end of group 1 and the beginning of group 2. Every
@@ -190,7 +190,7 @@ def test_a_failed_request_costs_the_groups_in_it_and_no_other(
     assert len(server.requests) == 4
 
 
-def test_the_policys_retries_ask_again_after_any_failure(
+def test_the_failure_policy_retries_after_any_failure(
     serve: Serve, remote: MakeRemote, make_group: MakeGroup
 ) -> None:
     def behave(handler: Any, request: dict[str, Any], number: int) -> None:
@@ -202,7 +202,7 @@ def test_the_policys_retries_ask_again_after_any_failure(
     assert scored.groups[0].samples[0].reward == 11.0
 
 
-def test_close_ends_the_thread_and_may_be_followed_by_another_call(
+def test_close_ends_the_thread_and_later_calls_start_a_new_one(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     reward = remote(serve().url)
@@ -220,7 +220,7 @@ def test_close_ends_the_thread_and_may_be_followed_by_another_call(
 TOKEN = "s3cret-Token.of~the/day=="
 
 
-def test_the_token_is_sent_and_appears_nowhere(
+def test_the_token_is_sent_and_never_logged(
     serve: Serve,
     remote: MakeRemote,
     items: Items,
@@ -257,7 +257,7 @@ def test_the_token_is_sent_and_appears_nowhere(
 
 
 @pytest.mark.parametrize("value", [None, "  ", "two words", "line\nbreak", "söcret"])
-def test_a_token_that_cannot_be_sent_is_said_without_it(
+def test_an_invalid_token_is_refused_without_repeating_it(
     value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
@@ -269,7 +269,7 @@ def test_a_token_that_cannot_be_sent_is_said_without_it(
     assert not value or not value.strip() or value not in str(caught.value)
 
 
-def test_no_proxy_is_used_unless_asked_for(
+def test_no_proxy_is_used_by_default(
     serve: Serve, remote: MakeRemote, items: Items, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
@@ -316,7 +316,7 @@ def loaded(**remote: Any) -> Any:
         ([], "must have 1 or more items"),
     ],
 )
-def test_a_url_that_cannot_be_asked_is_said_at_load(urls: list[str], problem: str) -> None:
+def test_an_unusable_url_is_refused_at_load(urls: list[str], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(urls=urls)
     assert problem in str(caught.value) and "rewards[0]" in str(caught.value)
@@ -329,14 +329,14 @@ def test_a_token_in_place_of_its_variable_is_not_repeated() -> None:
     assert "hunter2" not in str(caught.value)
 
 
-def test_waits_that_contradict_each_other_are_said_at_load() -> None:
+def test_contradictory_timeouts_are_refused_at_load() -> None:
     with pytest.raises(ConfigError, match="max_backoff_s=1 is below backoff_s=2"):
         loaded(urls=["http://a"], backoff_s=2, max_backoff_s=1)
     with pytest.raises(ValidationError):
         RemoteReward(urls=("http://a",), batch_size=0)
 
 
-def test_a_token_in_the_clear_is_worth_a_warning() -> None:
+def test_an_unencrypted_token_is_a_warning() -> None:
     """Not on this machine, and not through https."""
     warned = loaded(urls=["http://far.example/x"], token_env="T").warnings()
     assert any("far.example unencrypted" in text for text in warned)

@@ -82,7 +82,7 @@ def failure(reward: Remote, items: list[RewardInput]) -> str:
         pytest.param(hangs_up, id="dies in its reply"),
     ],
 )
-def test_a_failure_that_may_pass_is_tried_again(
+def test_a_transient_failure_is_retried(
     bad: Behaviour, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     server = serve(first(bad, times=2))
@@ -94,7 +94,7 @@ def test_a_failure_that_may_pass_is_tried_again(
 
 
 @pytest.mark.parametrize("behave", [is_silent, drips])
-def test_a_server_that_is_too_slow_is_given_up(
+def test_a_server_that_is_too_slow_times_out(
     behave: Behaviour, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     server = serve(behave)
@@ -103,7 +103,7 @@ def test_a_server_that_is_too_slow_is_given_up(
     assert server.url in said and "read_timeout_s=0.2" in said and "tried 2 times" in said
 
 
-def test_a_server_that_is_not_there_is_named(
+def test_an_unreachable_server_is_named(
     dead_url: str, remote: MakeRemote, items: Items, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = failure(remote(dead_url, retries=2), items("a"))
@@ -113,7 +113,7 @@ def test_a_server_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 301])
-def test_other_failures_are_not_tried_again(
+def test_permanent_failures_are_not_retried(
     status: int, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     server = serve(says(b"no such thing", status=status, headers={"Location": "/x"}))
@@ -157,7 +157,7 @@ def test_retry_after_is_a_number_or_a_date() -> None:
     assert _retry_after_s("Wed, 21 Oct 99999999999999999999 07:28:00 GMT") == 0.0
 
 
-def test_a_wait_that_no_float_holds_is_the_longest(
+def test_a_wait_too_large_for_a_float_is_the_maximum(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     """400 digits: max_backoff_s (0.1 here) is waited."""
@@ -168,7 +168,9 @@ def test_a_wait_that_no_float_holds_is_the_longest(
 # ---- several servers ----
 
 
-def test_work_is_spread_over_the_servers(serve: Serve, remote: MakeRemote, items: Items) -> None:
+def test_requests_are_distributed_over_the_servers(
+    serve: Serve, remote: MakeRemote, items: Items
+) -> None:
     """The least busy is asked, in turn: one request at a time goes to each alternately."""
     servers = [serve(), serve()]
     reward = remote(*(s.url for s in servers), batch_size=1, max_concurrency=1)
@@ -209,7 +211,7 @@ def test_all_requests_are_served_while_one_of_two_servers_is_dead(
     assert f"{dead_url} sent no complete reply" in caplog.text and "for 1000 s" in caplog.text
 
 
-def test_a_server_that_rested_is_asked_again(
+def test_a_server_is_used_again_after_its_rest(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     ill, well = serve(first(says(b"", status=500))), serve()
@@ -239,7 +241,7 @@ def test_a_server_that_refuses_quickly_does_not_draw_all_requests(
     assert f"{broken.url} " in caplog.text and "for 1000 s" in caplog.text
 
 
-def test_a_request_that_all_refuse_goes_to_each_once_and_says_what_two_said(
+def test_a_request_refused_by_all_is_sent_to_each_once_and_quotes_two(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     """It is at fault, and not they: none rests, so the next requests are spread as before."""
@@ -258,7 +260,7 @@ def test_a_request_that_all_refuse_goes_to_each_once_and_says_what_two_said(
     assert [len(server.requests) for server in servers] == [3, 3, 3]
 
 
-def test_a_server_that_refused_a_request_is_not_asked_again_while_another_is_ill(
+def test_a_server_that_refused_a_request_is_not_retried_while_another_fails(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     """The ill one answers at the third time of asking."""
@@ -269,7 +271,7 @@ def test_a_server_that_refused_a_request_is_not_asked_again_while_another_is_ill
 
 
 @pytest.mark.parametrize("entry", [b"null", b"NaN", b'"1.0"'], ids=["null", "nan", "text"])
-def test_entries_that_are_no_number_are_asked_of_the_other_server_once(
+def test_invalid_entries_are_requested_from_the_other_server_once(
     entry: bytes, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     """The first server knows two of three, the second the first and the last: what one of them
@@ -284,7 +286,7 @@ def test_entries_that_are_no_number_are_asked_of_the_other_server_once(
     assert reward.take_counts() == {"requests": 4, "retries": 2, "bad_logs": 0}
 
 
-def test_an_entry_that_no_server_knows_fails_alone_and_rests_none(
+def test_an_entry_invalid_on_all_servers_fails_alone_and_rests_no_server(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     servers = [serve(says(b'{"rewards": [0.5, null]}')) for _ in range(2)]
@@ -295,7 +297,7 @@ def test_an_entry_that_no_server_knows_fails_alone_and_rests_none(
         assert [len(server.requests) for server in servers] == [done, done]
 
 
-def test_a_second_opinion_on_entries_is_not_waited_for(
+def test_invalid_entries_are_not_waited_for(
     dead_url: str, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     server = serve(says(b'{"rewards": [0.5, null]}'))
@@ -304,7 +306,7 @@ def test_a_second_opinion_on_entries_is_not_waited_for(
     assert len(server.requests) <= 2  # the dead one may have been asked first
 
 
-def test_replies_in_another_order_than_requests_are_put_where_they_belong(
+def test_replies_in_another_order_are_assigned_to_their_requests(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
     """A server that answers the last of four concurrent requests first, and so on: each reply waits

@@ -62,7 +62,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("bad", BAD_VALUES)
-def test_a_bad_value_stops_the_run_and_says_where(bad: str, make_group: MakeGroup) -> None:
+def test_a_bad_value_stops_the_run_with_its_location(bad: str, make_group: MakeGroup) -> None:
     make, message = BAD_VALUES[bad]
 
     def score(response: str) -> Any:
@@ -92,7 +92,7 @@ def test_the_original_exception_is_the_cause(make_group: MakeGroup) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD_VALUES)
-def test_a_bad_value_drops_its_whole_group_and_no_other(bad: str, make_group: MakeGroup) -> None:
+def test_a_bad_value_drops_only_its_own_group(bad: str, make_group: MakeGroup) -> None:
     make, _ = BAD_VALUES[bad]
 
     def score(response: str) -> Any:
@@ -119,7 +119,7 @@ def test_a_bad_answer_to_a_batch_stops_the_run(bad: str, make_group: MakeGroup) 
 
 
 @pytest.mark.parametrize("bad", BAD_ANSWERS)
-def test_a_failed_batch_call_costs_only_the_guilty_group(bad: str, make_group: MakeGroup) -> None:
+def test_a_failed_batch_call_drops_only_the_failing_group(bad: str, make_group: MakeGroup) -> None:
     """Called with all, then group by group: only calls that hold the response ``bad`` fail."""
     make, _ = BAD_ANSWERS[bad]
 
@@ -142,7 +142,7 @@ def test_losing_every_group_is_an_error_with_the_first_failure(make_group: MakeG
 
 
 @pytest.mark.parametrize(("retries", "survives"), [(1, False), (2, True)])
-def test_a_failed_call_is_made_again_retries_times(
+def test_a_failed_call_is_retried_retries_times(
     retries: int, survives: bool, make_group: MakeGroup
 ) -> None:
     """The third call is the first good one: 1 + 2 calls reach it, 1 + 1 do not."""
@@ -174,7 +174,7 @@ def test_a_failed_call_is_made_again_retries_times(
     ],
     ids=lambda answer: type(answer).__name__,
 )
-def test_numbers_of_every_usual_kind_are_taken(answer: Any, make_group: MakeGroup) -> None:
+def test_common_number_types_are_accepted(answer: Any, make_group: MakeGroup) -> None:
     def score(responses: list[str]) -> Any:
         return answer
 
@@ -183,7 +183,7 @@ def test_numbers_of_every_usual_kind_are_taken(answer: Any, make_group: MakeGrou
     assert rewards == [1.0, 0.0] and all(type(reward) is float for reward in rewards)
 
 
-def test_the_total_is_the_weighted_sum_and_parts_stay_raw(make_group: MakeGroup) -> None:
+def test_the_total_is_the_weighted_sum_and_parts_are_unweighted(make_group: MakeGroup) -> None:
     """Sample a: 2 * 1 + 0.5 * 4 = 4; sample bb: 2 * 2 + 0.5 * 4 = 6; mean total 5, mean len 1.5."""
 
     def length(response: str) -> float:
@@ -202,7 +202,7 @@ def test_the_total_is_the_weighted_sum_and_parts_stay_raw(make_group: MakeGroup)
     assert (stats["reward/truncated_frac"], stats["reward/groups_dropped"]) == (0.0, 0.0)
 
 
-def test_shaping_is_a_part_of_its_own(make_group: MakeGroup) -> None:
+def test_shaping_is_a_separate_part(make_group: MakeGroup) -> None:
     """Reward 1, truncated: 1 - 0.25 = 0.75. Untouched sample: 1, no shaping part. Mean -0.125."""
 
     def one(response: str) -> float:
@@ -219,7 +219,7 @@ def test_shaping_is_a_part_of_its_own(make_group: MakeGroup) -> None:
 
 
 @pytest.mark.parametrize("names", [("a", "a"), ("mean",), ()])
-def test_names_that_cannot_be_told_apart_are_refused(names: tuple[str, ...]) -> None:
+def test_ambiguous_names_are_refused(names: tuple[str, ...]) -> None:
     def one(response: str) -> float:
         return 1.0
 
@@ -227,7 +227,7 @@ def test_names_that_cannot_be_told_apart_are_refused(names: tuple[str, ...]) -> 
         _set(*((_reward(one, name), 1.0) for name in names))
 
 
-def test_scoring_nothing_is_an_error() -> None:
+def test_scoring_no_samples_is_an_error() -> None:
     def one(response: str) -> float:
         return 1.0
 
@@ -235,7 +235,7 @@ def test_scoring_nothing_is_an_error() -> None:
         _set((_reward(one), 1.0)).score([])
 
 
-def test_a_group_that_was_dropped_leaves_no_trace_in_the_running_statistics(
+def test_a_dropped_group_does_not_enter_the_running_statistics(
     make_group: MakeGroup,
 ) -> None:
     """Scores 1 and 3 are kept: mean 2, std 1, so -1 and 1; the 1000 of the dropped group is not in

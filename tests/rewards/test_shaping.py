@@ -34,7 +34,7 @@ def test_overlong_penalty_rises_linearly_over_the_buffer(num_tokens: int, expect
     assert overlong_penalty(num_tokens, max_len=10, buffer_len=4, penalty=2.0) == expected
 
 
-def test_a_buffer_of_zero_is_no_penalty() -> None:
+def test_a_buffer_of_zero_gives_no_penalty() -> None:
     assert overlong_penalty(99, max_len=10, buffer_len=0, penalty=1.0) == 0.0
 
 
@@ -42,7 +42,7 @@ def test_clip_works_on_both_sides_and_none_means_none() -> None:
     assert (clip(5.0, 2.0), clip(-5.0, 2.0), clip(1.5, 2.0), clip(5.0, None)) == (2, -2, 1.5, 5)
 
 
-def test_clip_comes_first_and_penalties_are_not_clipped_away() -> None:
+def test_clipping_comes_before_penalties() -> None:
     """Total 5 clipped to 1; truncated: 1 - 0.5; 9 of 10 tokens, buffer 4: 0.5 - 1 * 3/4 = -0.25."""
     config = ShapingConfig(reward_clip=1.0, truncation_penalty=0.5, overlong_buffer_len=4)
     assert shaped(5.0, _sample(9, "length"), config=config, generate_max_len=10) == -0.25
@@ -54,11 +54,11 @@ def test_only_the_length_limit_is_a_truncation(reason: str) -> None:
     assert shaped(1.0, _sample(3, reason), config=config, generate_max_len=10) == 1.0
 
 
-def test_the_default_changes_nothing() -> None:
+def test_default_shaping_is_the_identity() -> None:
     assert shaped(7.5, _sample(10, "length"), config=ShapingConfig(), generate_max_len=10) == 7.5
 
 
-def test_every_token_costs_the_same_and_that_is_not_clipped_away() -> None:
+def test_the_length_penalty_is_per_token_and_not_clipped() -> None:
     """Total 5 clipped to 1; 9 tokens at 0.01: 1 - 0.09 = 0.91; truncated as well: 0.91 - 0.5."""
     config = ShapingConfig(reward_clip=1.0, length_penalty=0.01, truncation_penalty=0.5)
     assert shaped(5.0, _sample(9), config=config, generate_max_len=99) == pytest.approx(0.91)

@@ -20,7 +20,7 @@ from burnish.rollout.local import LocalRolloutEngine
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_numbers_are_those_of_the_plain_layer(rows: int, bias: bool) -> None:
+def test_outputs_equal_those_of_the_plain_layer(rows: int, bias: bool) -> None:
     torch.manual_seed(0)
     layer, inputs = nn.Linear(96, 40, bias=bias), torch.randn(rows, 1, 96)
     expected = layer(inputs)
@@ -29,7 +29,7 @@ def test_the_numbers_are_those_of_the_plain_layer(rows: int, bias: bool) -> None
         torch.testing.assert_close(layer(inputs), expected, atol=2e-6, rtol=0)
 
 
-def test_outside_the_layer_is_as_before_and_has_gradients() -> None:
+def test_after_the_context_the_layer_is_restored_and_has_gradients() -> None:
     layer = nn.Linear(8, 4)
     with pytest.raises(RuntimeError, match="in the middle"):
         with onednn_linear(fp32_layers(onednn_layers(layer))):
@@ -63,7 +63,7 @@ def test_fp32_layers_are_not_copied() -> None:
     assert layers[0].weight.data_ptr() == layer.weight.data_ptr()
 
 
-def test_only_plain_fp32_and_fp16_layers_are_taken() -> None:
+def test_only_plain_fp32_and_fp16_layers_are_replaced() -> None:
     class Other(nn.Linear):
         pass
 
@@ -73,7 +73,7 @@ def test_only_plain_fp32_and_fp16_layers_are_taken() -> None:
     assert onednn_layers(model) == [model[0], model[3]]
 
 
-def test_an_fp16_engine_sees_new_weights_and_keeps_no_copies_when_left_early(
+def test_an_fp16_engine_uses_new_weights_and_frees_copies_when_closed_early(
     lively_model: LlamaForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,

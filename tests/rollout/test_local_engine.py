@@ -74,7 +74,7 @@ def test_greedy_tokens_are_those_of_transformers(
     assert len(seen) > 20, "a model that repeats itself would prove little"
 
 
-def test_a_cache_that_grows_keeps_what_it_holds(engine: LocalRolloutEngine) -> None:
+def test_a_growing_cache_keeps_its_contents(engine: LocalRolloutEngine) -> None:
     """The cache starts with room for 64 new tokens: 150 make it grow more than once."""
     long = replace(GREEDY, max_tokens=150)
     engine._end_tokens = set()

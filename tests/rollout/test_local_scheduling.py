@@ -73,7 +73,7 @@ def test_a_decode_step_has_as_many_rows_as_samples_are_alive(
     assert run.decodes == alive
 
 
-def test_samples_beyond_the_slots_wait_and_every_slot_is_used(
+def test_extra_samples_wait_for_slots_and_every_slot_is_used(
     tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     run = counted(tiny_model, tiny_tokenizer, max_batch_size=4)
@@ -113,7 +113,7 @@ def test_a_prefill_stays_within_its_tokens(
     assert run.prefills == expected
 
 
-def test_completions_come_as_they_finish(
+def test_completions_are_yielded_as_they_finish(
     tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     run = counted(tiny_model, tiny_tokenizer)
@@ -166,7 +166,7 @@ def test_any_mix_of_requests_is_answered_once_and_without_waste(
         assert completion.token_ids in {c.token_ids for c in alone if c.index == completion.index}
 
 
-def test_nothing_asked_is_nothing_computed(
+def test_no_requests_compute_nothing(
     tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     run = counted(tiny_model, tiny_tokenizer)

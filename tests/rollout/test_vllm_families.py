@@ -110,7 +110,7 @@ def test_every_load_gives_the_tokens_and_logprobs_of_transformers(
         check_samples(engine, model)
 
 
-def test_adapters_of_experts_are_handed_over(started: tuple[str, VllmRolloutEngine]) -> None:
+def test_adapters_of_experts_are_transferred(started: tuple[str, VllmRolloutEngine]) -> None:
     family, engine = started
     model = made(family, 3)
     inject_lora(model, LoraConfig(lora_rank=4, target_modules=("down_proj", "q_proj")))

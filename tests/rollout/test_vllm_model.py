@@ -25,14 +25,14 @@ def test_a_model_without_a_number_of_key_value_heads_has_as_many_as_heads(kind: 
         check_parallel_size(config, 5)
 
 
-def test_key_value_heads_count_where_there_are_fewer() -> None:
+def test_key_value_heads_count_if_there_are_fewer() -> None:
     config = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=8)
     check_parallel_size(config, 8)
     with pytest.raises(ModelError, match="size=16 does not divide the model's 8 key/value heads"):
         check_parallel_size(config, 16)
 
 
-def test_a_row_is_as_long_as_wanted_and_as_the_model_has_positions() -> None:
+def test_a_row_is_limited_by_the_setting_and_the_models_positions() -> None:
     """BLOOM's config names no number of positions."""
     gpt2, bloom = AutoConfig.for_model("gpt2"), AutoConfig.for_model("bloom")
     assert longest_row(gpt2, None) == longest_row(gpt2, 4096) == 1024

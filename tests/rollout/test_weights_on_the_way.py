@@ -95,7 +95,7 @@ def test_a_load_is_verified_with_one_read_from_the_device(host_reads: Any) -> No
     assert found == {name: number(tensor, torch.bfloat16) for name, tensor in named.items()}
 
 
-def test_layers_that_compute_with_a_copy_or_with_noise_are_told_apart() -> None:
+def test_layers_that_compute_with_a_copy_or_with_noise_are_distinguished() -> None:
     """Products of a GPU may differ between two calls in their last bits."""
 
     class Noisy(Multiplies):
@@ -117,7 +117,7 @@ def test_layers_that_compute_with_a_copy_or_with_noise_are_told_apart() -> None:
     ]
 
 
-def test_every_weight_comes_once_in_its_shape() -> None:
+def test_every_weight_is_received_once_in_its_shape() -> None:
     names = WeightNameCheck({"a": (2,), "b": (3,)})
     names.add("a", (2,))
     with pytest.raises(ValueError, match="weight a was received twice"):

@@ -56,7 +56,7 @@ def everything(client: socket.socket) -> bytes:
 # ---- before a request is complete --------------------------------------------------------------
 
 
-def test_an_endless_header_is_cut_off(server: Any) -> None:
+def test_an_endless_header_closes_the_connection(server: Any) -> None:
     """The limit is 16 KiB; the client sends until it is cut off, and never more than 8 MiB."""
     with connect(server) as client:
         sent = 0
@@ -82,7 +82,7 @@ def test_an_endless_header_is_cut_off(server: Any) -> None:
     ],
     ids=["nothing", "half a line", "half a header", "a refused body", "half a second request"],
 )
-def test_a_request_that_does_not_go_on_ends(start: str, serving: Serving) -> None:
+def test_a_stalled_request_is_ended(start: str, serving: Serving) -> None:
     """The server ends the connection: `everything` returns before the socket's 30 seconds."""
     with serving() as server:
         limited(server, header_timeout_s=0.05)
@@ -91,7 +91,7 @@ def test_a_request_that_does_not_go_on_ends(start: str, serving: Serving) -> Non
             everything(client)
 
 
-def test_half_requests_make_room_for_whole_ones(serving: Serving) -> None:
+def test_incomplete_requests_are_displaced_by_complete_ones(serving: Serving) -> None:
     """30 half headers where 10 connections may be open, and a request after them is answered."""
     with serving() as server, ExitStack() as opened:
         limited(server, max_per_address=10)
@@ -102,7 +102,7 @@ def test_half_requests_make_room_for_whole_ones(serving: Serving) -> None:
         assert len(server.server.server_state.connections) <= 10
 
 
-def test_requests_under_way_are_not_displaced(serving: Serving) -> None:
+def test_requests_in_progress_are_not_displaced(serving: Serving) -> None:
     """Both connections of an address that may have two are busy: a third is refused at once."""
     with serving() as server, ThreadPoolExecutor(2) as pool:
         limited(server, max_per_address=2)
@@ -117,7 +117,7 @@ def test_requests_under_way_are_not_displaced(serving: Serving) -> None:
         assert [len(future.result()) for future in busy] == [1, 1]
 
 
-def test_a_refused_body_is_not_read_for_ever(serving: Serving) -> None:
+def test_a_refused_body_is_read_for_a_limited_time(serving: Serving) -> None:
     with serving(token="s3cret-token") as server:
         limited(server, header_timeout_s=0.05)
         with connect(server) as client, pytest.raises(ConnectionError):

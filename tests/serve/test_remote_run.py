@@ -162,7 +162,7 @@ def test_given_responses_are_scored_on_ray_as_in_one_process(
         assert_scores(found, wanted, name)
 
 
-def test_a_run_without_its_server_says_which_url_before_any_model_is_loaded(
+def test_a_run_without_its_server_names_the_url_before_any_model_is_loaded(
     recipe: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Whatever the runtime: it is not asked for an engine."""

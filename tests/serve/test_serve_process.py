@@ -80,7 +80,7 @@ def test_sigterm_ends_it_with_exit_code_0(start: Any) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_as_soon_as_it_says_that_it_serves_is_not_lost(start: Any) -> None:
+def test_ctrl_c_right_after_startup_is_handled(start: Any) -> None:
     process, _ = start()
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
@@ -95,7 +95,7 @@ def kill_after(process: Any, passes: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_where_it_is_killed_in_the_middle_the_other_server_answers(
+def test_if_a_server_is_killed_the_other_one_answers(
     start: Any, reward_model: Path, serving: Callable[..., Any]
 ) -> None:
     """The process waits 10 seconds to fill its pass, and the other server has answered some
@@ -126,7 +126,7 @@ def test_it_refuses_to_listen_to_all_without_a_token(reward_model: Path) -> None
     assert result.exit_code == 2 and "NO_SUCH_VARIABLE, which is not set" in result.stderr
 
 
-def test_what_is_no_reward_model_is_said(tmp_path: Path, scratch: ModelConfig) -> None:
+def test_a_model_without_a_reward_head_is_refused(tmp_path: Path, scratch: ModelConfig) -> None:
     assert call(tmp_path / "nowhere", "--port", 0).exit_code == 2
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     result = call(tmp_path / "run", "--port", 0)
@@ -137,7 +137,7 @@ def test_what_is_no_reward_model_is_said(tmp_path: Path, scratch: ModelConfig) -
     assert result.exit_code == 2 and "without a reward head" in result.stderr
 
 
-def test_every_problem_of_the_options_is_said_at_once(reward_model: Path) -> None:
+def test_all_problems_of_the_options_are_reported_together(reward_model: Path) -> None:
     result = call(reward_model, "--max-len", 9, "--max-batch-tokens", 8, "--max-queue", 1)
     assert result.exit_code == 2
     assert "max_len=9" in result.stderr and "max_items=1024" in result.stderr

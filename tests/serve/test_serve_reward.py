@@ -120,7 +120,7 @@ def test_a_remote_reward_scores_as_the_model_in_this_process(
     assert len({round(score, 3) for score in here}) == 6, "all six differ, end tokens included"
 
 
-def test_a_score_does_not_depend_on_what_is_scored_beside_it(server: Any) -> None:
+def test_a_score_does_not_depend_on_other_texts_in_the_batch(server: Any) -> None:
     together = server.rewards(TEXTS)
     alone = [server.rewards([text])[0] for text in TEXTS]
     assert together == pytest.approx(alone, **TOLERANCE)
@@ -168,13 +168,13 @@ def test_no_token_reaches_across_the_end_of_the_prompt(
     assert tokenizer.convert_ids_to_tokens(list(scorer.encode("abcd", prompt).ids)) == pieces
 
 
-def test_a_score_that_is_not_finite_is_null_and_spoils_no_other(serving: Serving) -> None:
+def test_a_non_finite_score_is_null_and_does_not_affect_others(serving: Serving) -> None:
     with serving() as server:
         server.gate.instead = lambda rows: [math.nan, 1.0, math.inf]
         assert server.rewards(["1", "2", "3"]) == [None, 1.0, None]
 
 
-def test_characters_the_tokenizer_does_not_know_and_half_surrogates_do_no_harm(server: Any) -> None:
+def test_unknown_characters_and_half_surrogates_are_harmless(server: Any) -> None:
     body = json.dumps({"query": ["日本\x00é", "\ud800"]}).encode()  # as \\u escapes
     headers = {"Content-Type": "application/json"}
     response = server.client.post(f"{server.url}/get_reward", content=body, headers=headers)
@@ -184,7 +184,7 @@ def test_characters_the_tokenizer_does_not_know_and_half_surrogates_do_no_harm(s
 # ---- batches -------------------------------------------------------------------------------------
 
 
-def test_requests_that_come_together_are_one_pass(serving: Serving) -> None:
+def test_simultaneous_requests_are_one_pass(serving: Serving) -> None:
     """The first request holds the model; the eight that come meanwhile share the second pass."""
     with serving() as server, ThreadPoolExecutor(8) as pool:
         server.gate.open.clear()
@@ -271,7 +271,7 @@ def test_rows_of_a_client_that_left_are_not_computed(serving: Serving) -> None:
         assert sum(len(rows) for rows in server.gate.passes) == 4
 
 
-def test_a_client_that_leaves_while_its_rows_are_computed_does_no_harm(serving: Serving) -> None:
+def test_a_client_that_disconnects_during_a_pass_is_harmless(serving: Serving) -> None:
     with serving() as server:
         server.gate.open.clear()
         with asking(server, ["1"]):
@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_refused_is_told_why(kind: str, server: Any) -> None:
+def test_a_refused_request_gets_the_reason(kind: str, server: Any) -> None:
     body, status, words = REFUSED[kind]
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     passes = len(server.gate.passes)
@@ -322,7 +322,7 @@ def test_other_requests_are_refused(server: Any) -> None:
     assert client.get(f"{url}/docs").status_code == 404
 
 
-def test_a_full_queue_says_when_to_come_back(serving: Serving) -> None:
+def test_a_full_queue_replies_with_retry_after(serving: Serving) -> None:
     with serving(max_queue=4, max_items=4) as server:
         server.gate.open.clear()
         first = in_background(server.rewards, ["1"])
@@ -360,9 +360,7 @@ def test_large_requests_that_arrive_at_once_are_bounded_together(serving: Servin
         ({"max_wait_ms": math.nan}, "max_wait_ms=nan"),
     ],
 )
-def test_options_that_cannot_work_are_said_at_the_start(
-    options: dict[str, Any], words: str
-) -> None:
+def test_invalid_options_are_refused_at_the_start(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ServeError) as caught:
         ServeOptions(**options).check()
     assert words in str(caught.value)
@@ -415,7 +413,7 @@ def test_with_a_token_any_address_is_fine() -> None:
         assert listener.getsockname()[0] == "0.0.0.0"
 
 
-def test_an_address_that_is_taken_or_unknown_is_said(server: Any) -> None:
+def test_an_address_that_is_in_use_or_unknown_is_reported(server: Any) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{port}"):
         listen("127.0.0.1", port, token=None)
@@ -425,7 +423,7 @@ def test_an_address_that_is_taken_or_unknown_is_said(server: Any) -> None:
         listen("", 5000, token=None)
 
 
-def test_a_port_is_taken_while_the_model_of_its_server_loads() -> None:
+def test_a_port_is_reserved_while_the_model_of_its_server_loads() -> None:
     """Two servers that are both loading: the second ends at once, in words."""
     with listen("127.0.0.1", 0, token=None) as first:
         port = first.getsockname()[1]
@@ -437,7 +435,7 @@ def test_a_port_is_taken_while_the_model_of_its_server_loads() -> None:
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def test_a_request_under_way_is_finished_before_the_end(serving: Serving) -> None:
+def test_a_request_in_progress_is_finished_before_shutdown(serving: Serving) -> None:
     before = set(threading.enumerate())
     with serving() as server:
         server.gate.open.clear()

@@ -179,7 +179,7 @@ def test_the_gradient_is_that_of_each_row_alone_for_every_split(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
+def test_gradient_checkpointing_recomputes_layers_with_equal_gradients(
     layout: str, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
     gradients, calls = [], []
@@ -195,7 +195,7 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_permuting_rows_changes_nothing(
+def test_the_gradient_is_invariant_to_row_order(
     layout: str, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
     expected, _ = plain_gradient(make_engine(), ragged_batch, nll)
@@ -206,7 +206,7 @@ def test_permuting_rows_changes_nothing(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_without_an_action_token_change_nothing(
+def test_rows_without_an_action_token_do_not_change_the_gradient(
     layout: str, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
     """A long row that trains on nothing (and, padded, makes every row wider), alone in a pass and
@@ -227,7 +227,9 @@ def test_rows_without_an_action_token_change_nothing(
         assert_same_gradient(taken_gradient(engine), expected, micro)
 
 
-def test_an_empty_response_in_a_group_changes_nothing(make_engine: MakeEngine, nll: Loss) -> None:
+def test_an_empty_response_in_a_group_does_not_change_the_gradient(
+    make_engine: MakeEngine, nll: Loss
+) -> None:
     prompt = [7, 8, 9]
     rows = [prompt, [*prompt, 10, 11], prompt, [*prompt, 12]]
     masks = [[False] * 3 + [True] * (len(r) - 3) for r in rows]
@@ -265,7 +267,7 @@ def test_logprobs_are_those_of_the_plain_model(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_stand_where_an_action_is_chosen_and_scores_on_last_tokens(
+def test_values_are_at_action_states_and_scores_on_last_tokens(
     layout: str, make_engine: MakeEngine, ragged_batch: Batch
 ) -> None:
     reward = make_engine(role="reward", layout=layout, micro=3)
@@ -334,7 +336,7 @@ def random_groups(groups: list[tuple[int, list[int]]], generator: torch.Generato
     return rows_to_batch(rows, masks, prompt_lens=prompt_lens, group_ids=ids)
 
 
-def test_rows_of_one_group_with_other_prompts_are_not_shared(
+def test_rows_of_a_group_with_different_prompts_do_not_share_a_prefix(
     make_engine: MakeEngine, nll: Loss
 ) -> None:
     """Same group id and prompt length, other tokens: sharing the first one's prompt would be

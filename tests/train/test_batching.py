@@ -64,7 +64,9 @@ def test_a_token_budget_counts_what_the_layout_computes(
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded", "shared_prefix"])
-def test_the_budget_is_what_the_model_then_reads(layout: Layout, ragged_batch: Batch) -> None:
+def test_the_budget_equals_the_tokens_that_the_model_reads(
+    layout: Layout, ragged_batch: Batch
+) -> None:
     for budget in (20, 33, 50, 200):
         for rows in split(ragged_batch, budget=budget, layout=layout):
             read = arrange(ragged_batch.select(rows), layout).input_ids.numel()
@@ -85,7 +87,7 @@ def test_micro_batches_take_rows_in_order_and_the_rest_is_smaller() -> None:
     assert split(FOUR, layout="padded") == [[0, 1, 2, 3]]
 
 
-def test_each_layout_reads_what_it_should_and_every_token_has_its_place() -> None:
+def test_each_layout_has_the_expected_tokens_and_positions() -> None:
     """FOUR has 29 tokens; padded 4 x 11 = 44; shared 29 - 2 x 4 = 21."""
     for layout, count in (("packed", 29), ("padded", 44), ("shared_prefix", 21)):
         arranged = arrange(FOUR, layout)
@@ -95,7 +97,7 @@ def test_each_layout_reads_what_it_should_and_every_token_has_its_place() -> Non
         assert torch.equal(arranged.position_ids.flatten()[arranged.flat_index], position), layout
 
 
-def test_what_predicts_a_token_is_the_token_before_it() -> None:
+def test_a_token_is_predicted_by_the_token_before_it() -> None:
     """Rows [p p a], [p a a]: actions at 2, 4, 5 are read at 1, 3, 4."""
     batch = rows_to_batch(
         [[7, 8, 9], [7, 8, 9]], [[False, False, True], [False, True, True]], prompt_lens=[2, 1]

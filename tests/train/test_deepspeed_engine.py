@@ -152,7 +152,7 @@ def test_half_precision_trains_as_torch_does(case: Any, trained: Reports) -> Non
 
 
 @two_processes
-def test_a_frozen_model_gives_torchs_logprobs_whole_and_in_shards(trained: Reports) -> None:
+def test_a_frozen_model_gives_torchs_logprobs_replicated_and_sharded(trained: Reports) -> None:
     case = script.Case("", 0, model=script.UNTIED)
     expected = script.make(case, SINGLE, "torch").logprobs(script.ragged())
     for stage in (0, 3):
@@ -203,7 +203,7 @@ def test_the_loss_scale_follows_the_scaler_of_burnish(name: str, stage: int, bad
 
 @two_processes
 @pytest.mark.parametrize("case", script.SKIP_CASES, ids=lambda case: case.key)
-def test_a_skipped_step_moves_nothing(case: Any, bad: Reports) -> None:
+def test_a_skipped_step_changes_no_weight(case: Any, bad: Reports) -> None:
     """Step 2: a gradient that is not finite on one rank. Step 3: a loss that is not, with a finite
     gradient. Hysteresis 2 lets the one overflow pass."""
     found = bad.found["skips"][case.key]
@@ -226,7 +226,7 @@ def test_an_overflow_at_the_floor_stops_and_names_the_first_bad_tensor(bad: Repo
 
 
 @two_processes
-def test_skips_in_a_row_stop_and_say_where_it_begins(bad: Reports) -> None:
+def test_consecutive_skips_stop_and_name_the_first_bad_tensor(bad: Reports) -> None:
     for stage in ("0", "2", "3"):
         found = bad.found["limit"][stage]
         assert "2 consecutive steps of the policy were skipped" in found["message"]
@@ -239,7 +239,7 @@ def test_skips_in_a_row_stop_and_say_where_it_begins(bad: Reports) -> None:
 
 @two_processes
 @pytest.mark.parametrize("case", script.STATE_CASES, ids=lambda case: case.key)
-def test_two_ranks_go_on_bit_by_bit_from_what_two_ranks_saved(case: Any, state: Reports) -> None:
+def test_two_ranks_resume_bitwise_from_a_checkpoint_of_two_ranks(case: Any, state: Reports) -> None:
     found = state.found[case.key]
     assert found["reloaded"] and found["same norms"] and found["same state"]
     assert found["versions"] == [4, 4]
@@ -269,7 +269,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 @two_processes
 @pytest.mark.parametrize("case", script.STATE_CASES, ids=lambda case: case.key)
-def test_two_ranks_one_rank_two_ranks_go_on_as_two_ranks_alone(case: Any, back: Reports) -> None:
+def test_resuming_on_one_rank_and_again_on_two_equals_two_ranks(case: Any, back: Reports) -> None:
     place = back.folder / case.key
     assert back.found[case.key]["version"] == 4
     own, expected = tensors_in(place / "back"), tensors_in(place / "first")
@@ -342,7 +342,7 @@ def test_parameters_with_different_numbers_of_updates_are_refused(tmp_path: Path
 
 @two_processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_with_zero_init_no_rank_ever_holds_the_whole_model(dtype: str, state: Reports) -> None:
+def test_with_zero_init_no_rank_ever_holds_the_full_model(dtype: str, state: Reports) -> None:
     """Entries of weights that were whole at one time, counted at every new weight and every
     gathering while the model is made and read: at most the largest module. Masters are what the
     file has, unrounded."""
@@ -373,7 +373,7 @@ def test_tensors_written_one_by_one_are_read_by_safetensors(tmp_path: Path) -> N
     assert script.same(load_file(tmp_path / "x.safetensors"), tensors)
 
 
-def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported(tmp_path: Path) -> None:
     engine = script.make(script.Case("", 2), SINGLE)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
@@ -411,14 +411,14 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         script.make(script.Case("", 2), SINGLE)
 
 
-def test_nothing_is_compiled_and_deepspeed_is_left_as_it_was() -> None:
+def test_no_extension_is_compiled_and_deepspeed_is_restored() -> None:
     script.make(script.Case("", 1), SINGLE)
     module = sys.modules["deepspeed.comm.torch"]
     assert sys.modules["deepspeed.comm.comm"].cdb.shm_comm_op is None  # type: ignore[attr-defined]
     assert module.build_shm_op.__module__ == "deepspeed.comm.torch"  # type: ignore[attr-defined]
 
 
-def test_other_ranks_than_the_process_group_has_are_refused() -> None:
+def test_a_rank_count_different_from_the_process_group_is_refused() -> None:
     script.make(script.Case("", 1), SINGLE)
 
     class Two(RankGroup):
@@ -426,7 +426,9 @@ def test_other_ranks_than_the_process_group_has_are_refused() -> None:
             super().__init__()
             self.size = 2
 
-    with pytest.raises(DeepSpeedError, match=r"given 2 ranks and torch\.distributed has 1"):
+    with pytest.raises(
+        DeepSpeedError, match=r"this engine has 2 ranks but torch\.distributed has 1"
+    ):
         script.make(script.Case("", 1), Two())
 
 
@@ -438,7 +440,7 @@ def test_other_ranks_than_the_process_group_has_are_refused() -> None:
         (2, {"dtype": "fp16", "min_loss_scale": 0.5}, "only whole numbers"),
     ],
 )
-def test_formats_that_a_stage_cannot_keep_to_are_refused(
+def test_formats_that_a_stage_does_not_support_are_refused(
     stage: int, precision: dict[str, Any], told: str
 ) -> None:
     case = script.Case("", stage, precision=PrecisionConfig(**precision))
@@ -452,7 +454,7 @@ def test_an_engine_on_a_cpu_pins_nothing() -> None:
     assert engine.device.type == "cpu" and offload == {"device": "cpu", "pin_memory": False}
 
 
-def test_an_engine_may_be_named_alone() -> None:
+def test_an_engine_may_be_given_by_name_only() -> None:
     recipe = {
         "job": "sft",
         "model": {"scratch": {}},
@@ -474,7 +476,7 @@ def test_an_engine_may_be_named_alone() -> None:
         ({"zero_stage": 0, "precision": "fp16"}, "ignores hysteresis and the minimum"),
     ],
 )
-def test_recipes_that_make_no_sense_are_refused(engine: dict[str, Any], told: str) -> None:
+def test_contradictory_recipes_are_refused(engine: dict[str, Any], told: str) -> None:
     engine = dict(engine)
     recipe = {
         "job": "sft",

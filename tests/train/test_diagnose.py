@@ -95,7 +95,7 @@ def test_a_finite_pass_has_no_bad_tensor(model: LlamaForCausalLM, ragged_batch: 
     assert first_bad_tensor(model, pass_over(model, ragged_batch)) is None
 
 
-def test_nothing_is_accumulated_and_no_hook_stays(
+def test_no_gradient_is_accumulated_and_no_hook_remains(
     model: LlamaForCausalLM, ragged_batch: Batch
 ) -> None:
     accumulated: list[Tensor] = []
@@ -132,7 +132,7 @@ def test_a_bad_weight_is_named(model: LlamaForCausalLM, ragged_batch: Batch) -> 
     )
 
 
-def test_a_buffer_may_hold_minus_inf_as_masks_do_and_nothing_else() -> None:
+def test_a_buffer_may_contain_minus_inf_but_not_nan() -> None:
     layer = nn.Linear(2, 1)
     layer.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     assert first_bad_tensor(layer, lambda: layer(torch.ones(1, 2)).sum()) is None
@@ -159,7 +159,7 @@ def test_the_innermost_module_is_named(model: LlamaForCausalLM, ragged_batch: Ba
     assert (bad.stage, bad.module) == ("forward", "model.layers.1.mlp.down_proj")
 
 
-def test_what_overflows_between_modules_is_a_bad_input_of_the_next(
+def test_an_overflow_between_modules_is_a_bad_input_of_the_next(
     model: LlamaForCausalLM, ragged_batch: Batch
 ) -> None:
     """400 x 400 = 160000 > 65504: silu(gate) and up are finite in fp16 and their product is
@@ -182,7 +182,7 @@ def test_a_loss_that_overflows_is_named(model: LlamaForCausalLM, ragged_batch: B
     assert str(bad).startswith("loss: the scaled loss is not finite")
 
 
-def test_a_bad_gradient_from_behind_the_last_module_is_seen_at_its_output(
+def test_a_bad_gradient_after_the_last_module_is_found_at_its_output(
     model: LlamaForCausalLM, ragged_batch: Batch, inf_backward: Callable[[Tensor], Tensor]
 ) -> None:
     bad = first_bad_tensor(model, pass_over(model, ragged_batch, between=inf_backward))
@@ -221,7 +221,7 @@ def test_a_bad_gradient_of_a_parameter_is_named(
     assert str(bad).startswith(f"gradient: the gradient of {name} [32, 128] has 1 of 4096 entries")
 
 
-def test_a_gradient_that_a_large_loss_scale_takes_over_the_fp16_limit_is_named() -> None:
+def test_a_gradient_that_overflows_fp16_by_the_loss_scale_is_named() -> None:
     """d(128 x w.x)/dw = 128 x = 128 x 512 = 65536, which is inf in fp16; with 127: 65024."""
     layer, inputs = nn.Linear(2, 1, bias=False).half(), torch.tensor([[512.0, 1.0]]).half()
     nn.init.zeros_(layer.weight)
@@ -230,7 +230,7 @@ def test_a_gradient_that_a_large_loss_scale_takes_over_the_fp16_limit_is_named()
     assert bad == BadTensor("gradient", "weight", (1, 2), 1, 2, largest=128.0)
 
 
-def test_a_pass_is_found_bad_exactly_where_a_gradient_overflows_in_fp16(
+def test_a_pass_is_bad_exactly_if_a_gradient_overflows_in_fp16(
     model: LlamaForCausalLM, ragged_batch: Batch
 ) -> None:
     to_half(model)
@@ -248,7 +248,7 @@ def test_a_pass_is_found_bad_exactly_where_a_gradient_overflows_in_fp16(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_with_adapters_only_what_is_trained_has_gradients_and_the_culprit_is_found(
+def test_with_adapters_only_trained_weights_have_gradients_and_the_bad_tensor_is_found(
     ragged_batch: Batch, checkpointing: bool, inf_backward: Callable[[Tensor], Tensor]
 ) -> None:
     model = load_causal_lm(ModelConfig(scratch=SCRATCH, lora=LoraConfig(lora_rank=4)))
@@ -283,7 +283,7 @@ def test_a_tied_embedding_is_checked_with_the_sum_of_both_its_gradients(
     assert (bad.stage, bad.module) == ("gradient", "model.embed_tokens.weight")
 
 
-def test_a_model_that_returns_a_mapping_and_one_with_nothing_to_train_are_looked_into(
+def test_models_that_return_a_mapping_or_have_no_trainable_weights_are_checked(
     ragged_batch: Batch,
 ) -> None:
     model = load_causal_lm(ModelConfig(scratch=SCRATCH)).requires_grad_(False)

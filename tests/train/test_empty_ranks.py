@@ -75,7 +75,7 @@ def test_every_case_moves_the_weights(reports: Reports) -> None:
         assert bool(torch.isfinite(moved)), case.key
 
 
-def test_a_rank_that_waits_in_vain_says_how_long_and_in_which_collective(reports: Reports) -> None:
+def test_a_timed_out_rank_reports_its_wait_and_collective(reports: Reports) -> None:
     """Rank 0 sums log-probs over the ranks, and rank 1 does not come."""
     first, second = (said["in vain"] for said in reports[1])
     assert first == second

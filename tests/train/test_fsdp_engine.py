@@ -133,7 +133,7 @@ def test_without_a_process_group_the_plain_engine_is_made() -> None:
     assert type(engine_of(model, engine.spec)) is TorchTrainEngine
 
 
-def test_a_rank_holds_half_of_everything_and_nothing_twice(two: Reports) -> None:
+def test_two_ranks_hold_disjoint_halves(two: Reports) -> None:
     """Rows are cut in ceil(rows / 2): of 53 the first rank has 27. FSDP2 pads to that, so both
     hold 27."""
     first, second = (found["held"] for found in two.found)
@@ -184,7 +184,7 @@ def test_the_trace_of_loss_scales_is_that_of_one_rank(two: Reports) -> None:
     assert any(skipped for _, skipped in found["trace"]) and found["version"] > 3
 
 
-def test_a_run_that_must_stop_stops_on_all_ranks_and_says_where(two: Reports) -> None:
+def test_a_run_that_must_stop_stops_on_all_ranks_with_the_bad_tensor(two: Reports) -> None:
     """The last rank alone finds the bad loss; a bad weight is found in the rank's own rows."""
     messages = two.same("stop")
     assert "First bad tensor: loss" in messages["loss"]
@@ -243,7 +243,7 @@ def test_adapters_on_a_base_read_in_rows_do_not_depend_on_the_ranks(
 
 
 @pytest.mark.parametrize("name", fsdp.SAVED)
-def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(name: str, two: Reports) -> None:
+def test_a_run_resumes_exactly_and_on_another_number_of_ranks(name: str, two: Reports) -> None:
     """2 -> 2 has the same bits. 1 -> 2, 2 -> 1 and 2 (from 1) -> 1 have the norms of a run that
     was never interrupted."""
     found, case = two.same("resumed")[name], fsdp.SAVED[name]
@@ -261,9 +261,7 @@ def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(name: str, two: Re
 
 
 @pytest.mark.parametrize("name", fsdp.SAVED)
-def test_what_is_saved_is_no_pickle_each_row_once_and_of_the_size_announced(
-    name: str, two: Reports
-) -> None:
+def test_a_save_has_no_pickle_each_row_once_and_the_announced_size(name: str, two: Reports) -> None:
     folder = two.folder / f"saved {name}"
     files = [f for f in folder.rglob("*") if f.is_file()]
     assert {f.suffix for f in files} <= {".safetensors", ".json", ".jinja"}
@@ -302,7 +300,7 @@ def test_a_sharded_checkpoint_is_exported(name: str, two: Reports, tmp_path: Pat
         torch.testing.assert_close(found[n], expected[n], atol=1e-7, rtol=0)  # 1 ulp below 1
 
 
-def test_a_save_while_training_goes_on_is_of_the_moment_it_was_asked_for(two: Reports) -> None:
+def test_a_background_save_has_the_state_of_its_start(two: Reports) -> None:
     found = two.same("async")
     assert found["done"], "the next save waited for it"
     assert found["limit_s"] == 120, "what ranks wait for each other in it is limited as they are"
@@ -320,7 +318,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(two: Reports) -> None:
         fsdp.make_engine(SINGLE, fsdp.Case()).load(two.folder / "failed")
 
 
-def test_a_run_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(
+def test_a_run_killed_during_a_save_keeps_the_previous_checkpoint(
     tmp_path: Path, run_together: RunTogether
 ) -> None:
     killed = arguments(tmp_path, 2, "killed")
@@ -335,7 +333,7 @@ def test_a_run_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(
     assert engine.version == 2
 
 
-def test_a_set_of_files_that_is_not_whole_is_refused(two: Reports, tmp_path: Path) -> None:
+def test_an_incomplete_set_of_files_is_refused(two: Reports, tmp_path: Path) -> None:
     parts = sorted((two.folder / "saved tied").glob("master-*.safetensors"))
     for part in parts:
         (tmp_path / part.name).write_bytes(part.read_bytes())
@@ -350,7 +348,7 @@ def test_a_set_of_files_that_is_not_whole_is_refused(two: Reports, tmp_path: Pat
         tensor_sets(tmp_path)
 
 
-def test_any_rows_of_a_tensor_in_pieces_can_be_read(two: Reports) -> None:
+def test_any_rows_of_a_sharded_tensor_can_be_read(two: Reports) -> None:
     """53 rows of the embedding: 27 in the first file, 26 in the second."""
     files = tensor_sets(two.folder / "saved tied")["master"]
     name = "model.embed_tokens.weight"
@@ -360,7 +358,7 @@ def test_any_rows_of_a_tensor_in_pieces_can_be_read(two: Reports) -> None:
         assert torch.equal(files.read(name, (begin, end)), whole[begin:end])
 
 
-def test_options_of_a_sharded_model_need_one() -> None:
+def test_options_of_sharding_require_sharding() -> None:
     engine = TorchEngine(reduce_gradients="once", cpu_offload=True)
     assert [text.split()[0] for text in engine.rules()] == ["reduce_gradients", "cpu_offload"]
     assert not list(TorchEngine(sharding="full", cpu_offload=True).rules())

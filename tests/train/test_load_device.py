@@ -47,7 +47,7 @@ def test_masters_that_live_on_the_host_never_cross_the_gpu(tiny_config: ModelCon
         assert load_device(spec_of(engine, tiny_config), GPU, SHARDED) == CPU
 
 
-def test_others_are_loaded_where_they_compute(tiny_config: ModelConfig) -> None:
+def test_other_engines_load_on_their_compute_device(tiny_config: ModelConfig) -> None:
     plain = spec_of(TorchEngine(), tiny_config)
     assert load_device(plain, GPU, SHARDED) == load_device(plain, GPU, SINGLE) == GPU
     assert load_device(spec_of(OFFLOADED, tiny_config), GPU, SINGLE) == GPU, "nothing is cut"
@@ -56,7 +56,7 @@ def test_others_are_loaded_where_they_compute(tiny_config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("kind", ["language", "scalar"])
-def test_the_runtime_loads_there(
+def test_the_runtime_loads_on_that_device(
     kind: str, tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Seen(Exception):

@@ -51,7 +51,9 @@ RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 30)), min_size=1, max_si
 
 @settings(max_examples=3000, deadline=None)
 @given(ours=SCALERS, runs=RUNS)
-def test_every_trace_is_deepspeeds(ours: DynamicLossScaler, runs: list[tuple[bool, int]]) -> None:
+def test_every_trace_equals_deepspeeds(
+    ours: DynamicLossScaler, runs: list[tuple[bool, int]]
+) -> None:
     reference = theirs(ours)
     for overflow in [overflow for overflow, count in runs for _ in range(count)]:
         try:
@@ -66,7 +68,7 @@ def test_every_trace_is_deepspeeds(ours: DynamicLossScaler, runs: list[tuple[boo
 
 @settings(max_examples=200, deadline=None)
 @given(ours=SCALERS, pattern=st.lists(st.booleans(), max_size=80), data=st.data())
-def test_a_scaler_resumed_at_any_point_goes_on_as_if_uninterrupted(
+def test_a_scaler_resumed_at_any_point_equals_an_uninterrupted_one(
     ours: DynamicLossScaler, pattern: list[bool], data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(0, len(pattern)))
@@ -106,7 +108,7 @@ def test_growth_comes_with_the_1001st_clean_step_and_every_1000_after_it() -> No
     assert after(scaler, (False, 1)) == 4 * 65536
 
 
-def test_an_overflow_acts_at_once_and_starts_the_count_anew() -> None:
+def test_an_overflow_acts_immediately_and_resets_the_count() -> None:
     """999 clean steps and an overflow: halved (hysteresis 1), and 1000 more clean steps do not
     double."""
     scaler = DynamicLossScaler(hysteresis=1)
@@ -115,7 +117,7 @@ def test_an_overflow_acts_at_once_and_starts_the_count_anew() -> None:
     assert after(scaler, (False, 1)) == 65536
 
 
-def test_hysteresis_2_lets_the_first_overflow_pass_and_halves_from_the_second_on() -> None:
+def test_hysteresis_2_ignores_the_first_overflow_and_halves_from_the_second() -> None:
     """Overflows 1, 2, 3 since the start: S, S / 2, S / 4. Clean steps between them give nothing
     back; growth does: then one more is free."""
     scaler = DynamicLossScaler(loss_scale_window=5)
@@ -127,13 +129,13 @@ def test_hysteresis_2_lets_the_first_overflow_pass_and_halves_from_the_second_on
     assert after(scaler, (True, 1)) == 16384
 
 
-def test_consecutive_hysteresis_counts_only_overflows_in_a_row() -> None:
+def test_consecutive_hysteresis_counts_only_consecutive_overflows() -> None:
     scaler = DynamicLossScaler(consecutive_hysteresis=True)
     assert after(scaler, *[(True, 1), (False, 1)] * 10) == 65536
     assert after(scaler, (True, 2)) == 32768
 
 
-def test_the_floor_is_reached_and_an_overflow_there_raises_and_changes_nothing() -> None:
+def test_an_overflow_at_the_minimum_scale_raises_without_a_state_change() -> None:
     scaler = DynamicLossScaler(initial_scale_power=2, hysteresis=1, min_loss_scale=1.5)
     assert after(scaler, (True, 1)) == 2.0
     assert after(scaler, (True, 1)) == 1.5  # not 1
@@ -143,7 +145,7 @@ def test_the_floor_is_reached_and_an_overflow_there_raises_and_changes_nothing()
     assert scaler.state_dict() == before
 
 
-def test_a_static_scale_stays_over_overflows() -> None:
+def test_a_static_scale_is_constant_over_overflows() -> None:
     scaler = StaticLossScaler(128.0)
     for overflow in (True, True, False, True):
         scaler.update(overflow)
@@ -167,7 +169,7 @@ def test_the_recipe_decides_the_kind(options: dict[str, object], kind: type, sca
     assert scaler.scale == scale
 
 
-def test_every_knob_of_the_recipe_reaches_the_scaler() -> None:
+def test_every_setting_of_the_recipe_reaches_the_scaler() -> None:
     config = PrecisionConfig(
         dtype="fp16",
         initial_scale_power=5,
@@ -182,7 +184,7 @@ def test_every_knob_of_the_recipe_reaches_the_scaler() -> None:
     assert (scaler.min_loss_scale, scaler.consecutive_hysteresis) == (0.5, True)
 
 
-def test_a_floor_that_was_raised_since_is_where_a_resumed_scale_starts() -> None:
+def test_a_resumed_scale_starts_at_a_raised_minimum() -> None:
     saved = DynamicLossScaler(initial_scale_power=0).state_dict()
     scaler = DynamicLossScaler(min_loss_scale=8.0, hysteresis=1)
     scaler.load_state_dict(saved)

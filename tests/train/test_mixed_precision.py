@@ -117,7 +117,7 @@ def test_norm_clipping_and_update_do_not_depend_on_the_loss_scale(
     assert norms[2] == pytest.approx(exact.optim_step().grad_norm, rel=5e-3)
 
 
-def test_small_gradients_vanish_without_scaling_and_survive_with_it(
+def test_small_gradients_underflow_only_without_loss_scaling(
     make_engine: MakeEngine, ragged_batch: Batch
 ) -> None:
     """A loss times 2^-20 has gradients around 2^-24, the smallest number of fp16."""
@@ -134,7 +134,7 @@ def test_small_gradients_vanish_without_scaling_and_survive_with_it(
     assert abs(norms[1.0] - norm) > 0.1 * norm
 
 
-def test_an_overflow_moves_the_loss_scale_and_nothing_else(
+def test_an_overflow_changes_only_the_loss_scale(
     make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, state_of: StateOf
 ) -> None:
     engine = make_engine(precision=fp16(), ema_decay=0.9, lr_scheduler="linear", micro=3)
@@ -216,7 +216,7 @@ def test_the_module_named_at_the_floor_is_the_one_that_overflows(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_losses_that_stay_bad_stop_training_after_max_consecutive_skips(
+def test_persistently_bad_losses_stop_training_after_max_consecutive_skips(
     dtype: Dtype, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
     engine = make_engine(dtype=dtype, max_consecutive_skips=3)
@@ -278,7 +278,7 @@ def test_scaler_and_skip_counts_survive_a_checkpoint(
 
 
 @pytest.mark.parametrize("after", ["bf16", "fp32"])
-def test_a_checkpoint_of_fp16_goes_on_in_another_format_from_the_same_masters(
+def test_a_checkpoint_of_fp16_resumes_in_another_format_from_the_same_masters(
     after: Dtype, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, tmp_path: Path
 ) -> None:
     engine = make_engine(dtype="fp16")
@@ -370,7 +370,7 @@ def test_an_operation_that_the_device_lacks_in_fp16_is_named(
         make_engine(dtype="fp16")
 
 
-def test_a_dynamic_scale_finds_its_place_from_far_too_high(
+def test_a_dynamic_scale_converges_from_far_too_high(
     make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
     engine = make_engine(precision=fp16(initial_scale_power=32), lr=1e-2)
@@ -408,7 +408,7 @@ def test_frozen_weights_are_cast_too(make_engine: MakeEngine, ragged_batch: Batc
     assert engine.logprobs(replace(ragged_batch)).dtype == torch.float32
 
 
-def test_a_parameter_without_a_gradient_does_not_move_in_any_format() -> None:
+def test_a_parameter_without_a_gradient_is_unchanged_in_every_format() -> None:
     """AdamW would decay it, and move it by its old momentum, for a gradient of 0."""
 
     class Two(nn.Module):
@@ -469,7 +469,7 @@ def test_a_model_that_fp16_cannot_hold_is_refused_at_once(
     assert broken("bf16")
 
 
-def test_the_hint_at_the_floor_undoes_every_scaling_key() -> None:
+def test_the_hint_at_the_floor_resets_every_scaling_key() -> None:
     config = fp16(loss_scale=0, min_loss_scale=0.5, consecutive_hysteresis=True)
     assert config.overrides_for("bf16") == (
         "precision.dtype=bf16 precision.loss_scale=null precision.min_loss_scale=1.0 "

@@ -218,7 +218,7 @@ def test_no_objective_waits_for_the_device(case: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_a_student_does_not_wait_for_the_device(kind: str) -> None:
+def test_a_distillation_objective_does_not_wait_for_the_device(kind: str) -> None:
     options = {"beta": 0.5} if kind == "jsd" else {}
     teacher = Head(torch.randn(50, 24, device=META), chunk_tokens=7)
     divergence, slope = (partial(x[kind], **options) for x in (DIVERGENCES, SLOPES))

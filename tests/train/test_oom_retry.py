@@ -65,7 +65,7 @@ def last_passes(tried: list[int], rows: int) -> list[int]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
-def test_a_step_in_smaller_passes_has_the_plain_steps_gradient(
+def test_a_step_in_smaller_passes_has_the_same_gradient(
     make_engine: Any, ragged_batch: Batch, nll: Any, layout: str, in_backward: bool, dtype: str
 ) -> None:
     """In backward the head's and the last layers' gradients are already added when layer 0 fails.
@@ -97,7 +97,7 @@ def test_batches_before_in_the_same_step_are_counted_once(
     assert len(retried._losses) == 3  # of 3, 3 and 2 rows
 
 
-def test_the_size_found_is_kept_and_retries_are_counted(
+def test_the_reduced_size_is_kept_and_retries_are_counted(
     make_engine: Any, ragged_batch: Batch, nll: Any
 ) -> None:
     engine = make_engine(on_oom="retry_smaller", layout="padded")
@@ -113,7 +113,7 @@ def test_the_size_found_is_kept_and_retries_are_counted(
     assert make_engine().smaller is None
 
 
-def test_a_row_that_does_not_fit_alone_ends_it_with_its_size(
+def test_a_single_row_that_does_not_fit_is_an_error_with_its_size(
     make_engine: Any, ragged_batch: Batch, nll: Any
 ) -> None:
     engine = make_engine(on_oom="retry_smaller")
@@ -123,9 +123,7 @@ def test_a_row_that_does_not_fit_alone_ends_it_with_its_size(
     assert "must stay in one micro-batch" in "".join(raised.value.__notes__)
 
 
-def test_by_default_the_error_comes_through(
-    make_engine: Any, ragged_batch: Batch, nll: Any
-) -> None:
+def test_by_default_the_error_propagates(make_engine: Any, ragged_batch: Batch, nll: Any) -> None:
     engine = make_engine()
     tried = limit_rows(engine, 4)
     with pytest.raises(RuntimeError, match="not enough memory"):
@@ -150,7 +148,7 @@ def test_rows_that_stay_together_are_never_cut(ragged_batch: Batch) -> None:
     ],
     ids=["deepspeed", "full", "tensor", "sequence"],
 )
-def test_where_ranks_wait_for_each_other_in_a_pass_it_is_refused(engine: Any) -> None:
+def test_on_oom_retry_is_refused_if_ranks_synchronize_in_a_pass(engine: Any) -> None:
     config = TrainConfig(train_batch_size=4, engine=engine, on_oom="retry_smaller")
     assert any("leave the others waiting" in rule for rule in config.rules())
     assert not list(config.model_copy(update={"on_oom": "fail"}).rules())
@@ -170,7 +168,7 @@ def test_errors_about_memory_are_recognised(error: Exception, is_memory: bool) -
     assert is_out_of_memory(error) is is_memory
 
 
-def test_a_real_allocation_that_cannot_be_had_is_recognised() -> None:
+def test_a_failed_real_allocation_is_recognised() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(raised.value), raised.value

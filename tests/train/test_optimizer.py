@@ -126,7 +126,7 @@ def test_an_update_too_small_to_see_accumulates_in_the_master(
     )
 
 
-def test_masters_keep_what_the_compute_format_would_round_away() -> None:
+def test_masters_keep_updates_that_the_compute_format_rounds_away() -> None:
     """1 + 2^-20 is 1 in fp16 and bf16; the master has it, and publishes from it."""
     model = One()
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_gradients_can_add_up_in_the_compute_format_on_request() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_moves_nothing(
+def test_a_non_finite_gradient_changes_no_weight(
     bad: float,
     dtype: str,
     make_engine: MakeEngine,
@@ -230,7 +230,7 @@ def test_the_norm_is_taken_before_clipping() -> None:
     assert seen[0].tolist() == pytest.approx([1 / 3] * 3, rel=1e-6)
 
 
-def test_weight_decay_shrinks_matrices_and_nothing_else() -> None:
+def test_weight_decay_applies_only_to_matrices() -> None:
     """Without gradient a step multiplies by 1 - lr x decay = 1 - 0.1 x 0.5 = 0.95."""
     model = One()
     optimizer = optimizer_of(model, lr=0.1, weight_decay=0.5)
@@ -301,7 +301,7 @@ def test_after_warm_up_schedules_are_those_of_transformers(
     assert mine[warmup:] == pytest.approx(oracle[warmup:], abs=1e-12)  # the same formula in float64
 
 
-def test_warm_up_moves_at_the_first_step_and_ends_at_the_peak() -> None:
+def test_warm_up_updates_at_the_first_step_and_ends_at_the_peak() -> None:
     """ceil(0.25 x 10) = 3 steps of warm-up: 1/4, 2/4, 3/4, then the peak. (transformers starts at
     0, which
     wastes a step.)"""
@@ -318,7 +318,7 @@ def test_decay_by_hand() -> None:
     assert floor == pytest.approx([1.0, 0.8828427, 0.6, 0.3171573])
 
 
-def test_beyond_the_last_step_the_rate_stays_at_the_end() -> None:
+def test_beyond_the_last_step_the_learning_rate_is_constant() -> None:
     config = TrainConfig(lr_scheduler="cosine_with_min_lr", min_lr_ratio=0.2)
     assert lr_factor(100, config, 4) == pytest.approx(0.2)
     assert lr_factor(5, TrainConfig(lr_warmup_ratio=1.0), 3) == 1.0

@@ -146,7 +146,7 @@ def test_entropies_and_their_gradient_are_those_of_one_rank(engine: str, two: Re
 
 @slow
 @pytest.mark.parametrize("engine", NAMES)
-def test_a_run_that_must_stop_stops_on_all_ranks_and_says_the_same(
+def test_a_run_that_must_stop_stops_on_all_ranks_with_one_message(
     engine: str, two: Reports
 ) -> None:
     messages = two.same(engine, "stop")
@@ -189,13 +189,13 @@ def assert_goes_on(reports: Reports, engine: str, name: str) -> None:
 @slow
 @pytest.mark.parametrize("name", parallel.SAVED)
 @pytest.mark.parametrize("engine", NAMES)
-def test_a_run_goes_on_here_and_on_one_rank(engine: str, name: str, two: Reports) -> None:
+def test_a_run_resumes_on_the_same_ranks_and_on_one(engine: str, name: str, two: Reports) -> None:
     assert_goes_on(two, engine, name)
 
 
 @slow
 @pytest.mark.parametrize("engine", parallel.ENGINES[4])
-def test_a_run_of_four_ranks_goes_on_here_and_on_one_rank(engine: str, four: Reports) -> None:
+def test_a_run_of_four_ranks_resumes_on_four_and_on_one(engine: str, four: Reports) -> None:
     for name in ("tied", "lora"):
         assert_goes_on(four, engine, name)
 
@@ -216,7 +216,7 @@ def test_models_with_biases_and_norms_of_heads_train_as_on_one_rank(
 
 
 @slow
-def test_a_rank_of_a_tensor_parallel_group_has_its_part_of_the_layers(two: Reports) -> None:
+def test_a_tensor_parallel_rank_has_its_shard_of_the_layers(two: Reports) -> None:
     """qwen3, untied: of 2 x 53 x 32 entries outside of the layers and 2 x (2 x 32 x 32 + 2 x 32 x
     16 + 3 x 32 x 48) = 15360 in matrices inside, a rank has half of the latter; norms are 208."""
     matrices, ends, norms = 15360, 3392, 2 * (2 * 32 + 2 * 8) + 32
@@ -234,7 +234,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(engine: str, two: Report
 
 
 @slow
-def test_what_ranks_send_each_other_is_what_the_documentation_says(two: Reports) -> None:
+def test_communication_between_ranks_is_as_documented(two: Reports) -> None:
     """70 tokens, 2 layers, width 32, 4 heads and 2 key/value heads of 8, forward and backward.
     Tokens spread: 2 x 2 x 35 x (4 + 2 + 2 + 4) x 8 = 13440, of which half stays. Layers cut: 2 sums
     forward and 2 backward, 2 x 4 x 70 x 32 = 17920."""

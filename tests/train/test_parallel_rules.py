@@ -49,7 +49,7 @@ def recipe(ranks: int, batch: int, **engine: Any) -> SFTConfig:
     )
 
 
-def test_ranks_that_make_no_whole_groups_are_told_of_in_the_recipe() -> None:
+def test_a_rank_count_that_is_not_a_multiple_is_refused_in_the_recipe() -> None:
     with pytest.raises(
         ValueError,
         match=r"sequence_parallel_size=2 does not divide cluster.policy_"
@@ -65,13 +65,9 @@ def test_a_model_parallel_group_counts_as_one_data_parallel_rank() -> None:
     assert recipe(6, 6).batch_plan().micro_train_batch_size == 1
 
 
-def test_an_engine_without_whole_groups_is_not_made() -> None:
+def test_an_engine_with_incomplete_rank_groups_is_refused() -> None:
     spec = EngineSpec("policy", TrainConfig(engine=TorchEngine(sequence_parallel_size=2)), MODEL)
-    with pytest.raises(
-        ValueError,
-        match=r"size=2: 2 ranks compute the same rows, "
-        r"and this engine has 1",
-    ):
+    with pytest.raises(ValueError, match=r"size=2: 2 ranks .* \(1\) must be a multiple of 2"):
         TorchTrainEngine(load_causal_lm(MODEL), spec, ranks=SINGLE)
 
 
@@ -86,7 +82,7 @@ def test_an_engine_without_whole_groups_is_not_made() -> None:
         (
             "qwen3_next",
             {"num_attention_heads": 8},
-            r"layers of type linear_attention, which mix tokens in another way",
+            r"layers of type linear_attention, which mix tokens without attention",
         ),
         (
             "llama",
@@ -95,7 +91,7 @@ def test_an_engine_without_whole_groups_is_not_made() -> None:
         ),
     ],
 )
-def test_a_model_whose_tokens_cannot_be_spread_is_refused(
+def test_a_model_without_sequence_parallel_support_is_refused(
     kind: str, values: dict[str, Any], message: str
 ) -> None:
     config = AutoConfig.for_model(kind, **values)
@@ -103,7 +99,7 @@ def test_a_model_whose_tokens_cannot_be_spread_is_refused(
         check_sequence_parallel(config, 4)
 
 
-def test_heads_that_the_parallel_size_divides_are_taken() -> None:
+def test_heads_divisible_by_the_parallel_size_are_accepted() -> None:
     for heads, kv in ((8, 8), (8, 2), (8, 1), (12, 3)):
         config = AutoConfig.for_model(
             "llama", hidden_size=96, num_attention_heads=heads, num_key_value_heads=kv
@@ -127,7 +123,7 @@ def body_of(kind: str, **values: Any) -> Any:
         ("llama", {"attention_bias": True}, 2, r"layers.0.self_attn.o_proj.bias cannot be sharded"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused(
+def test_a_model_that_cannot_be_sharded_is_refused(
     kind: str, values: dict[str, Any], size: int, message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -150,7 +146,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
         layer_styles(body)
 
 
-def test_a_plan_that_leaves_something_out_or_cuts_it_otherwise_is_refused() -> None:
+def test_an_incomplete_or_unsupported_plan_is_refused() -> None:
     body = body_of("qwen3", head_dim=4)
     plan = dict(body.config.base_model_tp_plan)
     body.config.base_model_tp_plan = {k: v for k, v in plan.items() if "q_norm" not in k}
@@ -161,7 +157,7 @@ def test_a_plan_that_leaves_something_out_or_cuts_it_otherwise_is_refused() -> N
         layer_styles(body)
 
 
-def test_tokens_and_layers_are_not_shared_out_at_the_same_time() -> None:
+def test_sequence_and_tensor_parallelism_cannot_be_combined() -> None:
     both = {"sequence_parallel_size": 2, "tensor_parallel_size": 2}
     with pytest.raises(ValueError, match=r"their combination is not implemented"):
         recipe(4, 4, **both)
@@ -173,7 +169,7 @@ def test_tokens_and_layers_are_not_shared_out_at_the_same_time() -> None:
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared_prefix", "padded"])
-def test_local_shards_put_one_after_another_are_the_whole_row(layout: Any) -> None:
+def test_concatenated_local_shards_equal_the_row(layout: Any) -> None:
     """Rows of 3 and 2 tokens over 4 ranks: 5 tokens (6 when padded) in stretches of 2; the last
     rank has padding only (when padded: too)."""
     batch = rows_to_batch(

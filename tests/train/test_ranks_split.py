@@ -73,7 +73,7 @@ def split(case: dict[str, Any]) -> tuple[Batch, list[list[list[int]]]]:
 
 @settings(max_examples=150, deadline=None)
 @given(case=CASES)
-def test_every_row_is_in_one_micro_batch_and_units_stay_whole(case: dict[str, Any]) -> None:
+def test_every_row_is_in_one_micro_batch_and_units_are_not_split(case: dict[str, Any]) -> None:
     batch, parts = split(case)
     assert len(parts) == case["ranks"]
     assert sorted(flat(parts)) == list(range(batch.num_rows))
@@ -86,7 +86,7 @@ def test_every_row_is_in_one_micro_batch_and_units_stay_whole(case: dict[str, An
 
 @settings(max_examples=150, deadline=None)
 @given(case=CASES)
-def test_all_ranks_take_the_same_number_of_passes(case: dict[str, Any]) -> None:
+def test_all_ranks_make_the_same_number_of_passes(case: dict[str, Any]) -> None:
     """And an empty one only where the rank has no two units left to part."""
     _, parts = split(case)
     assert len({len(part) for part in parts}) == 1
@@ -203,7 +203,7 @@ def test_rows_that_share_a_prompt_go_to_one_rank() -> None:
         assert computed(batch, rows, "shared_prefix") == 96
 
 
-def test_one_group_is_parted_where_ranks_would_stand_idle() -> None:
+def test_a_group_is_split_if_ranks_would_be_idle() -> None:
     """One prompt of 4 tokens with 16 responses of 12: each rank takes 8, and its own prompt."""
     batch = batch_of([(4, [12] * 16)])
     first, second = two_ranks(batch, max_tokens=1000, layout="shared_prefix")

@@ -49,7 +49,7 @@ def trained_lora(
 
 @pytest.mark.parametrize("written", ["inline", "ray"])
 @pytest.mark.parametrize("moved", [False, True])
-def test_adapters_know_their_base_by_the_recipes_name_or_the_full_path(
+def test_adapters_match_their_base_by_recipe_name_or_full_path(
     written: str, moved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers get full paths, and may work in another folder than the recipe's; and a folder with
@@ -89,7 +89,7 @@ CASES = [
 
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("before", [0, 3])
-def test_a_loaded_engine_goes_on_bit_by_bit(  # house: ok fixtures and parameters
+def test_a_loaded_engine_continues_bitwise(  # house: ok fixtures and parameters
     options: dict[str, object],
     before: int,
     make_engine: MakeEngine,
@@ -197,7 +197,7 @@ def test_the_frozen_base_of_a_lora_policy_is_its_base_model(
     )
 
 
-def test_adapters_are_on_again_when_something_fails_inside(
+def test_adapters_are_enabled_again_after_an_error(
     make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
     engine = trained_lora(make_engine, ragged_batch, nll)
@@ -230,7 +230,7 @@ def test_weights_of_a_lora_policy_are_merged_as_peft_merges(
     torch.testing.assert_close(fresh.logprobs(ragged_batch), tuned, atol=5e-6, rtol=0)
 
 
-def test_weights_come_in_the_compute_dtype_under_the_names_of_transformers(
+def test_weights_have_the_compute_dtype_and_transformers_names(
     make_engine: MakeEngine,
 ) -> None:
     weights = dict(make_engine(dtype="bf16").weights())
@@ -251,7 +251,7 @@ def test_a_frozen_engine_has_no_optimizer_and_no_gradient(
         engine.optim_step()
 
 
-def test_dropout_acts_in_training_passes_only(
+def test_dropout_applies_only_in_training_passes(
     make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
     config = LORA.model_copy(update={"lora": LoraConfig(lora_rank=4, lora_dropout=0.5)})

@@ -103,14 +103,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(reports: R
     assert reports.same("bad_loss") == {"skipped": True, "overflow": False, "unmoved": True}
 
 
-def test_a_run_that_must_stop_stops_on_both_ranks_and_says_the_same(reports: Reports) -> None:
+def test_a_run_that_must_stop_stops_on_both_ranks_with_one_message(reports: Reports) -> None:
     """Rank 1 alone finds the bad loss; rank 0 tells of it too."""
     message = reports.same("stop")["message"]
     assert "2 consecutive steps of the policy were skipped" in message
     assert "First bad tensor: loss" in message
 
 
-def test_all_ranks_save_and_all_are_told_how_it_went(reports: Reports) -> None:
+def test_all_ranks_save_and_all_learn_the_outcome(reports: Reports) -> None:
     """Rank 0 writes. Where it cannot (a file stands in the way), or where a weight of rank 1 alone
     is not finite, both ranks raise."""
     first, second = (found["save"] for found in reports.found)
@@ -141,7 +141,7 @@ def test_sums_over_ranks_are_the_same_on_both_for_every_shape_and_bucket(
     assert reports.same("exchange")["sums"] == expected
 
 
-def test_what_is_true_on_one_rank_is_known_on_both(reports: Reports) -> None:
+def test_any_and_gather_combine_values_of_both_ranks(reports: Reports) -> None:
     found = reports.same("exchange")
     assert found["any"] == [False, True, True]
     assert found["any_across"] == [False, True, True]
@@ -161,7 +161,7 @@ def test_stats_with_other_names_on_another_rank_are_refused_on_both(reports: Rep
     assert "only rank 0 has sum only 0, only rank 1 has sum only 1" in message
 
 
-def test_one_rank_alone_has_nothing_to_do() -> None:
+def test_a_single_rank_needs_no_communication() -> None:
     tensors, stats = [torch.ones(2)], Stats(sums={"n": torch.tensor(1.0)})
     alone = RankGroup()
     alone.all_reduce_(tensors)

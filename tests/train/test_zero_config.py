@@ -26,7 +26,7 @@ from burnish.train.zero import ds_config, zero_section
         ),
     ],
 )
-def test_what_a_gpu_offloads_is_pinned_and_what_a_cpu_does_never(
+def test_offloaded_memory_is_pinned_only_with_a_gpu(
     engine: dict[str, Any], sections: set[str], on_gpu: bool
 ) -> None:
     chosen = DeepSpeedEngine(**engine)

@@ -1,4 +1,4 @@
-"""Advantages: hand-worked groups, naive float64 references, and what must not change them."""
+"""Advantages: hand-worked groups, naive float64 references, and invariances."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_advantages_are_independent_of_other_groups(f, seed: int) -> None:
 
 def test_token_rewards_by_hand() -> None:
     """Row 0: actions at 0, 1, 3; reward 2 on token 3; minus 0.5 x kl (1, 2, 4): -0.5, -1, 2 - 2.
-    Row 1: one action at 1, reward -1, kl 3: -1 - 1.5 = -2.5. Row 2: no action, nothing."""
+    Row 1: one action at 1, reward -1, kl 3: -1 - 1.5 = -2.5. Row 2: no action, no reward."""
     rewards = torch.tensor([2.0, -1.0, 9.0])
     mask = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
     kl = torch.tensor([[1.0, 2.0, math.nan, 4.0], [8.0, 3.0, 8.0, math.inf], [math.nan] * 4])
@@ -248,7 +248,7 @@ def test_gae_by_hand() -> None:
     """gamma 1/2, lambda 1/2, rewards 0, 0, 1, values 1, 2, 4.
 
     deltas: 0 + 2/2 - 1 = 0; 0 + 4/2 - 2 = 0; 1 - 4 = -3. A_2 = -3; A_1 = -3/4; A_0 = -3/16. Returns
-    A + V: 13/16, 5/4, 1. A gap between tokens 1 and 2, with any value in it, changes nothing.
+    A + V: 13/16, 5/4, 1. A gap between tokens 1 and 2, with any value in it, has no effect.
     """
     rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
     values = torch.tensor([[1.0, 2.0, 50.0, 4.0]])
@@ -324,7 +324,7 @@ def test_padding_and_permuting_rows_does_not_change_token_advantages(
 @quick
 @given(seed=seeds)
 def test_gae_with_an_exact_critic_has_no_advantage(seed: int) -> None:
-    """Where V_t is the return itself, every delta is 0."""
+    """If V_t is the return itself, every delta is 0."""
     rewards, _, mask = rectangle(seed)
     exact = return_to_go(rewards, mask, gamma=0.9)
     advantages, _ = gae(rewards, exact, mask, gamma=0.9, lam=0.7)

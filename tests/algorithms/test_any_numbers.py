@@ -1,5 +1,5 @@
-"""What is not finite, and what is very large: losses ignore whatever stands outside their mask, and
-give finite numbers, or a defined result, for whatever stands inside."""
+"""Non-finite and very large values: losses ignore values outside their mask, and give finite
+numbers, or a defined result, for values inside."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def test_finite_numbers_of_any_size_give_a_finite_loss_and_gradient(
 
 @pytest.mark.parametrize("power", [18, 19, 20, 30, 38])
 def test_advantages_of_very_large_rewards_are_those_of_small_ones(power: int) -> None:
-    """Rewards 1, 0, 0, 1 times 10^power: grpo divides by the spread, so nothing changes. (The
-    square of 1.8e19 overflows fp32, and a division by inf gave 0.)"""
+    """Rewards 1, 0, 0, 1 times 10^power: grpo divides by the spread, so the advantages do not
+    change. (The square of 1.8e19 overflows fp32, and a division by inf gave 0.)"""
     groups = torch.zeros(4, dtype=torch.int64)
     rewards = torch.tensor([1.0, 0, 0, 1]) * 10.0**power
     small = ADVANTAGES["grpo"](torch.tensor([1.0, 0, 0, 1]), groups, eps=1e-12)
@@ -310,8 +310,8 @@ def test_dual_clip_bounds_gspo_as_it_bounds_ppo() -> None:
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_log_probs_that_are_not_finite_have_the_limit_or_nan_at_their_token(kind: str) -> None:
-    """Rows of one token. A policy that cannot say the token (-inf): ratio 0. A sampler that could
-    not have (-inf): the largest ratio. NaN: NaN, there alone. A = 0: nothing, but for NaN."""
+    """Rows of one token. A policy with log-prob -inf: ratio 0. A sampler with log-prob -inf: the
+    largest ratio. NaN: NaN, at this token only. A = 0: 0, except for NaN."""
     x = torch.tensor([[-math.inf], [-1.0], [math.nan], [-1.0], [-math.inf]], requires_grad=True)
     old = torch.tensor([[-1.0], [-math.inf], [-1.0], [-1.0], [-1.0]])
     advantages = torch.tensor([[1.0], [1.0], [1.0], [1.0], [0.0]])

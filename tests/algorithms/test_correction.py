@@ -139,7 +139,7 @@ def test_unknown_levels_and_modes_are_refused() -> None:
 def test_garbage_outside_the_mask_changes_neither_weights_nor_stats(
     garbage: float, level: str, mode: str
 ) -> None:
-    """Outside the mask the weight is 1, also where the bounds leave 1 out."""
+    """Outside the mask the weight is 1, even if the bounds exclude 1."""
     options = {"level": level, "mode": mode, "low": 0.1, "high": 0.9}
     clean, stats = correction_weights(GAPS, torch.zeros(2, 3), MASK, **options)
     dirty = GAPS.masked_fill(~MASK, garbage)

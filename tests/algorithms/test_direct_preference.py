@@ -1,4 +1,4 @@
-"""DPO and its family: each by hand, gradients, and what must not change them."""
+"""DPO and its family: each by hand, gradients, and invariances."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def test_jsd_by_hand() -> None:
 
 
 def test_slopes_by_hand() -> None:
-    """Forward: p - q = -1/4, 1/4. JSD at beta 1/2, where p = 1/4, 3/4 and m = 3/8, 5/8:
-    a = ln 2/3, ln 6/5; KL(p || m) = a.p = 0.035376; slope p (a - KL) / 2 = -0.055105, 0.055105."""
+    """Forward: p - q = -1/4, 1/4. JSD at beta 1/2, with p = 1/4, 3/4 and m = 3/8, 5/8: a = ln 2/3,
+    ln 6/5; KL(p || m) = a.p = 0.035376; slope p (a - KL) / 2 = -0.055105, 0.055105."""
     assert forward_kl_slope(QUARTER, HALVES).tolist() == [pytest.approx([-0.25, 0.25], abs=1e-12)]
     mean = 0.25 * math.log(2 / 3) + 0.75 * math.log(1.2)
     first = 0.25 * (math.log(2 / 3) - mean) / 2
@@ -145,7 +145,7 @@ def test_the_squared_temperature_keeps_the_gradient_scale() -> None:
 
 def test_the_on_policy_advantage_by_hand() -> None:
     """Policy ln 1/2, teacher ln 1/4: -ln 2. Policy ln 1/3, teacher 1: ln 3. Outside of the mask 0,
-    whatever stands there."""
+    for any value."""
     old = torch.tensor([[-LN2, -LN3, float("nan")]])
     teacher = torch.tensor([[-2 * LN2, 0.0, float("inf")]])
     mask = torch.tensor([[True, True, False]])

@@ -93,7 +93,7 @@ def test_a_fixed_weight_is_constant() -> None:
 
 def test_the_adaptive_weight_by_hand() -> None:
     """Target 6, horizon 1000, 100 samples: KL 6.6 is an error of 0.1, so x 1.01; KL 60 is clipped
-    to 0.2, so x 1.02; KL 3 is clipped to -0.2, so x 0.98; KL 6 changes nothing."""
+    to 0.2, so x 1.02; KL 3 is clipped to -0.2, so x 0.98; KL 6 does not change the weight."""
     kl = AdaptiveKl(0.2, target=6.0, horizon=1000)
     expected = 0.2
     for measured, factor in [(6.6, 1.01), (60.0, 1.02), (3.0, 0.98), (6.0, 1.0)]:
@@ -153,8 +153,8 @@ def test_a_resumed_adaptive_weight_follows_a_new_target() -> None:
 @pytest.mark.parametrize("resumed", [FixedKl, adaptive])
 @pytest.mark.parametrize("saved", [FixedKl(0.0), FixedKl(0.2), adaptive(0.2)])
 def test_a_weight_changed_in_the_recipe_overrides_the_checkpoint(saved, resumed) -> None:
-    """Whatever kind of weight was saved, also where the resumed one has moved since (as where a
-    run goes back to its checkpoint)."""
+    """For any saved kind of weight, even if the resumed one has changed since (as in a rollback to
+    a checkpoint)."""
     saved.update(60.0, 100)
     controller = resumed(0.1)
     controller.update(60.0, 100)
@@ -163,7 +163,7 @@ def test_a_weight_changed_in_the_recipe_overrides_the_checkpoint(saved, resumed)
 
 
 def test_a_fixed_weight_overrides_a_saved_adaptive_one() -> None:
-    """Also where the recipe has the number that the adaptive one began with."""
+    """Even if the recipe has the initial value of the adaptive one."""
     saved, controller = adaptive(0.2), FixedKl(0.2)
     saved.update(60.0, 100)
     controller.load_state_dict(saved.state_dict())

@@ -1,4 +1,4 @@
-"""Policy losses: each branch of the clip by hand, gradients, and what must not change them."""
+"""Policy losses: each branch of the clip by hand, gradients, and invariances."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_the_dual_bound_is_inclusive_and_applies_to_small_advantages() -> None:
 def test_cispo_gradients_agree_with_finite_differences_at_constant_weight(
     seed: int,
 ) -> None:
-    """L(x) = -w A x where w is what it was at the start: clip(exp(x0 - old), 0.8, 1.3)."""
+    """L(x) = -w A x with w as at the start: clip(exp(x0 - old), 0.8, 1.3)."""
     logprobs, old, advantages, mask = tokens(seed)
     x = logprobs.clone().requires_grad_()
     (grad,) = torch.autograd.grad(cispo(x, old, advantages, mask, **CLIP)[0].sum(), x)

@@ -12,9 +12,9 @@ from burnish.algorithms.process import AGGREGATIONS, aggregate_steps, step_cross
 
 
 def test_cross_entropy_of_hard_and_soft_labels_by_hand() -> None:
-    """Logit 0 is p = 1/2: ln 2 whatever the label. Logit ln 3 is p = 3/4: label 1 costs
-    -ln 0.75 = 0.287682, label 0 -ln 0.25 = 1.386294, label 0.25
-    0.25 x 0.287682 + 0.75 x 1.386294 = 1.111641."""
+    """Logit 0 is p = 1/2: ln 2 for any label. Logit ln 3 is p = 3/4: label 1 costs -ln 0.75 =
+    0.287682, label 0 -ln 0.25 = 1.386294, label 0.25 0.25 x 0.287682 + 0.75 x 1.386294 =
+    1.111641."""
     logits = torch.tensor([0.0, math.log(3), math.log(3), math.log(3)])
     out = step_cross_entropy(logits, torch.tensor([0.3, 1.0, 0.0, 0.25]))
     # 1e-6: six written decimals and fp32

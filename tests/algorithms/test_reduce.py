@@ -23,7 +23,7 @@ every_aggregation = pytest.mark.parametrize(
 
 
 def rows(seed: int, n: int = 7, t: int = 5) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """Losses (fp64), a ragged mask with an empty row, and the counts of the whole."""
+    """Losses (fp64), a ragged mask with an empty row, and the counts of all rows."""
     g = torch.Generator().manual_seed(seed)
     loss = torch.randn(n, t, generator=g, dtype=torch.float64)
     mask = torch.rand(n, t, generator=g) < 0.6
@@ -165,7 +165,7 @@ def test_counts_of_one_are_enough() -> None:
 
 
 def test_sums_by_row_of_half_precision_input_are_taken_in_fp32() -> None:
-    """300 ones in each of two rows: a bf16 sum would stop at 256. Row 2 has nothing."""
+    """300 ones in each of two rows: a bf16 sum would stop at 256. Row 2 is empty."""
     x, mask = torch.ones(600).bfloat16(), torch.ones(600).bool()
     ids = torch.arange(600) // 300
     mask[0] = False

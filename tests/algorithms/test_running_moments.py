@@ -1,4 +1,4 @@
-"""Running mean and spread against hand-worked sums, statistics of the whole, and any order."""
+"""Running mean and spread against hand-worked sums, statistics of all values, and any order."""
 
 from __future__ import annotations
 

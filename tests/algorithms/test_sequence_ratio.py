@@ -1,4 +1,5 @@
-"""GSPO: one ratio for a whole sequence; by hand, against finite differences, packed and padded."""
+"""GSPO: one ratio for an entire sequence; by hand, against finite differences, packed and
+padded."""
 
 from __future__ import annotations
 

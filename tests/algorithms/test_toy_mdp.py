@@ -1,4 +1,4 @@
-"""PPO as a whole, on a problem whose optimum is known by hand: its advantages, its policy loss, its
+"""End-to-end PPO on a problem whose optimum is known by hand: its advantages, its policy loss, its
 value loss and its denominators have to work together, or the policy ends elsewhere."""
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def with_gaps(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("gaps", [False, True], ids=["one turn", "two turns"])
 def test_ppo_finds_the_optimum_of_a_two_state_problem(gaps: bool) -> None:
-    """The greedy policy moves to state 1 and stays: return 2.439. The critic ends at what is still
-    to come: at the first step in state 0 OPTIMUM, at the last step in state 1 its reward of 1."""
+    """The greedy policy moves to state 1 and stays: return 2.439. The critic converges to the
+    remaining return: at the first step in state 0 OPTIMUM, at the last step in state 1 its reward
+    of 1."""
     spread = with_gaps if gaps else (lambda x: x)
     logits = torch.zeros(STEPS, 2, 2, requires_grad=True)
     values = torch.zeros(STEPS, 2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The critic's loss: both sides of the clip by hand, gradients, and what must not change it."""
+"""The critic's loss: both sides of the clip by hand, gradients, and invariances."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_the_larger_of_plain_and_clipped_error_by_hand() -> None:
 
 
 def test_without_a_clip_it_is_half_the_squared_error() -> None:
-    """(3 - 1)^2 / 2 = 2, whatever the old value was."""
+    """(3 - 1)^2 / 2 = 2, for any old value."""
     one = torch.ones(1)
     loss, stats = clipped_value_loss(3 * one, -9 * one, one, one.bool(), value_clip=None)
     assert loss.tolist() == [2] and stats.floats()["clip_frac"] == 0
 
 
 def test_an_unclipped_token_is_not_counted_as_clipped_by_rounding() -> None:
-    """0.1 + (0.7 - 0.1) is not 0.7 in floating point; nothing here is outside the clip."""
+    """0.1 + (0.7 - 0.1) is not 0.7 in floating point; no value here is outside the clip."""
     values, old, returns, mask = tokens(0, n=50, t=50)
     _, stats = clipped_value_loss(
         values.float(), old.float(), returns.float(), mask, value_clip=100.0
@@ -176,8 +176,8 @@ def test_the_stats_of_the_critic_by_hand() -> None:
 
 
 def test_returns_far_from_zero_keep_their_variance() -> None:
-    """4096 and 4097 in fp32: squares near 2^24, where fp32 knows whole numbers only; their variance
-    is 1/4. Errors -4096 and -4098 have variance 1: 1 - 1 / (1/4) = -3."""
+    """4096 and 4097 in fp32: squares near 2^24, at which fp32 resolves only integers; their
+    variance is 1/4. Errors -4096 and -4098 have variance 1: 1 - 1 / (1/4) = -3."""
     mask = torch.ones(2, dtype=torch.bool)
 
     def of(*values: float) -> float:

@@ -1,4 +1,4 @@
-"""Child processes for tests that die on purpose or change what a process may do."""
+"""Child processes for tests that are killed on purpose or change process limits."""
 
 from __future__ import annotations
 

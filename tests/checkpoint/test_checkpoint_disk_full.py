@@ -28,7 +28,8 @@ def save_tensors(folder):
 
 
 def check_refused(store, write, said: str) -> None:
-    """Saving step 2 fails and says ``said``; step 1 is whole and alone; then 3 works."""
+    """Saving step 2 fails with the message ``said``; step 1 is complete and the only one; then 3
+    works."""
     with pytest.raises(CheckpointError, match=said) as caught:
         store.save(2, write, num_bytes=1000)
     assert "step_000002" in str(caught.value)

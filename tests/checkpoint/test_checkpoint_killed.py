@@ -49,7 +49,8 @@ def die_before_operation(n: int) -> None:
 
 @pytest.fixture(autouse=True)
 def no_flush(monkeypatch):
-    """A killed process loses nothing it has handed to the system: flushes would only cost time."""
+    """A killed process loses no data that it has passed to the system: flushes would only cost
+    time."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -79,7 +80,7 @@ def killed_at_every_operation(tmp_path, run_in_child, *, step: int):
 
 
 def check_next_save(store) -> None:
-    """The next save works and leaves nothing behind."""
+    """The next save works and removes leftovers."""
     store.save(9, writes("new"))
     assert [path.name for path in store.folder.iterdir()] == ["step_000009"]
 

@@ -1,4 +1,4 @@
-"""The store: what it keeps, which it gives back, and what it says when a checkpoint is damaged."""
+"""The store: retention, the newest checkpoint, and the warnings about damaged checkpoints."""
 
 from __future__ import annotations
 

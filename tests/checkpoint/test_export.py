@@ -1,4 +1,5 @@
-"""Exports load with plain transformers and peft and compute what the run's engine computed."""
+"""Exports load with plain transformers and peft and compute the same outputs as the run's
+engine."""
 
 from __future__ import annotations
 

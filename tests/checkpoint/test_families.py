@@ -1,4 +1,4 @@
-"""Models that are more than Llama: what trains is what is exported, handed over and resumed."""
+"""Models beyond Llama: the trained weights are those exported, transferred and resumed."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_buffers_of_another_model_are_refused(make_engine: MakeEngine, tmp_path:
 def test_a_transfer_casts_weights_and_keeps_buffers(
     way: str, dtype: Dtype | None, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    """``buckets`` is what collective, ipc and the object store send. A weight may hold any bits:
+    """``buckets`` are sent by collective, ipc and the object store. A weight may hold any bits:
     NaN, infinity, zeros of both signs, subnormal numbers, and ties of the rounding to bf16."""
     base = folder_of(BUFFERED["deepseek_v3"], tmp_path / "base")
     engine = make_engine(config=base)

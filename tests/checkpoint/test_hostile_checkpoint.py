@@ -1,4 +1,4 @@
-"""A checkpoint from somebody else: its export runs no code and reads nothing outside of it."""
+"""An untrusted checkpoint: its export runs no code and reads no file outside of it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def changed(folder: Path, file: str, change: Callable[[Any], None]) -> None:
 
 
 def add_code(folder: Path, marker: Path) -> None:
-    """Make ``folder`` a model whose config, model and tokenizer are Python code of its own."""
+    """Make ``folder`` a model whose config, model and tokenizer are custom Python code."""
     (folder / "hostile.py").write_text(CODE.format(marker=str(marker)))
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = "hostile"
@@ -95,7 +95,7 @@ def adapted(base: ModelConfig, make_engine: MakeEngine) -> TorchTrainEngine:
 
 @pytest.fixture
 def hostile(base: ModelConfig, make_engine: MakeEngine, tmp_path: Path, marker: Path) -> Path:
-    """Adapters for a model with code, which say of themselves that they may be trusted."""
+    """Adapters for a model with code, whose config sets trust_remote_code itself."""
     folder = written(tmp_path, adapted(base, make_engine))
     shutil.copytree(str(base.path), tmp_path / "evil")
     add_code(tmp_path / "evil", marker)

@@ -33,7 +33,7 @@ def test_a_written_folder_verifies_and_its_manifest_lists_its_contents(folder):
 
 
 def test_extra_that_json_changes_still_verifies(tmp_path):
-    """JSON makes tuples lists and int keys text; the checksum is of what is read back."""
+    """JSON turns tuples into lists and int keys into text; the checksum is of the parsed value."""
     write_manifest(tmp_path, extra={"shape": (1, 2), "by_rank": {10: 1, 9: 2}})
     assert verify(tmp_path) == []
     assert read_manifest(tmp_path).extra == {"shape": [1, 2], "by_rank": {"10": 1, "9": 2}}
@@ -46,7 +46,7 @@ def test_extra_with_nan_is_refused(tmp_path):
 
 @pytest.mark.parametrize("flip", [0x01, 0x20])
 def test_a_flip_of_any_byte_that_changes_the_manifests_content_is_found(folder, flip):
-    """The one flip that changes nothing: 00e9 -> 00E9, a hexadecimal digit of an escaped letter."""
+    """The one flip without effect: 00e9 -> 00E9, a hexadecimal digit of an escaped letter."""
     unseen = []
     path = folder / MANIFEST
     whole = path.read_bytes()

@@ -1,4 +1,5 @@
-"""Nothing in burnish pickles: no pickle or its kin, no torch.save, no open torch.load."""
+"""burnish does not pickle: no pickle or similar modules, no torch.save, no unrestricted
+torch.load."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NEEDS = {
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """What each imported name stands for: ``import torch as t`` gives ``{"t": "torch"}``."""
+    """The module of each imported name: ``import torch as t`` gives ``{"t": "torch"}``."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -36,7 +37,7 @@ def imported_names(tree: ast.AST) -> dict[str, str]:
 
 
 def full_name(node: ast.AST, names: dict[str, str]) -> str:
-    """``t.load`` as ``torch.load``; "" for what is no dotted name of an import."""
+    """``t.load`` as ``torch.load``; "" if it is not a dotted name of an import."""
     if isinstance(node, ast.Name):
         return names.get(node.id, "")
     if isinstance(node, ast.Attribute):

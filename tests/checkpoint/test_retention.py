@@ -1,4 +1,4 @@
-"""Retention is a pure function: a few cases by hand, then what must hold for every list."""
+"""Retention is a pure function: a few cases by hand, then properties that hold for every list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nested state comes back equal, types included, and nothing that is read is ever unpickled."""
+"""Nested state round-trips, types included, and no file is ever unpickled."""
 
 from __future__ import annotations
 

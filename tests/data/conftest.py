@@ -71,7 +71,7 @@ def bpe() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def metaspace() -> PreTrainedTokenizerFast:
-    """A SentencePiece-style tokenizer, which puts a space before whatever text it is given."""
+    """A SentencePiece-style tokenizer, which puts a space before any text."""
     vocab = ["<unk>", "</s>", "\u2581", *"abc\nx:", "\u2581a", "\u2581x"]
     backend = Tokenizer(
         models.BPE(

@@ -1,4 +1,4 @@
-"""Ids are the pieces and nothing else, and the mask is on what the assistant writes."""
+"""Ids are exactly those of the parts, and the mask covers the assistant's tokens."""
 
 from __future__ import annotations
 

@@ -198,8 +198,8 @@ def test_the_text_of_a_wordpiece_row_has_no_marks() -> None:
 
 
 def test_a_character_that_begins_in_the_prompt_keeps_its_decoded_form(bpe: Tok) -> None:
-    """The prompt ends within the two bytes of a character: its text is no beginning of the
-    whole."""
+    """The prompt ends within the two bytes of a character: its text is no prefix of the full
+    text."""
     first, second = bpe("\u00e4", add_special_tokens=False)["input_ids"]
     assert response_text(bpe, [first], [second]) == bpe.decode([second])
 

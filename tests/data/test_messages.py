@@ -182,7 +182,7 @@ def test_a_message_of_a_role_that_the_template_drops_is_refused(chars: Tok, json
 def test_a_template_that_drops_earlier_reasoning_renders_every_role(
     chars: Tok, jsonl: Jsonl
 ) -> None:
-    """What is left out of a content is no message that is left out."""
+    """Text dropped from a message's content does not count as a dropped message."""
     chars.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         "{{ m['content'].split('=')[-1] }}<|im_end|>\n{% endfor %}"

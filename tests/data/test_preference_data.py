@@ -176,7 +176,7 @@ def test_a_pair_of_text_and_messages_has_one_prompt(chars: Tok, jsonl: Jsonl) ->
 
 
 def test_rows_that_follow_other_conversations_are_refused(chars: Tok, jsonl: Jsonl) -> None:
-    """``chosen`` goes on from another question than ``rejected``."""
+    """``chosen`` follows another question than ``rejected``."""
     chars.chat_template = chars.chat_template.replace(
         "{% for", "{% if messages | length > 3 %}long\n{% endif %}{% for", 1
     )
@@ -193,7 +193,7 @@ DIALOGUES = [
 
 
 def repeated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As hh-rlhf has them: each response is the whole dialogue."""
+    """As hh-rlhf has them: each response is the full dialogue."""
     return [
         {"prompt": row["prompt"]} | {k: row["prompt"] + row[k] for k in ("chosen", "rejected")}
         for row in rows

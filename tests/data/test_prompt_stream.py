@@ -1,5 +1,5 @@
-"""Prompts: ids, metadata, the length limit and its counts, exact resuming, and what bad rows
-say."""
+"""Prompts: ids, metadata, the length limit and its counts, exact resuming, and the errors of bad
+rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Demonstrations: the three kinds of row, what is trained on in each, and batches that can be
+"""Demonstrations: the three kinds of row, the trained tokens of each, and batches that can be
 resumed."""
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def test_assistant_turns_in_the_prompt_are_not_trained(chars: Tok, jsonl: Jsonl)
 def test_plain_text_is_trained_on_all_but_its_first_token(
     chars: Tok, bpe: Tok, jsonl: Jsonl
 ) -> None:
-    """Nothing stands before the first token that could predict it, be it ``<s>`` or the text's
-    own."""
+    """No token precedes the first one to predict it, be it ``<s>`` or the text's own."""
     with_bos = one_row(chars, jsonl([{"text": "1+1=2"}]))
     assert trained(chars, with_bos) == "1+1=2<|im_end|>"
     without = one_row(bpe, jsonl([{"text": "the cat"}]))
@@ -172,7 +171,8 @@ def test_the_first_token_of_a_truncated_text_is_not_trained(chars: Tok, jsonl: J
 def test_a_row_truncated_to_no_prompt_is_dropped_and_counted(
     chars: Tok, jsonl: Jsonl, wide: bool
 ) -> None:
-    """``<s> 1 | 2 3 4 5 6 <end>``: a cut to 6 leaves ``2 .. <end>``, an answer to nothing."""
+    """``<s> 1 | 2 3 4 5 6 <end>``: truncation to 6 leaves ``2 .. <end>``, an answer without a
+    prompt."""
     path = jsonl([{"prompt": "1", "response": "23456"}, {"prompt": "1", "response": "2"}])
     options = {"overlong": "truncate_left", "shuffle": False, "train_on_prompt": wide}
     rows = stream(chars, path, max_len=6, **options)

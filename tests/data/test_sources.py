@@ -1,5 +1,4 @@
-"""Every kind of source gives its rows with their place, and says clearly what is wrong with bad
-input."""
+"""Every kind of source yields rows with their location, and explains bad input."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def test_blank_lines_of_a_jsonl_file_are_skipped_but_counted(tmp_path: Path) -> 
 def test_a_csv_cell_may_hold_line_breaks_and_be_longer_than_the_readers_own_limit(
     tmp_path: Path,
 ) -> None:
-    """csv refuses cells over 131072 characters unless told otherwise. Row 2 begins on line 4."""
+    """csv refuses cells over 131072 characters by default. Row 2 begins on line 4."""
     path = tmp_path / "long.csv"
     path.write_text('a,b\n"x\ny",1\n' + "z" * 200_000 + ",2\n")
     source = open_file(path)

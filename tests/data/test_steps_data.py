@@ -1,4 +1,4 @@
-"""Step-labelled solutions: what stands in a row, where its labels are, which rows are refused."""
+"""Step-labeled solutions: contents of a row, positions of its labels, and refused rows."""
 
 from __future__ import annotations
 

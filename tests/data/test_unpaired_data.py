@@ -1,4 +1,4 @@
-"""Judged responses: verdicts, halves of pairs, and prompts with other prompts' responses."""
+"""Labeled responses: labels, split pairs, and prompts with other prompts' responses."""
 
 from __future__ import annotations
 

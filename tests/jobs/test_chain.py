@@ -1,4 +1,5 @@
-"""The whole chain of RLHF from its three recipes: SFT -> reward model -> PPO, exports between."""
+"""The full RLHF pipeline from its three recipes: SFT -> reward model -> PPO, with exports between
+the stages."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _advantage(kind: str, **options: Any) -> AlgorithmConfig:
 
 
 def _rows(values: Tensor | None, batch: Batch) -> list[list[float]]:
-    """The action tokens of each row; what stands outside must be 0."""
+    """The action tokens of each row; all other entries must be 0."""
     assert values is not None
     assert not values[~batch.action_mask].any()
     return [part[1:].tolist() for part in values.split(batch.lengths.tolist())]
@@ -146,9 +146,9 @@ def test_kl_in_the_reward_is_subtracted_per_token_with_the_controllers_weight(
 
 
 def test_rloo_with_kl_in_the_reward_pays_for_it_from_each_token_on(batch: Batch) -> None:
-    """Weight 0.1; advantages without KL 1, -1, -3, 3 (above). Row 0: token rewards -0.05 and
-    1 + 0.02, so 0.97, 1.02. Row 1: -1 - 0.01. Row 2: -3. Row 3: -0.1, -0.1, 2.9, so 2.7, 2.8,
-    2.9. The mean of the other's rewards has no KL in it: row 1 pays nothing for row 0's."""
+    """Weight 0.1; advantages without KL 1, -1, -3, 3 (above). Row 0: token rewards -0.05 and 1 +
+    0.02, so 0.97, 1.02. Row 1: -1 - 0.01. Row 2: -3. Row 3: -0.1, -0.1, 2.9, so 2.7, 2.8, 2.9. The
+    mean of the other's rewards has no KL in it: row 1 is not penalized for row 0's."""
     found = assign_advantages(_with_kl(batch), _kl_in_reward("rloo"), kl_coef=0.1)
     wanted = [[0.97, 1.02], [-1.01], [-3.0], [2.7, 2.8, 2.9]]
     for row, expected in zip(_rows(found.advantages, batch), wanted, strict=True):
@@ -156,7 +156,7 @@ def test_rloo_with_kl_in_the_reward_pays_for_it_from_each_token_on(batch: Batch)
 
 
 def test_the_critic_learns_the_return_with_kl_in_it(batch: Batch) -> None:
-    """The same returns as above, whatever the values: lambda is 1."""
+    """The same returns as above for any values, because lambda is 1."""
     config = _kl_in_reward("gae", lam=1.0, whiten=False)
     found = assign_advantages(_with_values(_with_kl(batch)), config, kl_coef=0.1)
     wanted = [[0.97, 1.02], [-0.01], [2.0], [4.7, 4.8, 4.9]]

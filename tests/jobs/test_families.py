@@ -58,7 +58,7 @@ def test_a_dry_run_reports_how_the_model_runs_and_is_cached(folder: Path) -> Non
 
 
 def test_a_refused_model_ends_every_job_before_its_weights_are_read(folder: Path) -> None:
-    """The folder has a config and nothing else."""
+    """The folder contains only a config."""
     config = recipe(folder, "bert")
     with pytest.raises(ModelError, match="bert cannot be used: its logits"):
         check_families(config, download=False)

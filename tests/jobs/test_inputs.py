@@ -1,5 +1,5 @@
-"""Missing files and rows of no use are said before torch is imported, by every job and by dry runs,
-with the messages of the code that reads them."""
+"""Missing files and unusable rows are reported before torch is imported, by every job and by dry
+runs, with the messages of the code that reads them."""
 
 from __future__ import annotations
 

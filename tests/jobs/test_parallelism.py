@@ -1,5 +1,5 @@
-"""Models that cannot be shared out as a recipe says are refused before anything is loaded or
-written: by the job, and by its dry run where the model's config is on this machine."""
+"""Models that do not support the recipe's parallel sizes are refused before anything is loaded or
+written: by the job, and by its dry run if the model's config is on this machine."""
 
 from __future__ import annotations
 

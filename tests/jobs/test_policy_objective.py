@@ -85,7 +85,7 @@ def test_the_aggregation_defaults_to_that_of_the_algorithm(
 def test_the_gradient_with_entropy_and_kl_is_that_of_finite_differences(
     aggregation: str, estimator: str, dual_clip: float | None
 ) -> None:
-    """Log-ratios within +-0.5: some tokens are clipped on either side, none stands on an edge."""
+    """Log-ratios within +-0.5: some tokens are clipped on either side, none is on a bound."""
     old = _random(0, -2.0, -1.0)
     batch = _batch(old_logprobs=old, ref_logprobs=_random(1, -2, -1), advantages=_random(2, -2, 2))
     objective = _objective(

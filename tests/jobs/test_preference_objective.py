@@ -1,5 +1,5 @@
 """The preference loss as engines take it: values by hand, micro-batches, KTO's reference point, and
-the reference's log-probs kept beside a run."""
+the cache of the reference's log-probs."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ def test_a_cache_of_another_reference_or_with_missing_rows_is_ignored_with_the_r
 def test_a_cache_of_changed_weights_is_used_only_by_a_started_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model trained anew into the folder of the old one is another reference; a run that goes on
-    goes on with its own."""
+    """A model retrained into the same folder is another reference; a resumed run keeps its original
+    one."""
     folder, path, rows = tmp_path / "model", tmp_path / "cache", [pairs()]
     for seed in (0, 1):
         scratch = ScratchConfig(hidden_size=32, seed=seed)

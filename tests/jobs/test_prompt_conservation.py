@@ -1,7 +1,7 @@
-"""Every prompt is trained exactly once per epoch of the data, whatever happens on the way.
+"""Every prompt is trained exactly once per epoch of the data, through failures and resumes.
 
-What is counted are the rows that really enter ``forward_backward``, step by step, and against them
-the prompt ids in the sample files.
+The tests count the rows that enter ``forward_backward`` in each step, and compare them with the
+prompt ids in the sample files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PER_STEP, SAMPLES, PASSES = 4, 2, 2
 
 
 class Killed(BaseException):
-    """Ends a run as abruptly as a signal would: nothing catches it, nothing is saved."""
+    """Ends a run as abruptly as a signal: it is not caught, and no state is saved."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ def ids_by_step(run_dir: Path) -> dict[int, Counter[str]]:
 
 def assert_each_prompt_once(run_dir: Path, trained: Trained, good: set[int]) -> None:
     """9 steps x 4 = 36 groups: each good row of as many epochs once, in one step, with all its
-    samples, in each of the passes; and nothing of a bad row."""
+    samples, in each of the passes; no bad row occurs."""
     by_step = ids_by_step(run_dir)
     assert sorted(by_step) == sorted(trained.rows) == list(range(1, 10))
     epochs = 9 * PER_STEP // len(good)
@@ -214,7 +214,7 @@ def test_a_reward_that_succeeds_on_retry_costs_no_prompt(
 
 
 def spread(prompt: str, response: str) -> float:
-    """Every third row's samples score the same, as where a problem is always or never solved."""
+    """Every third row's samples have equal scores, as if a problem is always or never solved."""
     return 1.0 if number_of(prompt) % 3 == 0 else float(sum(map(ord, response)))
 
 
@@ -222,8 +222,8 @@ def spread(prompt: str, response: str) -> float:
 def test_dynamic_sampling_trains_every_other_prompt_once_and_accounts_for_the_rest(
     crashes: tuple[int, ...], recipe: Callable[..., JobConfig], trained: Trained
 ) -> None:
-    """Groups of equal scores make room for fresh prompts within their step: every prompt that was
-    handed out was trained on or filtered, once; none is left over, and the stream goes on."""
+    """Groups with equal scores are replaced by fresh prompts within their step: every drawn prompt
+    is trained or filtered exactly once, none is left over, and the stream continues."""
     config = recipe("rollout.dynamic_sampling={}", "rollout.generate_max_len=8")
     run_dir = run_through_crashes(config, spread, crashes)
     by_step, lines = ids_by_step(run_dir), read_metrics(run_dir)
@@ -302,7 +302,7 @@ SAME_BUT_FOR_ROUNDING = ["rewards=[{kind: function, name: a}, {kind: function, n
 def test_scores_equal_after_clipping_or_up_to_rounding_have_no_signal(
     words: list[str], a: tuple[float, ...], b: tuple[float, ...], recipe: Callable[..., JobConfig]
 ) -> None:
-    """5 and 7 are both 1, whatever their lengths cost; 0.1 + 0.2 is 0.30000000000000004 and
+    """5 and 7 are both clipped to 1, before length penalties; 0.1 + 0.2 is 0.30000000000000004 and
     0.3 + 0 is not."""
     config = recipe("rollout.dynamic_sampling={max_refills: 1}", "max_steps=1", *words)
     scores = {"a": a, "b": b}

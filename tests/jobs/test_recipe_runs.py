@@ -1,5 +1,5 @@
-"""Two steps of the tiny recipes that no other test runs, each on what makes it what it is; a round
-of iterative DPO from its recipes, and both rounds with the commands of its script."""
+"""Two steps of the tiny recipes that no other test runs, each checked for its defining property; a
+round of iterative DPO from its recipes, and both rounds with the commands of its script."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_reinforce_pp_whitens_rewards_and_pays_for_kl(two_steps: Any, rollout: l
 
 
 def test_dapo_drops_groups_and_penalizes_length(two_steps: Any, rollout: list[str]) -> None:
-    """Of groups of two, half are right or wrong alike."""
+    """Of groups of two, half have equal rewards."""
     small = ["rollout.n_samples_per_prompt=2", "train.train_batch_size=4"]
     lines, samples = two_steps("tiny_dapo", *rollout, *small)
     trained = [line for line in lines if "train/loss" in line]
@@ -174,8 +174,8 @@ def test_distillation_reduces_the_divergence_from_the_teacher(
 def test_on_policy_distillation_learns_from_the_teacher_alone(
     two_steps: Any, sft: Any, rollout: list[str]
 ) -> None:
-    """An untrained policy says what the teacher never would: advantages differ where rewards do
-    not."""
+    """An untrained policy samples tokens that are improbable under the teacher: advantages differ
+    although rewards do not."""
     lines, samples = two_steps(
         "tiny_on_policy_distill",
         *rollout[1:],
@@ -233,7 +233,8 @@ TINY = {
 def test_both_rounds_of_iterative_dpo_run_from_the_scripts_own_commands(
     sft: Any, tmp_path: Path
 ) -> None:
-    """Every command of the script, in its order, in this process; each reads what another wrote."""
+    """Every command of the script, in order, in this process; each reads the output of an earlier
+    one."""
     told, stub = tmp_path / "told", tmp_path / "burnish"
     stub.write_text(f'#!/bin/sh\nprintf "%s\\t" "$@" >> {told}\necho >> {told}\n')
     stub.chmod(0o755)

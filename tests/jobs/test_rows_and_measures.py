@@ -1,5 +1,5 @@
-"""From rows of data to what ranks compute and what is measured: several ranks see each row once,
-distillation measures the response tokens, and the KL of samples is that of the distributions."""
+"""Rows of data, ranks and measurements: several ranks see each row once, distillation measures the
+response tokens, and the KL of samples is that of the distributions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The same optimizer steps as TRL's own trainers: loss, norm of the gradient and weights after it.
 
 TRL is an oracle here: an implementation by others, run as its users run it, on the same tiny Llama
-and the same rows. Where its conventions differ from ours, the test says so and sets ours to its.
+and the same rows. If its conventions differ from ours, the test says so and uses TRL's.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def test_two_steps_of_grpo_equal_trls(  # house: ok fixtures
     tmp_path: Path,
 ) -> None:
     """The rollout is TRL's: its samples, and rewards of a function of theirs. Its std has n - 1, as
-    ours, and an eps of 1e-4 where ours is 1e-6. Step 1 is on the policy that sampled and has no KL
+    ours, and an eps of 1e-4 instead of our 1e-6. Step 1 is on the policy that sampled and has no KL
     yet; step 2 is off it: ratios up to the clip and beyond, and a KL (k3) to the reference. TRL's
     own default multiplies that KL by the ratio; ours is the plain estimator."""
     beta, model = 0.1, lively(POLICY)

@@ -23,7 +23,7 @@ TRAINERS = {"dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig)}
 
 @dataclass
 class Steps:
-    """What TRL did, an entry per optimizer step."""
+    """TRL's results, one entry per optimizer step."""
 
     inputs: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The chunked comparison of a student with its teacher against the plain one over the whole
+"""The chunked comparison of a student with its teacher against the plain one over the full
 vocabulary."""
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def buffers(tokens: int, size: int, kind: str | None, *, chunk: int = 32) -> tup
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(kind: str) -> None:
-    """From 4 chunks of tokens to 32 (whole logits of both models: 64 buffers) the peak grows by at
-    most 32 numbers per token (the gradient of 8 of width, and what is said of a token), of the 4096
-    in one row of logits; with twice the vocabulary it stays the same number of buffers."""
+    """From 4 chunks of tokens to 32 (full logits of both models: 64 buffers) the peak grows by at
+    most 32 numbers per token (the gradient of width 8, and the outputs of a token), of the 4096 in
+    one row of logits; with twice the vocabulary it stays the same number of buffers."""
     size, few, many = 4096, max(buffers(128, 4096, kind)), max(buffers(1024, 4096, kind))
     assert many - few <= (1024 - 128) * 32 / (32 * size)
     assert many < 9
@@ -179,8 +179,8 @@ def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_counts_the_allocated_buffers(kind: str) -> None:
-    """Beside those of plain log-probs, at the worse of forward and backward; at most one too
-    many."""
+    """In addition to those of plain log-probs, at the larger of forward and backward; at most one
+    too many."""
     plain = max(buffers(256, 4096, None))
     more = max(buffers(256, 4096, kind)) - plain
     # 0.1: a few numbers per token, of 4096 in a row

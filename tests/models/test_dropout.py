@@ -157,7 +157,7 @@ def test_a_preference_run_starts_at_ln_2_and_an_rl_run_at_ratio_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """GPT-2 with its dropout of 0.1: policy and reference are the same model, so h = 0 exactly. RL
-    with a learning rate that moves nothing: two updates per rollout, all ratios 1."""
+    with a learning rate that changes no weight: two updates per rollout, all ratios 1."""
     caplog.set_level("INFO", logger="burnish")
     pairs, prompts = tmp_path / "pairs.jsonl", tmp_path / "prompts.jsonl"
     pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "37"}\n' * 8)

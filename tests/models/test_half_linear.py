@@ -182,8 +182,8 @@ def test_under_gradient_checkpointing_the_gradients_are_the_same() -> None:
 def test_a_language_model_is_as_close_to_fp32_as_in_plain_fp16(
     lora: LoraConfig | None,
 ) -> None:
-    """Most of the error is rounding between layers, which both do alike; the rest is a draw of
-    rounding errors: within a quarter of each other over thousands of gradient entries."""
+    """Most of the error is rounding between layers, which is the same in both; the rest is a draw
+    of rounding errors: within a quarter of each other over thousands of gradient entries."""
     config = ModelConfig(scratch=ScratchConfig(hidden_size=32, num_layers=2), lora=lora)
     torch.manual_seed(0)
     exact = load_causal_lm(config)
@@ -243,14 +243,14 @@ def test_logprobs_and_gradients_of_an_fp16_head_agree_with_float64() -> None:
 
 
 def test_logits_of_head_and_layer_are_the_same_numbers() -> None:
-    """Trainer (Head) and sampler (the layer) must agree on where logits are rounded."""
+    """Trainer (Head) and sampler (the layer) must round logits at the same points."""
     layer, hidden = half_layer(), draw(6, 24)
     assert torch.equal(Head(layer.weight, layer.bias).logits(hidden), layer(hidden).float())
 
 
 def test_the_weight_gradient_of_the_head_is_summed_in_fp32_over_chunks() -> None:
     """2050 rows that each add 1: upstream 2 on two equal logits is 2 x (1 - 1/2) = 1 for hidden 1.
-    A sum in fp16, a row at a time, would stop at 2048; 2050 is an fp16 number."""
+    A row-by-row sum in fp16 would stop at 2048; 2050 is an fp16 number."""
     hidden = torch.ones(2050, 1).half()
     weight = torch.zeros(2, 1).half().requires_grad_()
     head = Head(weight, chunk_tokens=1)

@@ -1,4 +1,4 @@
-"""Models and tokenizers from folders: what is given back, what is refused and in which words."""
+"""Models and tokenizers from folders: results, refusals and error messages."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_a_chat_template_that_is_neither_a_file_nor_a_template_is_refused() -> N
 
 @pytest.mark.parametrize("model_type", ["gemma4_text", "mamba", "qwen3_5_text"])
 def test_models_that_need_token_ids_are_tried_in_half_precision(model_type: str) -> None:
-    """Gemma 4 reads ids beside embeddings (per-layer inputs)."""
+    """Gemma 4 reads ids in addition to embeddings (per-layer inputs)."""
     model = build(shrink(AutoConfig.for_model(model_type)))
     place(model, dtype="bf16", device="cpu")
     check_compute_dtype(model.get_decoder(), model_type, backward=True)

@@ -1,4 +1,4 @@
-"""Adapters: where they go, what they change, how they merge. (With an optimizer: tests/train.)"""
+"""Adapters: placement, effect and merging. (With an optimizer: tests/train.)"""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def small(model_type: str, folder: Path) -> ModelConfig:
 def test_linear_layers_with_another_forward_are_refused_with_alternatives(
     tmp_path: Path,
 ) -> None:
-    """DeepSeek-V4 projects groups of heads by blocks of one matrix; peft would multiply the matrix
-    as a whole."""
+    """DeepSeek-V4 projects groups of heads by blocks of one matrix; peft would multiply the full
+    matrix."""
     config = small("deepseek_v4", tmp_path)
     with pytest.raises(ModelError, match=r"o_a_proj is a DeepseekV4GroupedLinear.*o_b_proj"):
         load_causal_lm(config)

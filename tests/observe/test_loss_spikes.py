@@ -1,4 +1,5 @@
-"""The spike alarm: hand-worked cases, what never alarms, and the same answers after a resume."""
+"""The spike alarm: hand-worked cases, curves that never alarm, and the same results after a
+resume."""
 
 from __future__ import annotations
 
@@ -91,8 +92,8 @@ def test_a_curve_that_falls_or_climbs_slowly_never_alarms() -> None:
 
 
 def test_on_gaussian_noise_there_is_at_most_one_false_alarm_in_ten_thousand_steps() -> None:
-    """30 curves of 1000 values. Six exact standard deviations are passed once in 1e9 values; what
-    is left comes from spreads guessed too small from few values."""
+    """30 curves of 1000 values. Six exact standard deviations are passed once in 1e9 values; the
+    rest comes from spreads underestimated from few values."""
     total = 0.0
     for seed in range(30):
         noise = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Samples come back as they were written, whole groups only, and go back to a checkpoint."""
+"""Samples round-trip, in complete groups only, and are truncated to a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are made beside others do not write through links that somebody planted."""
+"""Temporary files next to others do not write through planted links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _output(folder: Path) -> Path:
 def test_a_planted_link_is_replaced_and_its_target_untouched(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """The first call tells the name of the scratch file; before the second it is a link."""
+    """The first call reveals the name of the temporary file; before the second it is a link."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
     name = write(tmp_path)

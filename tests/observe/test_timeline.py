@@ -1,4 +1,4 @@
-"""Spans add up, nest and stay bounded; the timing proxy changes nothing but the clock's book.
+"""Spans add up, nest and stay bounded; the timing proxy only records times.
 
 Time is replaced by a clock that the test moves, so every expected number is exact up to the
 rounding of binary floats (hence approx, at its default relative 1e-6).
@@ -18,7 +18,7 @@ from burnish.observe.timeline import Timeline, timed
 
 
 class Clock:
-    """perf_counter that moves only when told."""
+    """perf_counter that advances only on request."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Engine:
-    """Stands for a rollout engine: a lazy method, an eager one, state."""
+    """Substitute for a rollout engine: a lazy method, an eager one, state."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -84,8 +84,8 @@ Behaviour = Callable[[_Handler, dict[str, Any], int], None]
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Records what it is asked; ``behave(handler, request, number)`` answers, or
-    else the length of each query is its reward."""
+    """Records its requests; ``behave(handler, request, number)`` answers, or else the length of
+    each query is its reward."""
 
     daemon_threads = True
 
@@ -106,7 +106,7 @@ class RewardServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/get_reward"
 
     def handle_error(self, *_: Any) -> None:
-        """A client that went away is what some tests are about."""
+        """Some tests disconnect their client."""
 
     def end(self) -> None:
         self.stop.set()
@@ -146,7 +146,7 @@ def remote() -> Iterator[Callable[..., RemoteReward]]:
 
 @pytest.fixture
 def dead_url() -> str:
-    """Nothing listens there."""
+    """A URL without a listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{sock.getsockname()[1]}/get_reward"

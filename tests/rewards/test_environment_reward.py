@@ -1,4 +1,4 @@
-"""EnvironmentReward: the prompt says where it is scored."""
+"""EnvironmentReward: the prompt names the environment that scores it."""
 
 from __future__ import annotations
 

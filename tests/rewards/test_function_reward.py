@@ -1,4 +1,4 @@
-"""FunctionReward: the parameter names decide what a function gets."""
+"""FunctionReward: the parameter names determine the arguments of a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: what it returns, raises and leaves behind."""
+"""An event loop in a separate thread: results, exceptions and cleanup."""
 
 from __future__ import annotations
 

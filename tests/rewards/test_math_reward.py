@@ -95,7 +95,7 @@ def test_more_than_97_of_100_answers_are_scored_as_by_a_person(
 def test_adversarially_slow_text_is_parsed_in_one_pass(
     shared: MathReward, make_group: MakeGroup
 ) -> None:
-    """Tens of thousands of openings that nothing closes: quadratic scans would take minutes."""
+    """Tens of thousands of unclosed openings: quadratic scans would take minutes."""
     hostile = [r"\boxed{" * 50_000, "answer is " * 50_000, "####" * 50_000, "$" * 50_000]
     hostile += [r"\boxed{5 " + "a.." * 90 + "!}", r"\boxed{1" + " and" * 70 + "}"]
     hostile += [r"\boxed{1}" + " " * 50_000 + r"\boxed{2}", "1e999999999999", "9" * 50_000]

@@ -30,8 +30,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789?:.<|>/\n"
 
 @pytest.fixture
 def own() -> PreTrainedTokenizerFast:
-    """SentencePiece-style: a space before whatever it is given, ``<s>`` in front and ``</s>``
-    behind. ``_a`` and ``ab`` merge."""
+    """SentencePiece-style: a space before any text, ``<s>`` in front and ``</s>`` behind. ``_a``
+    and ``ab`` merge."""
     vocab = ["<unk>", "<s>", "</s>", "\u2581", *LETTERS, "\u2581a", "ab"]
     ids = {token: i for i, token in enumerate(vocab)}
     merges = [("\u2581", "a"), ("a", "b")]
@@ -63,7 +63,7 @@ def _training_row(
 
 
 def _item(make_group: MakeGroup, prompt: Any, text: str, finish: str = "stop") -> RewardInput:
-    """The policy's markup is ``[user]...`` where the prompt is made of messages."""
+    """The policy's markup is ``[user]...`` if the prompt consists of messages."""
     group = make_group(0, [text], finish=finish)
     chat = not isinstance(prompt, str)
     policy_text = "".join(f"[{m['role']}]{m['content']}" for m in prompt) if chat else prompt

@@ -61,7 +61,7 @@ def test_urls_that_differ_only_in_their_query_are_distinct(
 def test_a_server_that_comes_up_meanwhile_is_waited_for(
     dead_url: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused twice, as a port is that nobody listens on yet."""
+    """Refused twice, as by a port without a listener."""
     server, refused = serve(), []
     connect = socket.create_connection
 

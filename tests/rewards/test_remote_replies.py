@@ -1,4 +1,4 @@
-"""What a reward server's reply must be, and what is said about another."""
+"""Valid replies of a reward server, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def says(body: Any, *, status: int = 200, headers: dict[str, str] | None = None)
 
 
 def failure(reward: Remote, items: list[RewardInput]) -> str:
-    """What is said about the first item, where none of them has a score."""
+    """The error of the first item, if no item has a score."""
     scores = reward.score(items)
     assert len(scores) == len(items) and all(isinstance(s, SampleError) for s in scores)
     return str(scores[0])

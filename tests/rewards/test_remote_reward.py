@@ -1,4 +1,4 @@
-"""Rewards over HTTP: what is sent, what a failure costs, the token, the recipe."""
+"""Rewards over HTTP: requests, effects of failures, the token, the recipe."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_the_token_is_sent_and_never_logged(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The server sends back what it got, in every way it can."""
+    """The server repeats the token in every part of its reply."""
     monkeypatch.setenv("REWARD_TOKEN", f" {TOKEN}\n")
     for name in ("burnish", "httpx"):
         caplog.set_level(logging.DEBUG, logger=name)

@@ -1,4 +1,4 @@
-"""Reward servers that fail, are slow, or are not there: what is tried again, and where."""
+"""Reward servers that fail, are slow, or are unreachable: retries and the choice of server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def drips(handler: Any, request: dict[str, Any], number: int) -> None:
 
 
 def failure(reward: Remote, items: list[RewardInput]) -> str:
-    """What is said about the first item, where none of them has a score."""
+    """The error of the first item, if no item has a score."""
     scores = reward.score(items)
     assert len(scores) == len(items) and all(isinstance(s, SampleError) for s in scores)
     return str(scores[0])
@@ -125,7 +125,7 @@ def test_permanent_failures_are_not_retried(
 def test_a_retry_waits_as_long_as_the_server_asks_and_no_longer_than_the_limit(
     serve: Serve, remote: MakeRemote, items: Items, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without Retry-After, waits are between a half and the whole of 4, 8 and (not 16) 10 seconds;
+    """Without Retry-After, waits are between a half and all of 4, 8 and (not 16) 10 seconds;
     Retry-After 7 is more than any first wait, and 60 more than the limit of 10."""
     server = serve()
     waits: list[float] = []
@@ -171,7 +171,7 @@ def test_a_wait_too_large_for_a_float_is_the_maximum(
 def test_requests_are_distributed_over_the_servers(
     serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
-    """The least busy is asked, in turn: one request at a time goes to each alternately."""
+    """The least busy server is used, in rotation: sequential requests alternate between them."""
     servers = [serve(), serve()]
     reward = remote(*(s.url for s in servers), batch_size=1, max_concurrency=1)
     assert reward.score(items(*"abcdefgh")) == [11.0] * 8
@@ -201,8 +201,8 @@ def test_all_requests_are_served_while_one_of_two_servers_is_dead(
     items: Items,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With retries 0: another server's answer is no retry of its own. The dead one rests, so it is
-    not asked again: 9 requests for 8 items."""
+    """With retries 0: another server's answer does not count as a retry. The dead server rests, so
+    it is not used again: 9 requests for 8 items."""
     server = serve()
     reward = remote(dead_url, server.url, batch_size=1, max_concurrency=1, retries=0, rest_s=1000)
     assert reward.score(items(*"abcdefgh")) == [11.0] * 8
@@ -232,8 +232,8 @@ def test_a_server_is_used_again_after_its_rest(
 def test_a_server_that_refuses_quickly_does_not_draw_all_requests(
     bad: Behaviour, serve: Serve, remote: MakeRemote, items: Items, caplog: Any
 ) -> None:
-    """It is quick, so it would always be the least busy. It is asked once, then rests; what it
-    refused the other one answers."""
+    """It is quick, so it would always be the least busy. It gets one request, then rests; the other
+    server answers the refused requests."""
     broken, well = serve(bad), serve()
     reward = remote(broken.url, well.url, batch_size=1, max_concurrency=1, rest_s=1000, retries=0)
     assert reward.score(items(*"abcdef")) == [11.0] * 6
@@ -274,8 +274,8 @@ def test_a_server_that_refused_a_request_is_not_retried_while_another_fails(
 def test_invalid_entries_are_requested_from_the_other_server_once(
     entry: bytes, serve: Serve, remote: MakeRemote, items: Items
 ) -> None:
-    """The first server knows two of three, the second the first and the last: what one of them
-    knows counts, the first one's before the second's."""
+    """The first server scores two of three, the second the first and the last: a score from either
+    counts, the first server's before the second's."""
     first_one = serve(says(b'{"rewards": [0.5, 1.5, ' + entry + b"]}"))
     second = serve(says(b'{"rewards": [7, ' + entry + b", 2.5]}"))
     reward = remote(first_one.url, second.url)

@@ -1,4 +1,4 @@
-"""Linear layers through oneDNN while sampling: the same numbers, and nothing left behind."""
+"""Linear layers through oneDNN while sampling: the same numbers, and the layers are restored."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_after_the_context_the_layer_is_restored_and_has_gradients() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_fp16_layers_compute_the_fp32_product_rounded_once(bias: bool) -> None:
-    """Sums of 96 products in fp32 differ in their last bits by the order of summation (a few
-    1e-6), so where one lies between two fp16 numbers the rounding may go the other way: one fp16
-    spacing, 2^-10 of the number, and 1e-6 where terms cancel."""
+    """Sums of 96 products in fp32 differ in their last bits by the order of summation (a few 1e-6),
+    so a sum halfway between two fp16 numbers may round the other way: one fp16 spacing, 2^-10 of
+    the number, and 1e-6 where terms cancel."""
     torch.manual_seed(0)
     layer, inputs = nn.Linear(96, 40, bias=bias).half(), torch.randn(64, 1, 96).half()
     use_fp32_products(layer)

@@ -162,7 +162,7 @@ def test_the_next_generate_does_not_depend_on_the_last(engine: LocalRolloutEngin
 def test_a_decoded_token_takes_one_copy_from_the_device(
     engine: LocalRolloutEngine, host_reads: Any
 ) -> None:
-    """Whatever the number of sequences: a copy waits for all that was launched before."""
+    """For any number of sequences: a copy waits for all kernels launched before."""
     counts = []
     for steps in (8, 16):
         with host_reads() as reads:

@@ -1,4 +1,4 @@
-"""What the local engine computes: each prompt once, and nothing for samples that are done."""
+"""Work of the local engine: each prompt once, and none for finished samples."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_the_smallest_set_that_reaches_top_p_by_hand() -> None:
 def test_the_ends_of_the_unit_interval_give_tokens_that_have_weight(
     vocab: int, options: dict[str, float]
 ) -> None:
-    """Weightless tokens stand at both ends and in whole blocks between."""
+    """Tokens of weight 0 are at both ends and in entire blocks between."""
     logits = logits_of(vocab)
     logits[: vocab // 3] = -torch.inf
     logits[-(vocab // 3) :] = -torch.inf
@@ -192,6 +192,6 @@ def test_no_global_generator_is_advanced() -> None:
 
 
 def test_the_seed_of_a_run_changes_what_is_sampled() -> None:
-    """The seed stands above the 32 bits of the prompt's checksum and must not be lost there."""
+    """The seed is above the 32 bits of the prompt's checksum and must not be truncated."""
     streams = {tuple(uniforms_for(_seed(seed, "train:1@0"), 0, 4).tolist()) for seed in range(4)}
     assert len(streams) == 4

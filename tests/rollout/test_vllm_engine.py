@@ -74,7 +74,7 @@ _kept: dict[bool, VllmRolloutEngine] = {}
 
 
 def start(config: ModelConfig, **options: Any) -> VllmRolloutEngine:
-    """An engine of a test's own. A process has one at a time, so the kept one goes."""
+    """An engine for one test. A process has at most one, so the shared one is closed."""
     while _kept:
         _kept.popitem()[1].close()
     gc.freeze()  # vLLM collects garbage five times per start and undoes every freeze at its end
@@ -447,7 +447,8 @@ def test_a_trainer_that_fails_in_the_middle_leaves_an_engine_that_refuses(
 
 def test_the_copy_that_vllm_packs_of_a_tied_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own form for the embedding and the head, ours for all other layers: every tensor
-    loads, every parameter holds what was given, and the head goes on with its copy of the old."""
+    loads, every parameter has the loaded values, but the head still computes with its copy of the
+    old ones."""
     from vllm.model_executor.layers import utils
 
     theirs = pristine_dispatch()

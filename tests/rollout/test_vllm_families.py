@@ -79,7 +79,7 @@ def made(family: str, seed: int) -> Any:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def started(request: pytest.FixtureRequest) -> Iterator[tuple[str, VllmRolloutEngine]]:
-    """One engine for each family: a process has one at a time."""
+    """One engine for each family: a process has at most one."""
     config = VllmEngine(kind="vllm")
     model = made(request.param, 0)
     with closing(VllmRolloutEngine(model, TOKENIZER, config, max_model_len=128)) as engine:

@@ -1,4 +1,4 @@
-"""What is read of a model's config for vLLM. (No vLLM is needed.)"""
+"""Values read from a model's config for vLLM. (No vLLM is needed.)"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def number(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def mixed(bits: int) -> int:
-    """SplitMix64's finaliser in Python's whole numbers, on sign-extended bits."""
+    """SplitMix64's finaliser in Python integers, on sign-extended bits."""
     z = bits & MASK
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
@@ -128,7 +128,7 @@ def test_every_weight_is_received_once_in_its_shape() -> None:
         ValueError, match=r"1 of 2 weights were not received, e\.g\. b: they would be stale"
     ):
         names.complete()
-    with pytest.raises(ValueError, match=r"weight b is \[1\], the rollout model has \[3\]"):
+    with pytest.raises(ValueError, match=r"weight b has shape \[1\], but \[3\] in the rollout"):
         names.add("b", (1,))
     names.add("b", (3,))
     names.complete()

@@ -56,7 +56,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Gate:
-    """Stands before the model: keeps the rows of every pass, and closes on demand."""
+    """Gate before the model: keeps the rows of every pass, and blocks on demand."""
 
     def __init__(self, scorer: TextScorer) -> None:
         self._score = scorer.score

@@ -28,7 +28,7 @@ def connect(server: Any) -> socket.socket:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
+    """Wait for an action of another thread."""
     for _ in range(6000):
         if condition():
             return
@@ -43,7 +43,7 @@ def limited(server: Any, **limits: Any) -> None:
 
 
 def everything(client: socket.socket) -> bytes:
-    """What the server sends until it ends the connection."""
+    """The bytes that the server sends until it ends the connection."""
     found = b""
     try:
         while data := client.recv(65536):
@@ -92,7 +92,7 @@ def test_a_stalled_request_is_ended(start: str, serving: Serving) -> None:
 
 
 def test_incomplete_requests_are_displaced_by_complete_ones(serving: Serving) -> None:
-    """30 half headers where 10 connections may be open, and a request after them is answered."""
+    """30 incomplete headers with a limit of 10 open connections; a later request is answered."""
     with serving() as server, ExitStack() as opened:
         limited(server, max_per_address=10)
         for _ in range(30):
@@ -168,7 +168,7 @@ def test_own_names_and_addresses_pass(host: str, serving: Serving) -> None:
 
 
 class Characters:
-    """A tokenizer of one token per character that keeps what it was given."""
+    """A tokenizer of one token per character that records its inputs."""
 
     def __init__(self) -> None:
         self.given: list[str] = []

@@ -165,7 +165,7 @@ def test_given_responses_are_scored_on_ray_as_in_one_process(
 def test_a_run_without_its_server_names_the_url_before_any_model_is_loaded(
     recipe: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Whatever the runtime: it is not asked for an engine."""
+    """For every runtime: no engine is created."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/get_reward"

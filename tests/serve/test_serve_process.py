@@ -1,4 +1,4 @@
-"""``burnish serve-reward`` as a process: how it starts, how it ends, and where it is killed."""
+"""``burnish serve-reward`` as a process: start, shutdown and kill."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_if_a_server_is_killed_the_other_one_answers(
 ) -> None:
     """The process waits 10 seconds to fill its pass, and the other server has answered some
     requests by then: of four under way some are in the process when it is killed. All items are
-    scored none the less, each once, and alike."""
+    scored nevertheless, each once, with equal scores."""
     process, url = start("--max-wait-ms", "10000")
     with serving() as other:
         urls = (url, f"{other.url}/get_reward")

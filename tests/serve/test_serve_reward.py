@@ -38,7 +38,7 @@ TOLERANCE = {"rel": 1e-4, "abs": 1e-5}
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
+    """Wait for an action of another thread."""
     for _ in range(6000):
         if condition():
             return
@@ -201,8 +201,8 @@ def test_simultaneous_requests_are_one_pass(serving: Serving) -> None:
 
 
 def test_requests_within_max_wait_are_one_pass(serving: Serving) -> None:
-    """The wait is far longer than the test: what ends it is that the pass is full, with 3 times 5
-    characters (and what the tokenizer puts in front)."""
+    """The wait is far longer than the test: it ends because the pass is full, with 3 times 5
+    characters (and the tokenizer's prefix)."""
     with serving(max_wait_ms=10_000, max_batch_tokens=15, max_len=15) as server:
         size = len(server.app._scorer.encode("1+1=2", None).ids)
         texts = ["1+1=2"[: 5 - (size - 5)]] * 3

@@ -153,7 +153,7 @@ def batch_for(case_loss: str) -> Batch:
 def run_case(
     case: Case, ranks: RankGroup, kind: str = "deepspeed"
 ) -> tuple[dict[str, Tensor], Any]:
-    """Five optimizer steps: weights and outputs, and what the steps said."""
+    """Five optimizer steps: weights, outputs and step statistics."""
     engine, (role, loss) = make(case, ranks, kind), accumulation.LOSSES[case.loss]
     batch = batch_for(case.loss).select(list(range(case.rows)))
     look = engine.logprobs if role == "policy" else engine.values
@@ -176,7 +176,7 @@ def nll(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
 
 
 def overflowing(bad: bool) -> Loss:
-    """A finite loss whose gradient is not finite where ``bad``."""
+    """A finite loss whose gradient is not finite if ``bad``."""
 
     def loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         if bad:
@@ -188,7 +188,7 @@ def overflowing(bad: bool) -> Loss:
 
 
 def not_finite(bad: bool) -> Loss:
-    """A loss that is not a number where ``bad``, and whose gradient is finite."""
+    """A loss that is NaN if ``bad``, with a finite gradient."""
 
     def loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, Stats]:
         scalar, stats = nll(outputs, batch)

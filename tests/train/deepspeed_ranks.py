@@ -1,5 +1,5 @@
-"""What test_deepspeed_engine.py runs: as a script on one rank of two, and in the test on one rank
-alone.
+"""The cases of test_deepspeed_engine.py: run as a script on one rank of two, and in the test on a
+single rank.
 
 ``python deepspeed_ranks.py PART FOLDER RANK`` meets the other rank through FOLDER, runs the cases
 of PART and writes ``PART-rank<RANK>.safetensors`` and ``.json`` there.
@@ -116,7 +116,7 @@ SKIP_CASES = [
 
 
 def stops(ranks: RankGroup, case: Case, loss: Callable[[bool], Loss], steps: int) -> dict[str, Any]:
-    """Bad steps until the engine says why it stops; it can be used afterwards."""
+    """Bad steps until the engine stops with a reason; it can be used afterwards."""
     engine = make(case, ranks)
     message, at_floor = "went on", False
     for _ in range(steps):
@@ -198,7 +198,7 @@ def resume(ranks: RankGroup, case: Case, folder: Path) -> dict[str, Any]:
 
 
 def go_on(ranks: RankGroup, case: Case, folder: Path) -> dict[str, Any]:
-    """Load what one rank saved, and take one more step."""
+    """Load a checkpoint of one rank, and take one more step."""
     engine = make(case, ranks)
     engine.load(folder / case.key / "alone")
     take_steps(engine, 1)
@@ -271,7 +271,7 @@ def from_both(ranks: RankGroup, case: Case, place: Path) -> dict[str, Any]:
 
 
 class Whole:
-    """Counts the entries of weights that are whole at one time in this process."""
+    """Counts the entries of weights that are unsharded at the same time in this process."""
 
     def __init__(self) -> None:
         self.parameters: list[weakref.ref[nn.Parameter]] = []
@@ -331,7 +331,7 @@ def in_shards(
 
 
 def frozen(ranks: RankGroup) -> dict[str, Tensor]:
-    """Engines without an optimizer, in shards and whole."""
+    """Engines without an optimizer, sharded and replicated."""
     out = {}
     for stage in (0, 3):
         case = Case("", stage, model=UNTIED)

@@ -155,7 +155,7 @@ def batch_for(loss: str) -> Batch:
 
 
 def run_case(case: Case, ranks: RankGroup) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """Weights after the steps, outputs before each of them, and what the steps reported."""
+    """Weights after the steps, outputs before each of them, and the step statistics."""
     engine, loss = make_engine(case, ranks), LOSSES[case.loss][1]
     look = engine.values if engine.scalar else engine.logprobs
     found: dict[str, Tensor] = {}
@@ -171,8 +171,8 @@ def run_case(case: Case, ranks: RankGroup) -> tuple[dict[str, Tensor], list[dict
 
 
 def wait_in_vain(ranks: RankGroup, store: Any) -> str:
-    """Rank 0 makes a pass that rank 1 does not make; what it says, on both ranks. (The group cannot
-    be used afterwards.)"""
+    """Rank 0 makes a pass that rank 1 does not make; return its error, on both ranks. (The group
+    cannot be used afterwards.)"""
     worker = TrainWorker(
         WorkerInfo("policy", ranks.rank, 2, "cpu", 1), MODELS["full"], PrecisionConfig()
     )

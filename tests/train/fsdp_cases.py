@@ -95,8 +95,7 @@ OPTIONS = [
 def make_engine(
     ranks: RankGroup, case: Case, *, precision: PrecisionConfig = PrecisionConfig(), **spec: Any
 ) -> TorchTrainEngine:
-    """The engine of the case (sharded, if it does not say) where there are ranks, else the plain
-    one."""
+    """The engine of the case (sharded by default) if there are ranks, else the plain one."""
     engine_config = {"sharding": "full", **case.engine}
     if ranks.group is None:
         engine_config = {k: v for k, v in engine_config.items() if k not in TEAMS}
@@ -136,7 +135,7 @@ def weights(engine: TorchTrainEngine) -> dict[str, Tensor]:
 
 
 def run_case(case: Case, ranks: RankGroup) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Log-probs or values before, weights after five steps, and what the steps said."""
+    """Log-probs or values before, weights after five steps, and the step statistics."""
     loss = LOSSES[case.loss][1]
     batch = two_ranks.batch_for(case.loss).select(list(range(case.rows)))
     engine = make_engine(ranks, case)

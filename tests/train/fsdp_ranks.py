@@ -1,5 +1,5 @@
-"""What test_fsdp_engine.py runs: as a script on each of several ranks, and in the test on one rank
-alone with the plain engine.
+"""The cases of test_fsdp_engine.py: run as a script on each of several ranks, and in the test on a
+single rank with the plain engine.
 
 ``python fsdp_ranks.py FOLDER RANK SIZE`` meets the other ranks through FOLDER, runs every case and
 writes ``rank<RANK>.safetensors`` and ``.json`` there. ``python fsdp_ranks.py FOLDER RANK SIZE
@@ -193,7 +193,7 @@ def held(ranks: RankGroup) -> dict[str, Any]:
 
 
 def _held_by_reference(ranks: RankGroup) -> dict[str, Any]:
-    """A reference model: half of it a rank, before a pass and after, and nothing else."""
+    """A reference model: each rank holds half of it, before and after a pass."""
     engine = make_engine(ranks, Case(), role="reference", trainable=False)
     first = engine.logprobs(two_ranks.ragged())
     again = engine.logprobs(two_ranks.ragged())
@@ -313,7 +313,7 @@ def save_and_resume(folder: Path, ranks: RankGroup) -> dict[str, Any]:
 
 
 def save_while_training(folder: Path, ranks: RankGroup) -> dict[str, Any]:
-    """Two saves that are written while training goes on, beside one that is not."""
+    """Two saves that are written during training, and one that is not."""
     engine = make_engine(ranks, Case(train={"lr": 1e-2}))
     train(engine, 2)
     engine.save(folder / "at once")
@@ -341,7 +341,7 @@ def save_while_training(folder: Path, ranks: RankGroup) -> dict[str, Any]:
 
 
 def _failing_save(folder: Path, ranks: RankGroup, engine: ShardedTrainEngine) -> str:
-    """The last rank cannot write: all ranks are told."""
+    """The last rank cannot write: all ranks raise."""
     write = tensor_files.write_shard_file
 
     def refuse(*arguments: Any) -> Path:
@@ -359,7 +359,7 @@ def _failing_save(folder: Path, ranks: RankGroup, engine: ShardedTrainEngine) ->
 
 
 def killed(folder: Path, ranks: RankGroup) -> None:
-    """Every rank is killed after it has written some of its files, while training goes on."""
+    """Every rank is killed after it has written some of its files, during training."""
     engine = make_engine(ranks, Case())
     train(engine, 2)
     engine.save(folder / "good")
@@ -379,7 +379,7 @@ def killed(folder: Path, ranks: RankGroup) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """What the ranks find: a model's folder, in several files, and checkpoints of the plain
+    """Inputs of the ranks: a model folder with several weight files, and checkpoints of the plain
     engine."""
     model: Any = load_causal_lm(MODELS["untied"])
     model.save_pretrained(folder / "model", max_shard_size="30KB")

@@ -1,5 +1,5 @@
-"""What test_parallel_engines.py runs: as a script on each of several ranks, and in the test on one
-rank alone with the plain engine.
+"""The cases of test_parallel_engines.py: run as a script on each of several ranks, and in the test
+on a single rank with the plain engine.
 
 ``python parallel_ranks.py FOLDER RANK SIZE`` meets the other ranks through FOLDER, runs every case
 and writes ``rank<RANK>.safetensors`` and ``.json`` there.
@@ -67,7 +67,7 @@ ENGINES: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def cases_of(size: int, name: str) -> list[Any]:
-    """What an engine is tried with: losses and layouts, and its options."""
+    """A test case: losses, layouts and engine options."""
     engine = ENGINES[size][name]
     losses = itertools.product(two_ranks.NAMES, LAYOUTS)
     some = [
@@ -154,7 +154,7 @@ def entropies(ranks: RankGroup, engine: dict[str, Any]) -> dict[str, Any]:
 
 def stop(ranks: RankGroup, engine: dict[str, Any]) -> dict[str, Any]:
     """A loss that is not finite on the last rank, and a weight that is not on any: a step is
-    skipped on all, and one message tells why."""
+    skipped on all ranks, with the same message."""
     found: dict[str, Any] = {}
     last = ranks.size - 1
     for what in ("loss", "weight"):
@@ -175,8 +175,8 @@ def stop(ranks: RankGroup, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def overflow(ranks: RankGroup, engine: dict[str, Any]) -> dict[str, Any]:
-    """fp16 with a scale that is too high at first: the trace of scales and skips; and what the
-    ranks agree on about the weights in the end."""
+    """fp16 with a scale that is too high at first: the trace of scales and skips; and the ranks'
+    final weights."""
     precision = two_ranks.PrecisionConfig(
         dtype="fp16", initial_scale_power=24, hysteresis=2, loss_scale_window=3
     )
@@ -266,7 +266,7 @@ def _numel_here(parameter: Any) -> int:
 
 
 def failing_save(ranks: RankGroup, engine: dict[str, Any], folder: Path) -> list[str]:
-    """The last rank cannot write: all ranks are told, and no checkpoint is there."""
+    """The last rank cannot write: all ranks raise, and no checkpoint exists."""
     made = cases.make_engine(ranks, Case(engine=engine))
 
     def refuse(*arguments: Any) -> None:
@@ -314,8 +314,8 @@ def save_and_resume(ranks: RankGroup, engine: dict[str, Any], folder: Path) -> d
 
 
 def traffic(ranks: RankGroup, engine: dict[str, Any]) -> dict[str, int]:
-    """Elements in what a rank gives to all-to-all and all-reduce calls of the layers, forward and
-    backward of one micro-batch of 70 tokens."""
+    """Number of elements that a rank passes to all-to-all and all-reduce calls of the layers,
+    forward and backward of one micro-batch of 70 tokens."""
     made = cases.make_engine(
         ranks, Case(split="all at once", train={"layout": "packed"}, engine=engine)
     )

@@ -102,8 +102,8 @@ def row_slices(batch: Batch) -> list[slice]:
 
 
 def plain_values(engine: TorchTrainEngine, batch: Batch) -> Tensor:
-    """A reward model's score of the last token of each row; a critic's of the token before each
-    action, where the action is."""
+    """A reward model's score of the last token of each row; a critic's value of the token before
+    each action, at the action's position."""
     values = []
     for rows in row_slices(batch):
         scores = engine.model.score(engine.model.model(batch.tokens[rows][None])[0][0])[:, 0]
@@ -116,7 +116,7 @@ def plain_values(engine: TorchTrainEngine, batch: Batch) -> Tensor:
 
 
 def plain_outputs(engine: TorchTrainEngine, batch: Batch, temperature: float = 1.0) -> Outputs:
-    """Every row alone through the plain model; the first token of a row has nothing before it."""
+    """Every row separately through the plain model; the first token of a row is not predicted."""
     if engine.scalar:
         return Outputs(values=plain_values(engine, batch))
     logprobs, entropies = [], []
@@ -209,8 +209,8 @@ def test_the_gradient_is_invariant_to_row_order(
 def test_rows_without_an_action_token_do_not_change_the_gradient(
     layout: str, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss
 ) -> None:
-    """A long row that trains on nothing (and, padded, makes every row wider), alone in a pass and
-    not."""
+    """A long row without action tokens (which, padded, makes every row wider), alone in a pass and
+    with others."""
     expected, _ = plain_gradient(make_engine(), ragged_batch, nll)
     rows = [ragged_batch.tokens[s].tolist() for s in row_slices(ragged_batch)]
     masks = [ragged_batch.action_mask[s].tolist() for s in row_slices(ragged_batch)]

@@ -1,4 +1,4 @@
-"""How rows become micro-batches and what a model is given to read."""
+"""Micro-batches of rows, and the model inputs that are built from them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The DeepSpeed engine gives what the torch engine gives: two processes over loopback for ZeRO 0 to
-3, started once for each part, and one rank in this process."""
+"""The DeepSpeed engine computes the same results as the torch engine: two processes over loopback
+for ZeRO 0 to 3, started once for each part, and one rank in this process."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def two_processes(test: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reports:
-    """What each of the two ranks wrote."""
+    """Reports of the two ranks."""
 
     folder: Path
     found: dict[str, Any]
     tensors: tuple[dict[str, Tensor], dict[str, Tensor]]
 
     def case(self, key: str) -> dict[str, Tensor]:
-        """A case's tensors, which both ranks have alike."""
+        """A case's tensors, which are equal on both ranks."""
         own = [
             {n.partition("|")[2]: t for n, t in r.items() if n.split("|")[0] == key}
             for r in self.tensors
@@ -67,7 +67,7 @@ RunPart = Callable[[str, Path], "Reports"]
 
 @pytest.fixture(scope="module")
 def run_part(run_together: Callable[..., list[int]]) -> RunPart:
-    """A part of the script on two ranks, and what they found."""
+    """Run a part of the script on two ranks and return their reports."""
 
     def run(part: str, folder: Path) -> Reports:
         arguments = [[part, str(folder), str(rank)] for rank in range(2)]
@@ -217,7 +217,8 @@ def test_a_skipped_step_changes_no_weight(case: Any, bad: Reports) -> None:
 
 @two_processes
 def test_an_overflow_at_the_floor_stops_and_names_the_first_bad_tensor(bad: Reports) -> None:
-    """From 2 with hysteresis 2: passed, 1, floor. Rank 1 alone overflows; both say the same."""
+    """From 2 with hysteresis 2: passed, 1, floor. Rank 1 alone overflows; both ranks have the same
+    message."""
     for stage in ("1", "2", "3"):
         found = bad.found["floor"][stage]
         assert found["at_floor"] and not found["after"], "the engine can be used afterwards"
@@ -250,7 +251,7 @@ def test_two_ranks_resume_bitwise_from_a_checkpoint_of_two_ranks(case: Any, stat
 
 @pytest.fixture(scope="module")
 def back(state: Reports, run_part: RunPart) -> Reports:
-    """Two ranks saved, one went on and saved, two go on."""
+    """Two ranks save, one rank resumes and saves, two ranks resume."""
     for case in script.STATE_CASES:
         engine, place = script.make(case, SINGLE), state.folder / case.key
         engine.load(place / "two")
@@ -281,7 +282,8 @@ def test_resuming_on_one_rank_and_again_on_two_equals_two_ranks(case: Any, back:
 @two_processes
 @pytest.mark.parametrize("case", script.STATE_CASES, ids=lambda case: case.key)
 def test_a_run_can_change_its_engine_both_ways(case: Any, state: Reports, tmp_path: Path) -> None:
-    """What two ranks of DeepSpeed saved, torch takes up; what torch saves then, DeepSpeed does."""
+    """Torch resumes a checkpoint of two DeepSpeed ranks; DeepSpeed resumes the checkpoint that
+    torch then saves."""
     place, theirs = state.folder / case.key, script.make(case, SINGLE, "torch")
     theirs.load(place / "two")
     assert script.same(script.saved(theirs, tmp_path / "a", SINGLE), tensors_in(place / "two"))
@@ -343,9 +345,9 @@ def test_parameters_with_different_numbers_of_updates_are_refused(tmp_path: Path
 @two_processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_with_zero_init_no_rank_ever_holds_the_full_model(dtype: str, state: Reports) -> None:
-    """Entries of weights that were whole at one time, counted at every new weight and every
-    gathering while the model is made and read: at most the largest module. Masters are what the
-    file has, unrounded."""
+    """Entries of weights that are unsharded at the same time, counted at every new weight and every
+    gathering while the model is created and read: at most the largest module. Masters equal the
+    file's values, unrounded."""
     found, own = state.found[f"zero init {dtype}"], state.case(f"zero init {dtype}")
     total = sum(p.numel() for p in load_causal_lm(ModelConfig(scratch=LOADED)).parameters())
     assert found["total"] == total

@@ -1,5 +1,5 @@
-"""The first tensor of a pass that is not finite: found at every stage, named, nothing left
-behind."""
+"""The first tensor of a pass that is not finite: found at every stage and named, with all hooks
+removed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def pass_over(
     scale: float = 1.0,
     between: Callable[[Tensor], Tensor] = lambda hidden: hidden,
 ) -> Callable[[], Tensor]:
-    """The forward pass of the train engine in the packed layout; ``between`` stands between body
-    and log-probs."""
+    """The forward pass of the train engine in the packed layout; ``between`` is applied between
+    body and log-probs."""
 
     def compute() -> Tensor:
         arranged = arrange(batch, "shared_prefix")

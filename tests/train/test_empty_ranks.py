@@ -36,7 +36,7 @@ Reports = tuple[list[dict[str, Tensor]], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory, run_together: Callable[..., Any]) -> Reports:
-    """What both ranks wrote. A deadlock ends after the group's limit of 60 s."""
+    """Reports of both ranks. A deadlock ends after the group's limit of 60 s."""
     folder = tmp_path_factory.mktemp("empty")
     run_together(SCRIPT, [[str(folder), str(rank)] for rank in range(2)], folder, timeout_s=500)
     tensors = [load_file(folder / f"rank{rank}.safetensors") for rank in range(2)]

@@ -1,5 +1,5 @@
 """A model sharded over ranks computes what the plain engine computes on one: processes over
-loopback, started once for each number of ranks, and what they report."""
+loopback, started once for each number of ranks, and their reports."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ OUTPUTS = 3e-6
 
 @dataclass(frozen=True)
 class Reports:
-    """What each rank wrote."""
+    """Reports of all ranks."""
 
     folder: Path
     found: list[dict[str, Any]]
     tensors: list[dict[str, Tensor]]
 
     def same(self, name: str) -> Any:
-        """What all ranks found alike."""
+        """A report that is equal on all ranks."""
         assert all(found[name] == self.found[0][name] for found in self.found)
         return self.found[0][name]
 
 
 @pytest.fixture(scope="module")
 def start(run_together: RunTogether) -> Callable[[Path, int], Reports]:
-    """The script on every rank, and what they found."""
+    """Run the script on every rank and return the reports."""
 
     def run(folder: Path, size: int) -> Reports:
         fsdp.prepare(folder)
@@ -83,7 +83,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, start: Callable[[Path, int], R
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory, start: Callable[[Path, int], Reports]) -> Reports:
-    """One rank with a process group: FSDP2 over nobody."""
+    """One rank with a process group: FSDP2 over a single rank."""
     return start(tmp_path_factory.mktemp("one"), 1)
 
 
@@ -165,7 +165,8 @@ def test_half_formats_train_with_fp32_state(two: Reports) -> None:
 
 @pytest.mark.parametrize("precision", fsdp.PRECISIONS)
 def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(precision: str, two: Reports) -> None:
-    """Nothing moves, the count goes up, and a dynamic scale is halved at once (hysteresis 1)."""
+    """No weight changes, the count increases, and a dynamic scale is halved immediately (hysteresis
+    1)."""
     for found in two.found:
         own = found["overflow"][precision]
         before, clean, skipped, after = own["hashes"]
@@ -199,7 +200,7 @@ def test_a_gradient_that_overflows_at_the_floor_is_named(two: Reports) -> None:
 
 
 def test_ranks_with_different_loads_make_as_many_passes(two: Reports) -> None:
-    """Rank 0 has one long row and four passes over nothing; two calls and a step."""
+    """Rank 0 has one long row and four empty passes; two calls and a step."""
     alone = fsdp.uneven(SINGLE)
     for found in two.found:
         own = found["uneven"]

@@ -42,7 +42,7 @@ def spec_of(engine: Any, model: ModelConfig, *, trainable: bool = True) -> Engin
 
 
 def test_masters_that_live_on_the_host_never_cross_the_gpu(tiny_config: ModelConfig) -> None:
-    """7B in fp32 are 28 GB, on a card where the 14 GB in bf16 and their activations fit."""
+    """7B in fp32 are 28 GB, on a GPU that fits the 14 GB in bf16 and their activations."""
     for engine in (DeepSpeedEngine(adam_offload=True), DeepSpeedEngine(zero_stage=3), OFFLOADED):
         assert load_device(spec_of(engine, tiny_config), GPU, SHARDED) == CPU
 

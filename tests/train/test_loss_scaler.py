@@ -118,8 +118,8 @@ def test_an_overflow_acts_immediately_and_resets_the_count() -> None:
 
 
 def test_hysteresis_2_ignores_the_first_overflow_and_halves_from_the_second() -> None:
-    """Overflows 1, 2, 3 since the start: S, S / 2, S / 4. Clean steps between them give nothing
-    back; growth does: then one more is free."""
+    """Overflows 1, 2, 3 since the start: S, S / 2, S / 4. Clean steps between them do not refill
+    the hysteresis; growth does: then one more overflow is ignored."""
     scaler = DynamicLossScaler(loss_scale_window=5)
     assert after(scaler, (True, 1)) == 65536
     assert after(scaler, (False, 3), (True, 1)) == 32768

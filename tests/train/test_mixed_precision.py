@@ -1,4 +1,4 @@
-"""The torch engine in fp16 and bf16: what is scaled, what moves, what is skipped, what is said."""
+"""The torch engine in fp16 and bf16: scaling, updates, skipped steps and messages."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_persistently_bad_losses_stop_training_after_max_consecutive_skips(
 def test_a_bad_loss_without_a_bad_gradient_skips_too(
     make_engine: MakeEngine, ragged_batch: Batch, state_of: StateOf
 ) -> None:
-    """inf + loss: the gradient does not notice, and the numbers are worth nothing."""
+    """inf + loss: the gradient is finite, but the statistics are meaningless."""
     engine = make_engine()
     before = hashes(state_of(engine))
 

@@ -1,7 +1,7 @@
-"""Between the upload of a micro-batch and the end of its backward pass, Burnish reads nothing back
+"""Between the upload of a micro-batch and the end of its backward pass, Burnish reads no value back
 from the device: each read would wait for all the work that is queued there.
 
-The meta device stands for the accelerator. Its tensors have no values, so ``item``, ``tolist``,
+The meta device substitutes the accelerator. Its tensors have no values, so ``item``, ``tolist``,
 ``nonzero``, ``unique``, indexing with a bool mask and copies to the CPU raise there. A dispatch
 mode also finds copies to the device that do not go through ``tensors.upload`` (pinned, and not
 waited for).

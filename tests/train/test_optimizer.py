@@ -219,7 +219,7 @@ def test_a_step_clears_the_gradient(
 
 
 def test_the_norm_is_taken_before_clipping() -> None:
-    """Gradients of 3 on 6 + 3 entries: norm sqrt(9 x 9) = 9, reported whole, clipped to 1."""
+    """Gradients of 3 on 6 + 3 entries: norm sqrt(9 x 9) = 9, reported unclipped, clipped to 1."""
     model = One()
     optimizer = optimizer_of(model, lr=1e-3, max_grad_norm=1.0)
     (3 * model.matrix.sum() + 3 * model.vector.sum()).backward()

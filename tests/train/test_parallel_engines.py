@@ -37,14 +37,14 @@ NAMES = list(parallel.ENGINES[2])
 
 @dataclass(frozen=True)
 class Reports:
-    """What each rank wrote."""
+    """Reports of all ranks."""
 
     folder: Path
     found: list[dict[str, Any]]
     tensors: list[dict[str, Tensor]]
 
     def same(self, engine: str, name: str) -> Any:
-        """What all ranks found alike."""
+        """A report that is equal on all ranks."""
         first = self.found[0][engine][name]
         assert all(found[engine][name] == first for found in self.found)
         return first
@@ -52,7 +52,7 @@ class Reports:
 
 @pytest.fixture(scope="module")
 def start(run_together: RunTogether) -> Callable[[Path, int], Reports]:
-    """The script on every rank, and what they found."""
+    """Run the script on every rank and return the reports."""
 
     def run(folder: Path, size: int) -> Reports:
         parallel.prepare(folder)
@@ -81,7 +81,7 @@ ALREADY: dict[str, Any] = {}
 
 
 def alone(case: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What the plain engine computes; once for all engines that are compared with it."""
+    """Results of the plain engine, computed once for all engines that are compared with it."""
     plain = replace(case, engine={})
     if plain.key not in ALREADY:
         ALREADY[plain.key] = parallel.cases.run_case(plain, SINGLE)
@@ -127,9 +127,9 @@ def test_five_steps_of_four_ranks_are_those_of_one(engine: str, four: Reports) -
 @slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_over_ranks_is_attention(size: int, two: Reports, four: Reports) -> None:
-    """Outputs and gradients summed over 11 tokens x heads x 8 entries of size 1, where heads are
-    shared evenly, where key/value heads are fewer than ranks, and where ranks do not divide
-    them."""
+    """Outputs and gradients summed over 11 tokens x heads x 8 entries of size 1, with evenly
+    divided heads, with fewer key/value heads than ranks, and with key/value heads that ranks do not
+    divide."""
     for found in (two if size == 2 else four).found:
         assert len(found["attention"]) == 8
         for case, error in found["attention"].items():

@@ -1,4 +1,4 @@
-"""What ranks that compute the same rows together are not given: told before a run starts, with
+"""Unsupported combinations for ranks that compute the same rows: refused before a run starts, with
 names and numbers."""
 
 from __future__ import annotations

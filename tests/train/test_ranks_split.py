@@ -16,7 +16,7 @@ LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared_prefix")
 
 
 def batch_of(groups: list[tuple[int, list[int]]], *, unit: int = 1) -> Batch:
-    """Groups of (prompt tokens, response tokens of each row); rows are padded to whole units by
+    """Groups of (prompt tokens, response tokens of each row); rows are padded to complete units by
     repeating the last group's prompt."""
     rows, prompts, ids = [], [], []
     for group, (prompt, responses) in enumerate(groups):
@@ -87,7 +87,7 @@ def test_every_row_is_in_one_micro_batch_and_units_are_not_split(case: dict[str,
 @settings(max_examples=150, deadline=None)
 @given(case=CASES)
 def test_all_ranks_make_the_same_number_of_passes(case: dict[str, Any]) -> None:
-    """And an empty one only where the rank has no two units left to part."""
+    """And an empty one only if the rank has no two units left to split."""
     _, parts = split(case)
     assert len({len(part) for part in parts}) == 1
     for part in parts:

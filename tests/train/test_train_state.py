@@ -1,4 +1,4 @@
-"""What a train engine saves, takes back, and hands over."""
+"""State that a train engine saves, loads and transfers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Two ranks do together what one does alone: two processes over loopback, started once, and what
-they report."""
+"""Two ranks compute the same results as one: two processes over loopback, started once, and their
+reports."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ FP32 = 1e-6  # fp32 sums over some hundred tokens in another order
 
 @dataclass(frozen=True)
 class Reports:
-    """What each of the two ranks wrote."""
+    """Reports of the two ranks."""
 
     found: tuple[dict[str, Any], dict[str, Any]]
     tensors: tuple[dict[str, Tensor], dict[str, Tensor]]
 
     def same(self, name: str) -> dict[str, Any]:
-        """What both ranks found alike."""
+        """A report that is equal on both ranks."""
         first, second = (found[name] for found in self.found)
         assert first == second
         return dict(first)
@@ -86,8 +86,8 @@ def test_a_step_over_two_ranks_has_the_gradient_of_one(
 
 @pytest.mark.parametrize("precision", two_ranks.PRECISIONS)
 def test_an_overflow_on_one_rank_skips_the_step_on_both(precision: str, reports: Reports) -> None:
-    """Both ranks decide alike: nothing moves, the count goes up, and a dynamic scale is halved at
-    once (hysteresis 1): 1024, 1024, then 512."""
+    """Both ranks agree: no weight changes, the count increases, and a dynamic scale is halved
+    immediately (hysteresis 1): 1024, 1024, then 512."""
     first, second = (found["overflow"][precision] for found in reports.found)
     assert first == second
     before, clean, skipped, after = first["hashes"]
@@ -104,15 +104,15 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(reports: R
 
 
 def test_a_run_that_must_stop_stops_on_both_ranks_with_one_message(reports: Reports) -> None:
-    """Rank 1 alone finds the bad loss; rank 0 tells of it too."""
+    """Rank 1 alone finds the bad loss; rank 0 reports it too."""
     message = reports.same("stop")["message"]
     assert "2 consecutive steps of the policy were skipped" in message
     assert "First bad tensor: loss" in message
 
 
 def test_all_ranks_save_and_all_learn_the_outcome(reports: Reports) -> None:
-    """Rank 0 writes. Where it cannot (a file stands in the way), or where a weight of rank 1 alone
-    is not finite, both ranks raise."""
+    """Rank 0 writes. If it cannot (a file blocks the path), or if only a weight of rank 1 is not
+    finite, both ranks raise."""
     first, second = (found["save"] for found in reports.found)
     for own in (first, second):
         assert own["there"], "written when save returns"
@@ -149,8 +149,7 @@ def test_any_and_gather_combine_values_of_both_ranks(reports: Reports) -> None:
 
 
 def test_stats_are_summed_over_ranks(reports: Reports) -> None:
-    """frac (3 + 6) / (10 + 10) = 0.45; most max(1, 2); n 1 + 2. A rank with nothing adds
-    nothing."""
+    """frac (3 + 6) / (10 + 10) = 0.45; most max(1, 2); n 1 + 2. A rank without values adds 0."""
     found = reports.same("exchange")
     assert found["stats"] == {"frac": 0.45, "frac_den": 20, "most": 2.0, "n": 3.0}
     assert found["empty"] == {"frac": 0.3, "most": 1.0, "n": 1.0}

@@ -1,4 +1,5 @@
-"""What test_two_ranks.py runs: as a script on one rank of two, and in the test on one rank alone.
+"""The cases of test_two_ranks.py: run as a script on one rank of two, and in the test on a single
+rank.
 
 ``python two_ranks.py FOLDER RANK`` meets the other rank through FOLDER, runs every case and writes
 ``rank<RANK>.safetensors`` and ``.json`` there.
@@ -226,7 +227,7 @@ def uneven(ranks: RankGroup) -> dict[str, Any]:
 
 
 def exchange(ranks: RankGroup) -> dict[str, Any]:
-    """What ranks say to each other, on tensors that fill several buckets."""
+    """Collectives of the ranks, on tensors that fill several buckets."""
     small = RankGroup(torch.distributed.group.WORLD, bucket_bytes=64)
     own = ranks.rank + 1.0
     tensors = [

@@ -40,8 +40,8 @@ class WeightNameCheck:
             )
         if self._expected is not None and self._expected[name] != shape:
             raise ValueError(
-                f"weight {name} has shape {list(shape)}, but {list(self._expected[name])} in the "
-                "rollout model; trainer and rollout engine must have the same model"
+                f"weight {name} has shape {list(shape)}, but the rollout model has "
+                f"{list(self._expected[name])}; trainer and rollout engine must have the same model"
             )
         self.given[name] = shape
 

@@ -287,7 +287,9 @@ def test_buffers_of_another_model_are_refused(make_engine: MakeEngine, tmp_path:
         ValueError, match=r"layers.0.layer_scalar has shape \[1\] in it and \[2\] in this model"
     ):
         engine.load(tmp_path / "policy")
-    with pytest.raises(ValueError, match=r"layer_scalar has shape \[1\], but \[2\] in the rollout"):
+    with pytest.raises(
+        ValueError, match=r"layer_scalar has shape \[1\], but the rollout model has \[2\]"
+    ):
         LocalRolloutEngine(engine.model, TOKENIZER, LocalEngine()).load_weights(
             1, make_engine(config=base).weights()
         )

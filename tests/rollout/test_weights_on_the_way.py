@@ -128,7 +128,9 @@ def test_every_weight_is_received_once_in_its_shape() -> None:
         ValueError, match=r"1 of 2 weights were not received, e\.g\. b: they would be stale"
     ):
         names.complete()
-    with pytest.raises(ValueError, match=r"weight b has shape \[1\], but \[3\] in the rollout"):
+    with pytest.raises(
+        ValueError, match=r"weight b has shape \[1\], but the rollout model has \[3\]"
+    ):
         names.add("b", (1,))
     names.add("b", (3,))
     names.complete()

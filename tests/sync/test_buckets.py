@@ -213,8 +213,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "name": (edit_piece(1, 0, name="x"), "bucket 1 .* weight x is not one of the 6 weights"),
     "again": (edit_piece(1, 0, name="w0"), "bucket 1 .* weight w0 was received twice"),
-    "shape": (edit_piece(1, 0, shape=(4, 2)), r"weight w2 is \[4, 2\], .* has \[8\]"),
-    "longer": (edit_piece(1, 1, shape=(99,)), r"weight w3 is \[99\], .* has \[8\]"),
+    "shape": (edit_piece(1, 0, shape=(4, 2)), r"weight w2 has shape \[4, 2\], .* has \[8\]"),
+    "longer": (edit_piece(1, 1, shape=(99,)), r"weight w3 has shape \[99\], .* has \[8\]"),
     "format": (edit_piece(1, 0, dtype="float12"), "weight w2 has the unknown dtype 'float12'"),
     "wider": (
         edit_piece(1, 1, dtype="float64"),

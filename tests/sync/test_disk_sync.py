@@ -170,7 +170,7 @@ def test_without_checksums_sizes_and_names_are_still_checked(
     [
         (SHAPES | {"more": (2,)}, r"1 of 10 weights were not received, e\.g\. more"),
         ({n: s for n, s in SHAPES.items() if n != "w2"}, "weight w2 is not one of the 8"),
-        (SHAPES | {"w2": (4,)}, r"weight w2 is \[8\], the rollout model has \[4\]"),
+        (SHAPES | {"w2": (4,)}, r"weight w2 has shape \[8\], but the rollout model has \[4\]"),
     ],
 )
 def test_weights_of_another_model_are_rejected_before_any_tensor_is_yielded(

@@ -115,12 +115,12 @@ def test_a_skipped_step_does_not_change_the_version(
         ),
         (
             lambda w: w | {"model.norm.weight": torch.ones(3)},
-            r"model\.norm\.weight is \[3\], .* has \[32\]",
+            r"model\.norm\.weight has shape \[3\], .* has \[32\]",
         ),
         # copy_ would broadcast a single number without a word
         (
             lambda w: w | {"model.norm.weight": torch.ones(1)},
-            r"model\.norm\.weight is \[1\], .* has \[32\]",
+            r"model\.norm\.weight has shape \[1\], .* has \[32\]",
         ),
     ],
 )

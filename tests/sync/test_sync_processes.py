@@ -68,7 +68,7 @@ TOLD = {
     "swap": "bucket 4 of version 4 was received instead of bucket 3: one was lost or is out of",
     "truncate": "bucket 3 of version 5 should have 4096 bytes, but 4080 were received",
     "name": "bucket 3 of version 6: weight model.extra is not one of the 21 weights",
-    "shape": "v_proj.weight is [16, 32, 1], the rollout model has [16, 32]",
+    "shape": "v_proj.weight has shape [16, 32, 1], but the rollout model has [16, 32]",
     "twice": "weight model.embed_tokens.weight was received twice",
     "version": "expected bucket 3 of version 9 (push 17), but received bucket 3 of version 10",
     "lost tensors": "announces 36 buckets with 22 tensors and 137088 bytes, but of version 10 (push"

@@ -201,7 +201,7 @@ def test_mismatched_weights_are_refused(engine: RolloutEngine) -> None:
         ([(n, t) for n, t in good.items() if n != "lm_head.weight"], r"lm_head\.weight"),
         ((good | {"model.norm.weight": torch.ones(3)}).items(), r"model\.norm\.weight"),
         ((good | {"model.norm.weight": torch.ones(1)}).items(), r"model\.norm\.weight"),
-        (twice, r"model\.norm\.weight was given"),
+        (twice, r"model\.norm\.weight was received"),
     ):
         with pytest.raises(ValueError, match=name):
             engine.load_weights(9, wrong)

@@ -270,5 +270,5 @@ def test_without_a_checkpoint_to_go_back_to_the_run_ends(
                 shutil.rmtree(checkpoint)
             raise WorkerLostError("rank 0 of the policy died")
 
-    with pytest.raises(RunError, match=r"no checkpoint in .* to go back to from step 1"):
+    with pytest.raises(RunError, match=r"no checkpoint to restore after the failure at step 1"):
         burnish.run(config, rewards=watching(config.run_dir, [], lose_all))

@@ -201,7 +201,7 @@ def test_a_row_with_a_token_that_the_teacher_lacks_is_named(
     distill: MakeConfig, tmp_path: Path
 ) -> None:
     fewer = "teacher.model.scratch.alphabet=0123456789+"  # no "="
-    with pytest.raises(DataError, match=r"a row has token 17 \('='\), which the teacher"):
+    with pytest.raises(DataError, match=r"contains token 17 \('='\), which is not in the teacher"):
         burnish.run(distill(fewer))
 
 

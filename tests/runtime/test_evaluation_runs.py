@@ -115,7 +115,7 @@ def test_an_evaluation_job_prints_its_score_and_leaves_log_metrics_timeline_and_
     )
     result = burnish.run(config, rewards=reward)
     (logged,) = read_metrics(result.run_dir)
-    score = f"pass@1        {logged['eval/pass@1']:.4f}  (a response passes with a reward of 0.5"
+    score = f"pass@1        {logged['eval/pass@1']:.4f}  (passed: reward of at least 0.5"
     assert result.metrics["eval/pass@1"] == logged["eval/pass@1"]
     assert score in capsys.readouterr().out
     assert score in (result.run_dir / "run.log").read_text(encoding="utf-8")

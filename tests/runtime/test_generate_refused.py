@@ -77,7 +77,7 @@ def test_an_output_that_exists_is_refused_before_anything_is_loaded(
     config = generate(
         f"output={tmp_path / 'rows.jsonl'}", f"model.path={tmp_path}/model", "model.scratch=null"
     )
-    with pytest.raises(RunError, match=r"rows.jsonl exists, and is not written over"):
+    with pytest.raises(RunError, match=r"rows.jsonl already exists and is never overwritten"):
         burnish.run(config)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be made"):

@@ -471,7 +471,7 @@ def test_the_gap_of_two_formats_is_measured_and_said_once(
     said = capsys.readouterr().err
     gap = f"differ by {lines[0]['train/mismatch_abs']:.2g} nats per token on average"
     assert said.count("precision.rollout_dtype: at step 1") == 1 and gap in said
-    assert "measured at step 2" not in said
+    assert "precision.rollout_dtype: at step 2" not in said
 
 
 def test_the_batch_table_is_printed_at_the_start(

@@ -125,7 +125,7 @@ def test_a_kept_reference_without_a_row_of_the_resumed_run_is_computed_again_and
     assert f"{FILE} lacks 2 of 26 rows" in caplog.text
     again = preference(kept, held_out, "max_epochs=3", "precision.dtype=bf16")
     burnish.run(again, resume=tmp_path / "run")
-    assert f"{FILE} was computed in fp32, and this is bf16" in caplog.text
+    assert f"{FILE} was computed in fp32 instead of bf16" in caplog.text
 
 
 def test_a_run_whose_policy_does_not_load_can_be_started_again_with_its_kept_reference(

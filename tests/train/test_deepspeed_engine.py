@@ -223,7 +223,7 @@ def test_an_overflow_at_the_floor_stops_and_names_the_first_bad_tensor(bad: Repo
         found = bad.found["floor"][stage]
         assert found["at_floor"] and not found["after"], "the engine can be used afterwards"
         assert "loss scale is at its minimum (precision.min_loss_scale=1)" in found["message"]
-        assert "arrives at the output of lm_head" in found["message"]
+        assert "at the output of lm_head" in found["message"]
 
 
 @two_processes

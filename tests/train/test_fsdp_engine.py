@@ -315,7 +315,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(two: Reports) -> None:
     said = two.same("async")["failed"]
     assert "could not be written: rank 1: OSError: no space left" in said
     assert not (two.folder / "failed" / "engine.json").exists()
-    with pytest.raises(ValueError, match="holds no policy"):
+    with pytest.raises(ValueError, match="contains no policy"):
         fsdp.make_engine(SINGLE, fsdp.Case()).load(two.folder / "failed")
 
 
@@ -328,7 +328,7 @@ def test_a_run_killed_during_a_save_keeps_the_previous_checkpoint(
     assert list(tmp_path.glob("killed*")) and list((tmp_path / "bad").glob("*.safetensors"))
     assert not (tmp_path / "bad" / "engine.json").exists()
     engine = fsdp.make_engine(SINGLE, fsdp.Case())
-    with pytest.raises(ValueError, match="holds no policy"):
+    with pytest.raises(ValueError, match="contains no policy"):
         engine.load(tmp_path / "bad")
     engine.load(tmp_path / "good")
     assert engine.version == 2

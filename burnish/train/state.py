@@ -273,8 +273,9 @@ def _num_updates(folder: Path, kinds: Mapping[str, TensorFiles]) -> float | None
     counts = {float(kinds["step"].read(n)) if n in counted else 0.0 for n in kinds["master"]}
     if len(counts) > 1:
         raise ValueError(
-                f"the checkpoint is of another model: {name} has shape {list(files.shape(name))} "
-                f"in the checkpoint and {list(shape)} in this model"
+            f"{folder} has parameters with different numbers of updates ({min(counts):g} to "
+            f"{max(counts):g}), e.g. because no batch reached an expert, and DeepSpeed counts one "
+            "for all; resume with train.engine.kind=torch"
         )
     return counts.pop() or None
 
@@ -328,7 +329,7 @@ def read_description(folder: Path, spec: EngineSpec) -> dict[str, Any]:
         own = spec.recipe_model or spec.model
         raise ValueError(
             f"{folder} contains adapters for the base {_base(saved)}, but the base of this recipe "
-            f"is {_base(own)}; set the base of the checkpoint"
+            f"is {_base(own)}; set model to the base of the checkpoint"
         )
     return state
 

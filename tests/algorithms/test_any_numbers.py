@@ -205,7 +205,7 @@ def test_group_advantages_take_rewards_of_any_size_but_not_infinite_ones() -> No
     # deviations of +-1/2 over a standard deviation of sqrt(1/2), in both groups
     assert found[batch.action_mask].abs().tolist() == pytest.approx([math.sqrt(0.5)] * 11, abs=2e-6)
     endless = replace(batch, rewards=torch.tensor([math.inf, 0.0, 1.0, 0.0]))
-    with pytest.raises(RewardError, match="reach inf"):
+    with pytest.raises(RewardError, match="rollout is inf"):
         assign_advantages(endless, AlgorithmConfig(), kl_coef=0.0)
 
 

@@ -270,7 +270,7 @@ def test_one_of_several_models_is_chosen_by_name(make_engine: MakeEngine, tmp_pa
         ({"lora": "adapter"}, "was fully fine-tuned"),
     ],
 )
-def test_what_is_not_in_the_checkpoint_is_named(
+def test_a_missing_model_or_adapter_is_named(
     options: dict[str, str], message: str, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     source = checkpoint(tmp_path / "c", policy=make_engine())

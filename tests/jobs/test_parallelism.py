@@ -78,9 +78,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_heads_that_cannot_be_shared_are_said_before_anything_is_loaded(
-    case: str, tmp_path: Path
-) -> None:
+def test_indivisible_heads_are_refused_before_anything_is_loaded(case: str, tmp_path: Path) -> None:
     model, more, message = CASES[case]
     config = recipe(tmp_path, model, **more)
     with pytest.raises(ModelError) as caught:

@@ -142,7 +142,7 @@ def test_an_average_that_was_not_saved_starts_from_the_loaded_weights(
         (ScratchConfig(hidden_size=32, tie_word_embeddings=False), "another model: .*lm_head"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(
     other: ScratchConfig, message: str, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     make_engine(config=ModelConfig(scratch=other)).save(tmp_path)

@@ -453,15 +453,12 @@ class BaseTrainEngine(ABC):
 
     def _check_finite(self, broken: str | None) -> None:
         """Raise ValueError on all ranks if any weight is not finite or the weights are ruined."""
-        hint = "resume from an earlier checkpoint with a lower learning rate"
+        rest = "and are not saved; resume from an earlier checkpoint with a lower learning rate"
         if self._diverged:
-            raise ValueError(f"the weights of the {self.role} diverged and are not saved; {hint}")
+            raise ValueError(f"the weights of the {self.role} diverged {rest}")
         found = next((name for name in self.ranks.gather(broken) if name is not None), None)
         if found is not None:
-            raise ValueError(
-                f"the weights of the {self.role} are not finite, e.g. {found}, and are not saved; "
-                f"{hint}"
-            )
+            raise ValueError(f"the weights of the {self.role} are not finite, e.g. {found}, {rest}")
 
     def _description(self) -> str:
         """Return the text of ``engine.json``: all engine state except tensors."""

@@ -131,7 +131,7 @@ def test_by_default_the_error_propagates(make_engine: Any, ragged_batch: Batch, 
     assert tried == [8]
 
 
-def test_rows_that_stay_together_are_never_cut(ragged_batch: Batch) -> None:
+def test_row_groups_are_never_split(ragged_batch: Batch) -> None:
     pairs = replace(ragged_batch, rows_per_unit=2)
     smaller = MicroBatchBackoff("shared_prefix", forget=lambda: None)
     smaller.most_tokens = 1

@@ -67,7 +67,7 @@ class ToolEnvironment:
     """An environment in which the policy may call tools until it answers without a call.
 
     Options of the recipe: ``tools`` (``path/to/file.py:function`` or ``package.module:function``),
-    ``system_prompt``, ``call_timeout_s`` (time limit of one call; None: no limit),
+    ``system_prompt``, ``timeout_s`` (time limit of one call; None: no limit),
     ``max_result_chars`` (longer results are cut).
 
     The task's ``prompt`` (text or messages) starts the episode. It ends at the first message
@@ -105,12 +105,12 @@ class ToolEnvironment:
         *,
         tools: Sequence[str] = (),
         system_prompt: str | None = None,
-        call_timeout_s: float | None = 30.0,
+        timeout_s: float | None = 30.0,
         max_result_chars: int = 20_000,
     ) -> None:
         self._tools = make_tools((*type(self).tools, *tools), type(self))
         self._system_prompt = system_prompt
-        self._timeout_s = call_timeout_s
+        self._timeout_s = timeout_s
         self._max_chars = max_result_chars
         self._thread: _CallThread | None = None
 
@@ -124,7 +124,7 @@ class ToolEnvironment:
                 "[path/to/file.py:function], or `tools` in the class"
             )
         for name, value in (
-            ("call_timeout_s", made._timeout_s),
+            ("timeout_s", made._timeout_s),
             ("max_result_chars", made._max_chars),
         ):
             if value is not None and not (isinstance(value, (int, float)) and value > 0):

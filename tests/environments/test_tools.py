@@ -17,10 +17,12 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
+from burnish.config.episodes import EpisodesConfig
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.multi_turn import Message, Start, Step
 from burnish.environments.pool import EnvironmentPool, EnvironmentSpec
 from burnish.environments.tools import ToolEnvironment, make_tools
+from burnish.jobs.episodes import environment_spec
 
 
 class Unit(enum.Enum):
@@ -179,7 +181,7 @@ def test_an_error_is_an_answer(name: str, arguments: Any, content: str) -> None:
 
 @pytest.mark.parametrize("name", ["block", "wait"])
 def test_a_call_that_takes_too_long_is_abandoned(name: str) -> None:
-    content, counts = answer(name, {"seconds": 2}, call_timeout_s=0.05)
+    content, counts = answer(name, {"seconds": 2}, timeout_s=0.05)
     assert content == "error: TimeoutError: the call took longer than 0.05 s"
     assert counts == {"tool_calls": 1, "tool_errors": 1, "tool_timeouts": 1}
 
@@ -187,7 +189,7 @@ def test_a_call_that_takes_too_long_is_abandoned(name: str) -> None:
 def test_a_call_after_a_timeout_runs_in_another_thread() -> None:
     message = calls(("block", {"seconds": 2}), ("divide", {"a": 1, "b": 2}))
     begin = time.monotonic()
-    found = step(Environment(call_timeout_s=0.3), message)
+    found = step(Environment(timeout_s=0.3), message)
     assert [m["content"] for m in found.messages][1] == "0.5"
     assert time.monotonic() - begin < 2
 
@@ -309,7 +311,7 @@ def test_the_same_tool_twice_is_one_tool() -> None:
         ({}, "ToolEnvironment has no tools; set options.tools"),
         ({"tools": ["x.py:f"]}, "there is no file"),
         ({"tools": ["math:floor"]}, "tool floor .*'x' cannot be passed by name"),
-        ({"tools": ["{file}:search"], "call_timeout_s": 0}, "call_timeout_s is 0; it must be"),
+        ({"tools": ["{file}:search"], "timeout_s": 0}, "timeout_s is 0; it must be"),
     ],
 )
 def test_wrong_options_are_refused_when_the_worker_starts(
@@ -361,6 +363,22 @@ def test_tools_run_in_a_worker_process(tmp_path: Path) -> None:
             await pool.close()
 
     asyncio.run(play())
+
+
+def test_the_tools_of_a_recipe_run_in_a_worker_process(tmp_path: Path) -> None:
+    path = tmp_path / "my_tools.py"
+    path.write_text(TOOL_FILE)
+    config = EpisodesConfig(tools=(f"{path}:add",), tool_timeout_s=3, max_tokens=100)
+
+    async def start() -> None:
+        pool = EnvironmentPool(environment_spec(config), workers=1)
+        try:
+            await pool.start()
+        finally:
+            await pool.close()
+
+    asyncio.run(start())
+    assert environment_spec(config).options["timeout_s"] == 3
 
 
 def test_a_wrong_tool_is_found_when_the_workers_start(tmp_path: Path) -> None:

@@ -17,8 +17,13 @@ addEventListener("load", () => { fit(); setTimeout(fit, 200); });
   const source = document.getElementById("samples-data");
   if (!source) return;
   const data = JSON.parse(source.textContent);
-  const rows = data.rows.map((row) => ({ ...row, prompt: data.prompts[row.prompt] }));
-  for (const row of rows) row.found = `${row.prompt}\n${row.response}\n${row.label ?? ""}`.toLowerCase();
+  const rows = data.rows.map((row) => ({ ...row, prompt: data.prompts[row.prompt], opening: data.openings[row.episode?.opening] }));
+  const textsOf = (message) => [message.text, message.reasoning, ...(message.calls ?? []).flatMap((call) => [call.name, call.arguments])];
+  const talkOf = (row) => !row.episode ? [] : [
+    ...row.opening.messages.flatMap(textsOf), row.episode.status,
+    ...row.episode.turns.flatMap((turn) => [turn.message, ...turn.answer].flatMap(textsOf).concat(turn.problem)),
+  ];
+  for (const row of rows) row.found = [row.prompt, row.response, row.label, ...talkOf(row)].join("\n").toLowerCase();
   const byId = (id) => document.getElementById(id);
   const PAGE = 25;
   const splits = [...new Set(rows.map((row) => row.split))].sort().reverse();
@@ -36,6 +41,8 @@ addEventListener("load", () => { fit(); setTimeout(fit, 200); });
   };
   const number = (x, digits = 3) =>
     x === null || x === undefined ? "none" : Number(x.toFixed(digits)).toLocaleString("en-US", { maximumFractionDigits: digits });
+  const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+  const spaced = (name) => name.replaceAll("_", " ");
   const tone = (x) => (x === null || x === undefined || Math.abs(x) < 1e-9 ? "" : x > 0 ? " up" : " down");
 
   const rewards = rows.map((row) => row.reward).filter((x) => x !== null);
@@ -55,6 +62,7 @@ addEventListener("load", () => { fit(); setTimeout(fit, 200); });
     }
     const response = make_td();
     response.append(make("div", "text", row.response));
+    if (row.episode) response.append(make("div", "more", `${plural(row.episode.num_turns, "turn")}: show the conversation`));
     const reward = make_td();
     reward.append(make("span", "pill" + rewardTone(row.reward), number(row.reward)));
     const parts = make("div", "parts");
@@ -68,8 +76,74 @@ addEventListener("load", () => { fit(); setTimeout(fit, 200); });
     const advantage = make_td();
     if (row.advantage !== null) advantage.append(make("span", "pill" + tone(row.advantage), (row.advantage > 0 ? "+" : "") + number(row.advantage, 2)));
     const tokens = make_td();
-    tokens.append(make("div", "", number(row.tokens)), make("div", "muted", row.finish === "length" ? "cut at limit" : row.finish));
+    tokens.append(make("div", "", number(row.tokens)), make("div", "muted", row.episode ? spaced(row.episode.status) : row.finish === "length" ? "cut at limit" : row.finish));
     return { step, prompt, response, reward, advantage, tokens };
+  }
+
+  // The conversation of an episode: what the policy sampled stands out from what it only read.
+  function conversation(row) {
+    const { episode, opening } = row, trained = row.split === "train";
+    const cell = make("td", "talk");
+    cell.colSpan = columns.length;
+    const head = make("div", "talk-head");
+    head.append(make("span", "pill" + (episode.status === "done" ? " up" : ""), spaced(episode.status)));
+    const facts = [plural(episode.num_turns, "turn"), plural(row.tokens, "sampled token"), `${number(episode.seconds, 2)} s`];
+    if (episode.num_rows > 1) facts.push(`${episode.num_rows} training rows`);
+    head.append(...facts.map((fact) => make("span", "", fact)));
+    cell.append(head);
+    if (opening.tools.length) cell.append(toolList(opening.tools));
+    const masked = trained ? "masked: not trained on" : "read";
+    for (const message of opening.messages) cell.append(messageBox(message, "masked", masked));
+    let next = 0;
+    for (const turn of episode.turns) {
+      if (turn.number > next) cell.append(make("div", "gap", `${plural(turn.number - next, "turn")} left out`));
+      next = turn.number + 1;
+      cell.append(turnLine(turn, episode));
+      cell.append(messageBox(turn.message, "policy", trained ? "sampled: trained on" : "sampled"));
+      if (turn.problem) cell.append(make("div", "problem", turn.problem));
+      const note = turn.number === episode.num_turns - 1 ? "not read: the episode ended" : masked;
+      for (const message of turn.answer) cell.append(messageBox(message, "masked", note));
+    }
+    const tr = make("tr", "unfolded");
+    tr.append(cell);
+    return tr;
+  }
+
+  function turnLine(turn, episode) {
+    const line = make("div", "turn");
+    const facts = [
+      plural(turn.tokens, "token"),
+      `prompt ${number(turn.prompt_tokens)}${turn.cached_tokens ? `, ${number(turn.cached_tokens)} cached` : ""}`,
+      `engine ${number(turn.engine_s)} s`,
+      `environment ${number(turn.environment_s)} s`,
+    ];
+    if (episode.num_rows > 1 && turn.row !== null) facts.push(`training row ${turn.row + 1}`);
+    line.append(make("b", "", `Turn ${turn.number + 1}`), ...facts.map((fact) => make("span", "", fact)));
+    for (const [name, value] of Object.entries(turn.counts)) if (value) line.append(make("span", "", `${spaced(name)} ${number(value)}`));
+    for (const [name, value] of Object.entries(turn.rewards)) line.append(make("span", "pill" + tone(value), `${name} ${value > 0 ? "+" : ""}${number(value)}`));
+    return line;
+  }
+
+  function messageBox(message, kind, note) {
+    const box = make("div", `message ${kind}`), head = make("div", "who");
+    head.append(make("b", "", message.name ? `${message.role}: ${message.name}` : message.role), make("span", "", note));
+    box.append(head);
+    if (message.reasoning) box.append(make("div", "reasoning", message.reasoning));
+    if (message.text) box.append(make("div", "said", message.text));
+    for (const call of message.calls ?? []) {
+      const made = make("div", "call");
+      made.append(make("b", "", call.name), make("div", "said", call.arguments));
+      box.append(made);
+    }
+    if (box.children.length === 1) box.append(make("div", "muted", "(empty)"));
+    return box;
+  }
+
+  function toolList(tools) {
+    const list = make("details", "tools");
+    list.append(make("summary", "", `${plural(tools.length, "tool")} offered: ${tools.map((tool) => tool.name).join(", ")}`));
+    for (const tool of tools) list.append(make("div", "said", tool.schema));
+    return list;
   }
 
   function order(a, b) {
@@ -94,7 +168,13 @@ addEventListener("load", () => { fit(); setTimeout(fit, 200); });
       tr.title = "Open or fold the whole text";
       const made = cells(row);
       tr.append(...columns.map(([key]) => made[key]));
-      const toggle = () => { if (!String(getSelection())) tr.classList.toggle("open"); };
+      const toggle = () => {
+        if (String(getSelection())) return;
+        const open = tr.classList.toggle("open");
+        if (!row.episode) return;
+        if (open) tr.after(conversation(row));
+        else tr.nextSibling.remove();
+      };
       tr.addEventListener("click", toggle);
       tr.addEventListener("keydown", (event) => { if (event.key === "Enter") toggle(); });
       body.append(tr);

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from burnish.observe.report_episodes import read_conversation
 from burnish.observe.report_figures import is_finite
 from burnish.observe.samples import read_sample_file, sample_files
 
@@ -24,8 +25,8 @@ class EmbeddedSamples:
     """Data for the page's script (report.js) and the note above the table."""
 
     json: str
-    """``{"prompts": [text], "rows": [{...}]}`` with every ``<`` escaped. Rows contain the index of
-    their prompt."""
+    """``{"prompts": [text], "openings": [{...}], "rows": [{...}]}`` with every ``<`` escaped. Rows
+    contain the index of their prompt; episodes, of their first messages and tools."""
     num_rows: int
     note: str
     """Which samples are omitted or truncated, and where to find them; "" if all are complete."""
@@ -39,7 +40,7 @@ def embed_samples(run_dir: Path, *, max_rows: int = MAX_ROWS) -> EmbeddedSamples
     both.
     """
     files = _Files(sample_files(run_dir))
-    prompts: dict[str, int] = {}
+    shared = _Shared()
     kept: list[dict[str, Any]] = []
     num_chars = 0
     for step, path in _outside_in(files.readable):
@@ -47,19 +48,34 @@ def embed_samples(run_dir: Path, *, max_rows: int = MAX_ROWS) -> EmbeddedSamples
         if kept and len(kept) + len(rows) > max_rows:
             break
         for row in rows[:max_rows]:
-            entry = _entry(row, prompts, step, counts=files.counts)
+            entry = _entry(row, shared, step, counts=files.counts)
             num_chars += len(entry["response"])
             kept.append(entry)
-        if num_chars + sum(map(len, prompts)) > MAX_TOTAL_CHARS:
+        if num_chars + shared.num_chars > MAX_TOTAL_CHARS:
             break
     if not kept and not files.bad:
         return None
     kept.sort(key=lambda entry: entry["step"])
-    data = json.dumps(
-        {"prompts": list(prompts), "rows": kept}, allow_nan=False, separators=(",", ":")
-    )
+    openings = [json.loads(opening) for opening in shared.openings]
+    content = {"prompts": list(shared.prompts), "openings": openings, "rows": kept}
+    data = json.dumps(content, allow_nan=False, separators=(",", ":"))
     # "<" only occurs in strings, where \u003c is equivalent: no text can end the script element.
     return EmbeddedSamples(data.replace("<", "\\u003c"), len(kept), files.note(len(kept)))
+
+
+class _Shared:
+    """Texts that several samples have, each embedded once."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, int] = {}
+        self.openings: dict[str, int] = {}
+        """JSON of first messages and tools -> index."""
+        self.turns_chars = 0
+        """Characters in the turns of episodes."""
+
+    @property
+    def num_chars(self) -> int:
+        return self.turns_chars + sum(map(len, (*self.prompts, *self.openings)))
 
 
 class _Files:
@@ -96,12 +112,16 @@ class _Files:
             )
         if self.counts["truncated"]:
             notes.append(f"{self.counts['truncated']:,} long texts are truncated in the middle")
+        if self.counts["shortened"]:
+            notes.append(f"{self.counts['shortened']:,} long episodes are shortened")
         if notes:
             notes.append("everything is in samples/*.parquet")
         if self.counts["numbers"]:
             notes.append(f"{self.counts['numbers']:,} samples have numbers that are not finite")
         if self.counts["parts"]:
             notes.append(f"the reward parts of {self.counts['parts']:,} samples cannot be read")
+        if self.counts["episodes"]:
+            notes.append(f"the episodes of {self.counts['episodes']:,} samples cannot be read")
         bad = [f"{name} ({why})" for name, why in list(self.bad.items())[:3]]
         if bad:
             more = f" and {len(self.bad) - 3:,} more" if len(self.bad) > 3 else ""
@@ -114,7 +134,7 @@ class _Files:
 
 
 def _entry(
-    row: dict[str, Any], prompts: dict[str, int], step: int, *, counts: Counter[str]
+    row: dict[str, Any], shared: _Shared, step: int, *, counts: Counter[str]
 ) -> dict[str, Any]:
     texts = [row["prompt"] or "", row["response"] or ""]
     prompt, response = map(_truncated, texts)
@@ -125,10 +145,10 @@ def _entry(
     counts["parts"] += parts is None
     found = [_finite(value) for value in (parts or {}).values()]
     counts["numbers"] += [*numbers, *(parts or {}).values()] != [reward, advantage, *found]
-    return {
+    entry = {
         "step": step if row["step"] is None else row["step"],
         "split": row["split"],
-        "prompt": prompts.setdefault(prompt, len(prompts)),
+        "prompt": shared.prompts.setdefault(prompt, len(shared.prompts)),
         "response": response,
         "label": None if row["label"] is None else _truncated(row["label"]),
         "reward": reward,
@@ -139,6 +159,21 @@ def _entry(
         "id": row["sample_id"],
         "group": row["group_id"],
     }
+    if row["episode"] is not None:
+        entry["episode"] = _episode(row["episode"], shared, counts)
+    return entry
+
+
+def _episode(text: str, shared: _Shared, counts: Counter[str]) -> dict[str, Any] | None:
+    found = read_conversation(text, _truncated)
+    if found is None:
+        counts["episodes"] += 1
+        return None
+    counts["shortened"] += found.is_shortened
+    shared.turns_chars += found.num_chars
+    opening = json.dumps(found.opening)
+    index = shared.openings.setdefault(opening, len(shared.openings))
+    return {**found.data, "opening": index}
 
 
 def _parts(text: str | None) -> dict[str, Any] | None:
@@ -157,10 +192,11 @@ def _finite(value: float | None) -> float | None:
     return value if is_finite(value) else None
 
 
-def _truncated(text: str) -> str:
-    if len(text) <= MAX_CHARS:
+def _truncated(text: str, limit: int | None = None) -> str:
+    limit = limit or MAX_CHARS
+    if len(text) <= limit:
         return text
-    half = MAX_CHARS // 2
+    half = limit // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
 
 

@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, get_args
 
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.rollout import DynamicSampling
@@ -22,6 +22,7 @@ from burnish.rewards.loop_thread import LoopThread
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner, prompt_seed
 from burnish.rollout.service import RolloutService
+from burnish.transcript import EpisodeStatus
 from burnish.types import Group, Prompt, Sample, Stats
 
 log = logging.getLogger("burnish")
@@ -200,26 +201,38 @@ def episode_sample(prompt: Prompt, sample_id: str, group_id: int, played: Played
 
 
 def episode_stats(played: Sequence[Played]) -> Stats:
-    """Return statistics of played episodes: turns, statuses, tokens, cache use and times."""
+    """Return statistics of played episodes: turns, statuses, tokens, cache use, times, and the
+    environment's counts under ``episodes/counts/``, where they cannot replace others."""
     records = [p.record for p in played]
     turns = [turn for record in records for turn in record.turns]
     later = [turn for record in records for turn in record.turns[1:]]
     num = len(records)
     statuses = Counter(record.status for record in records)
-    sums: dict[str, float] = {f"episodes/{status}": count for status, count in statuses.items()}
+    counts: dict[str, float] = {}
     for turn in turns:
         for name, count in turn.counts.items():
-            sums[f"episodes/{name}"] = sums.get(f"episodes/{name}", 0) + count
+            counts[name] = counts.get(name, 0.0) + count
+    sums: dict[str, float] = {f"episodes/{status}": count for status, count in statuses.items()}
+    sums |= {f"episodes/counts/{name}": count for name, count in counts.items()}
     sums["episodes/parse_problems"] = sum(bool(turn.problem) for turn in turns)
     prompts = sum(turn.num_prompt_tokens for turn in later)
+    engine_s = sum(turn.engine_s for turn in turns)
+    environment_s = sum(turn.environment_s for turn in turns)
+    means: dict[str, tuple[float, float]] = {
+        "episodes/turns": (len(turns), num),
+        "episodes/tokens": (sum(turn.num_tokens for turn in turns), num),
+        "episodes/seconds": (sum(record.seconds for record in records), num),
+        "episodes/engine_s": (engine_s, num),
+        "episodes/environment_s": (environment_s, num),
+        "episodes/environment_frac": (environment_s, engine_s + environment_s),
+        "episodes/cached_prefix_frac": (sum(turn.cached_tokens for turn in later), prompts),
+    }
+    means |= {f"episodes/{name}_frac": (statuses[name], num) for name in get_args(EpisodeStatus)}
+    if "tool_calls" in counts:
+        failed = counts.get("tool_errors", 0.0)
+        means["episodes/tool_error_frac"] = (failed, counts["tool_calls"])
     return Stats(
-        means={
-            "episodes/turns": (len(turns), num),
-            "episodes/tokens": (sum(turn.num_tokens for turn in turns), num),
-            "episodes/engine_s": (sum(turn.engine_s for turn in turns), num),
-            "episodes/environment_s": (sum(turn.environment_s for turn in turns), num),
-            "episodes/cached_prefix_frac": (sum(turn.cached_tokens for turn in later), prompts),
-        },
+        means=means,
         maxima={"episodes/turns_max": max((len(record.turns) for record in records), default=0)},
         sums=sums,
     )

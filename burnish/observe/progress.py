@@ -30,8 +30,10 @@ _SHOWN = (
     ("reward/mean", "reward"),
     ("eval/pass@1", "pass@1"),
     ("eval/loss", "eval loss"),
+    ("episodes/turns", "turns"),
     ("train/mismatch_abs", "gap"),  # mean |trainer's - sampler's log-probability| of a token
 )
+_FAILED = ("episodes/env_error", "episodes/infra_error", "episodes/timeout")
 _SKIPPED = ("train/skipped_steps", "critic/skipped_steps")
 _SPEEDS = ("rollout/tokens_per_s", "train/tokens_per_s")
 _NOT_PHASES = frozenset({"time/step_s", "time/total_s"})
@@ -131,6 +133,9 @@ def describe_step(metrics: Mapping[str, float], *, eta_s: float | None) -> list[
     skipped = sum(metrics[name] for name in _SKIPPED if metrics.get(name, 0) > 0)
     if skipped:
         shown.append(f"{skipped:,.0f} skipped")
+    failed = sum(metrics.get(name, 0) for name in _FAILED)
+    if failed:
+        shown.append(f"{failed:,.0f} failed episodes")
     speed = next((metrics[name] for name in _SPEEDS if name in metrics), None)
     if speed is not None and math.isfinite(speed):
         shown.append(f"{speed:,.0f} tok/s")

@@ -28,7 +28,7 @@ from burnish.errors import BurnishError
 from burnish.observe.files import write_text
 from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.progress import format_duration
-from burnish.observe.report_catalog import MORE, arrange
+from burnish.observe.report_catalog import MORE, OMITTED_IF_ZERO, arrange
 from burnish.observe.report_figures import (
     Curve,
     Figure,
@@ -295,7 +295,8 @@ def _bytes(count: float) -> str:
 
 
 def _sections(curves: Mapping[str, Curve]) -> list[Section]:
-    charts = arrange(list(curves))
+    drawn = [n for n, c in curves.items() if n not in OMITTED_IF_ZERO or any(c.values)]
+    charts = arrange(drawn)
     return [
         Section(
             title=title,

@@ -10,8 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import get_args
 
-NOT_DRAWN = ("time/*", "generate/prompts_total")  # in the time split; a constant
+from burnish.transcript import EpisodeStatus
+
+NOT_DRAWN = (
+    "time/*",  # in the time split
+    "generate/prompts_total",  # a constant
+    *(f"episodes/{status}" for status in get_args(EpisodeStatus)),  # drawn as shares
+)
+
+OMITTED_IF_ZERO = frozenset(f"episodes/{status}_frac" for status in get_args(EpisodeStatus))
+"""Metrics that are not drawn if they are 0 throughout the run."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,7 @@ class Chart:
 
 
 LEARNING, UPDATE, ROLLOUT, MACHINE = "Learning", "Update", "Rollout", "Machine"
+EPISODES = "Episodes"
 MORE = "More metrics"
 
 CHARTS = (
@@ -64,6 +75,7 @@ CHARTS = (
     Chart(UPDATE, "Loss scale", "log scale", ("*/loss_scale",), log=True),
     Chart(UPDATE, "Skipped steps", "per step", ("*/skipped_steps", "*/overflows")),
     Chart(UPDATE, "Skipped steps, total", "since the start", ("*/skipped_total",)),
+    Chart(UPDATE, "Groups or pairs without signal", "fraction", ("train/no_signal_frac",)),
     Chart(UPDATE, "Loss spikes", "1: far above earlier steps", ("*/loss_spike",)),
     Chart(UPDATE, "Trainer vs. sampler", "nats per token, mean", ("*/mismatch_abs",)),
     Chart(UPDATE, "Trainer vs. sampler, largest", "nats per token", ("*/mismatch_max",)),
@@ -77,7 +89,6 @@ CHARTS = (
         ("reward/truncated_frac", "rollout/truncated_frac"),
     ),
     Chart(ROLLOUT, "Groups with equal rewards", "fraction", ("reward/equal_groups_frac",)),
-    Chart(UPDATE, "Groups or pairs without signal", "fraction", ("train/no_signal_frac",)),
     Chart(ROLLOUT, "Groups dropped", "per step", ("reward/groups_dropped",)),
     Chart(ROLLOUT, "Rows written", "per step", ("generate/rows",)),
     Chart(ROLLOUT, "Dropped prompts or responses", "per step", ("generate/dropped_*",)),
@@ -85,6 +96,47 @@ CHARTS = (
     Chart(ROLLOUT, "Margin of the pairs", "per row", ("generate/margin",)),
     Chart(ROLLOUT, "Prompts", "since the start", ("generate/prompts_done",)),
     Chart(ROLLOUT, "Staleness", "optimizer steps", ("rollout/staleness", "rollout/staleness_*")),
+    Chart(EPISODES, "Turns", "per episode", ("episodes/turns", "episodes/turns_max")),
+    Chart(EPISODES, "Sampled tokens", "per episode", ("episodes/tokens",)),
+    Chart(
+        EPISODES,
+        "Ended by the environment or a limit",
+        "fraction",
+        (
+            "episodes/done_frac",
+            "episodes/max_*_frac",
+            "episodes/prompt_too_long_frac",
+            "episodes/parse_error_frac",
+        ),
+    ),
+    Chart(
+        EPISODES,
+        "Failed, not trained on",
+        "fraction",
+        (
+            "episodes/env_error_frac",
+            "episodes/infra_error_frac",
+            "episodes/timeout_frac",
+            "episodes/cancelled_frac",
+        ),
+    ),
+    Chart(
+        EPISODES,
+        "Seconds",
+        "per episode",
+        ("episodes/seconds", "episodes/engine_s", "episodes/environment_s"),
+    ),
+    Chart(EPISODES, "Time in the environment", "fraction", ("episodes/environment_frac",)),
+    Chart(EPISODES, "Prompt tokens from the cache", "fraction", ("episodes/cached_prefix_frac",)),
+    Chart(EPISODES, "Failed tool calls", "fraction", ("episodes/tool_error_frac",)),
+    Chart(EPISODES, "Counts of the environment", "per step", ("episodes/counts/*",)),
+    Chart(
+        EPISODES,
+        "Malformed tool calls",
+        "per step",
+        ("episodes/parse_problems",),
+    ),
+    Chart(EPISODES, "Groups of episodes dropped", "per step", ("episodes/groups_dropped",)),
     Chart(MACHINE, "Speed", "tokens per second", ("*/tokens_per_s",)),
     Chart(MACHINE, "GPU memory by phase, tensors", "bytes", ("memory/*/peak_bytes",)),
     Chart(MACHINE, "GPU memory by phase, reserved", "bytes", ("memory/*/reserved_peak_bytes",)),

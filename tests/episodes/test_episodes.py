@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from scripted_engine import Answer, ScriptedEngine
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
-from burnish.episodes.runner import EpisodeRunner, EpisodesFailedError, Players
+from burnish.episodes.play import Played
+from burnish.episodes.runner import EpisodeRunner, EpisodesFailedError, Players, episode_stats
 from burnish.jobs.episodes import build_players
 from burnish.rewards.base import RewardSet
 from burnish.rewards.episode import EpisodeReward
 from burnish.rollout.base import Request, Sampling
+from burnish.transcript import Episode, Turn
 from burnish.types import Group, Prompt, Stats
 
 MODEL = ModelConfig(scratch=ScratchConfig(max_position_embeddings=1 << 16))
@@ -190,3 +193,61 @@ def test_results_do_not_depend_on_the_order_of_arrival() -> None:
             groups, _ = runner(engine, made).sample(prompts(5))
         found.append([sample.rows for group in groups for sample in group.samples])
     assert found[0] == found[1] == found[2]
+
+
+def test_tools_of_a_recipe_run_within_their_time_limit(tmp_path: Path) -> None:
+    """Turn 1 calls a tool, turn 2 calls it with a value that makes it sleep, turn 3 answers."""
+    tools = tmp_path / "my_tools.py"
+    tools.write_text(
+        "import time\n\n\ndef double(number: int) -> int:\n"
+        '    """Double a number."""\n    time.sleep(number // 100)\n    return 2 * number\n'
+    )
+    config = EpisodesConfig(
+        tools=(f"{tools}:double",), max_tokens=4096, tool_timeout_s=0.2, tool_format="hermes"
+    )
+    call = '<tool_call>\n{"name": "double", "arguments": {"number": %d}}\n</tool_call>'
+    scripts = {"0": says(call % 21), "1": says(call % 200), "2": says("42")}
+
+    def answer(request: Request) -> Sequence[int]:
+        return scripts[request.request_id.rpartition("/")[2]]
+
+    engine = ScriptedEngine(answer, TOKENIZER)
+    with players(config) as made:
+        task_runner = runner(engine, made)
+        task_runner.sampling = Sampling(100)
+        groups, stats = task_runner.sample(prompts(1))
+    (group,) = groups
+    for sample in group.samples:
+        first, second, third = sample.episode.turns
+        assert [message["content"] for message in first.answer] == ["42"]
+        assert second.answer[0]["content"].startswith("error: TimeoutError")
+        assert third.message["content"] == "42" and sample.episode.status == "done"
+    measured = stats.floats()
+    assert measured["episodes/tool_error_frac"] == 0.5  # one call of two
+    assert measured["episodes/counts/tool_calls"] == 4 and measured["episodes/turns"] == 3
+
+
+def test_statistics_by_hand() -> None:
+    """Two episodes, of 2 turns (status done) and 1 turn (max_turns). Engine 1 + 2 + 3 = 6 s,
+    environment 0 + 1 + 1 = 2 s of 8 s; of the 20 prompt tokens of the later turn, 15 were cached.
+    A count named like a statistic does not replace it."""
+    turn = Turn(message={}, answer=(), num_tokens=4)
+    first = replace(turn, num_prompt_tokens=9, engine_s=1.0, counts={"turns": 7.0})
+    second = replace(
+        turn, num_prompt_tokens=20, cached_tokens=15, engine_s=2.0, environment_s=1.0, problem="x"
+    )
+    third = replace(turn, engine_s=3.0, environment_s=1.0, counts={"turns": 1.0})
+    played = [
+        Played(Episode("done", (), turns=(first, second), seconds=5.0), ()),
+        Played(Episode("max_turns", (), turns=(third,), seconds=7.0), ()),
+    ]
+    found = episode_stats(played).floats("")
+    shares = {name for name, value in found.items() if value and name.endswith("s_frac")}
+    assert shares == {"episodes/max_turns_frac"} and found["episodes/done_frac"] == 0.5
+    assert "episodes/tool_error_frac" not in found
+    expected = {
+        "turns": 1.5, "turns_max": 2, "tokens": 6, "seconds": 6, "engine_s": 3, "environment_s": 1,
+        "environment_frac": 0.25, "cached_prefix_frac": 0.75, "parse_problems": 1, "done": 1,
+        "max_turns": 1, "max_turns_frac": 0.5, "env_error_frac": 0, "counts/turns": 8,
+    }  # fmt: skip
+    assert {name: found[f"episodes/{name}"] for name in expected} == expected

@@ -167,3 +167,10 @@ def test_logging_moves_to_the_next_run_appends_on_resume_and_closes(tmp_path: Pa
 )
 def test_a_number_of_many_digits_is_shown_by_its_exponent(reward: float, shown: str) -> None:
     assert describe_step({"reward/mean": reward}, eta_s=None) == [f"reward {shown}"]
+
+
+def test_the_turns_and_the_failed_episodes_of_a_step_are_shown() -> None:
+    metrics = {"reward/mean": 0.5, "episodes/turns": 2.6, "episodes/done": 12.0}
+    assert describe_step(metrics, eta_s=None) == ["reward 0.5", "turns 2.6"]
+    failed = metrics | {"episodes/timeout": 2.0, "episodes/env_error": 1.0}
+    assert describe_step(failed, eta_s=None) == ["reward 0.5", "turns 2.6", "3 failed episodes"]

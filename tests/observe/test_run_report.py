@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from html.parser import HTMLParser
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +14,18 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from plotly.offline import get_plotlyjs
+from report_page import HOSTILE, PAYLOADS, Page
 
+from burnish.episodes.play import Played
+from burnish.episodes.runner import episode_stats
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.report import ReportError, build_report
-from burnish.observe.report_catalog import LEARNING, MORE, arrange
+from burnish.observe.report_catalog import CHARTS, EPISODES, LEARNING, MORE, arrange
 from burnish.observe.report_figures import curves_of, is_noisy, smooth, thin, time_figure
 from burnish.observe.report_samples import embed_samples
 from burnish.observe.samples import SCHEMA, write_samples
+from burnish.transcript import Episode, Turn
 from burnish.types import Group, Prompt, Sample
-
-HOSTILE = (
-    "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028 'quoted' \"twice\""
-)
-
-
-class Page(HTMLParser):
-    """Tags, attributes, script bodies and visible text of a page, split as a browser does."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.text = ""
-        self._inside = ""
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._inside = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside == "script":
-            self.scripts[-1] += data
-        elif self._inside != "style":
-            self.text += data + " "
-
-    def samples(self) -> dict[str, Any]:
-        number = [a.get("id") for t, a in self.tags if t == "script"].index("samples-data")
-        data: dict[str, Any] = json.loads(self.scripts[number])
-        return data
 
 
 def _config(run_dir: Path, **changes: Any) -> None:
@@ -169,28 +137,6 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     assert data["prompts"] == [f"prompt 1 {HOSTILE[:80]}"]
     script = page.scripts[-1]
     assert "textContent" in script and "innerHTML" not in script
-
-
-PAYLOADS = (
-    "<script>alert(1)</script>",
-    "</script><script>alert(1)</script>",
-    "<!--<script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "<svg/onload=alert(1)>",
-    "<iframe srcdoc='<script>alert(1)</script>'></iframe>",
-    "<a href=javascript:alert(1)>x</a>",
-    "javascript:alert(1)",
-    "' onmouseover='alert(1)",
-    '" autofocus onfocus="alert(1)',
-    "`${alert(1)}`",
-    "{{ 7 * 7 }}{% for x in ().__class__.__mro__ %}{{ x }}{% endfor %}",
-    "]]><script>alert(1)</script>",
-    "</style><script>alert(1)</script>",
-    "</textarea></title><script>alert(1)</script>",
-    "\u2028alert(1)\u2029",
-    "&lt;script&gt;alert(1)&lt;/script&gt;",
-    "<math><mi xlink:href=data:x,<script>alert(1)</script>>",
-)
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -307,6 +253,26 @@ def test_exact_names_win_over_patterns_and_unknown_metrics_come_last() -> None:
         "Odd: thing": (MORE, "bytes", ("odd/thing_bytes",)),
         "Reward: retries": (MORE, "", ("reward/code/retries",)),
     }
+
+
+def test_every_section_occurs_once() -> None:
+    """The report groups neighboring figures: a section in two places would be two sections."""
+    sections = [chart.section for chart in CHARTS]
+    assert len([section for section, _ in groupby(sections)]) == len(set(sections))
+
+
+def test_metrics_of_episodes_have_a_section_and_statuses_that_do_not_occur_no_curve(
+    tmp_path: Path,
+) -> None:
+    turn = Turn(message={}, answer=(), counts={"tool_calls": 2.0, "moves": 1.0}, engine_s=1.0)
+    played = [Played(Episode("done", (), turns=(turn,)), ())] * 2
+    stats = episode_stats(played).floats() | {"episodes/groups_dropped": 0.0}
+    assert {chart.section for chart in arrange(list(stats))} == {EPISODES}
+    _metrics(tmp_path, stats, stats)
+    page = Page(build_report(tmp_path))
+    assert "#episodes" in {a["href"] for t, a in page.tags if t == "a"}
+    assert "Ended by the environment or a limit" in page.text
+    assert "Failed, not trained on" not in page.text and "More metrics" not in page.text
 
 
 def test_time_is_split_by_phase_and_the_rest_is_other() -> None:

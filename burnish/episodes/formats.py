@@ -3,6 +3,7 @@
 A response template (``transformers.utils.chat_parsing``) is declarative: each field of the message
 has a pattern that opens it and one that closes it. These are used for tokenizers that have none of
 their own. JSON that cannot be parsed stays text, so that the caller can describe the mistake.
+Patterns must not take quadratic time: untrained policies repeat markers and spaces to the limit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
 _PLAIN_TEXT = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
 _HARMONY_CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
-_HARMONY_TO = r"\s*to=functions\.(?P<name>[\w.\-]+)"
+_HARMONY_TO = r" ?to=functions\.(?P<name>[\w.\-]+)"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ FORMATS: Mapping[str, ToolFormat] = {
             close_pattern=r"</function>\s*</tool_call>",
             content="xml-inline",
             content_args={
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?"
+                r"(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
             },
             transform=_NAMED,
         ),
@@ -73,8 +75,8 @@ FORMATS: Mapping[str, ToolFormat] = {
             close="</tool_call>",
             content="xml-inline",
             content_args={
-                "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*"
-                r"<arg_value>(?P<value>.*?)</arg_value>"
+                "tag_pattern": r"<arg_key>(?P<key>[^<]*)</arg_key>\s*"
+                r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
             },
             transform=_NAMED,
         ),

@@ -7,6 +7,7 @@ describes every mistake in words for the policy, so that it can answer with a co
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SHOWN = 200  # characters of a malformed call that are shown to the policy
+MAX_CALLS = 64
+"""Maximum tool calls of one response."""
+MAX_DEPTH = 64
+"""Maximum depth of lists and objects in the arguments of a call."""
+_SPACES = re.compile(r"(\s{256})\s+")
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,16 @@ class ResponseParser:
         """Return the message in ``text``. Raises nothing.
 
         ``salt``: seed of ids for calls that have none. They are 9 characters long, as Mistral's
-        templates require, and depend only on ``salt`` and the position.
+        templates require, and depend only on ``salt`` and the position. Of more than 256
+        consecutive spaces, 256 are kept: patterns of published templates need quadratic time.
         """
+        text = _SPACES.sub(r"\1", text)
+        num_calls = text.count(self._format.opening) if self._format and self._format.opening else 0
+        if num_calls > MAX_CALLS:
+            refused = (
+                f"there are {num_calls} tool calls in one response, and the limit is {MAX_CALLS}"
+            )
+            return ParsedMessage({"role": "assistant", "content": text.strip()}, refused)
         try:
             found = self._tokenizer.parse_response(
                 text, self._template, prefix=self._prefix, tools=[dict(tool) for tool in tools]
@@ -205,8 +219,22 @@ def _read_call(value: Any) -> tuple[str, dict[str, Any], str] | str:
             return f"has arguments that are not valid JSON ({error}): {arguments[:_SHOWN]}"
     if not isinstance(arguments, Mapping):
         return f"has arguments that are not a JSON object: {json.dumps(arguments)[:_SHOWN]}"
+    if _is_deep(arguments):
+        return f"has arguments that are nested more than {MAX_DEPTH} deep"
     call_id = value.get("id")
     return name.strip(), dict(arguments), call_id if isinstance(call_id, str) else ""
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested more than MAX_DEPTH deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        nested = [list(v.values()) if isinstance(v, dict) else v for v in level]
+        level = [item for v in nested if isinstance(v, list) for item in v]
+        level = [item for item in level if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _mismatch(

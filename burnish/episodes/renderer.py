@@ -177,6 +177,7 @@ class ChatRenderer:
 
     def _encode(self, text: str, *, follows: bool = True) -> list[int]:
         ids: list[int] = []
+        text = text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
         for part, literal in literal_parts(text):
             follow = follows or bool(ids)
             ids += encode_piece(self._tokenizer, part, follows=follow, literal=literal)

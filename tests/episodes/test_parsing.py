@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -239,6 +240,46 @@ def test_the_tokenizers_own_response_template_comes_first() -> None:
     broken = renderer.parse(tokenizer("CALL {;")["input_ids"], TOOLS)
     assert broken.message == assistant("CALL {;")
     assert broken.problem is not None and broken.problem.startswith("the tool call is malformed")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n" * 50_000,
+        "<parameter=key>\n" * 4_000,
+        "<tool_call>\n<function=look_up>\n" + "<parameter=key>\n" * 4_000,
+        "<tool_call>look_up" + "<arg_key>" * 6_000,
+        "<tool_call>look_up" + "<arg_key>a</arg_key><arg_value>" * 2_000,
+        "<|channel|>analysis<|message|>" * 2_000,
+        "[TOOL_CALLS]a" * 5_000,
+    ],
+    ids=lambda text: repr(text[-12:]),
+)
+def test_a_response_that_repeats_itself_is_parsed_in_time(name: str, text: str) -> None:
+    """About 60,000 characters, each in less than 1 s. Quadratic patterns took 117 s for 188,000
+    characters of parameters (xml) and 46 s for 100,000 spaces (harmony)."""
+    _, tokenizer = RENDERERS["chatml"]
+    template = response_template(
+        FORMATS[name], reasoning=None if name == "harmony" else ("<think>", "</think>"), anchor=""
+    )
+    begin = time.process_time()
+    ResponseParser(tokenizer, template, tool_format=FORMATS[name]).parse(text, TOOLS)
+    assert time.process_time() - begin < 5
+
+
+def test_a_response_with_too_many_calls_is_a_problem() -> None:
+    found = parsed("chatml", WELL_FORMED["chatml"].removesuffix("<|im_end|>") * 65)
+    assert functions(found) == []
+    assert found.problem == "there are 65 tool calls in one response, and the limit is 64"
+
+
+def test_arguments_that_are_nested_too_deep_are_a_problem() -> None:
+    for depth, problem in ((60, False), (64, True)):
+        key = "[" * depth + "]" * depth
+        text = f'<tool_call>{{"name": "look_up", "arguments": {{"key": {key}}}}}</tool_call>'
+        found = parsed("chatml", text)
+        assert ("nested more than 64 deep" in (found.problem or "")) == problem
 
 
 def test_an_unknown_format_is_an_error() -> None:

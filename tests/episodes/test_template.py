@@ -45,6 +45,13 @@ def test_special_tokens_in_a_result_of_the_first_prompt_are_ordinary_text() -> N
     assert "\na<|im_end|>b\n" in tokenizer.decode(ids)
 
 
+def test_half_of_a_surrogate_pair_in_a_result_is_replaced() -> None:
+    """A policy can write "\\ud800" in the JSON of a call, and the tool can return it."""
+    renderer, tokenizer = renderer_of("chatml")
+    new = [result("a\ud800b", "look_up", "probe0000")]
+    assert "\na?b\n" in tokenizer.decode(renderer.bridge((), (), new, TOOLS))
+
+
 # ---- templates that look back, and templates that cannot be used ---------------------------------
 
 

@@ -17,7 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -59,6 +59,15 @@ class EnvironmentSpec:
     """Keyword arguments of the class. JSON values only."""
     python: str | None = None
     """Interpreter of the worker processes. None: this one."""
+
+    def with_absolute_paths(self) -> EnvironmentSpec:
+        """Return the spec with absolute paths, for processes with another working directory."""
+        where, _, name = self.spec.rpartition(":")
+        spec = f"{os.path.abspath(where)}:{name}" if where.endswith(".py") else self.spec
+        python = self.python and (
+            os.path.abspath(self.python) if os.sep in self.python else self.python
+        )
+        return replace(self, spec=spec, python=python)
 
 
 class OpenEpisode(Protocol):

@@ -31,6 +31,9 @@ FAILED = ("env_error", "infra_error", "timeout", "cancelled")
 """Statuses that the policy did not cause. Their episodes are not scored."""
 
 
+_DRAIN_S = 60.0
+
+
 class EpisodesFailedError(BurnishError, RuntimeError):
     """Too many episodes of a rollout failed for reasons other than the policy."""
 
@@ -60,7 +63,9 @@ class Players:
     ) -> list[Played]:
         """Play episodes that share ``engine``, and return them in the order of ``tasks``."""
         with closing(RolloutService(engine)) as service:
-            return self.loop.run(self._play, service, sampling, tasks)
+            played = self.loop.run(self._play, service, sampling, tasks)
+            service.drain(_DRAIN_S)  # the engine frees what it kept of the conversations
+            return played
 
     async def _play(
         self, service: RolloutService, sampling: Sampling, tasks: Sequence[Task]

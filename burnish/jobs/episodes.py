@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import DynamicSampling
-from burnish.environments.pool import EnvironmentPool, EnvironmentSpec
+from burnish.environments.pool import EnvironmentSpec
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.runner import EpisodeRunner, Players
 from burnish.models.load import ModelError, describe, num_positions
@@ -21,6 +19,7 @@ from burnish.rewards.base import RewardSet
 from burnish.rewards.loop_thread import LoopThread
 from burnish.rollout.base import RolloutEngine, Sampling
 from burnish.rollout.runner import Runner
+from burnish.runtime.base import Runtime
 
 TOOL_ENVIRONMENT = "burnish.environments.tools:ToolEnvironment"
 
@@ -28,7 +27,7 @@ TOOL_ENVIRONMENT = "burnish.environments.tools:ToolEnvironment"
 def build_players(
     config: EpisodesConfig | None,
     model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    runtime: Runtime,
 ) -> Players | None:
     """Return what plays the episodes of a recipe, with started worker processes; None for
     single-turn recipes.
@@ -44,9 +43,11 @@ def build_players(
             f"episodes.max_tokens={config.max_tokens}: {describe(model)} reads rows of up to "
             f"{limit} tokens; lower max_tokens"
         )
-    renderer = ChatRenderer(tokenizer, history=config.history, tool_format=config.tool_format)
+    renderer = ChatRenderer(
+        runtime.tokenizer, history=config.history, tool_format=config.tool_format
+    )
     loop = LoopThread("episodes")
-    pool = EnvironmentPool(environment_spec(config), workers=config.workers)
+    pool = runtime.environments(environment_spec(config), workers=config.workers)
     try:
         loop.run(pool.start)
     except BaseException:

@@ -160,7 +160,7 @@ def build_evaluation(
     config: EvaluateConfig, runtime: Runtime, functions: Functions, run_dir: Path
 ) -> Evaluator:
     """Return the evaluator of an ``evaluate`` job."""
-    players = build_players(config.episodes, config.model, runtime.tokenizer)
+    players = build_players(config.episodes, config.model, runtime)
     with closed_on_error(players):
         return _build(config, runtime, functions, run_dir, players)
 

@@ -153,7 +153,7 @@ def generate_step(parts: Generation, step: int) -> GenerationStep:
 def build_generation(config: GenerateConfig, runtime: Runtime, functions: Functions) -> Generation:
     """Return the components of a ``generate`` job. Data and rewards are built first, because their
     errors are the quickest to find."""
-    players = build_players(config.rollout.episodes, config.model, runtime.tokenizer)
+    players = build_players(config.rollout.episodes, config.model, runtime)
     with closed_on_error(players):
         return _build(config, runtime, functions, players)
 

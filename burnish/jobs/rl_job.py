@@ -100,7 +100,7 @@ def build_rl(
 ) -> tuple[RL, Evaluator | None]:
     """Return the components of an RL run and its evaluator. Data, environments and rewards are
     built first, because their errors are detected in the least time."""
-    players = build_players(config.rollout.episodes, config.model, runtime.tokenizer)
+    players = build_players(config.rollout.episodes, config.model, runtime)
     with closed_on_error(players):
         return _build(config, runtime, functions, run_dir, players)
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import LinkSync, SyncConfig
+from burnish.environments.pool import Environments, EnvironmentSpec
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine
@@ -73,6 +74,10 @@ class Runtime(Protocol):
     ) -> Sync:
         """Return a sync that transfers the policy's weights to the rollout engine. The first
         transfer is done before this returns."""
+        ...
+
+    def environments(self, spec: EnvironmentSpec, *, workers: int) -> Environments:
+        """Return worker processes of a multi-turn environment, not yet started."""
         ...
 
     def release(self, engine: HasLogprobs) -> None:

@@ -15,6 +15,7 @@ from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.roles import samples_with_policy
 from burnish.config.rollout import LocalEngine, RolloutEngineConfig, VllmEngine
 from burnish.config.sync import LinkSync, SyncConfig
+from burnish.environments.pool import EnvironmentPool, EnvironmentSpec
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import describe, end_turn_token, load_causal_lm, resolve_device
 from burnish.models.lora import merged_weights
@@ -167,6 +168,10 @@ class InlineRuntime:
         return timed(
             InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, {"push": "sync"}
         )
+
+    def environments(self, spec: EnvironmentSpec, *, workers: int) -> EnvironmentPool:
+        """Return worker processes of a multi-turn environment on this machine."""
+        return EnvironmentPool(spec, workers=workers)
 
     def release(self, engine: HasLogprobs) -> None:
         """Do nothing: its memory is freed with the last reference to it."""

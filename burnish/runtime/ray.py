@@ -25,11 +25,13 @@ from burnish.config.placement import PlacementGroupSpec
 from burnish.config.roles import free_name
 from burnish.config.rollout import RolloutEngineConfig
 from burnish.config.sync import DiskSync, InprocSync, LinkSync, SyncConfig
+from burnish.environments.pool import EnvironmentSpec
 from burnish.observe.peaks import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine
 from burnish.runtime.base import CRITIC_SPANS, POLICY_SPANS, Sync, WorkerLostError
 from burnish.runtime.ray_cluster import RayCluster, worker_peaks
+from burnish.runtime.remote_environments import RemoteEnvironments
 from burnish.runtime.remote_rollout import RemoteRolloutEngine
 from burnish.runtime.remote_train import RemoteFrozenBase, RemoteTrainEngine
 from burnish.runtime.weight_sync import ray_sync
@@ -134,6 +136,10 @@ class RayRuntime:
             except WorkerLostError as lost:  # nothing is trained yet: new ranks are equivalent
                 self.recover(lost)
         return timed(made, self.timeline, {"push": "sync"})
+
+    def environments(self, spec: EnvironmentSpec, *, workers: int) -> RemoteEnvironments:
+        """Return environments in actors on the cluster's nodes."""
+        return RemoteEnvironments(self.cluster, spec.with_absolute_paths(), workers=workers)
 
     def release(self, engine: HasLogprobs) -> None:
         """End the engine's workers. An engine that uses another engine's workers has none of its

@@ -16,20 +16,23 @@ from chat_families import chat_tokenizer
 from scripted_engine import Answer, ScriptedEngine
 
 from burnish.config.episodes import EpisodesConfig
-from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.episodes.play import Played
 from burnish.episodes.runner import EpisodeRunner, EpisodesFailedError, Players, episode_stats
 from burnish.jobs.episodes import build_players
+from burnish.observe.timeline import Timeline
 from burnish.rewards.base import RewardSet
 from burnish.rewards.episode import EpisodeReward
 from burnish.rollout.base import Request, Sampling
+from burnish.runtime.inline import InlineRuntime
 from burnish.transcript import Episode, Turn
 from burnish.types import Group, Prompt, Stats
 
 MODEL = ModelConfig(scratch=ScratchConfig(max_position_embeddings=1 << 16))
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 TOKENIZER = chat_tokenizer("chatml")
+RUNTIME = InlineRuntime(TOKENIZER, precision=PrecisionConfig(), device="cpu", timeline=Timeline())
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 
 
@@ -41,7 +44,7 @@ def options(name: str, **changes: Any) -> EpisodesConfig:
 
 @contextmanager
 def players(config: EpisodesConfig) -> Iterator[Players]:
-    made = build_players(config, MODEL, TOKENIZER)
+    made = build_players(config, MODEL, RUNTIME)
     assert made is not None
     try:
         yield made

@@ -467,16 +467,17 @@ def test_a_gap_within_a_turn_is_no_end_of_it() -> None:
 
 
 def test_gae_with_a_discount_of_turns_by_hand() -> None:
-    """gamma 1/2, lambda 1/2, rewards 0 1 4, values 1 2 3, turns 0 0 1. delta: 0 + 2 - 1 = 1 (the
-    next token is of the same turn), 1 + 3/2 - 2 = 1/2, 4 - 3 = 1. A: 1, 1/2 + 1/4 = 3/4,
-    1 + 3/4 = 7/4."""
-    rewards, values = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[1.0, 2.0, 3.0]])
-    mask, turns = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[0, 0, 1]])
-    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5, turns=turns)
-    assert advantages.tolist() == [[1.75, 0.75, 1.0]]
-    assert returns.tolist() == [[2.75, 2.75, 4.0]]
-    one_turn = gae(rewards, values, mask, gamma=0.5, lam=0.5, turns=torch.zeros_like(turns))
-    assert one_turn[1].tolist() == [[5.0, 5.0, 4.0]], "of one turn, nothing is discounted"
+    """gamma 1/2, lambda 1/4, rewards 0 1 4, values 1 2 3, turns 0 0 1, an observation before turn
+    1. delta: 0 + 2 - 1 = 1 (the next token is of the same turn), 1 + 3/2 - 2 = 1/2, 4 - 3 = 1. A:
+    1, 1/2 + 1/8 = 5/8, 1 + 5/8 = 13/8."""
+    rewards, values = torch.tensor([[0.0, 1.0, 7.0, 4.0]]), torch.tensor([[1.0, 2.0, 7.0, 3.0]])
+    turns = torch.tensor([[0, 0, -1, 1]])
+    mask = turns >= 0
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.25, turns=turns)
+    assert advantages.tolist() == [[1.625, 0.625, 0, 1.0]]
+    assert returns.tolist() == [[2.625, 2.625, 0, 4.0]]
+    one_turn = gae(rewards, values, mask, gamma=0.5, lam=0.25, turns=torch.zeros_like(turns))
+    assert one_turn[1].tolist() == [[5.0, 5.0, 0, 4.0]], "of one turn, nothing is discounted"
 
 
 @quick

@@ -293,9 +293,8 @@ def rl_losses(config: RLConfig) -> dict[str, Loss]:
     return {"policy": policy_loss, "critic": value_objective(value_clip=0.2)}
 
 
-def credited(groups: Sequence[Group], config: RLConfig, logprobs: Tensor) -> Batch:
-    batch = with_columns(groups_to_batch(groups), logprobs)
-    return assign_advantages(batch, config.algorithm, kl_coef=0.3)
+def credited(rows: Batch, config: RLConfig, logprobs: Tensor) -> Batch:
+    return assign_advantages(with_columns(rows, logprobs), config.algorithm, kl_coef=0.3)
 
 
 def close(found: tuple[float, Tensor], wanted: tuple[float, Tensor]) -> None:
@@ -343,13 +342,12 @@ def test_the_gradient_does_not_depend_on_the_rows_of_an_episode(
     joined = groups_of(episodes, [set()] * 5, turn_rewards=by_turn)
     divided = groups_of(episodes, cuts, turn_rewards=by_turn)
 
-    logprobs = logprobs_in_time(groups_to_batch(joined), policy)
-    one, several = (credited(groups, config, logprobs) for groups in (joined, divided))
+    one, several = (groups_to_batch(groups) for groups in (joined, divided))
     several = several.select(data.draw(st.permutations(range(several.num_rows))))
     assert one.num_rows == 5 and several.num_rows == 5 + sum(map(len, cuts))
-
-    (whole,) = minibatches(one, config, step=1)
-    (step,) = minibatches(several, config, step=1)
+    logprobs = logprobs_in_time(one, policy)
+    (whole,) = minibatches(credited(one, config, logprobs), config, step=1)
+    (step,) = minibatches(credited(several, config, logprobs), config, step=1)
     split = data.draw(SPLITS)
     for role, model in (("policy", policy), ("critic", critic)):
         if role == "critic" and one.returns is None:
@@ -376,8 +374,8 @@ def test_an_episode_of_many_rows_weighs_as_one(aggregation: str, policy: nn.Modu
     """Counting its 4 rows as samples gives another gradient, by more than a tenth of the largest
     entry, which is 5,000 times the tolerance above."""
     config, groups = _with_cuts({1, 2, 3}, loss_aggregation=aggregation)
-    logprobs = logprobs_in_time(groups_to_batch(groups), policy)
-    batch = credited(groups, config, logprobs)
+    rows = groups_to_batch(groups)
+    batch = credited(rows, config, logprobs_in_time(rows, policy))
     naive = replace(batch, sample_ids=None, sample_tokens=None, turn_ids=None)
     naive = assign_advantages(naive, config.algorithm, kl_coef=0.3)
     objective = rl_losses(config)["policy"]
@@ -463,7 +461,8 @@ def test_rewards_of_turns_are_a_signal_where_totals_are_equal() -> None:
 
 def test_a_loss_over_samples_refuses_rows_that_may_have_been_separated(policy: nn.Module) -> None:
     config, groups = _with_cuts({1}, policy_loss=LOSSES["gspo"])
-    batch = credited(groups, config, logprobs_in_time(groups_to_batch(groups), policy))
+    rows = groups_to_batch(groups)
+    batch = credited(rows, config, logprobs_in_time(rows, policy))
     outputs = forward_of(policy, "policy")(batch, with_entropy=True)
     with pytest.raises(AssertionError, match="a sample may have been split"):
         rl_losses(config)["policy"](outputs, batch)

@@ -8,6 +8,8 @@ HuggingFace models look up their attention by name. This module registers one fu
 * :class:`PackedPlan`: all tokens are in one row ``[1, M]``. Each query segment attends only to its
   own keys: its row, or the group's shared prompt followed by its own response. Only the attention
   itself computes on padding, in buckets of rows of similar length;
+* :class:`~burnish.models.cache_attention.PrefillPlan`: a packed row of new tokens, each of which
+  attends to its sequence in a cache;
 * :class:`DecodePlan`: one new token per sequence attends to the slots of a cache
   (``models/kv_cache.py``);
 * :class:`SequenceParallelPlan`: a packed row whose tokens are sharded over ranks
@@ -33,6 +35,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from burnish.errors import BurnishError
+from burnish.models.cache_attention import (
+    Options,
+    PrefillPlan,
+    prefill_attention,
+    stable_attention,
+)
 from burnish.models.family import PACKED
 from burnish.models.kv_cache import KVCache
 from burnish.models.sdpa import Kernels, attend, kernels_of
@@ -121,7 +129,8 @@ class PackedPlan:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Plan for one new token for each sequence in slots ``0 .. B-1``."""
+    """Plan for one new token for each sequence in slots ``0 .. B-1``. Rows of the batch after the
+    first B are padding."""
 
     cache: KVCache
     slots: Tensor  # [B] = arange(B)
@@ -129,6 +138,8 @@ class DecodePlan:
     length: int
     """Number of keys to read: the longest active sequence, including its new token."""
     mask: Tensor  # [B, 1, 1, length] True = may read
+    stable: bool = False
+    """Whether the bits of a row must not depend on the batch (``models/cache_attention.py``)."""
 
 
 @dataclass(frozen=True)
@@ -197,13 +208,15 @@ def _bucket(segments: Sequence[Segment], device: torch.device) -> _Bucket:
     return _Bucket(q_start + real, k_index, p_len + real, plain)
 
 
-def decode_plan(cache: KVCache, positions: Tensor, length: int) -> DecodePlan:
+def decode_plan(
+    cache: KVCache, positions: Tensor, length: int, *, stable: bool = False
+) -> DecodePlan:
     """Return the plan for one new token per active sequence, at ``positions`` [B]. ``length`` is
-    the largest position + 1."""
+    at least the largest position + 1."""
     slots = torch.arange(positions.numel(), device=positions.device)
     reach = torch.arange(length, device=positions.device)
     mask = (reach[None, :] <= positions[:, None])[:, None, None, :]
-    return DecodePlan(cache, slots, positions, length, mask)
+    return DecodePlan(cache, slots, positions, length, mask, stable)
 
 
 class UnsupportedAttention(BurnishError, NotImplementedError):
@@ -224,18 +237,7 @@ _IGNORED = frozenset(
 causality is checked on the module."""
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Options of one layer's attention call. ``scale`` and ``softcap`` apply to the scores."""
-
-    layer: int
-    scale: float
-    window: int | None
-    dropout: float
-    softcap: float | None
-
-
-def _options(module: nn.Module, query: Tensor, mask: Tensor | None, given: Any) -> _Options:
+def _options(module: nn.Module, query: Tensor, mask: Tensor | None, given: Any) -> Options:
     """Return the options of one attention call under a plan.
 
     Raises UnsupportedAttention if the model passes its own mask, if the layer is not causal, or
@@ -251,7 +253,7 @@ def _options(module: nn.Module, query: Tensor, mask: Tensor | None, given: Any) 
     if layer is None:
         raise UnsupportedAttention(f"{name} has no layer index (layer_idx)")
     scale = given.get("scaling")
-    return _Options(
+    return Options(
         layer=int(layer),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         window=_window(module, given),
@@ -307,7 +309,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    plan: PackedPlan | DecodePlan | SequenceParallelPlan | None = None,
+    plan: PackedPlan | PrefillPlan | DecodePlan | SequenceParallelPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # house: ok the signature is HuggingFace's
     """Implement HuggingFace's attention interface: query [B, heads, T, dim] -> output [B, T, heads,
@@ -318,6 +320,8 @@ def _attention(
     if isinstance(plan, DecodePlan):
         return _decode(plan, (query, key, value), options), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
+    if isinstance(plan, PrefillPlan):
+        return prefill_attention(plan, (q, k, v), options)[None], None
     if not isinstance(plan, SequenceParallelPlan):
         return _packed(plan, (q, k, v), options)[None], None
     whole = plan.whole
@@ -346,7 +350,7 @@ def _unpacked(
         mask = torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device)
         mask = mask.tril(length - query.shape[2])
     scale = given.get("scaling")
-    options = _Options(
+    options = Options(
         layer=0,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         window=None,
@@ -356,7 +360,7 @@ def _unpacked(
     return _capped(qkv, mask, options).transpose(1, 2)
 
 
-def _capped(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: _Options) -> Tensor:
+def _capped(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: Options) -> Tensor:
     """Return the attention [B, heads, Tq, dim] with scores ``softcap * tanh(score / softcap)``.
 
     Source: Gemma 2, arXiv 2408.00118. The softmax is in fp32. ``mask`` [..., Tq, Tk] is additive,
@@ -378,7 +382,7 @@ def _capped(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: _O
     return torch.matmul(weights, value[:, :, None]).reshape(batch, heads, length, value.shape[-1])
 
 
-def _packed(plan: PackedPlan, qkv: tuple[Tensor, Tensor, Tensor], options: _Options) -> Tensor:
+def _packed(plan: PackedPlan, qkv: tuple[Tensor, Tensor, Tensor], options: Options) -> Tensor:
     """Return the attention [M, heads, dim] of packed query, key and value, [M, heads, dim] each."""
     query, key, value = qkv
     if plan.cache is not None:
@@ -408,9 +412,10 @@ def _causal(query: Tensor) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
 
 
-def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: _Options) -> Tensor:
-    query, key, value = qkv
-    batch, heads, _, dim = query.shape
+def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: Options) -> Tensor:
+    padding, batch = qkv[0].shape[0], plan.slots.numel()
+    query, key, value = (x[:batch] for x in qkv)
+    heads, dim = query.shape[1], query.shape[3]
     kv_heads, window = key.shape[1], options.window
     kv = (key[:, :, 0], value[:, :, 0])
     plan.cache.write(options.layer, plan.slots, plan.positions, kv)
@@ -420,6 +425,9 @@ def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: _Opti
     if window is not None and plan.length > window:
         reach = torch.arange(plan.length, device=mask.device)
         mask = mask & (reach[None, :] > plan.positions[:, None] - window)[:, None, None, :]
+    if plan.stable:
+        out = stable_attention(query, (keys, values), ~mask, options).transpose(1, 2)
+        return F.pad(out, (0, 0, 0, 0, 0, 0, 0, padding - batch)) if padding > batch else out
     # The query heads that share a key/value head are the rows of one small matmul.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     on_cpu = query.device.type == "cpu" and query.dtype != torch.bfloat16

@@ -33,17 +33,18 @@ class Fp32Layer:
     bias: Tensor | None
 
 
-def onednn_layers(model: nn.Module) -> list[nn.Linear]:
+def onednn_layers(model: nn.Module, *, bf16: bool = False) -> list[nn.Linear]:
     """Return the plain fp32 and fp16 linear layers of ``model`` on the CPU, which oneDNN can
-    compute. Empty if PyTorch is built without oneDNN."""
+    compute; with ``bf16`` also those in bf16. Empty if PyTorch is built without oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return []
+    dtypes = {torch.float32, torch.float16} | ({torch.bfloat16} if bf16 else set())
     return [
         module
         for module in model.modules()
         if isinstance(module, nn.Linear)
         and type(module) in (nn.Linear, WideLinear)
-        and module.weight.dtype in (torch.float32, torch.float16)
+        and module.weight.dtype in dtypes
         and module.weight.device.type == "cpu"
     ]
 
@@ -83,7 +84,13 @@ def onednn_linear(layers: Sequence[Fp32Layer]) -> Iterator[None]:
 
 
 def _forward(wide: Fp32Layer, inputs: Tensor) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(
-        inputs.float(), wide.weight, wide.bias, "none", [], ""
-    )
+    """Return the layer's output. A single row is computed as two: oneDNN gives a row the same bits
+    in every product of two or more rows, but not in a product of one (docs/lab-notebook.md)."""
+    rows = inputs.float()
+    single = inputs.numel() == inputs.shape[-1]
+    if single:
+        rows = rows.reshape(1, -1).expand(2, -1).contiguous()
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, wide.weight, wide.bias, "none", [], "")
+    if single:
+        out = out[:1].reshape(*inputs.shape[:-1], -1)
     return out.to(inputs.dtype)

@@ -1,13 +1,20 @@
 """The model of the local engine: forward passes without gradients, whatever the calling thread's
-state is."""
+state is.
+
+On a CPU they are batch invariant: the log-probs of a sample have the same bits whatever else is in
+the batch, and whether its tokens were prefilled or decoded. That needs linear layers through oneDNN
+(``cpu_linear.py``), attention with stable sums (``models/cache_attention.py``), and numbers of rows
+for which elementwise functions end at a full vector (:meth:`LocalModel.padded`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.config.rollout import LocalEngine
@@ -16,6 +23,9 @@ from burnish.models.kv_cache import KVCache
 from burnish.models.logit_scaling import logit_scaling
 from burnish.rollout.cpu_linear import Fp32Layer, fp32_layers, onednn_layers, onednn_linear
 from burnish.rollout.cuda_graphs import DecodeGraphs
+
+_VECTOR = 32
+"""Numbers that PyTorch's CPU kernels compute at once: two vectors of 16 fp32 numbers."""
 
 
 class LocalModel:
@@ -28,7 +38,12 @@ class LocalModel:
         self._body = model.get_decoder()
         self._scaling = logit_scaling(model.config)
         self._no_mask = NO_MASK.to(self.device)  # copied here: a copy in a captured graph fails
-        self._onednn = onednn_layers(model)
+        wanted = config.batch_invariant
+        self._onednn = onednn_layers(model, bf16=wanted is True)
+        self.stable = wanted is not False and _all_in(model, self._onednn)
+        """Whether the forward passes are batch invariant."""
+        self._multiples: dict[int, int] = {}
+        """Number of threads -> multiple of :meth:`padded`."""
         self._wide: list[Fp32Layer] | None = None
         self._graphs: DecodeGraphs | None = None
 
@@ -51,6 +66,22 @@ class LocalModel:
     def free(self) -> None:
         """Free copies of the weights, captured graphs and their cache."""
         self._wide = self._graphs = None
+
+    def padded(self, rows: int) -> int:
+        """Return the number of rows for a pass over ``rows`` tokens.
+
+        PyTorch computes functions like SiLU with vectors, and what is left at the end (of each
+        thread's part) one by one, with other bits. With these rows nothing is left.
+        """
+        if not self.stable:
+            return rows
+        threads = torch.get_num_threads()
+        if threads not in self._multiples:
+            vector, head = _VECTOR * threads, self.model.get_output_embeddings()
+            widths = {layer.out_features for layer in self._onednn if layer is not head}
+            self._multiples[threads] = max(vector // math.gcd(vector, width) for width in widths)
+        multiple = self._multiples[threads]
+        return -(-rows // multiple) * multiple
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Return the fp32 logits [B, V] of last hidden states [B, H]."""
@@ -89,3 +120,11 @@ class LocalModel:
             "Either training diverged (use a lower train.lr), or the dtype has too little range "
             "(precision.dtype)"
         )
+
+
+def _all_in(model: nn.Module, layers: Sequence[nn.Linear]) -> bool:
+    """Return whether all matrices of ``model`` are those of ``layers`` or embeddings, so that no
+    other kernel multiplies."""
+    known = {id(layer.weight) for layer in layers}
+    known |= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return len(layers) > 1 and all(id(p) in known for p in model.parameters() if p.ndim > 1)

@@ -17,9 +17,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from burnish.models.attention import Segment, decode_plan, plan_segments
+from burnish.models.attention import PackedPlan, Segment, decode_plan, plan_segments
+from burnish.models.cache_attention import Extension, PrefillPlan, prefill_plan, rounded
 from burnish.models.kv_cache import KVCache
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.cuda_graphs import DecodeGraphs
@@ -117,11 +119,9 @@ class RunningBatch:
             free, budget = free - len(units[-1]), budget - cost
         first, new = len(self.active), [row for unit in units for row in unit]
         self.active += new  # before the prefill: cancel finds them if it fails
-        prompts = [unit[0].ids for unit in units]
-        last_hidden = self._prefill(prompts, [len(unit) for unit in units], first)
-        logits = self.network.head_logits(last_hidden)
+        logits = self.network.head_logits(self._prefill(units, first))
         counts = torch.tensor([len(unit) for unit in units], device=logits.device)
-        lengths = torch.tensor([len(p) for p in prompts], device=logits.device)
+        lengths = torch.tensor([unit[0].length for unit in units], device=logits.device)
         self.positions = torch.cat([self.positions, lengths.repeat_interleave(counts) - 1])
         self.tokens = torch.cat(
             [self.tokens, torch.zeros(len(new), dtype=torch.int64, device=logits.device)]
@@ -153,42 +153,46 @@ class RunningBatch:
             if old is not None and old is not self.cache:
                 self.cache.copy_from(old)
         elif old is None:
-            self.cache = KVCache(slots, capacity)
+            self.cache = KVCache(slots, self._rounded(capacity))
         else:
-            old.grow(capacity)
+            old.grow(self._rounded(capacity))
             old.add_slots(slots)
 
-    def _prefill(
-        self, prompts: Sequence[tuple[int, ...]], counts: Sequence[int], slot: int
-    ) -> Tensor:
-        """Return the last hidden state [P, H] of each prompt; write its keys and values to
-        ``counts`` slots, from ``slot`` on."""
+    def _prefill(self, units: Sequence[Sequence[_Row]], slot: int) -> Tensor:
+        """Return the last hidden state [P, H] of each unit's prompt; write its keys and values to a
+        slot per sample, from ``slot`` on."""
         device = self.network.device
-        starts, used = [], 0
-        for prompt in prompts:
-            starts.append(used)
-            used += len(prompt)
-        flat = torch.tensor([t for p in prompts for t in p], device=device)
-        position = torch.cat([torch.arange(len(p)) for p in prompts])
-        source, slots = [], []
-        for start, prompt, count in zip(starts, prompts, counts, strict=True):
-            source.append(torch.arange(start, start + len(prompt)).repeat(count))
-            slots.append(torch.arange(slot, slot + count).repeat_interleave(len(prompt)))
-            slot += count
-        index = torch.cat(source)
-        segments = [Segment(s, len(p)) for s, p in zip(starts, prompts, strict=True)]
-        plan = replace(
-            plan_segments(segments, position.to(device)),
+        extensions, tokens, used = [], list[int](), 0
+        for unit in units:
+            ids = unit[0].ids
+            extensions.append(Extension(used, len(ids), slot))
+            tokens += ids
+            slot, used = slot + len(unit), used + len(ids)
+        rows = self.network.padded(used)
+        positions = torch.zeros(rows, dtype=torch.int64)
+        for e in extensions:
+            positions[e.q_start : e.q_start + e.q_len] = torch.arange(e.cached, e.k_len)
+        flat = torch.tensor(tokens + [0] * (rows - used), device=device)
+        plan = self._plan(extensions, [len(unit) for unit in units], positions)
+        hidden = self.network.body(flat[None], positions[None].to(device), plan)[0]
+        return hidden[torch.tensor([e.q_start + e.q_len - 1 for e in extensions], device=device)]
+
+    def _plan(
+        self, extensions: Sequence[Extension], copies: Sequence[int], positions: Tensor
+    ) -> PrefillPlan | PackedPlan:
+        """Return the attention plan of a prefill; ``copies``: slots per prompt."""
+        assert self.cache is not None
+        device = self.network.device
+        plan = prefill_plan(self.cache, extensions, copies, positions.numel())
+        if self.network.stable:
+            return plan
+        return replace(
+            plan_segments([Segment(e.q_start, e.q_len) for e in extensions], positions.to(device)),
             cache=self.cache,
-            cache_source=index.to(device),
-            cache_slot=torch.cat(slots).to(device),
-            cache_position=position[index].to(device),
+            cache_source=plan.source.to(device),
+            cache_slot=plan.slots.to(device),
+            cache_position=plan.positions.to(device),
         )
-        hidden = self.network.body(flat[None], position[None].to(device), plan)[0]
-        ends = torch.tensor(
-            [s + len(p) - 1 for s, p in zip(starts, prompts, strict=True)], device=device
-        )
-        return hidden[ends]
 
     def _decode(self, version: int) -> None:
         """Decode one token for every active sample."""
@@ -197,12 +201,25 @@ class RunningBatch:
         if self.graphs is not None:
             logits = self.graphs.step(self.tokens, self.positions, length)
         else:
-            if length > self.cache.capacity:
-                self.cache.grow(length + length // 2)
-            plan = decode_plan(self.cache, self.positions, length)
-            hidden = self.network.body(self.tokens[:, None], self.positions[:, None], plan)[:, 0]
-            logits = self.network.head_logits(hidden)
+            logits = self._decoded(self.cache, length)
         self._draw(logits, 0, version)
+
+    def _decoded(self, cache: KVCache, length: int) -> Tensor:
+        """Return the logits [B, V] of the next tokens. ``length``: of the longest sample."""
+        stable, count = self.network.stable, len(self.active)
+        if length > cache.capacity:
+            cache.grow(self._rounded(length + length // 2))
+        plan = decode_plan(cache, self.positions, self._rounded(length), stable=stable)
+        padding = self.network.padded(count) - count
+        tokens, positions = self.tokens, self.positions
+        if padding:
+            tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
+        hidden = self.network.body(tokens[:, None], positions[:, None], plan)[:count, 0]
+        return self.network.head_logits(hidden)
+
+    def _rounded(self, length: int) -> int:
+        """Return a number of keys of at least ``length``, whose sums are stable."""
+        return rounded(length) if self.network.stable else length
 
     def _draw(self, logits: Tensor, first: int, version: int) -> None:
         """Sample one token for each sample from slot ``first`` on; logits [B - first, V]."""

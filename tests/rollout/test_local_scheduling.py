@@ -12,6 +12,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rollout import LocalEngine
+from burnish.models.attention import DecodePlan
+from burnish.models.cache_attention import PrefillPlan
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local import LocalRolloutEngine
@@ -26,7 +28,7 @@ class Counted:
     prefills: list[int] = field(default_factory=list)
     """Tokens of each prefill"""
     decodes: list[int] = field(default_factory=list)
-    """Rows of each decode step"""
+    """Rows of each decode step, without padding"""
 
 
 def counted(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, **config: int) -> Counted:
@@ -35,10 +37,12 @@ def counted(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, **confi
     body = engine.network.body
 
     def watched(input_ids: Tensor, position_ids: Tensor, plan: object) -> Tensor:
-        rows, width = input_ids.shape
-        decode = type(plan).__name__ == "DecodePlan"
-        assert rows == 1 or decode
-        (found.decodes if decode else found.prefills).append(rows * width)
+        if isinstance(plan, PrefillPlan):
+            assert input_ids.shape[0] == 1
+            found.prefills.append(plan.num_tokens)
+        else:
+            assert isinstance(plan, DecodePlan)
+            found.decodes.append(plan.slots.numel())
         return body(input_ids, position_ids, plan)
 
     engine.network.body = watched

@@ -1,0 +1,124 @@
+"""A request has the same tokens and the same bits of log-probs in any batch, on a CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from burnish.config.model import Dtype, ModelConfig, ScratchConfig
+from burnish.config.rollout import LocalEngine
+from burnish.models.load import load_causal_lm, load_tokenizer
+from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local import LocalRolloutEngine
+
+SIZES = {
+    "tiny heads": ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2),
+    "grouped queries": ScratchConfig(
+        hidden_size=128, num_heads=4, num_kv_heads=1, tie_word_embeddings=False
+    ),
+    "odd widths": ScratchConfig(hidden_size=88, num_heads=2, num_kv_heads=1, num_layers=2),
+}
+Results = dict[str, Completion]
+
+
+def engine_of(name: str, dtype: Dtype = "fp32", **config: int) -> LocalRolloutEngine:
+    model = ModelConfig(scratch=SIZES[name])
+    network = load_causal_lm(model, dtype=dtype)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+    options = LocalEngine(batch_invariant=True, **config)
+    return LocalRolloutEngine(network, load_tokenizer(model), options)
+
+
+def requests(count: int, seed: int, *, longest: int = 60) -> list[tuple[Request, Sampling]]:
+    draw = random.Random(seed)
+    samplings = [Sampling(40), Sampling(24, 0.7, top_k=9), Sampling(30, 1.3, top_p=0.9)]
+    lengths = [draw.choice([1, 2, 3, draw.randint(4, longest)]) for _ in range(count)]
+    return [
+        (
+            Request(str(i), tuple(draw.randrange(6, 50) for _ in range(n)), seed=i),
+            draw.choice(samplings),
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def alone(engine: LocalRolloutEngine, asked: list[tuple[Request, Sampling]]) -> Results:
+    return {r.request_id: next(engine.generate([r], s)) for r, s in asked}
+
+
+def together(
+    engine: LocalRolloutEngine, asked: list[tuple[Request, Sampling]], seed: int
+) -> Results:
+    """Submit in a random order, in parts of random sizes at random times."""
+    draw, found, left = random.Random(seed), dict[str, Completion](), list(asked)
+    draw.shuffle(left)
+    while left or engine.busy:
+        for _ in range(min(len(left), draw.choice([0, 0, 1, 2, 8]))):
+            request, sampling = left.pop()
+            engine.submit([request], sampling)
+        for _ in range(draw.randint(1, 12)):
+            found |= {c.request_id: c for c in engine.poll()}
+    return found
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", SIZES)
+def test_bits_do_not_depend_on_arrival_and_batch(name: str, dtype: Dtype) -> None:
+    asked = requests(12, seed=7)
+    expected = alone(engine_of(name, dtype), asked)
+    assert len({c.token_ids for c in expected.values()}) > 9
+    for seed in range(4):
+        slots = (1, 3, 8, 128)[seed]
+        engine = engine_of(name, dtype, max_batch_size=slots, max_prefill_tokens=(7, 90)[seed % 2])
+        assert engine.network.stable
+        assert together(engine, asked, seed) == expected, (slots, seed)
+
+
+def test_bits_of_long_rows_do_not_depend_on_the_batch() -> None:
+    """Sums over more keys than a chunk, and prompts that differ in length by a factor of 40."""
+    asked = requests(8, seed=3, longest=440)
+    expected = alone(engine_of("grouped queries"), asked)
+    assert max(len(r.prompt_ids) for r, _ in asked) > 300
+    for seed in range(2):
+        assert together(engine_of("grouped queries"), asked, seed) == expected
+
+
+def test_bits_do_not_depend_on_the_batch_with_two_threads() -> None:
+    asked = requests(8, seed=5, longest=200)
+    with threads(2):
+        expected = alone(engine_of("grouped queries"), asked)
+        assert together(engine_of("grouped queries"), asked, 1) == expected
+
+
+def test_prefilled_and_decoded_tokens_have_the_same_bits() -> None:
+    """A request that starts over in the middle prefills what it had decoded."""
+    asked = requests(8, seed=11)
+    expected = alone(engine_of("grouped queries"), asked)
+    engine = engine_of("grouped queries")
+    found: Results = {}
+    for request, sampling in asked:
+        engine.submit([request], sampling)
+    polls = 0
+    while engine.busy:
+        found |= {c.request_id: c for c in engine.poll()}
+        polls += 1
+        if polls % 7 == 0:
+            engine.version = 0  # the same weights again
+    assert found == expected

@@ -108,7 +108,8 @@ class LocalRolloutEngine:
         self.batch.cancel(self._open.drop(request_ids))
 
     def release(self, conversations: Iterable[str]) -> None:
-        """Do nothing: no cache is kept between requests."""
+        """Free the kept cache of conversations. Unknown names are ignored."""
+        self.batch.release(conversations)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they finish. Raises like :meth:`submit`, before the first one."""
@@ -179,6 +180,9 @@ class RowQueue:
         """Remove the samples of requests."""
         gone = set(request_ids)
         self.waiting = deque(s for s in self.waiting if s.request.request_id not in gone)
+
+    def release(self, conversations: Iterable[str]) -> None:
+        """Do nothing: no cache is kept."""
 
     def restart(self) -> None:
         """Do nothing: no sample is in progress between two steps."""

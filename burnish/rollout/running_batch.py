@@ -6,6 +6,11 @@ written to n cache slots. The n samples then decode in one batch with all others
 is removed immediately: the last active one moves into its slot. Active slots are therefore always
 ``0 .. B-1``, and nothing is computed for finished samples. Waiting requests use the freed slots.
 
+Keys and values of a finished conversation stay in a slot from B on, until a waiting request needs
+the slot; the least recently used one is dropped first. A follow-up only prefills its new tokens.
+Kept and prefilled keys have the same bits, so when a conversation is dropped has no effect on
+results. Conversations are kept if the network is batch invariant.
+
 Reading order: ``step`` -> ``_admit`` (prefill) or ``_decode`` -> ``_retire``.
 """
 
@@ -13,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +45,15 @@ class _Row(LiveSample):
     uniforms: Tensor  # [maximum new tokens]
 
 
+@dataclass
+class _Kept:
+    """Cache of a conversation without open request."""
+
+    slot: int
+    ids: tuple[int, ...]
+    """Tokens whose keys and values are in the slot."""
+
+
 class RunningBatch:
     """Waiting prompts, active samples in slot order, and their cache."""
 
@@ -49,6 +63,8 @@ class RunningBatch:
         self.waiting: deque[list[_Row]] = deque()
         """Samples that share one prefill."""
         self.active: list[_Row] = []
+        self.kept: dict[str, _Kept] = {}
+        """Conversation -> its cache, the least recently used first."""
         self.cache: KVCache | None = None
         self.graphs: DecodeGraphs | None = None
         device = network.device
@@ -72,11 +88,18 @@ class RunningBatch:
         self.waiting = deque(left)
         self._remove([i for i, r in enumerate(self.active) if r.request.request_id in request_ids])
 
+    def release(self, conversations: Iterable[str]) -> None:
+        """Drop the cache of conversations."""
+        for name in conversations:
+            self.kept.pop(name, None)
+        self._free_if_idle()
+
     def restart(self) -> None:
         """Drop the cache. Active samples wait again, before all others, and continue after their
         tokens: a prefill recomputes their keys and values."""
         self.waiting.extendleft([row] for row in reversed(self.active))
         self._remove(range(len(self.active)))
+        self.kept = {}
         self.cache = self.graphs = None
 
     # ---- computing -------------------------------------------------------------------------
@@ -96,10 +119,16 @@ class RunningBatch:
                 self._decode(version)
         done = [row.completion() for row in self.active if row.reason is not None]
         self._remove([i for i, row in enumerate(self.active) if row.reason is not None])
-        if not self.waiting and not self.active:
-            self.cache = self.graphs = None
-            self.network.weights_changed()
+        self._free_if_idle()
         return done
+
+    def _free_if_idle(self) -> None:
+        """Free copies of weights if nothing is open, and the cache if it keeps nothing."""
+        if self.waiting or self.active:
+            return
+        self.network.weights_changed()
+        if not self.kept:
+            self.cache = self.graphs = None
 
     def _can_admit(self) -> bool:
         """Return whether there are free slots for all samples of the next waiting prompt."""
@@ -112,14 +141,16 @@ class RunningBatch:
         units: list[list[_Row]] = []
         free, budget = self.max_slots - len(self.active), self.network.config.max_prefill_tokens
         while self.waiting and len(self.waiting[0]) <= free:
-            cost = self.waiting[0][0].length
+            row = self.waiting[0][0]
+            cost = row.length - self._reusable(row)
             if units and cost > budget:
                 break
             units.append(self.waiting.popleft())
             free, budget = free - len(units[-1]), budget - cost
         first, new = len(self.active), [row for unit in units for row in unit]
+        cached = self._place(units, first)
         self.active += new  # before the prefill: cancel finds them if it fails
-        logits = self.network.head_logits(self._prefill(units, first))
+        logits = self.network.head_logits(self._prefill(units, cached, first))
         counts = torch.tensor([len(unit) for unit in units], device=logits.device)
         lengths = torch.tensor([unit[0].length for unit in units], device=logits.device)
         self.positions = torch.cat([self.positions, lengths.repeat_interleave(counts) - 1])
@@ -132,7 +163,7 @@ class RunningBatch:
         """Make a cache with a slot for every sample that can be active now, and with the positions
         of their prompts. Captured graphs need fixed addresses, so they get all positions."""
         rows = [unit[0] for unit in self.waiting]
-        slots = len(self.active) + sum(len(unit) for unit in self.waiting)
+        slots = len(self.active) + len(self.kept) + sum(len(unit) for unit in self.waiting)
         slots = min(self.max_slots, slots)
         longest = max(row.length for row in rows)
         most = max(row.request.limit(row.sampling) for row in rows)
@@ -158,14 +189,62 @@ class RunningBatch:
             old.grow(self._rounded(capacity))
             old.add_slots(slots)
 
-    def _prefill(self, units: Sequence[Sequence[_Row]], slot: int) -> Tensor:
+    def _reusable(self, row: _Row) -> int:
+        """Return the number of tokens of ``row`` that the kept cache of its conversation has. The
+        last token is always computed."""
+        kept = self.kept.get(row.request.conversation or "")
+        if kept is None:
+            return 0
+        most = min(len(kept.ids), row.length - 1)
+        pairs = enumerate(zip(kept.ids[:most], row.ids, strict=False))
+        return next((i for i, (have, want) in pairs if have != want), most)
+
+    def _place(self, units: Sequence[Sequence[_Row]], slot: int) -> list[int]:
+        """Move kept caches that ``units`` continue into their slots, from ``slot`` on, and others
+        out of the way. Return the number of cached tokens of each unit."""
+        assert self.cache is not None
+        moves: list[tuple[int, int]] = []
+        cached, length = [], 0
+        for unit in units:
+            cached.append(self._reusable(unit[0]))
+            kept = self.kept.pop(unit[0].request.conversation or "", None)
+            if kept is not None and cached[-1]:
+                moves.append((kept.slot, slot))
+                length = max(length, cached[-1])
+            for row in unit:
+                row.cached_tokens = min(cached[-1], len(row.request.prompt_ids))
+            slot += len(unit)
+        displaced = [kept for kept in self.kept.values() if kept.slot < slot]
+        used = {kept.slot for kept in self.kept.values()}
+        free = [i for i in range(slot, self.cache.num_slots) if i not in used]
+        while len(displaced) > len(free):
+            dropped = self.kept.pop(next(iter(self.kept)))
+            if dropped in displaced:
+                displaced.remove(dropped)
+            else:
+                free.append(dropped.slot)
+        for kept, target in zip(displaced, free, strict=False):
+            moves.append((kept.slot, target))
+            kept.slot = target
+            length = max(length, len(kept.ids))
+        self._move(moves, length)
+        return cached
+
+    def _move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
+        """Copy slots to others, all at once; ``moves``: (source, target)."""
+        moves = [(source, target) for source, target in moves if source != target]
+        if moves and self.cache is not None:
+            source, target = torch.tensor(moves, device=self.network.device).T
+            self.cache.move(source, target, length)
+
+    def _prefill(self, units: Sequence[Sequence[_Row]], cached: Sequence[int], slot: int) -> Tensor:
         """Return the last hidden state [P, H] of each unit's prompt; write its keys and values to a
-        slot per sample, from ``slot`` on."""
+        slot per sample, from ``slot`` on. The first ``cached`` tokens of each are there already."""
         device = self.network.device
         extensions, tokens, used = [], list[int](), 0
-        for unit in units:
-            ids = unit[0].ids
-            extensions.append(Extension(used, len(ids), slot))
+        for unit, begin in zip(units, cached, strict=True):
+            ids = unit[0].ids[begin:]
+            extensions.append(Extension(used, len(ids), slot, begin))
             tokens += ids
             slot, used = slot + len(unit), used + len(ids)
         rows = self.network.padded(used)
@@ -244,13 +323,21 @@ class RunningBatch:
         holes = [i for i in gone if i < stay]
         movers = [i for i in range(stay, len(self.active)) if i not in removed]
         order = list(range(stay))
-        for hole, mover in zip(holes, movers, strict=True):
+        swapped = dict(zip(holes, movers, strict=True))
+        for hole, mover in swapped.items():
             order[hole] = mover
-        if movers and self.cache is not None:
-            source, target = torch.tensor(movers), torch.tensor(holes)
-            length = max(self.active[mover].length for mover in movers) - 1
-            device = self.network.device
-            self.cache.move(source.to(device), target.to(device), length)
+        moves = [(mover, hole) for hole, mover in swapped.items()]
+        length = max((self.active[mover].length - 1 for mover in movers), default=0)
+        for i in gone:
+            row = self.active[i]
+            if row.reason is None or row.request.conversation is None or not self.network.stable:
+                continue
+            self.kept.pop(row.request.conversation, None)
+            kept = _Kept(swapped.get(i, i), row.ids[:-1])  # the last token was never an input
+            self.kept[row.request.conversation] = kept
+            moves.append((i, kept.slot))
+            length = max(length, len(kept.ids))
+        self._move(moves, length)
         index = torch.tensor(order, dtype=torch.int64, device=self.tokens.device)
         self.active = [self.active[i] for i in order]
         # If a prefill failed, its samples have no tokens and positions yet.

@@ -120,9 +120,15 @@ def prefill_plan(
                 rounded(max(e.k_len for e in chosen)),
             )
         )
-    flat = [torch.from_numpy(np.concatenate(part)) for part in (source, slots, positions)]
-    total = sum(e.q_len for e in extensions)
-    return PrefillPlan(cache, *flat, tuple(buckets), torch.from_numpy(inverse), total)
+    return PrefillPlan(
+        cache,
+        source=torch.from_numpy(np.concatenate(source)),
+        slots=torch.from_numpy(np.concatenate(slots)),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        buckets=tuple(buckets),
+        inverse=torch.from_numpy(inverse),
+        num_tokens=sum(e.q_len for e in extensions),
+    )
 
 
 def _grouped(extensions: Sequence[Extension]) -> list[list[Extension]]:

@@ -67,6 +67,13 @@ def test_a_discount_of_turns_applies_where_the_turn_changes() -> None:
     assert return_to_go(rewards, mask, gamma=0.5).tolist() == [[2, 2, 0, 4, 4]]
 
 
+def test_the_end_of_a_turn_is_a_change_from_the_token_before() -> None:
+    """gamma 1/2, turns 0 1 1: G = 4, then 2 + 4 = 6 within turn 1, and 1 + 6/2 = 4."""
+    rewards, turns = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0, 1, 1]])
+    found = return_to_go(rewards, turns >= 0, gamma=0.5, turns=turns)
+    assert found.tolist() == [[4, 6, 4]]
+
+
 def test_a_gap_within_a_turn_is_no_end_of_it() -> None:
     rewards, turns = torch.tensor([[1.0, 9.0, 2.0]]), torch.tensor([[4, -1, 4]])
     found = return_to_go(rewards, turns >= 0, gamma=0.5, turns=turns)

@@ -165,9 +165,15 @@ def _row(path: str, field: FieldInfo, found: dict[type[Node], Section]) -> str:
     return table_row(path, _linked_type(field, found), default_text(field), field_text(field))
 
 
+_SHORT = {"whole number": "int", "true or false": "bool", "number": "float", "text": "str"}
+"""Words of errors -> names of types in the tables."""
+
+
 def _linked_type(field: FieldInfo, found: dict[type[Node], Section]) -> str:
     """Return the type of a field, with links from its nodes to their sections."""
     words = type_words(field.annotation).replace("|", "\\|")
+    for long, short in _SHORT.items():
+        words = words.replace(long, short)
     nodes = nodes_in(field.annotation)
     kinds = [(kind, node) for node in nodes for kind in kinds_of(node)]
     if not kinds:

@@ -230,7 +230,7 @@ def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) ->
         generate_max_len=args.tokens,
     )
     runner = Runner(engine, rewards, Sampling(args.tokens), num_samples=SAMPLES_PER_PROMPT, seed=0)
-    groups = clock.stage("requests, completions, groups", lambda: runner.sample(prompts))
+    groups = clock.stage("requests, completions, groups", lambda: runner.sample(prompts)[0])
     groups = clock.stage("rewards", lambda: rewards.score(groups)).groups
     batch = clock.stage("batch", lambda: groups_to_batch(groups))
     algorithm = AlgorithmConfig()

@@ -31,7 +31,6 @@ from burnish.cli_errors import CommandGroup
 from burnish.config import JOBS, ConfigError, JobConfig, dump_yaml, load_config
 from burnish.config.docs import FieldRow, class_text, fields_table, job_markdown
 from burnish.config.explain import nearest
-from burnish.config.job import TrainingJob
 from burnish.config.parallelism import parallel_degrees
 from burnish.config.paths import folder_problem
 from burnish.config.placement import placement_text
@@ -135,10 +134,8 @@ def _check_head_divisibility(config: JobConfig) -> None:
 def _dry_run_text(config: JobConfig) -> str:
     """Return the resolved recipe below the batch table as comments, so the output is a valid
     recipe."""
-    lines: list[str] = []
-    if isinstance(config, TrainingJob):
-        lines = [f"# {n:<30} {value:>8}  {how}".rstrip() for n, value, how in config.launch_table()]
-        lines.append("")
+    lines = [f"# {n:<30} {value:>8}  {how}".rstrip() for n, value, how in config.launch_table()]
+    lines += [""] * bool(lines)
     placement = placement_text(config)
     lines += [f"# {line}" for line in placement.splitlines()] + [""] * bool(placement)
     return "\n".join([*lines, dump_yaml(config).rstrip()])

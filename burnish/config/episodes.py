@@ -34,8 +34,8 @@ class EpisodesConfig(Node):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment class."""
     python: PathText | None = None
-    """Interpreter of the environment's worker processes. It needs none of Burnish's packages. None:
-    the interpreter of this run."""
+    """Interpreter of the environment's worker processes. It needs none of Burnish's packages; for
+    ``tools`` it needs Burnish. None: the interpreter of this run."""
     workers: int = Field(1, ge=1)
     """Worker processes. Each runs many episodes at once."""
     max_turns: int = Field(8, ge=1)
@@ -79,6 +79,37 @@ class EpisodesConfig(Node):
                 f"environment={self.environment!r} is not of the form path/to/file.py:Class or "
                 "package.module:Class"
             )
+
+
+def episodes_lines(
+    episodes: EpisodesConfig | None, *, turn_tokens: int | None, at_once: int
+) -> list[tuple[str, str, str]]:
+    """Return lines (name, value, origin) of the launch table; empty without episodes.
+
+    ``turn_tokens``: maximum tokens of one turn. ``at_once``: number of episodes of a rollout.
+    """
+    if episodes is None:
+        return []
+    tokens = "" if turn_tokens is None else f"; at most {turn_tokens} tokens each"
+    source = episodes.environment or "tools " + ", ".join(episodes.tools)
+    python = "" if episodes.python is None else f" in {episodes.python}"
+    times = f"{episodes.step_timeout_s:g} s per call of the environment"
+    if episodes.tools:
+        times = f"{episodes.tool_timeout_s:g} s per call of a tool, {times}"
+    return [
+        ("turns of an episode", str(episodes.max_turns), f"at most{tokens}"),
+        (
+            "tokens of a conversation",
+            str(episodes.max_tokens),
+            "at most: first messages, responses, observations",
+        ),
+        (
+            "concurrent episodes",
+            str(min(at_once, episodes.max_concurrent or at_once)),
+            f"time limits: {times}, {episodes.timeout_s:g} s per episode",
+        ),
+        ("environment workers", str(episodes.workers), f"processes with {source}{python}"),
+    ]
 
 
 def episode_rules(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from burnish.config.base import PathText
-from burnish.config.episodes import EpisodesConfig, episode_rules
+from burnish.config.episodes import EpisodesConfig, episode_rules, episodes_lines
 from burnish.config.job import InferenceJob
 from burnish.config.observe import TrackersConfig
 from burnish.config.rewards import (
@@ -64,6 +64,12 @@ class EvaluateConfig(InferenceJob):
         return replace(
             self.rollout_on(self.engine, key="engine", lengths=self.row_lengths),
             evaluation=self.eval,
+            episodes=self.episodes,
+        )
+
+    def launch_table(self) -> list[tuple[str, str, str]]:
+        return episodes_lines(
+            self.episodes, turn_tokens=self.eval.generate_max_len, at_once=self.rows_per_step
         )
 
     def rules(self) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from burnish.config.base import Node, PathText
 from burnish.config.data import PromptDataConfig
-from burnish.config.episodes import EpisodesConfig, episode_rules
+from burnish.config.episodes import EpisodesConfig, episode_rules, episodes_lines
 from burnish.config.job import RowsJob
 from burnish.config.rewards import FailurePolicy, RewardConfig, running_norm_rules, weigh_nothing
 from burnish.config.roles import RolloutRole, RowLengths, sampled_lengths
@@ -163,6 +163,13 @@ class GenerateConfig(RowsJob):
             self.rollout_on(self.rollout.engine, key="rollout.engine", lengths=self.row_lengths),
             prompts=self.rollout.rollout_batch_size,
             samples_per_prompt=self.rollout.n_samples_per_prompt,
+            episodes=self.rollout.episodes,
+        )
+
+    def launch_table(self) -> list[tuple[str, str, str]]:
+        rollout = self.rollout
+        return episodes_lines(
+            rollout.episodes, turn_tokens=rollout.generate_max_len, at_once=self.rows_per_step
         )
 
     def rules(self) -> Iterator[str]:

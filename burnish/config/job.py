@@ -75,6 +75,10 @@ class JobConfig(Node):
     def resolve(self) -> JobSpec:
         """Return the facts of the job that several modules need. Raises BatchError."""
 
+    def launch_table(self) -> list[tuple[str, str, str]]:
+        """Return rows (name, value, origin) of the table printed at start."""
+        return []
+
     def rollout_on(
         self, engine: RolloutEngineConfig, *, key: str, lengths: RowLengths
     ) -> RolloutRole:

@@ -16,7 +16,7 @@ from burnish.config.algorithm import (
 )
 from burnish.config.arithmetic import BatchError, BatchPlan, check_rollout
 from burnish.config.data import PromptDataConfig, held_out_advice
-from burnish.config.episodes import episode_rules
+from burnish.config.episodes import episode_rules, episodes_lines
 from burnish.config.job import TrainingJob, derived_batch, training_rules
 from burnish.config.model import (
     CriticConfig,
@@ -156,6 +156,7 @@ class RLConfig(TrainingJob):
             self.rollout_on(self.rollout.engine, key="rollout.engine", lengths=self.row_lengths),
             prompts=self.rollout.rollout_batch_size,
             samples_per_prompt=self.rollout.n_samples_per_prompt,
+            episodes=self.rollout.episodes,
             evaluation=self.eval,
             of_policy=True,
             shares_weights=samples_with_policy(self.train.engine, self.precision),
@@ -204,13 +205,18 @@ class RLConfig(TrainingJob):
         return check_rollout(plan, unit=part * plan.data_parallel_size)
 
     def launch_table(self) -> list[tuple[str, str, str]]:
-        """Return rows for the batch, the number of draws per prompt, and the aggregation of
-        per-token losses."""
+        """Return rows for the batch, the number of draws per prompt, the episodes, and the
+        aggregation of per-token losses."""
         table, num = super().launch_table(), total_rows(self.data)
         if num is not None:
             drawn = self.max_steps * self.rollout.rollout_batch_size
             more = " or more" if self.rollout.dynamic_sampling is not None else ""
             table += passes_lines(self.data, num, drawn=drawn, steps=self.max_steps, more=more)
+        rollout = self.rollout
+        at_once = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+        table += episodes_lines(
+            rollout.episodes, turn_tokens=rollout.generate_max_len, at_once=at_once
+        )
         return [*table, self.algorithm.table_row()]
 
     def rules(self) -> Iterator[str]:

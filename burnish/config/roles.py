@@ -180,6 +180,8 @@ class RolloutRole(RoleSpec):
     prompts: int = 0
     """Prompts of one step, over all workers. 0: the engine runs only the evaluation."""
     samples_per_prompt: int = 1
+    episodes: EpisodesConfig | None = None
+    """Multi-turn episodes, whose conversations are its prompts. None: one response per prompt."""
     evaluation: EvalConfig | None = None
     """Held-out evaluation that also runs on this engine. None: none."""
     of_policy: bool = False

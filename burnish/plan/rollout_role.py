@@ -51,7 +51,24 @@ def demand_of(role: RolloutRole, shape: ModelShape) -> Demand:
         new = max(new, held_out.generate_max_len or new)
         count = held_out.num_prompts or 1 << 20
         sequences = max(sequences, -(-count // workers) * held_out.n_samples_per_prompt)
+    if role.episodes is not None and role.episodes.max_concurrent is not None:
+        sequences = min(sequences, -(-role.episodes.max_concurrent // workers))
     return Demand(sequences, min(prompt, limit - 1), min(new, limit))
+
+
+def _episode_notes(role: RolloutRole, demand: Demand, *, at_once: int) -> tuple[str, ...]:
+    """Return the assumptions on episodes, of which an engine computes ``at_once`` or fewer; none
+    for single responses."""
+    if role.episodes is None:
+        return ()
+    at_once = min(at_once, demand.sequences)
+    return (
+        f"{role.name}: a row holds the conversation of an episode, up to max_tokens="
+        f"{role.episodes.max_tokens}; the KV cache holds those of all concurrent episodes, at most "
+        f"{at_once} at once on an engine",
+        f"{role.name}: the memory of prefill is that of the last turn with nothing cached; the "
+        "time estimate counts one prefill per episode",
+    )
 
 
 def _local_role(
@@ -62,8 +79,9 @@ def _local_role(
     graphs = gpu and engine.cuda_graphs
     cache, slots = local_cache(shape, engine, demand, dtype, graphs=graphs)
     logits = local_logits(shape, slots, graphs=graphs, longest=demand.longest)
-    count = max(1, min(slots, engine.max_prefill_tokens // demand.prompt))
-    rows = uniform_rows(count, demand.prompt + 1, demand.prompt, group=1)
+    prompt = demand.prompt if role.episodes is None else demand.longest - 1  # of the last turn
+    count = max(1, min(slots, engine.max_prefill_tokens // prompt))
+    rows = uniform_rows(count, prompt + 1, prompt, group=1)
     work = Pass(rows, dtype=dtype, train=False, kernels=context.hardware.kernels)
     setup = EngineSetup(
         shape=shape,
@@ -94,7 +112,10 @@ def _local_role(
             "rollout": with_fragmentation(context, tuple(i for i in passing if i not in kept)),
         },
         passes=(work,),
-        notes=(f"rollout: {note}",) if note else (),
+        notes=(
+            *((f"rollout: {note}",) if note else ()),
+            *_episode_notes(role, demand, at_once=slots),
+        ),
         guessed=extra,
     )
 
@@ -114,6 +135,7 @@ def _vllm_role(
     size = shape.parameters * SIZES[dtype]
     model = Item("parameters", size, "model read by the worker", "host")
     reads = () if context.job.inline and role.of_policy else (model,)
+    notes = _episode_notes(role, demand, at_once=engine.max_num_seqs)
     if context.hardware.gpu is None:
         weights, cache = vllm_on_cpu(shape, engine, demand, dtype)
         always: Items = (*overhead(context, 1), weights, cache)
@@ -121,6 +143,7 @@ def _vllm_role(
             **common,
             resident={phase: always for phase in PHASES},
             passing={"load": tuple(replace(i, where="device") for i in reads)},
+            notes=notes,
         )
     found = vllm_on_gpu(
         shape,
@@ -156,5 +179,6 @@ def _vllm_role(
         notes=(
             f"rollout: vLLM's KV cache has space for {found.cache_tokens} tokens, "
             f"{found.cache_tokens / demand.longest:.1f} rows of {demand.longest}",
+            *notes,
         ),
     )

@@ -480,3 +480,18 @@ def test_generate_is_planned_as_the_rollout_of_rl():
     assert caches(ours) and caches(ours).items() <= caches(theirs).items()
     assert {r.role for r in ours.rows} == {"rollout"}
     assert estimate(load_config(generate | {"job": "generate"}), cluster).samples == 16
+
+
+def test_the_kv_cache_holds_the_conversations_of_all_concurrent_episodes():
+    """Rows of 32 tokens in training, prefill and cache. 16 x 8 = 128 episodes, or 10 of them."""
+    recipe = ROOT / "recipes" / "tiny_multi_turn.yaml"
+    for more, slots in ((), 128), (("rollout.episodes.max_concurrent=10",), 10):
+        plan = make_plan(load_config(recipe, more), this_machine())
+        (cache,) = [row for row in plan.rows if row.item == "KV cache"]
+        assert cache.how.startswith(f"{slots} slots x 32 positions")
+        said = "\n".join(plan.assumptions)
+        assert "up to max_tokens=32; the KV cache holds those of all concurrent" in said
+        assert f"at most {slots} at once" in said
+        assert f"rollout: the largest micro-batch is {slots} rows of 32 tokens" in said
+    single = make_plan(load_config(TINY), this_machine())
+    assert not [line for line in single.assumptions if "episode" in line]

@@ -5,7 +5,11 @@ number is the entire state, so a prompt can be scored in another process or afte
 source and the reward share one environment through ``make.make_environment``. Tokens, engines and
 groups are handled in ``rollout/runner.py``.
 
-Reading order of this package: base, make, importing, reasoning_gym.
+Environments of several turns have another interface (``multi_turn.py``) and run in worker
+processes.
+
+Reading order of this package: base, make, importing, reasoning_gym; for several turns: multi_turn,
+worker, pool, host, tools.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ class EnvironmentReward:
                 item,
                 f"got done=False from environment {origin['name']}, which requests another turn; "
                 "only single-turn environments can be scored",
-                advice="return done=True from step()",
+                advice="return done=True from step(), or write a multi-turn environment for "
+                "rollout.episodes (docs/environments.md)",
             )
         return result.reward

@@ -48,7 +48,8 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
         row["step"]: {
             k: v
             for k, v in row.items()
-            if k.startswith(("reward/", "train/", "episodes/", "eval/")) and not k.endswith("_s")
+            if k.startswith(("reward/", "train/", "episodes/", "eval/"))
+            and not k.endswith(("_s", "/seconds", "/environment_frac"))
         }
         for row in rows
     }

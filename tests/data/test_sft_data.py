@@ -222,15 +222,23 @@ def test_two_sources_may_name_a_column_each(jsonl: Jsonl) -> None:
             {"apply_chat_template": True},
             "apply_chat_template=true has no effect on plain text",
         ),
-        ({"text": "x"}, {"prompt_template": "{text}"}, "these rows are text"),
-        ({"messages": CHAT}, {"prompt_template": "{messages}"}, "these rows are messages"),
+        (
+            {"text": "x"},
+            {"prompt_template": "{text}"},
+            "prompt_template has no effect on rows of text",
+        ),
+        (
+            {"messages": CHAT},
+            {"prompt_template": "{messages}"},
+            "prompt_template has no effect on rows of messages",
+        ),
     ],
 )
 def test_a_setting_that_no_row_reads_is_refused(
     jsonl: Jsonl, row: dict[str, Any], option: dict[str, Any], says: str
 ) -> None:
     recipe = {"job": "sft", "model": {"scratch": {}}, "train": {"train_batch_size": 1}}
-    with pytest.raises(ConfigError, match=rf"{says}[\s\S]*no effect"):
+    with pytest.raises(ConfigError, match=says):
         load_config(recipe | {"data": {"sources": [jsonl([row])], **option}})
 
 

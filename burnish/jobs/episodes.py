@@ -10,7 +10,7 @@ from typing import Any
 from burnish.config.episodes import EpisodesConfig
 from burnish.config.model import ModelConfig
 from burnish.config.rollout import DynamicSampling
-from burnish.environments.pool import EnvironmentSpec
+from burnish.environments.pool import Environments, EnvironmentSpec
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.runner import EpisodeRunner, Players
 from burnish.models.load import ModelError, describe, num_positions
@@ -33,7 +33,8 @@ def build_players(
     single-turn recipes.
 
     Call it before any model is loaded: raises EnvironmentSetupError if the environment, its tools
-    or its interpreter cannot be used, and RendererError if the chat template cannot be extended.
+    or its interpreter cannot be used, and RendererError if the chat template cannot be extended or
+    cannot render the tools.
     """
     if config is None:
         return None
@@ -50,11 +51,22 @@ def build_players(
     pool = runtime.environments(environment_spec(config), workers=config.workers)
     try:
         loop.run(pool.start)
+        if config.tools:
+            loop.run(_check_tools, pool, renderer, config.step_timeout_s)
     except BaseException:
         loop.run(pool.close)
         loop.close()
         raise
     return Players(config, pool, renderer, loop)
+
+
+async def _check_tools(pool: Environments, renderer: ChatRenderer, timeout_s: float) -> None:
+    """Render a first prompt with the recipe's tools."""
+    episode = await pool.open({"prompt": "Hello", "label": None}, 0, timeout_s=timeout_s)
+    try:
+        renderer.render(episode.start.messages, episode.start.tools)
+    finally:
+        await episode.close()
 
 
 @contextmanager

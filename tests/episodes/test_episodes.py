@@ -20,7 +20,9 @@ from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.episodes.play import Played
 from burnish.episodes.runner import EpisodeRunner, EpisodesFailedError, Players, episode_stats
+from burnish.episodes.template import RendererError
 from burnish.jobs.episodes import build_players
+from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rewards.base import RewardSet
 from burnish.rewards.episode import EpisodeReward
@@ -228,6 +230,18 @@ def test_tools_of_a_recipe_run_within_their_time_limit(tmp_path: Path) -> None:
     measured = stats.floats()
     assert measured["episodes/tool_error_frac"] == 0.5  # one call of two
     assert measured["episodes/counts/tool_calls"] == 4 and measured["episodes/turns"] == 3
+
+
+def test_tools_that_the_template_cannot_render_are_an_error_before_the_run(tmp_path: Path) -> None:
+    """The template of models made from scratch ignores tools."""
+    tools = tmp_path / "my_tools.py"
+    tools.write_text('def now() -> str:\n    """Return the time."""\n    return "12:00"\n')
+    runtime = InlineRuntime(
+        scratch_tokenizer("abc"), precision=PrecisionConfig(), device="cpu", timeline=Timeline()
+    )
+    config = EpisodesConfig(tools=(f"{tools}:now",), max_tokens=100)
+    with pytest.raises(RendererError, match="the environment offers tools"):
+        build_players(config, MODEL, runtime)
 
 
 def test_statistics_by_hand() -> None:

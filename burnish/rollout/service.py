@@ -93,9 +93,10 @@ class RolloutService:
         return future
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until no request is open and all calls are done. Raises TimeoutError after
-        ``timeout_s`` seconds, or the engine's error if it failed."""
+        """Wait until no request is open and all calls and releases are done. Raises TimeoutError
+        after ``timeout_s`` seconds, or the engine's error if it failed."""
         deadline = time.monotonic() + timeout_s
+        self.call(lambda engine: None)  # commands are carried out in order, this one last
         with self._changed:
             while self._error is None and (self._open or self._calls):
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):

@@ -199,7 +199,7 @@ def test_a_finished_run_goes_on_with_a_larger_max_steps(rl: MakeConfig, reward: 
 
 
 def test_a_recipe_for_another_job_is_refused(rl: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="for the job 'rl', and 'sft' was asked for"):
+    with pytest.raises(ConfigError, match="for the job 'rl', not 'sft'"):
         burnish.load_config(rl().model_dump(mode="json"), job="sft")
 
 

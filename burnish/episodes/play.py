@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from burnish.rollout.service import RolloutService
 from burnish.transcript import Episode, EpisodeStatus, Turn
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ class Policy:
     service: RolloutService
     renderer: ChatRenderer
     sampling: Sampling
-    rendering: asyncio.Lock
-    """Fast tokenizers are not re-entrant, so one conversation is rendered at a time."""
+    rendering: Executor
+    """One thread for all calls of the renderer: fast tokenizers are not re-entrant."""
 
     async def respond(self, request: Request) -> Completion:
         """Sample one response. Cancelling the wait cancels the request."""
@@ -92,6 +95,11 @@ class Policy:
         except asyncio.CancelledError:
             self.service.cancel(request.request_id)
             raise
+
+    async def in_renderer(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Return the result of a method of the renderer, called in its thread."""
+        call = partial(function, *args, **options)
+        return await asyncio.get_running_loop().run_in_executor(self.rendering, call)
 
 
 async def play(task: Task, policy: Policy, environments: Environments, limits: Limits) -> Played:
@@ -209,16 +217,14 @@ class _Game:
         )
 
     async def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        async with self.policy.rendering:
-            return await asyncio.to_thread(self.policy.renderer.render, messages, self.tools)
+        return await self.policy.in_renderer(self.policy.renderer.render, messages, self.tools)
 
     async def _parse(
         self, prompt: tuple[int, ...], completion: Completion
     ) -> tuple[Message, str | None]:
-        async with self.policy.rendering:
-            parsed = await asyncio.to_thread(
-                self.policy.renderer.parse, completion.token_ids, self.tools, prompt_ids=prompt
-            )
+        parsed = await self.policy.in_renderer(
+            self.policy.renderer.parse, completion.token_ids, self.tools, prompt_ids=prompt
+        )
         return parsed.message, parsed.problem
 
     async def _next_prompt(
@@ -228,10 +234,9 @@ class _Game:
         renderer = self.policy.renderer
         if renderer.history == "template":
             return await self._render(self.messages)
-        async with self.policy.rendering:
-            return await asyncio.to_thread(
-                renderer.bridge, prompt, completion.token_ids, messages, self.tools
-            )
+        return await self.policy.in_renderer(
+            renderer.bridge, prompt, completion.token_ids, messages, self.tools
+        )
 
     @property
     def messages(self) -> list[Message]:

@@ -7,6 +7,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, get_args
 
@@ -50,6 +51,7 @@ class Players:
     ) -> None:
         self.config, self.environments = config, environments
         self.renderer, self.loop = renderer, loop
+        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="renderer")
         self.limits = Limits(
             max_turns=config.max_turns,
             max_tokens=config.max_tokens,
@@ -70,7 +72,7 @@ class Players:
     async def _play(
         self, service: RolloutService, sampling: Sampling, tasks: Sequence[Task]
     ) -> list[Played]:
-        policy = Policy(service, self.renderer, sampling, asyncio.Lock())
+        policy = Policy(service, self.renderer, sampling, self._rendering)
         running = asyncio.Semaphore(self.config.max_concurrent or len(tasks) or 1)
 
         async def one(task: Task) -> Played:
@@ -93,6 +95,7 @@ class Players:
         """End the environments' processes and the event loop's thread."""
         self.loop.run(self.environments.close)
         self.loop.close()
+        self._rendering.shutdown()
 
 
 class EpisodeRunner(Runner):

@@ -5,6 +5,7 @@
     python benchmarks/learning.py run --task chain_sum
     python benchmarks/learning.py preference
     python benchmarks/learning.py hacking
+    python benchmarks/learning.py episodes FOLDERS   # see learning_episodes.py
     python benchmarks/learning.py table && python benchmarks/learning.py figures
 
 Every run is a process of its own with one thread and adds a line to ``--out``
@@ -114,6 +115,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> None:  # house: ok one parser
     """Parse and do."""
+    from learning_episodes import episodes
     from learning_figures import figures, table
     from learning_others import hacking, one_hacking, preference
 
@@ -142,6 +144,7 @@ def main() -> None:  # house: ok one parser
     hacked = part("one-hacking", one_hacking)
     hacked.add_argument("--kl", type=float, required=True)
     hacked.add_argument("--seed", type=int, required=True)
+    part("episodes", episodes).add_argument("folders", type=Path, nargs="+")
     part("table", table)
     part("figures", figures).add_argument("--to", type=Path, default=Path("docs/figures"))
     args = parser.parse_args()

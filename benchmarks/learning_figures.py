@@ -8,7 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common import markdown_table, use_svg_style, versions
-from learning_results import Results, Run
+from learning_episodes import TASK as EPISODES
+from learning_episodes import draw as draw_episodes
+from learning_episodes import rows as episode_rows
+from learning_results import Results, Run, spread
 from learning_tasks import TRL, VARIANTS
 
 # Colors that color-blind readers can distinguish (Okabe and Ito; gray for the other library).
@@ -29,13 +32,6 @@ def _by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
     }
 
 
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean, and from least to most where they differ."""
-    mean = statistics.fmean(values)
-    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return most if least == most else f"{mean:.{digits}f} ({least} to {most})"
-
-
 # ---- tables --------------------------------------------------------------------------------------
 
 
@@ -49,6 +45,8 @@ def table(args: argparse.Namespace) -> None:
         print("### Preferences\n\n" + "\n".join(_preference_rows(runs)) + "\n")
     if runs := Results(args.out).runs("hacking"):
         print("### A reward that can be cheated\n\n" + "\n".join(_hacking_rows(runs)) + "\n")
+    if runs := Results(args.out).runs(EPISODES):
+        print("### A guessing game in turns\n\n" + "\n".join(episode_rows(runs)) + "\n")
 
 
 def _learning_rows(runs: Sequence[Run]) -> Iterator[str]:
@@ -104,6 +102,7 @@ def figures(args: argparse.Namespace) -> None:
         task: _draw_task(Results(args.out).runs(task), title) for task, title in TITLES.items()
     }
     drawn["hacking"] = _draw_hacking(Results(args.out).runs("hacking"))
+    drawn[EPISODES] = draw_episodes(Results(args.out).runs(EPISODES))
     for name, figure in drawn.items():
         if figure is not None:
             file = args.to / f"learning_{name}.svg"

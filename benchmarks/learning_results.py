@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +54,10 @@ def run_in_process(out: Path, *words: str) -> None:
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean, and from least to most where they differ."""
+    mean = statistics.fmean(values)
+    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return most if least == most else f"{mean:.{digits}f} ({least} to {most})"

@@ -1,7 +1,7 @@
 """Learning curves of recipes/tiny_multi_turn.yaml, a part of ``learning.py``.
 
-    burnish rl recipes/tiny_multi_turn.yaml seed=0 run_dir=runs/guess-0   # and 1, 2
-    python benchmarks/learning.py episodes runs/guess-0 runs/guess-1 runs/guess-2
+burnish rl recipes/tiny_multi_turn.yaml seed=0 run_dir=runs/guess-0   # and 1, 2
+python benchmarks/learning.py episodes runs/guess-0 runs/guess-1 runs/guess-2
 """
 
 from __future__ import annotations

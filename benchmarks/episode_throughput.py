@@ -195,7 +195,7 @@ def single_turn(args: argparse.Namespace) -> None:
 
     args = argparse.Namespace(**{**vars(args), "scale": 0.0, "concurrent": 0})
     with closing(build(args, turns=1)) as bench:
-        prompt = bench.players.renderer.render([{"role": "user", "content": "b" * 20}])
+        prompt = bench.players.renderer.render([{"role": "user", "content": "b" * PROMPT_CHARS}])
         requests = [Request(str(i), prompt, seed=i) for i in range(args.responses)]
 
         def generate() -> int:

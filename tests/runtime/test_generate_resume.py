@@ -164,11 +164,11 @@ def test_a_foreign_output_is_never_written_over_and_nothing_is_lost(
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ("seed=1", "seed: 0 then, 1 now"),
-        ("rollout.temperature=0.5", r"rollout.temperature: 1.0 then, 0.5 now"),
-        ("mode=best_of_n", "mode.kind: 'all' then, 'best_of_n' now"),
-        ("num_prompts=3", "num_prompts: None then, 3 now"),
-        ("rewards.0.weight=2", "rewards.0.weight: 1.0 then, 2.0 now"),
+        ("seed=1", "seed: was 0, now 1"),
+        ("rollout.temperature=0.5", r"rollout.temperature: was 1.0, now 0.5"),
+        ("mode=best_of_n", "mode.kind: was 'all', now 'best_of_n'"),
+        ("num_prompts=3", "num_prompts: was None, now 3"),
+        ("rewards.0.weight=2", "rewards.0.weight: was 1.0, now 2.0"),
     ],
 )
 def test_a_resumed_run_keeps_to_its_recipe(

@@ -205,11 +205,14 @@ def test_what_a_resumed_run_does_otherwise_is_said(
 ) -> None:
     burnish.run(rl(), rewards=reward)
     burnish.run(rl("max_steps=3"), rewards=reward, resume=tmp_path / "run")
-    assert "with other settings: max_steps: 2 then, 3 now\n" in caplog.text + "\n"
+    assert "changed settings: max_steps: was 2, now 3\n" in caplog.text + "\n"
     caplog.clear()
     more = ["max_steps=4", "algorithm.advantage=rloo", "train.lr=0.5"]
     burnish.run(rl(*more), rewards=reward, resume=tmp_path / "run")
-    for told in ("algorithm.advantage.kind: 'grpo' then, 'rloo' now", "train.lr: 0.001 then, 0.5"):
+    for told in (
+        "algorithm.advantage.kind: was 'grpo', now 'rloo'",
+        "train.lr: was 0.001, now 0.5",
+    ):
         assert told in caplog.text
 
 

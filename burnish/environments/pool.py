@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -33,6 +34,11 @@ MAX_MESSAGE_BYTES = 16 << 20
 START_TIMEOUT_S = 120.0
 """Time in which a worker must have started its interpreter and imported the environment."""
 CLOSE_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 10.0
+"""Time in which a killed worker must have ended."""
+DRAIN_S = 1.0
+"""Time in which the last output of a worker that ended is read. Processes that it started may hold
+its pipes open."""
 MAX_START_FAILURES = 3
 """Consecutive failures to start a worker after which the pool gives up."""
 
@@ -108,11 +114,25 @@ class _Reply(BurnishError):
         self.trace = f"\n{trace.rstrip()}" if trace else ""
 
 
+class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
+    """The pipes of a worker. ``exited`` is set at its end, even if other processes hold the pipes
+    open; then ``Process.wait`` does not return in all versions of Python."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=MAX_MESSAGE_BYTES, loop=asyncio.get_running_loop())
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
 class _Worker:
     """One worker process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol) -> None:
+        self.process = asyncio.subprocess.Process(transport, protocol, asyncio.get_running_loop())
+        self._transport, self._exited = transport, protocol.exited
         self.episodes = 0
         self.retired = False
         self._ids = count()
@@ -122,6 +142,7 @@ class _Worker:
             asyncio.create_task(self._read_replies()),
             asyncio.create_task(self._read_output()),
         ]
+        self._watcher = asyncio.create_task(self._watch())
 
     @property
     def alive(self) -> bool:
@@ -150,6 +171,16 @@ class _Worker:
             if future.done() and not future.cancelled():
                 future.exception()  # read, or asyncio reports it as forgotten
 
+    async def _watch(self) -> None:
+        """Wait for the process to end. Kill what it started and free its pipes."""
+        await self._exited.wait()
+        self._kill_group()
+        await asyncio.wait(self._readers, timeout=DRAIN_S)
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        self._transport.close()
+
     async def _read_replies(self) -> None:
         assert self.process.stdout is not None
         reason = "the process has ended"
@@ -169,9 +200,10 @@ class _Worker:
         except ValueError as error:  # a line over the limit, or not JSON
             reason = f"a reply cannot be read ({error}); at most {MAX_MESSAGE_BYTES >> 20} MiB"
             self.kill()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(ConnectionError(reason))
+        finally:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(ConnectionError(reason))
 
     async def _read_output(self) -> None:
         assert self.process.stderr is not None
@@ -190,14 +222,18 @@ class _Worker:
     def kill(self) -> None:
         """Kill the process and everything in its process group."""
         if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, 9)
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
         """Kill the process and wait for it."""
         self.kill()
-        await self.process.wait()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        done, _ = await asyncio.wait([self._watcher], timeout=END_TIMEOUT_S)
+        if not done:
+            log.warning("environment worker %d does not end", self.process.pid)
 
 
 class EnvironmentPool:
@@ -222,27 +258,21 @@ class EnvironmentPool:
         ):
             if isinstance(found, BaseException):
                 raise found
-            self._workers.append(found)
 
-    async def _start_worker(self) -> _Worker:
+    async def _start_worker(self) -> None:
         spec = self.spec
         python = spec.python or sys.executable
         script = str(Path(__file__).with_name("worker.py"))
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(python, script),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=MAX_MESSAGE_BYTES,
-                start_new_session=True,
+            pipes = await asyncio.get_running_loop().subprocess_exec(
+                *(_Protocol, python, script), start_new_session=True
             )
         except OSError as error:
             raise EnvironmentSetupError(
                 f"environment {spec.spec}: its worker cannot be started: {python!r} "
                 f"({error.strerror}); give the path of a Python 3.9+ interpreter"
             ) from error
-        worker = _Worker(process)
+        worker = _Worker(*pipes)
         try:
             await worker.call(
                 START_TIMEOUT_S, op="load", spec=spec.spec, options=dict(spec.options)
@@ -265,7 +295,7 @@ class EnvironmentPool:
         except BaseException:
             await worker.end()
             raise
-        return worker
+        self._workers.append(worker)
 
     async def _worker(self) -> _Worker:
         """Return the worker with the fewest episodes, after replacing workers that ended."""
@@ -376,6 +406,10 @@ class _Episode:
                 self._worker.retired = True
             except ConnectionError:
                 pass  # the process is gone, and the episode with it
+            except asyncio.CancelledError:
+                self._worker.retired = True
+                await self._pool.left(self._worker)
+                raise
         await self._pool.left(self._worker)
 
 
@@ -419,16 +453,36 @@ def _messages(value: Any, method: str) -> tuple[Mapping[str, Any], ...]:
             f"{method}() returned messages={value!r:.120}; expected a list of "
             '{"role": ..., "content": ...}'
         )
-    return tuple(value)
+    return tuple({**message, "content": _text(message["content"], method)} for message in value)
+
+
+def _text(content: Any, method: str) -> str:
+    """Return content as text. A list of text parts is joined: many chat templates would write the
+    list itself. Raises ValueError for other parts."""
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(
+            f"{method}() returned the content {content!r:.120}; expected text, or a list of "
+            '{"type": "text", "text": ...}. Episodes have no images'
+        )
+    return "".join(parts)
 
 
 def _numbers(value: Any, key: str) -> dict[str, float]:
     if not isinstance(value, dict):
         raise ValueError(f"step() returned {key}={value!r:.80}; expected a mapping name -> number")
     for name, number in value.items():
-        plain = isinstance(number, bool | int | float) and math.isfinite(number)
-        if not isinstance(name, str) or not plain:
+        if not isinstance(name, str) or not _is_finite(number):
             raise ValueError(
                 f"step() returned {key}={{{name!r}: {number!r:.40}}}; expected finite numbers"
             )
     return {name: float(number) for name, number in value.items()}
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return isinstance(number, bool | int | float) and math.isfinite(number)
+    except OverflowError:  # an integer beyond the range of float
+        return False

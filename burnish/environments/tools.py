@@ -25,7 +25,7 @@ import json
 import queue
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, get_type_hints
@@ -183,7 +183,7 @@ class ToolEnvironment:
         positional = (self,) if tool.is_method else ()
         running: Any
         if inspect.iscoroutinefunction(tool.function):
-            running = asyncio.ensure_future(tool.function(*positional, **named))
+            running = asyncio.ensure_future(_without_exit(tool.function(*positional, **named)))
         else:
             if self._thread is None:
                 self._thread = _CallThread()
@@ -353,6 +353,16 @@ def _as_json(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
         return str(value)
+
+
+async def _without_exit(call: Awaitable[Any]) -> Any:
+    """Return the result of a call. exit() in a tool must not end the worker."""
+    try:
+        return await call
+    except Exception:
+        raise
+    except BaseException as raised:
+        raise RuntimeError(f"{type(raised).__name__}: {raised}") from raised
 
 
 class _CallThread:

@@ -12,7 +12,11 @@ to the original stdout. Requests of different episodes run concurrently. The fir
 A reply is ``{"id", "ok": ...}`` or ``{"id", "error": {"type", "message", "traceback"}}``.
 
 This file only uses the standard library and supports Python 3.9, because it may run under another
-interpreter that has none of Burnish's dependencies. Output of user code on stdout goes to stderr.
+interpreter that has none of Burnish's dependencies. Output of user code on stdout goes to stderr,
+and its stdin is empty: the pipes of the protocol are on other file descriptors, which processes
+started by user code do not inherit. When stdin ends (the parent is gone), the worker kills its
+process group.
+
 The methods of one environment object always run in the same thread, so that it may hold objects
 that are bound to a thread.
 """
@@ -26,13 +30,20 @@ import inspect
 import json
 import os
 import queue
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 REQUIRED = ("reset", "step")
+MAX_REPLY_BYTES = (16 << 20) - 1024
+"""Maximum size of a reply. The parent cannot read more."""
+MAX_ERROR_CHARS = 10_000
+END_S = 2.0
+"""Time after the end of stdin in which user code may still react to its cancellation."""
 
 
 class Episode:
@@ -205,8 +216,8 @@ def load_object(spec: str) -> Any:
     return getattr(module, name)  # house: ok a user's module
 
 
-async def serve(out: Any) -> None:
-    """Answer requests until stdin ends."""
+async def serve(requests: Any, out: Any) -> None:
+    """Answer requests until they end."""
     loop = asyncio.get_running_loop()
     worker = Worker(loop)
     running = set()
@@ -216,15 +227,22 @@ async def serve(out: Any) -> None:
         try:
             reply["ok"] = await worker.handle(request)
             line = json.dumps(reply, default=plain)
+            if len(line) > MAX_REPLY_BYTES:
+                raise ValueError(
+                    f"the result has {len(line)} bytes as JSON; at most {MAX_REPLY_BYTES} can be "
+                    "sent"
+                )
         except BaseException as error:  # every failure becomes a reply
             line = json.dumps({"id": request["id"], "error": describe(error)})
         out.write(line + "\n")
         out.flush()
 
     def read() -> None:
-        for line in sys.stdin:
+        for line in requests:
             loop.call_soon_threadsafe(start, json.loads(line))
         loop.call_soon_threadsafe(ended.set)
+        time.sleep(END_S)
+        leave()  # a coroutine that does not yield blocks the loop
 
     def start(request: dict[str, Any]) -> None:
         task = loop.create_task(answer(request))
@@ -246,16 +264,38 @@ def describe(error: BaseException) -> dict[str, str]:
         if frame.filename != __file__ and "importlib" not in frame.filename
     ]
     text = "".join(traceback.format_list(own))
-    return {"type": type(error).__name__, "message": str(error), "traceback": text}
+    return {
+        "type": type(error).__name__,
+        "message": message_of(error)[:MAX_ERROR_CHARS],
+        "traceback": text[-MAX_ERROR_CHARS:],
+    }
+
+
+def message_of(error: BaseException) -> str:
+    """Return the text of an error, also if its ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as raised:
+        return f"(its text raised {type(raised).__name__})"
+
+
+def leave() -> None:
+    """End the process without waiting for threads of user code, and kill what user code started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def main() -> None:
     """Answer requests until stdin ends, then exit."""
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # user code must not read requests
     os.dup2(2, 1)  # prints of user code go to stderr
     sys.path.insert(0, os.getcwd())
-    asyncio.run(serve(out))
-    os._exit(0)  # threads of user code that hang must not keep the process
+    asyncio.run(serve(requests, out))
+    leave()
 
 
 if __name__ == "__main__":

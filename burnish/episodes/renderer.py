@@ -14,8 +14,6 @@ from datetime import datetime
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jsonschema.exceptions import SchemaError
-
 from burnish.data.chat import check_rendering, encode_piece
 from burnish.data.messages import Message, as_messages
 from burnish.data.sources import DataError
@@ -215,7 +213,7 @@ class ChatRenderer:
         by_id = {made["id"]: made for made in calls}
         for number, message in enumerate(results):
             position = calls[number] if number < len(calls) else None
-            made = by_id.get(message.get("tool_call_id"), position)
+            made = by_id.get(str(message.get("tool_call_id")), position)
             if made is None:
                 made = call("tool", {}, f"call{number:05d}")
             message["tool_call_id"] = message.get("tool_call_id") or made["id"]
@@ -279,8 +277,9 @@ def _check_tools(tools: Tools) -> None:
             )
         try:
             argument_problem(function.get("parameters"), {})
-        except (SchemaError, TypeError, ValueError) as error:
+        except Exception as error:  # also references that cannot be resolved
             raise RendererError(
                 f"the parameters of the tool {name!r} are not a JSON schema: "
-                f"{str(error).partition(chr(10))[0]}"
+                f"{str(error).partition(chr(10))[0]}. Correct the environment's tools; a `$ref` "
+                "must refer to `$defs` in the same parameters"
             ) from error

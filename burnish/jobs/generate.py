@@ -29,7 +29,6 @@ from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError
 from burnish.rollout.runner import Rollout, Runner
 from burnish.runtime.base import Runtime
-from burnish.types import Stats
 
 log = logging.getLogger("burnish")
 
@@ -137,7 +136,7 @@ def generate_step(parts: Generation, step: int) -> GenerationStep:
         rollout = parts.runner.run([q.prompt for q in generation_prompts.values()])
     except NoGroupLeftError as error:
         log.warning("step %d: %s", step, error)
-        rollout = Rollout((), Stats(sums={"reward/groups_dropped": error.num_dropped}))
+        rollout = Rollout((), error.stats)
     chosen = select(
         config.mode,
         rollout.groups,

@@ -23,7 +23,6 @@ from burnish.jobs.rows_run import StepRows, WritesRows, sums_of
 from burnish.observe.timeline import timed
 from burnish.rewards.base import NoGroupLeftError, RewardSet, Scored
 from burnish.runtime.base import Runtime
-from burnish.types import Stats
 
 log = logging.getLogger("burnish")
 
@@ -76,7 +75,7 @@ class Scoring:
             scored = self.rewards.score([item.group for item in given])
         except NoGroupLeftError as error:
             log.warning("step %d: %s", number, error)
-            scored = Scored((), (), Stats(sums={"reward/groups_dropped": error.num_dropped}))
+            scored = Scored((), (), error.stats)
         samples = {group.prompt.id: group.samples[0] for group in scored.groups}
         rows = []
         for item in given:

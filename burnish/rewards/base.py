@@ -54,9 +54,10 @@ class SampleError(RewardError):
 class NoGroupLeftError(RewardError):
     """Every group of a call was dropped. The caller may retry with new prompts."""
 
-    def __init__(self, message: str, num_dropped: int) -> None:
+    def __init__(self, message: str, stats: Stats) -> None:
+        """``stats``: statistics of what was sampled, dropped groups included."""
         super().__init__(message)
-        self.num_dropped = num_dropped
+        self.stats = stats
 
 
 class Reward(Protocol):
@@ -228,7 +229,7 @@ class RewardSet:
                 f"no group is left to train on: a reward failed in all {len(failures)} groups, and "
                 "on_reward_failure.then=drop_group dropped them. The first failure:\n"
                 f"{_without_drop(str(first))}",
-                len(dropped),
+                Stats(sums={"reward/groups_dropped": len(dropped)}),
             ) from first
         return Scored(tuple(kept), tuple(dropped), self._stats(kept, len(dropped)))
 

@@ -7,15 +7,19 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from burnish.config.rollout import DynamicSampling
 from burnish.rewards.base import NoGroupLeftError, RewardError, RewardSet
 from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
+from burnish.transcript import EpisodeStatus
 from burnish.types import Group, Number, Prompt, Sample, Stats, all_equal
 
 log = logging.getLogger("burnish")
 
 _MAX_REFILLS = 10
+ENDS = get_args(EpisodeStatus)
+"""Statuses of episodes, in a fixed order."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Runner:
                 rollout = self.run(next_prompts(count - len(groups)))
             except NoGroupLeftError as error:
                 failure = error
-                stats += Stats(sums={"reward/groups_dropped": error.num_dropped})
+                stats += error.stats
                 continue
             for group in rollout.groups:
                 (groups if self._has_signal(group) else rejected).append(group)
@@ -83,10 +87,17 @@ class Runner:
                 groups += rejected[len(rejected) - used :]
         if len(groups) == count:
             return Rollout(tuple(_numbered(g, i) for i, g in enumerate(groups)), stats)
+        lost = stats.sums.get("episodes/groups_dropped", 0)
+        why = (
+            f"{lost:g} groups lost their members, because episodes failed or their first messages "
+            "reached episodes.max_tokens (metrics episodes/*)"
+            if lost
+            else "the reward fails on almost all of them. on_reward_failure.then=fail stops at the "
+            "first error"
+        )
         raise RewardError(
-            f"after {refills} refills only {len(groups)} of {count} groups have a reward; the "
-            "reward fails on almost all of them. on_reward_failure.then=fail stops at the first "
-            "error" + (f". The last refill: {failure}" if failure else "")
+            f"after {refills} refills only {len(groups)} of {count} groups have a reward; {why}"
+            + (f". The last refill: {failure}" if failure else "")
         ) from failure
 
     def _has_signal(self, group: Group) -> bool:
@@ -109,8 +120,17 @@ class Runner:
         """Sample and score all of ``prompts``, in their order."""
         groups, stats = self.sample(prompts)
         if not groups:
-            raise NoGroupLeftError("every group lost its members", len(prompts))
-        scored = self.rewards.score(groups)
+            ends = [f"{name} {n:g}" for name in ENDS if (n := stats.sums.get(f"episodes/{name}"))]
+            raise NoGroupLeftError(
+                f"all {len(prompts)} groups lost their members; their episodes ended with "
+                f"{', '.join(ends)}",
+                stats,
+            )
+        try:
+            scored = self.rewards.score(groups)
+        except NoGroupLeftError as error:
+            error.stats = stats + error.stats
+            raise
         return Rollout(scored.groups, stats + scored.stats + _sample_stats(scored.groups))
 
     def close(self) -> None:

@@ -109,11 +109,16 @@ class RolloutService:
 
     def close(self) -> None:
         """Cancel open requests and end the engine thread. The engine is not closed. May be called
-        twice."""
+        twice. Raises TimeoutError if the engine does not return from a poll."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"the rollout engine did not return from a poll within {_CLOSE_S:g} s, so its "
+                "thread cannot be ended and the engine cannot be used"
+            )
 
     # ---- any thread ------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ Burnish, so that it runs under any interpreter."""
 
 import os
 import random
+import subprocess
 import time
 
 
@@ -79,3 +80,65 @@ class Fixed:
 
     def step(self, message):
         return self.task["step"]
+
+
+class Odd:
+    """Does one odd thing in each step, named by the task."""
+
+    def reset(self, task, seed):
+        self.kind = task["kind"]
+        return {"messages": [{"role": "user", "content": "a"}]}
+
+    def step(self, message):
+        return {"messages": [{"role": "user", "content": getattr(self, self.kind)()}]}
+
+    def works(self):
+        return "works"
+
+    def is_slow(self):
+        time.sleep(0.5)
+        return "slow"
+
+    def huge_reply(self):
+        return "a" * (20 << 20)
+
+    def huge_error(self):
+        raise ValueError("a" * (20 << 20))
+
+    def error_without_text(self):
+        class WithoutTextError(Exception):
+            def __str__(self):
+                raise RuntimeError("no text")
+
+        raise WithoutTextError
+
+    def child_reads_stdin(self):
+        child = subprocess.run(["head", "-c", "5"], stdout=subprocess.PIPE, check=True)
+        return f"the child read {child.stdout!r}"
+
+    def fork_survives(self):
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        os._exit(7)
+
+    def child_holds_pipes(self):
+        child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        return str(child.pid)
+
+
+class Blocking:
+    """Blocks the event loop of its worker with a coroutine that never yields, after it has started
+    a process."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+
+    def reset(self, task, seed):
+        return {"messages": [{"role": "user", "content": "a"}]}
+
+    async def step(self, message):
+        child = subprocess.Popen(["sleep", "60"])
+        with open(self.path, "w") as file:
+            file.write(f"{os.getpid()} {child.pid}\n")
+        time.sleep(60)

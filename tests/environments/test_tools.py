@@ -62,8 +62,13 @@ def leave() -> None:
     sys.exit(3)
 
 
+async def leave_late() -> None:
+    """End the process from a coroutine."""
+    sys.exit(3)
+
+
 class Environment(ToolEnvironment):
-    tools = (search, divide, wait, block, leave)
+    tools = (search, divide, wait, block, leave, leave_late)
 
 
 def calls(*given: tuple[str, Any]) -> Message:
@@ -129,7 +134,7 @@ def test_the_task_and_the_tools_start_the_episode() -> None:
     assert isinstance(start, Start)
     assert [m["role"] for m in start.messages] == ["system", "user"]
     assert [t["function"]["name"] for t in start.tools] == [
-        *("search", "divide", "wait", "block", "leave")
+        *("search", "divide", "wait", "block", "leave", "leave_late")
     ]
     messages = [{"role": "user", "content": "How far?"}]
     assert Environment().reset({"prompt": messages}, 7).messages == messages
@@ -171,6 +176,7 @@ def test_a_message_without_calls_ends_the_episode() -> None:
             "error: UnknownToolError: there is no tool 'divid'; the tools are search, divide",
         ),
         ("leave", {}, "error: RuntimeError: SystemExit: 3"),
+        ("leave_late", {}, "error: RuntimeError: SystemExit: 3"),
     ],
 )
 def test_an_error_is_an_answer(name: str, arguments: Any, content: str) -> None:

@@ -24,7 +24,7 @@ from burnish.episodes.template import RendererError
 from burnish.jobs.episodes import build_players
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.timeline import Timeline
-from burnish.rewards.base import RewardSet
+from burnish.rewards.base import RewardError, RewardSet
 from burnish.rewards.episode import EpisodeReward
 from burnish.rollout.base import Request, Sampling
 from burnish.runtime.inline import InlineRuntime
@@ -155,6 +155,22 @@ def test_a_prompt_that_fills_the_limit_leaves_nothing_to_train_on() -> None:
     _, groups, stats = play(lambda _: says("hi"), options("Fixed", max_tokens=100), **LONG)
     assert groups == []
     assert stats.floats()["episodes/prompt_too_long"] == 8
+
+
+def test_lost_groups_are_counted_as_episodes_and_replaced() -> None:
+    """The first 2 prompts fill the limit, so both groups lose their 2 episodes; the next 2 work."""
+    short = {**FOREVER, "step": {"done": True, "rewards": {"x": 1.0}}}
+    given = iter([prompts(2, **LONG), prompts(2, **short)])
+    with players(options("Fixed", max_tokens=100)) as made:
+        task_runner = runner(ScriptedEngine(lambda _: says("hi"), TOKENIZER), made)
+        rollout = task_runner.fill(lambda _: next(given), 2)
+        found = rollout.stats.floats()
+        with pytest.raises(RewardError, match=r"first messages.*prompt_too_long 4"):
+            task_runner.fill(lambda _: prompts(2, **LONG), 2)
+    assert len(rollout.groups) == 2
+    names = ("episodes/prompt_too_long", "episodes/done", "episodes/groups_dropped")
+    assert [found[name] for name in names] == [4, 4, 2]
+    assert found["reward/groups_dropped"] == 0
 
 
 def test_failures_are_conserved_and_leave_the_baseline() -> None:

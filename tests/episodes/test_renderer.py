@@ -114,6 +114,22 @@ def test_the_first_difference_names_the_conversation(family: str, conversation: 
     assert renderer.differences[0].conversation == conversation
 
 
+@pytest.mark.parametrize("ref", ["#", "#/nowhere", "http://localhost:1/x"])
+def test_a_reference_in_a_tool_that_cannot_be_resolved_is_an_error(ref: str) -> None:
+    """``#`` refers to itself without end."""
+    renderer, _ = renderer_of("chatml")
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"$ref": ref}}}
+    with pytest.raises(RendererError, match="'look_up' are not a JSON schema"):
+        renderer.render([user("Go.")], [tool])
+
+
+def test_a_result_with_an_id_that_is_no_text_is_accepted() -> None:
+    renderer, _ = renderer_of("chatml")
+    prompt = renderer.render([user("Go.")])
+    new = [{"role": "tool", "content": "1", "tool_call_id": {}}]
+    assert len(renderer.bridge(prompt, (), new)) > len(prompt)
+
+
 def test_an_unknown_history_is_an_error() -> None:
     with pytest.raises(RendererError, match="history is 'drop'; use keep"):
         ChatRenderer(chat_tokenizer("chatml"), history="drop")  # type: ignore[arg-type]

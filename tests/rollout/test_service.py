@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -222,3 +223,28 @@ def test_the_local_engine_gives_the_same_numbers_to_many_threads(
         }
         for name, completion in together.items():
             assert completion.logprobs == pytest.approx(alone[name].logprobs, abs=1e-5)
+
+
+def test_drained_releases_have_reached_the_engine() -> None:
+    """The service is closed right after: a release that is still queued would be lost."""
+    for _ in range(20):
+        engine = GatedEngine()
+        with closing(RolloutService(engine)) as service:
+            for number in range(20):
+                service.release(str(number))
+            service.drain(WAIT_S)
+        assert [entry for entry in engine.log if entry.startswith("release")] == [
+            f"release {number}" for number in range(20)
+        ]
+
+
+def test_closing_a_service_whose_engine_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burnish.rollout.service._CLOSE_S", 0.05)
+    begun, hangs = threading.Event(), threading.Event()
+    service = RolloutService(GatedEngine())
+    service.call(lambda _: (begun.set(), hangs.wait(WAIT_S)))
+    assert begun.wait(WAIT_S)
+    with pytest.raises(TimeoutError, match="did not return"):
+        service.close()
+    hangs.set()
+    service.close()

@@ -130,7 +130,7 @@ class TrainingJob(JobConfig):
             batch=batch,
             rows_per_step=batch.train_batch_size * trained.rows_per_unit
             if rollout is None
-            else rollout * batch.epochs_per_rollout,
+            else rollout,
             updates_per_step=batch.optimizer_steps_per_rollout or 1,
         )
 

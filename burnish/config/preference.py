@@ -77,11 +77,19 @@ class PreferenceConfig(SupervisedJob):
         """Return whether the loss measures against a reference model."""
         return self.loss.kind not in ("simpo", "orpo")
 
-    def roles(self) -> tuple[TrainRole, ...]:
-        policy = replace(self.trained_role("policy"), dropout=False)
+    @property
+    def holds_reference(self) -> bool:
+        """Return whether the reference model is the base of the LoRA policy."""
         own = self.reference.model if self.reference is not None else None
-        if not self.needs_reference or (own is None and self.model.lora is not None):
+        return self.needs_reference and self.model.lora is not None and own is None
+
+    def roles(self) -> tuple[TrainRole, ...]:
+        policy = replace(
+            self.trained_role("policy"), dropout=False, holds_reference=self.holds_reference
+        )
+        if not self.needs_reference or self.holds_reference:
             return (policy,)
+        own = self.reference.model if self.reference is not None else None
         return policy, policy.derived_role("reference", own, self.cluster, trainable=False)
 
     def rules(self) -> Iterator[str]:

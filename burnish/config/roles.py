@@ -213,7 +213,7 @@ class JobSpec:
     batch: BatchPlan | None
     """None if the job trains nothing."""
     rows_per_step: int
-    """Rows that one step samples or trains on (once for each epoch over a rollout)."""
+    """Rows that one step samples or trains on, each counted once."""
     updates_per_step: int
     """Optimizer steps per step."""
 
@@ -241,6 +241,11 @@ class JobSpec:
     def samples_per_prompt(self) -> int:
         """Number of consecutive rows of a training batch that have the same prompt."""
         return 1 if self.batch is None else self.batch.n_samples_per_prompt
+
+    @property
+    def epochs_per_rollout(self) -> int:
+        """Number of times that the updates of a step pass over its rows."""
+        return 1 if self.batch is None else self.batch.epochs_per_rollout
 
     def role(self, name: str) -> TrainRole:
         """Return the role with a train engine that has this name."""

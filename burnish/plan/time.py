@@ -52,7 +52,7 @@ class TimePlan:
 
     @property
     def samples_per_s(self) -> float:
-        """Trained rows per second."""
+        """Rows per second, each counted once (``JobSpec.rows_per_step``)."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     def to_text(self) -> str:
@@ -150,7 +150,8 @@ class _Clock:
             parts.append(Part(role.name, "log-probs", seconds, how))
         if setup.trainable:
             factor = (2.0 if setup.shape.adapters else 3.0) + setup.train.gradient_checkpointing
-            seconds, how = self._pass(profile, work * factor, passes, trains=True)
+            epochs = self.job.epochs_per_rollout
+            seconds, how = self._pass(profile, epochs * work * factor, epochs * passes, trains=True)
             parts.append(Part(role.name, "forward/backward", seconds, how))
             parts.append(self._step(profile, role.name))
         if role.sync is not None:

@@ -48,6 +48,36 @@ def test_time_counts_the_passes_that_the_policy_makes_before_its_updates(overrid
     assert seconds.get("log-probs", 0) == pytest.approx(seconds["forward/backward"] * share)
 
 
+def test_epochs_over_a_rollout_repeat_only_the_updates():
+    """Four updates on each: one epoch of 4 rows per update, or two of 8. Rows are sampled once, and
+    their old log-probs computed once; forward and backward run once per epoch."""
+    seconds = []
+    for epochs, rows in ((1, 4), (2, 8)):
+        sizes = [f"train.epochs_per_rollout={epochs}", f"train.train_batch_size={rows}"]
+        plan = estimate(load_config(GRPO, sizes), parse_cluster("A100-80GB"))
+        assert plan.samples == 16
+        seconds.append({p.phase: p.seconds for p in plan.parts})
+    one, two = seconds
+    assert two.pop("forward/backward") == pytest.approx(2 * one.pop("forward/backward"))
+    assert two == pytest.approx(one)
+
+
+def test_dpo_with_lora_computes_log_probs_of_its_base():
+    """Half of forward and backward, whose frozen weights have no gradient. SimPO needs none."""
+    tree = {
+        "job": "preference",
+        "model": {"scratch": {}, "lora": {}},
+        "data": {"sources": ["pairs.jsonl"]},
+        "train": {"train_batch_size": 4},
+    }
+    shares = []
+    for loss in ("dpo", "simpo"):
+        found = estimate(load_config(tree, [f"loss={loss}"]), parse_cluster("A100-80GB")).parts
+        seconds = {p.phase: p.seconds for p in found}
+        shares.append(seconds.get("log-probs", 0) / seconds["forward/backward"])
+    assert shares == pytest.approx([1 / 2, 0])
+
+
 def test_flops_are_two_per_parameter_and_token_and_attention():
     """Llama-3-8B, rows of 2048: 2 x (8.03e9 - 0.525e9 of the input embedding), and 4 x 1024 x 4096
     in each of 32 layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from burnish.config import load_config
 from burnish.config.load import ConfigError
 from burnish.environments.base import EnvironmentSetupError
 from burnish.observe.samples import read_samples
+from burnish.rollout.vllm import INSTALL
 
 ENVIRONMENT = str(Path(__file__).parents[2] / "recipes/environments/guess_number.py:GuessNumber")
 ALPHABET = "1234567?<>"
@@ -77,15 +79,42 @@ def test_a_resumed_run_plays_the_same_episodes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_episodes_on_ray_equal_those_in_one_process(tmp_path: Path, ray_cluster: Any) -> None:
-    """Two rollout workers and two environment actors play the same episodes."""
-    burnish.run(recipe(tmp_path, "max_steps=2", name="inline"))
-    cluster = ["cluster.runtime=ray", "cluster.layout=separate", "cluster.rollout_workers=2"]
-    on_ray = ["max_steps=2", "rollout.episodes.workers=2", *cluster]
-    burnish.run(recipe(tmp_path, *on_ray, name="ray"))
+    """Two rollout workers and two environment actors play the same episodes. Policy, critic and
+    reference, each sharded over two ranks, train on them in two updates per step."""
+    ppo = ["algorithm.advantage=gae", "algorithm.kl.init_kl_coef=0.1", "train.lr=1e-2"]
+    ppo += ["algorithm.kl.placement=reward", "algorithm.kl.estimator=k1"]
+    ppo += ["train.train_batch_size=8", "max_steps=2"]
+    burnish.run(recipe(tmp_path, *ppo, name="inline"))
+    on_ray = ["cluster.runtime=ray", "cluster.layout=separate", "cluster.rollout_workers=2"]
+    on_ray += ["cluster.policy_ranks=2", "train.engine.sharding=full"]
+    on_ray += ["rollout.episodes.workers=2"]
+    burnish.run(recipe(tmp_path, *ppo, *on_ray, name="ray"))
     inline, ray = metrics(tmp_path / "inline"), metrics(tmp_path / "ray")
+    trained = ["train/loss", "train/grad_norm"]
     for step in (1, 2):
-        for name in ("reward/mean", "episodes/turns", "episodes/done", "train/loss"):
+        # fp32: log-probs of up to 3 by other batches. Wrong tokens or stale weights: 1e-2 and more.
+        assert ray[step]["train/mismatch_max"] < 1e-5
+        for name in ("reward/mean", "episodes/turns", "episodes/done", *trained):
             assert ray[step][name] == pytest.approx(inline[step][name], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("quick_vllm_starts")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=INSTALL)
+def test_vllm_plays_episodes_with_the_weights_that_are_trained(tmp_path: Path) -> None:
+    """Turns of up to 150 tokens, longer than a block of vLLM's cache: the prompts of later turns
+    come in part from the cache, which is dropped when the weights change."""
+    one_head = ["model.scratch.num_heads=1", "model.scratch.num_kv_heads=1"]  # heads of 32
+    sizes = ["rollout.generate_max_len=150", "rollout.episodes.max_tokens=500"]
+    sizes += ["model.scratch.max_position_embeddings=512", "rollout.stop=[]"]
+    vllm = ["rollout.engine.kind=vllm", "train.lr=1e-2", "max_steps=3"]
+    burnish.run(recipe(tmp_path, *vllm, *one_head, *sizes))
+    for step, found in metrics(tmp_path / "run").items():
+        # fp32: log-probs of up to 3 by other kernels. Stale weights: 1e-2 and more.
+        assert found["train/mismatch_max"] < 1e-5, step
+        assert found["episodes/turns"] > 1
+        assert 0 < found["episodes/cached_prefix_frac"] < 1
 
 
 def test_an_unusable_environment_stops_before_the_model_is_loaded(tmp_path: Path) -> None:

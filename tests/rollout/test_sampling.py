@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from burnish.rollout.base import Sampling
-from burnish.rollout.runner import _seed
+from burnish.rollout.runner import prompt_seed
 from burnish.rollout.sampling import sample_tokens, uniforms_for
 
 DRAWS = 20_000
@@ -193,5 +193,7 @@ def test_no_global_generator_is_advanced() -> None:
 
 def test_the_seed_of_a_run_changes_what_is_sampled() -> None:
     """The seed is above the 32 bits of the prompt's checksum and must not be truncated."""
-    streams = {tuple(uniforms_for(_seed(seed, "train:1@0"), 0, 4).tolist()) for seed in range(4)}
+    streams = {
+        tuple(uniforms_for(prompt_seed(seed, "train:1@0"), 0, 4).tolist()) for seed in range(4)
+    }
     assert len(streams) == 4

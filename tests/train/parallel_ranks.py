@@ -30,7 +30,8 @@ from burnish.config.model import ModelConfig
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.models import tensor_parallel, ulysses
-from burnish.models.attention import Segment, _Options, _packed, plan_segments
+from burnish.models.attention import Segment, _packed, plan_segments
+from burnish.models.cache_attention import Options
 from burnish.models.load import load_causal_lm
 from burnish.models.ulysses import sequence_parallel_attention
 from burnish.train.base import NonFiniteError
@@ -115,7 +116,7 @@ def attention(ranks: RankGroup) -> dict[str, float]:
         shapes = ((count, heads, 8), (count, kv, 8), (count, kv, 4))
         whole = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
         upstream = torch.randn(count, heads, 4, generator=generator)
-        options = _Options(0, 0.3, window, 0.0, None)
+        options = Options(0, 0.3, window, 0.0, None)
         expected = _packed(plan, (whole[0], whole[1], whole[2]), options)
         grads = torch.autograd.grad((expected * upstream).sum(), whole)
 

@@ -89,15 +89,21 @@ class RemoteRolloutEngine:
 
     def poll(self) -> list[Completion]:
         """Wait until a worker answers, and return what it finished. Requests of a worker that is
-        lost are repeated, except for their finished samples."""
+        lost are repeated, except for their finished samples. Raises an error of a worker; all open
+        requests are dropped then."""
         self._send()
         if not self._calls:
             return []
         ready, lost = self._wait(list(self._calls), list(self._calls.values()))
         done: list[Completion] = []
-        for call in ready:
-            worker = self._calls.pop(call)
-            done += [c for c in self._answer(call, worker, lost) if self._take(c)]
+        try:
+            for call in ready:
+                worker = self._calls.pop(call)
+                done += [c for c in self._answer(call, worker, lost) if self._take(c)]
+        except Exception:  # an error of a worker: the others may have the same one in their answers
+            self._calls.clear()
+            self.cancel(list(self._open))
+            raise
         if lost:
             self._resubmit(lost)
         self._send()

@@ -409,7 +409,8 @@ def test_a_loader_that_drops_a_tensor_is_found(
             "load_weights",
             lambda stream, without=without: load((n, t) for n, t in stream if n not in without),
         )
-        with pytest.raises(StaleWeightsError, match=rf"\(1 findings\): the parameter {told} has other values"):
+        finding = rf"\(1 findings\): the parameter {told} has other values"
+        with pytest.raises(StaleWeightsError, match=finding):
             loaded.load_weights(2, new.named_parameters())
         refused(loaded, 1)
         monkeypatch.setattr(model, "load_weights", load)

@@ -68,6 +68,8 @@ INSTALL = (
 _CPU_BLOCK = 32
 """Tokens per cache block on CPU. vLLM requires a multiple of 32 and defaults to 128; smaller blocks
 share more of a prompt."""
+_CPU_BATCH = 2048
+"""Tokens per step on CPU, at least those of the longest row."""
 _MOST_CPU_CACHE = 4 << 30
 _alive: set[int] = set()
 """The engine of this process, if there is one. vLLM's process groups are global, so closing one
@@ -142,6 +144,12 @@ class VllmRolloutEngine:
             wanted = min(least * config.max_num_seqs, max(_MOST_CPU_CACHE, least))
             wanted = config.kv_cache_bytes or wanted // config.tensor_parallel_size
             cache = {"kv_cache_memory_bytes": wanted, "block_size": _CPU_BLOCK}
+            # A prompt that is prefilled in parts rewinds its random generator, which CPU generators
+            # cannot do: prefill every prompt in one step.
+            cache |= {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(_CPU_BATCH, self.max_model_len),
+            }
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "load_format": "dummy",  # load_weights provides the weights

@@ -384,6 +384,14 @@ def refused(engine: VllmRolloutEngine, version: int) -> None:
         next(engine.generate([Request("r", (7,))], GREEDY))
 
 
+def test_prompts_beyond_the_budget_of_a_step_are_sampled(loaded: VllmRolloutEngine) -> None:
+    """2,200 prompt tokens, and a step takes 2,048: no prompt may be prefilled in parts, because the
+    random generator of a request cannot be rewound on a CPU."""
+    prompts = [tuple(6 + (i + t) % 40 for t in range(220)) for i in range(10)]
+    done = by_sample(loaded.generate(requests_for(prompts), Sampling(4)))
+    assert len(done) == 10
+
+
 def test_a_loader_that_drops_a_tensor_is_found(
     loaded: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,7 +205,7 @@ class Batch:
     turn_rewards: Tensor | None = None
     """[M] fp32: reward of a turn on its last action token; contained in ``rewards``"""
     samples_together: bool = False
-    """Whether all rows of a sample must stay in one micro-batch, because the loss reduces over
+    """True if all rows of a sample must stay in one micro-batch, because the loss reduces over
     samples."""
     sampler_logprobs: Tensor | None = None
     """[M] fp32"""

@@ -139,7 +139,7 @@ class DecodePlan:
     """Number of keys to read: the longest active sequence, including its new token."""
     mask: Tensor  # [B, 1, 1, length] True = may read
     stable: bool = False
-    """Whether the bits of a row must not depend on the batch (``models/cache_attention.py``)."""
+    """True if the bits of a row must not depend on the batch (``models/cache_attention.py``)."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class TrainEngineProfile(ABC):
     """
 
     gathers = False
-    """Whether weights are gathered layer by layer in a pass."""
+    """True if weights are gathered layer by layer in a pass."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup

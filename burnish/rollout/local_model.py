@@ -41,7 +41,7 @@ class LocalModel:
         wanted = config.batch_invariant
         self._onednn = onednn_layers(model, bf16=wanted is True)
         self.stable = wanted is not False and _all_in(model, self._onednn)
-        """Whether the forward passes are batch invariant."""
+        """True if the forward passes are batch invariant."""
         self._multiples: dict[int, int] = {}
         """Number of threads -> multiple of :meth:`padded`."""
         self._wide: list[Fp32Layer] | None = None

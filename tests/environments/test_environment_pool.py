@@ -227,7 +227,7 @@ def test_content_in_parts_is_joined_to_text() -> None:
 
 
 def test_a_worker_that_started_is_not_forgotten_if_another_one_fails(tmp_path: Path) -> None:
-    """Of two workers, the one that takes the lock file first fails to import the environment."""
+    """Two workers start; the one that takes the lock file first fails to import the environment."""
     code = tmp_path / "half.py"
     code.write_text(
         "import os\n\ntry:\n    os.close(os.open(__file__ + '.lock', os.O_CREAT | os.O_EXCL))\n"
